@@ -95,8 +95,9 @@ def test_passes_and_steps_of_a_bank(ranks, alike):
 def agreements() -> list[int]:
     class OfTwo:
         size = 2
+        is_in_train = True
 
-    events = AgreedEvents(lambda *_args, **_others: TrainerControl(), OfTwo(), lambda: True)  # type: ignore[arg-type]
+    events = AgreedEvents(lambda *_args, **_others: TrainerControl(), OfTwo(), OfTwo())  # type: ignore[arg-type]
     with simulated.counting() as counted:
         control = events("on_step_end", None, None, TrainerControl())
     assert not control.should_training_stop

@@ -47,6 +47,20 @@ def test_a_call_that_cannot_be_honoured(worlds, tmp_path, fault):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("keyword", "answer"),
+    [
+        ("async_save", 'Pass mode="async"'),
+        ("process_group", r"Pass options=CheckpointerOptions\(process_group=...\)"),
+        ("kept", "Did you mean 'keep'?"),
+        ("other", "Keywords: directory, keep, mode, only, on_differing_buffers, options"),
+    ],
+)
+def test_unknown_keywords_are_answered(tmp_path, keyword, answer):
+    with pytest.raises(shardwise.ConfigError, match=rf"Checkpointer\(\) got an unexpected .*'{keyword}'. {answer}"):
+        Checkpointer(tmp_path, **{keyword: None})
+
+
 def test_ranks_that_do_not_hold_all_of_it(worlds, tmp_path):
     for kind, text in worlds(4).run(on_ranks.only_some, str(tmp_path)):
         assert kind == "ShardingError"
@@ -65,7 +79,7 @@ def test_a_wait_that_is_interrupted_loses_sight_of_nothing(worlds, tmp_path):
     assert worlds(2).run(on_ranks.wait_interrupted, str(tmp_path)) == [("interrupted", True, [1, 2])] * 2
 
 
-def test_a_rank_that_cannot_copy_its_state_keeps_in_step(worlds, tmp_path):
+def test_a_rank_that_cannot_copy_its_state_fails_the_save(worlds, tmp_path):
     found = worlds(2).run(on_ranks.fail_to_stage, str(tmp_path))
     assert found[0] == found[1]
     error, left, steps = found[0]
@@ -87,7 +101,7 @@ def test_what_befalls_the_background_is_told_at_the_next_call(worlds, tmp_path):
     [
         (lambda folder: Checkpointer(folder, keep=0), "1 or more"),
         (lambda folder: CheckpointerOptions(budget_bytes=1), "less than a page"),
-        (lambda folder: Checkpointer("s3://bucket/run"), "not at a URL"),
+        (lambda folder: Checkpointer("s3://bucket/run"), "is a URL"),
         (lambda folder: Checkpointer(folder, keep="all"), "1 or more"),
         (lambda folder: Checkpointer(folder, mode="later"), "Pass one of 'sync', 'async'"),
         (lambda folder: Checkpointer(folder, only="adapter"), "Pass AdapterOnly"),
@@ -121,7 +135,7 @@ MISFITS = {
     "other model": ("KeyMismatchError", "missing 2        0.weight"),
     "dtype": ("KeyMismatchError", "embed.weight: stored (11, 6) F32, the model has (11, 6) BF16"),
     "step": ("StorageError", "no complete checkpoint of step 4. Saved steps: 3"),
-    "which": ("RankMismatchError", "what is asked to be restored"),
+    "which": ("RankMismatchError", "the list of arguments (step, only, on_...)"),
 }
 
 
@@ -153,7 +167,7 @@ def rewritten(step: Path, change) -> None:
     change(facts)
     facts["metadata_sha256"] = hashlib.sha256((step / ".metadata").read_bytes()).hexdigest()
     facts["files"] = {name: (step / name).stat().st_size for name in facts["files"] if (step / name).exists()}
-    facts["checksums"] = {}
+    facts["checksums"] = {name: facts["checksums"][name] for name in facts["files"]}
     file.write_text(sealed(facts))
 
 
@@ -182,6 +196,8 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
             facts.write_text(sealed(json.loads(facts.read_text()) | {"step": "x"}))
         case "newer":
             facts.write_text(json.dumps({"kind": "shardwise training checkpoint", "version": 2}))
+        case "no checksums":
+            facts.write_text(sealed(json.loads(facts.read_text()) | {"checksums": {}}))
         case "other step":
             rewritten(step, lambda found: found.update(step=4))
         case "pickle":
@@ -224,7 +240,8 @@ DAMAGE = {
     "missing": "__1_0.distcp: is missing",
     "mixed": "is not the one recorded in shardwise.checkpoint.json",
     "no facts": "is not a checkpoint of shardwise",
-    "other facts": "is not what belongs there",
+    "other facts": "has an invalid value",
+    "no checksums": "has an invalid value: files",
     "newer": "is of version 2, and this shardwise reads 1",
     "other step": "is of step 4",
     "pickle": "pathlib",
@@ -235,7 +252,7 @@ DAMAGE = {
     "no seal": r"shardwise.checkpoint.json: is not what was written",
     "checksums": "__1_0.distcp: its checksums are not what was written",
     "names checksums": ".metadata: names the checksums of __0_0.distcp",
-    "other checksums": "files is not what belongs there",
+    "other checksums": "has an invalid value: files",
 }
 
 
@@ -272,8 +289,12 @@ def test_a_pickle_among_the_values_is_not_run(run, tmp_path):
         if index.fqn == "schedulers":
             info.length = len(buffer.getvalue())
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
-    (step / place.file).write_bytes(whole)
-    rewritten(step, lambda found: None)
+    nbytes = facts_module.content_nbytes(len(whole))
+    sums = facts_module.BlockSums(nbytes)
+    sums.add(0, memoryview(whole)[:nbytes])
+    (step / place.file).write_bytes(whole[:nbytes] + sums.to_bytes())
+    checksums = {place.file: facts_module.digest(sums.to_bytes())}
+    rewritten(step, lambda found: found["checksums"].update(checksums))
     training = Training(seed=5)
     with pytest.raises(shardwise.FormatError, match="schedulers in .*: cannot be read as plain data"):
         Checkpointer(tmp_path / "run").restore(training.state)

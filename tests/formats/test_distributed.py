@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwise.errors import FormatError
 from shardwise.formats.contract import Joined, View, Whole
-from shardwise.formats.joining import beside, tiling
+from shardwise.formats.joining import merged_index, tiling
 from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.reading import LocalReader
 from shardwise.storage.remote import RemoteReader
@@ -229,7 +229,7 @@ def test_an_optimizer_without_a_model_near() -> None:
         ([], "copy .metadata here from the machine of rank 0"),
         (["one", "optimizer_0"], "Pass the folder of the model: {0}/here/one ({0}/here/optimizer_0: an optim"),
         (["../model_0"], "Pass the folder of the model: {0}/model_0"),
-        (["../optimizer_0"], "{0}/optimizer_0: an optimizer's state, without the folder of a model beside it"),
+        (["../optimizer_0"], "{0}/optimizer_0: an optimizer's state, without the folder of a model next to it"),
     ],
 )
 def test_without_metadata_other_saves_are_named(tmp_path: Path, saves: list[str], words: str) -> None:
@@ -421,7 +421,7 @@ def test_one_checkpoint_beside_another() -> None:
     first = open_checkpoint(MemoryReader({"model.safetensors": file_with("a")}))
     turned = torch.arange(6.0).reshape(2, 3).t()
     chunks = Written({"g": cut(GRID, [3, 3], [8]), "t": ((3, 2), {(0, 0): turned})})
-    both = beside(first, open_checkpoint(chunks.reader()), "more")
+    both = merged_index(first, open_checkpoint(chunks.reader()), "more")
     keys = ["more/g[0:3, 0:8]", "more/g[3:6, 0:8]", "more/t (storage)"]
     assert set(both.files) == {"model.safetensors", "more/__0_0.distcp"}
     assert {key: (entry.key, entry.file) for key, entry in both.entries.items()} == {

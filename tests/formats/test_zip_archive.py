@@ -191,7 +191,7 @@ def test_a_member_ends_where_the_next_begins(longer: int) -> None:
     at = content.find(b"PK\1\2")
     struct.pack_into("<LL", content, at + 20, 5 + longer, 5 + longer)
     if longer:
-        assert "a/one runs into what follows it" in refusal(bytes(content))
+        assert "a/one overlaps the next one" in refusal(bytes(content))
     else:
         assert opened(bytes(content))[0].content("a/one", max_nbytes=9) == b"first"
 
@@ -205,12 +205,12 @@ def test_the_last_member_ends_at_the_directory() -> None:
         assert "is compressed" in refusal(bytes(content)), "the two sizes differ"
     content = bytearray(made)
     struct.pack_into("<H", content, 28, 1)  # the extra field of the local header
-    assert "a/one runs into what follows it" in refusal(bytes(content))
+    assert "a/one overlaps the next one" in refusal(bytes(content))
     content = bytearray(made)
     struct.pack_into("<L", content, content.find(b"PK\1\2") + 42, content.find(b"PK\1\2"))
     assert "a/one is not before the directory" in refusal(bytes(content))
     struct.pack_into("<L", content, content.find(b"PK\1\2") + 42, content.find(b"PK\1\2") - 1)
-    assert "a/one runs into what follows it" in refusal(bytes(content))
+    assert "a/one overlaps the next one" in refusal(bytes(content))
 
 
 def test_directories_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

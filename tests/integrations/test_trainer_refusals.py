@@ -91,12 +91,12 @@ def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     assert found.pop("adamw_torch") == ""
     expected = {
         "alone": "accelerate counts 1 processes, and the model's process group has 2 ranks",
-        "no model": "Mine(model='gpt2'): ShardwiseTrainer trains a model that is there",
+        "no model": "Mine(model='gpt2'): ShardwiseTrainer trains a loaded model",
         "not for it": "pass model=for_trainer(model)",
-        "model_init": "ShardwiseTrainer trains a model that is there",
-        "peft_config": "Bring the model up with from_pretrained(tuning=Lora(config)) instead",
+        "model_init": "ShardwiseTrainer trains a loaded model",
+        "peft_config": "Load the model with from_pretrained(tuning=Lora(config)) instead",
         "fsdp of accelerate": "would have the Trainer shard a model that is sharded already",
-        "context parallel": "parallelism_config has cp_size=2, and the Trainer prepares a model",
+        "context parallel": "parallelism_config has cp_size=2, and the Trainer supports a model",
         "fsdp": "would have the Trainer shard a model that is sharded already",
         "adafactor": "transformers' Adafactor: steps whole tensors, not shards. Use torchao's AdamW8bit.",
         "other folder": "resume_from_checkpoint, or output_dir, on rank 1 is not that of rank 0",
@@ -112,10 +112,10 @@ def test_trainers_of_trl(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     found = same_on(two, refusing.of_trl, str(folder), str(tmp_path))
     expected = {
-        "no reference": "compares with a reference, which TRL would load whole on every rank. Pass ref_model=",
+        "no reference": "compares with a reference model, which TRL would load whole on every rank. Pass ref",
         "reference": "(ref_model=...): pass ref_model=for_trainer(reference)",
-        "precompute": "TRL hashes the model's weights",
-        "grpo": "compares with a reference, which TRL would load whole on every rank. Pass beta=0.0",
+        "precompute": "TRL would hash the model's weights",
+        "grpo": "compares with a reference model, which TRL would load whole on every rank. Pass beta=0.0",
         "head apart": "TRL reads the weight of the model's head without calling it",
     }
     for name, text in expected.items():
@@ -195,7 +195,7 @@ def test_what_the_trainer_writes_into_folders_lasts_too_and_is_asked_for(tmp_pat
     with recorded(log, run), trainer_runs.locked_for(World(0, 1), run, 3) as saving:
         (place / "additional_chat_templates").mkdir()
         (place / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
-        trainer_runs.complete(saving.locked, place, facts)
+        trainer_runs.complete(saving, place, facts)
         saving.locked.release()
     *_, last = states_after_crash({}, log.effects(), samples=0)
     assert last.files["checkpoint-3/additional_chat_templates/tools.jinja"] == b"{{ x }}"

@@ -77,10 +77,10 @@ WHOLE = {
         ({"weight_g_idx": torch.full((12,), -1)}, {}, "m.weight_g_idx: .*groups are -1 to -1"),
         ({"weight_shape": torch.tensor((2, 17))}, {}, r"m.weight_shape says \(2, 17\)|needs \(2, 5\)"),
         ({"weight_shape": torch.tensor((2, -12))}, {}, "m.weight_scale has the shape"),
-        ({"weight_shape": torch.tensor(())}, {}, "a shape is wanted|m.weight_scale has the shape"),
-        ({"weight_shape": torch.ones(3)}, {}, "m.weight_shape is F32 .3,., and a shape is wanted"),
-        ({"weight": torch.ones(2, 12)}, {}, "m.weight is stored beside m.weight_packed, and one of the two"),
-        ({}, {"actorder": "other"}, "is quantized in a way that is not known here .*actorder"),
+        ({"weight_shape": torch.tensor(())}, {}, "a shape is expected|m.weight_scale has the shape"),
+        ({"weight_shape": torch.ones(3)}, {}, "m.weight_shape is F32 .3,., and a shape is expected"),
+        ({"weight": torch.ones(2, 12)}, {}, "m.weight is stored as well as m.weight_packed, and one of the two"),
+        ({}, {"actorder": "other"}, "is quantized in a way that is not supported .*actorder"),
     ],
 )
 def test_what_does_not_go_together(tmp_path, changes, weights, told):
@@ -114,11 +114,11 @@ def test_two_in_a_byte_that_has_a_sign(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        ("weight_scale", torch.full((2, 2), 448.0).to(torch.float8_e5m2), "scales of F8_E5M2 are not known"),
+        ("weight_scale", torch.full((2, 2), 448.0).to(torch.float8_e5m2), "scales of F8_E5M2 are not supported"),
         ("weight_scale", torch.full((2, 2), torch.nan).to(torch.float8_e4m3fn), "m.weight_scale: .*a scale is NaN"),
         ("weight_global_scale", torch.zeros(1), "m.weight_global_scale: .*the scale of the whole tensor is 0.0"),
         ("weight_global_scale", torch.full((1,), torch.inf), "m.weight_global_scale: .*whole tensor is inf"),
-        ("weight", torch.ones(2, 32), "m.weight is stored beside m.weight_packed"),
+        ("weight", torch.ones(2, 32), "m.weight is stored as well as m.weight_packed"),
     ],
 )
 def test_scales_that_are_none(tmp_path, key, value, told):

@@ -133,7 +133,7 @@ def put(name, value):
     [
         ("awq", drop("qzeros"), "qzeros is not stored"),
         ("awq", drop("scales"), "scales is not stored"),
-        ("awq", drop("qweight"), "qzeros: no qweight is stored that it belongs to"),
+        ("awq", drop("qweight"), "qzeros: its qweight is missing"),
         ("awq", put("qweight", lambda found: found.short()), r"qweight is I16 \(64, 4\)"),
         ("awq", put("qweight", lambda found: found.view(-1)), r"qweight is I32 \(256,\)"),
         ("awq", put("scales", lambda found: found.double()), r"scales is F64 .*F16, BF16, F32"),

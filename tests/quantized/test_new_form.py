@@ -24,7 +24,7 @@ def stored(folder: Path, **config: object) -> torch.Tensor:
 
 def test_a_model_is_loaded_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes, model = stored(tmp_path, offset=128), nn.Linear(10, 6, bias=False)
-    with pytest.raises(ConfigError, match="not known here .quant_method 'own'"):
+    with pytest.raises(ConfigError, match="not supported .quant_method 'own'"):
         shardwise.load(model, tmp_path)
     monkeypatch.setitem(QUANTIZED, "own", "tests.quantized.own_form:form_of")
     with pytest.raises(ConfigError, match="no dequantization is known for 'offset bytes'"):

@@ -206,7 +206,7 @@ def go_on(
     world.run_all(_take_facts, tenant, facts)
     if moments:
         tenant.optimizer.state[tenant.flat] = {key.removeprefix(_OPTIMIZER): own for key, own in moments.items()}
-    told = _match_bases(facts.base, base, allowed.other_base).told
+    told = _match_bases(facts.base, base, allowed.other_base).summary
     return TenantStart(facts.steps, facts.windows, facts.micro_batches, facts.num_supervised_tokens, told)
 
 

@@ -1,11 +1,11 @@
-"""``Checkpointer``: the state of a training into a folder, and back on any number of ranks."""
+"""``Checkpointer``: saves the state of a training, and restores it on any number of ranks."""
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,23 +14,22 @@ import torch
 
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
-from shardwise.checkpoints.base_identity import BaseIdentity
 from shardwise.checkpoints.facts import Facts
 from shardwise.checkpoints.state import (
     CheckpointerOptions,
     CollectedState,
     Mode,
     StateContents,
+    StateSummary,
     TrainState,
     adapter_settings,
+    collect_state,
     contents_of,
     describe_selection,
     key_of,
-    look,
 )
-from shardwise.checkpoints.write import run_now
 from shardwise.engines.arguments import hints_of, require_meant
-from shardwise.errors import ConfigError, RankMismatchError, StorageError
+from shardwise.errors import ConfigError, RankMismatchError, StorageError, answer_keywords
 from shardwise.execution.checksums import as_bytes
 from shardwise.execution.distributed_chunks import ChunkStaging, TensorsPlan, Views, plan_tensors, views_of
 from shardwise.execution.memory import collected_later
@@ -48,10 +47,16 @@ from shardwise.tensors import Box
 
 _MAX_STEP = 10**15
 
-_BESIDE = "/checkpoint"
-"""The purpose of meetings in the background."""
+_BACKGROUND = "/checkpoint"
+"""Purpose of the world in which the ranks' threads meet."""
 
 
+@answer_keywords(
+    adapter_only="Pass only=AdapterOnly() to store an adapter without its base",
+    async_save='Pass mode="async" to write in the background',
+    process_group="Pass options=CheckpointerOptions(process_group=...)",
+    save_total_limit="Pass keep=, the number of checkpoints",
+)
 class Checkpointer:
     """Keeps the state of a training in a folder, in the format of ``torch.distributed.checkpoint``.
 
@@ -67,13 +72,13 @@ class Checkpointer:
             training continues. The next ``save`` waits for it.
         only: the stored part of the model: ``None`` for all, or ``AdapterOnly()`` for a PEFT adapter and all other
             trained parameters.
-        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
-            have, are stored as the first rank has them, ``"first_rank"``, or are an error, ``"error"``.
+        on_differing_buffers: buffers whose values differ between ranks, as running statistics do, are stored as the
+            first rank has them, ``"first_rank"``, or are an error, ``"error"``.
         options: budget, process group, timeouts.
 
     Raises:
-        ConfigError: an argument cannot be honored.
-        StorageError: the folder is none.
+        ConfigError: an argument is unknown or not supported.
+        StorageError: ``directory`` is a file.
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class Checkpointer:
         self._on_differing_buffers = on_differing_buffers
         self._options = options
         self._staging = ChunkStaging()
-        self._looked: CollectedState | None = None
+        self._collected: CollectedState | None = None
         self._executor = futures.ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
         self._on_its_way: tuple[int, futures.Future[CheckpointReport]] | None = None
         self._newest = folder.newest_in(self._root)
@@ -108,15 +113,12 @@ class Checkpointer:
         return self._root
 
     def steps(self) -> list[int]:
-        """The steps of which there is a complete checkpoint, in order. Collective: yes."""
+        """Return the steps with a complete checkpoint, in order. Collective: yes."""
         with self._world("steps") as world:
             return world.broadcast(folder.steps_in, self._root)
 
     def latest(self) -> int | None:
-        """Return the step of the newest checkpoint with no missing or truncated file, or None.
-
-        Collective: yes.
-        """
+        """Return the newest step whose checkpoint has no missing or truncated file, or None. Collective: yes."""
         with self._world("latest") as world:
             return world.broadcast(folder.newest_in, self._root)
 
@@ -124,13 +126,13 @@ class Checkpointer:
     def save(self, step: int, state: TrainState) -> CheckpointReport:
         """Save a checkpoint. With ``"async"``, wait for the previous one and save in the background.
 
-        Generators of random numbers are taken as they are. The training must not be in the middle of a step.
+        The states of random generators are stored as they are now. Call it between two steps of the training.
 
         Collective: yes, over ``options.process_group`` (default: all ranks). Memory: ``options.budget_bytes``. With
-        ``"async"`` also this rank's part of the state, on the host.
+        ``"async"`` also a copy of this rank's part of the state, on the host.
 
         Args:
-            step: optimizer steps done: more than at the newest checkpoint in the folder.
+            step: optimizer steps done, more than at the newest checkpoint in the folder.
             state: the state to save.
 
         Raises:
@@ -140,10 +142,9 @@ class Checkpointer:
             RankMismatchError: ranks have different models, optimizers or optimizer settings (learning rates, for
                 example), made different calls, or hold different values of replicated parameters or optimizer
                 state.
-            StorageError: the folder cannot be written to, or somebody else writes there.
+            StorageError: the folder cannot be written to, or another save is in progress there.
             RankLostError: a rank has been lost.
-            CheckpointError: (or a subclass) with ``"async"``, whatever befell the checkpoint before: of this
-                one the folder is looked at in the background, too.
+            CheckpointError: (or a subclass) with ``"async"``, the failure of the checkpoint before.
 
         Every error is the same on every rank, and leaves all complete checkpoints as they are.
         """
@@ -152,20 +153,20 @@ class Checkpointer:
         with clock.phase("wait"):
             self.wait()
         with ExitStack() as stack:
-            # Joined before the ranks meet for the first time: whoever is lost from then on is missed there, too.
-            beside = None if self._mode == "sync" else stack.enter_context(self._world("save", _BESIDE))
+            # Joined before the ranks meet for the first time, so that a rank lost from then on is missed there.
+            background = None if self._mode == "sync" else stack.enter_context(self._world("save", _BACKGROUND))
             with self._world("save") as world:
                 job = self._job(world, clock, step, state)
-                if beside is None:
+                if background is None:
                     with clock.phase("write"), self._counting(step):
                         job = replace(job, report=write.carry_out(world, job))
                 else:
                     with clock.phase("stage"):
-                        job = replace(job, content=run_now(job.content))
+                        job = replace(job, chunks=world.run_all(self._copy, job.chunks))
             blocked_s, seconds = time.perf_counter() - start, dict(clock.seconds)
             job = replace(job, report=replace(job.report, blocked_s=blocked_s, seconds=seconds))
-            if beside is not None:
-                self._on_its_way = step, self._executor.submit(write.write_in_background, beside, job)
+            if background is not None:
+                self._on_its_way = step, self._executor.submit(write.write_in_background, background, job)
             stack.pop_all()
         return job.report
 
@@ -195,32 +196,31 @@ class Checkpointer:
         on_mismatched: OnFault = "error",
         on_other_base: OnFault = "error",
     ) -> RestoreReport:
-        """Restore a training from a checkpoint, on these ranks.
+        """Restore a training from a checkpoint.
 
-        Values are put into the tensors that are there. A model on meta, as ``from_pretrained(load_weights=False)``
-        makes it, is brought up from the checkpoint, and the optimizers are given its new parameters.
+        Values are copied into the existing tensors. A model on meta, as ``from_pretrained(load_weights=False)``
+        returns it, is materialized and filled, and the optimizers get its new parameters.
 
         Collective: yes, over ``options.process_group`` (default: all ranks). Memory: ``options.budget_bytes``, and
         new state: that of optimizers, and a model that was on meta.
 
         Args:
-            state: with the same parts as the one that was saved.
-            step: of the checkpoint. None restores the newest.
+            state: a state with the same parts as the saved one.
+            step: step of the checkpoint. None restores the newest.
             on_missing: ``Ignore(only=...)`` for parts that the checkpoint may not have: FQNs, "FQN: entry" of
                 optimizers, or "optimizers", "schedulers", "scaler", "data" for a whole part.
             on_unexpected: ``Ignore(only=...)`` for additional parts of the checkpoint.
-            on_mismatched: ``Ignore(only=...)`` for parts of another shape or form.
+            on_mismatched: ``Ignore(only=...)`` for parts of another shape or kind.
             on_other_base: ``Ignore()`` allows an adapter to resume on a base other than its own.
-                ``Ignore(only=...)`` allows differences in "config", "shapes" (and names) or "values".
+                ``Ignore(only=...)`` allows differences in "shapes" (and names) or "values".
 
         Raises:
-            ConfigError: an argument is none of these.
-            KeyMismatchError: the checkpoint is of another kind of tuning, of another base or adapter, or does not
-                fit.
-            FormatError: it is damaged, or another's.
-            StorageError: there is none, or it cannot be read.
+            ConfigError: an argument is not supported.
+            KeyMismatchError: the checkpoint is of another tuning, base or adapter, or does not match the state.
+            FormatError: the checkpoint is damaged, or was not saved by a Checkpointer.
+            StorageError: there is no complete checkpoint, or it cannot be read.
             RankMismatchError: ranks have different models or optimizers.
-            ShardingError: tensors on meta that the checkpoint does not hold.
+            ShardingError: tensors are on meta that the checkpoint does not have.
             RankLostError: a rank has been lost.
 
         Every error is the same on every rank. Mismatches are reported before anything is changed.
@@ -231,8 +231,8 @@ class Checkpointer:
         given |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
         with self._world("restore") as world:
             world.run_all(require_meant, hints_of(Checkpointer.restore), given)
-            asked = repr((step, tolerance, self._only))
-            world.require_equal(asked, "what is asked to be restored (step, only, on_...)")
+            call = repr((step, tolerance, self._only))
+            world.require_equal(call, "the list of arguments (step, only, on_...)")
             report = restoring.restore(world, self._root, state, step, self._only, tolerance, self._options)
             self._newest = world.broadcast(folder.newest_in, self._root)
         return report
@@ -247,16 +247,12 @@ class Checkpointer:
         """
         self.wait()
         with self._world("discard_after") as world:
-
-            def discard() -> list[int]:
-                return folder.remove(self._root, [late for late in folder.steps_in(self._root) if late > step])
-
-            removed = world.broadcast(discard)
+            removed = world.broadcast(folder.remove_after, self._root, step)
             self._newest = world.broadcast(folder.newest_in, self._root)
         return removed
 
     def close(self) -> None:
-        """Wait for the checkpoint that is on its way. Collective: yes.
+        """Wait for the checkpoint in progress. Collective: yes.
 
         Raises:
             CheckpointError: (or a subclass) the failure of the checkpoint in progress.
@@ -291,23 +287,26 @@ class Checkpointer:
     def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> write.Job:
         """Agree with all ranks on the content of the checkpoint. Collective: yes."""
         with clock.phase("look"):
-            contents, alike, data, base = self._agree(world, step, state)
-        looked = contents.looked
+            contents = self._collect(world, step, state)
+            collected, base = contents.collected, None
+            alike, data = world.all_reduce_object(contents.summary, agreed_state)
+            if isinstance(self._only, AdapterOnly):
+                samples = collected.base
+                base = world.map_reduce(samples.fingerprints, samples.identity)
         with clock.phase("plan"):
-            plan, views, replicas = _plan(world, looked)
+            plan, chunks, replicas = _plan(world, collected)
         with clock.phase("compare"):
-            odd = compare_replicas(world, replicas, self._on_differing_buffers)
-            differing = tuple(looked.buffers[key] for key in odd)
+            differing = compare_replicas(world, replicas, self._on_differing_buffers)
         facts = Facts(
             step=step,
             world_size=world.size,
             holds=describe_selection(self._only),
-            adapter=adapter_settings(looked.model, self._only),
-            others=looked.others,
+            adapter=adapter_settings(collected.model, self._only),
+            others=collected.others,
             alike=alike,
             data=data,
             user=contents.user,
-            optimizers=[[class_name(bound.optimizer), len(bound.groups)] for bound in looked.bounds],
+            optimizers=[[class_name(bound.optimizer), len(bound.groups)] for bound in collected.bounds],
             base=base,
         )
         report = CheckpointReport(
@@ -319,112 +318,74 @@ class Checkpointer:
             tensors=len(plan.tensors),
             state_bytes=plan.state_bytes,
             written_bytes=plan.nbytes(world.rank),
-            differing_buffers=differing,
+            differing_buffers=tuple(collected.buffers[key] for key in differing),
         )
-        stored = contents.stored(data, world.rank)
         return write.Job(
             self._root,
             step,
             self._newest,
             self._keep,
             plan,
-            lambda: (self._views(views), stored),
+            chunks,
+            contents.stored(data, world.rank),
             facts,
             self._options.budget_bytes,
             report,
         )
 
     @collected_later()
-    def _views(self, views: Views) -> Views:
-        """The tensors, or a copy of them if they may change while they are written."""
-        return views if self._mode == "sync" else self._staging.copy(views)
+    def _copy(self, chunks: Views) -> Views:
+        """Copy the chunks to host memory, because the training may change them while they are written."""
+        return self._staging.copy(chunks)
+
+    def _collect(self, world: World, step: int, state: TrainState) -> StateContents:
+        """Check the call and collect this rank's state. Collective: yes."""
+        call = repr((step, self._keep, self._mode, self._only))
+        world.require_equal(call, "the list of arguments (step, keep, mode, only)")
+        return world.run_all(self._contents, step, state, world.rank)
 
     @collected_later()
-    def _take_down(self, step: int, state: TrainState, rank: int) -> StateContents:
+    def _contents(self, step: int, state: TrainState, rank: int) -> StateContents:
         if type(step) is not int or not 0 <= step < _MAX_STEP:
             raise ConfigError(f"step={step!r} is not a number of optimizer steps")
         write.require_after(self._root, step, self._newest)
-        looked = look(state, self._only, self._looked)
-        if looked is not self._looked:
-            reject_meta({key_of(path): tensor for path, tensor in looked.tensors.items()}, "the state")
-        self._looked = looked
-        return contents_of(looked, state, rank)
-
-    def _agree(
-        self, world: World, step: int, state: TrainState
-    ) -> tuple[StateContents, list[str], str, BaseIdentity | None]:
-        """Collect the state, and compare the replicated part between ranks.
-
-        The last is the identity of a base that is not stored, on the first rank.
-        """
-        call = repr((step, self._keep, self._mode, self._only))
-        has_base = isinstance(self._only, AdapterOnly)
-        taken: list[StateContents] = []
-        bases: list[BaseIdentity] = []
-
-        def tell() -> SaveWords:
-            own = self._take_down(step, state, world.rank)
-            taken.append(own)
-            base = own.looked.base.taken() if has_base else {}
-            return SaveWords(call, own.data, dict(own.random), base, own.settings, own.rates)
-
-        def conclude(told: Sequence[SaveWords]) -> tuple[list[str], str]:
-            agreed = agreed_of(told)
-            if has_base:
-                looked = taken[0].looked
-                bases.append(looked.base.identity(looked.model, [item.base for item in told]))
-            return agreed
-
-        agreed = world.map_reduce(tell, conclude)
-        return taken[0], *agreed, bases[0] if bases else None
+        collected = collect_state(state, self._only, self._collected)
+        reject_meta({key_of(path): tensor for path, tensor in collected.tensors.items()}, "the state")
+        self._collected = collected
+        return contents_of(collected, state, rank)
 
 
-def _plan(world: World, looked: CollectedState) -> tuple[TensorsPlan, Views, Replicas]:
+def _plan(world: World, collected: CollectedState) -> tuple[TensorsPlan, Views, Replicas]:
     """Plan the writes of all ranks. Return also this rank's chunks, and its replicated tensors. Collective: yes."""
-    tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
-    told = world.all_gather(facts_by_name, tensors)
-    plan = world.run_all(plan_tensors, looked.tensors, told, looked.buffers, looked.others_of)
-    views = world.run_all(views_of, plan.by_rank[world.rank], tensors, looked.local)
-    common = in_common({key: tuple(facts[key].boxes for facts in told) for key in tensors}, world.rank)
-    numbers = {name: as_bytes(value) for name, value in looked.numbers.items()}
+    tensors = {key_of(path): tensor for path, tensor in collected.tensors.items()}
+    facts = world.all_gather(facts_by_name, tensors)
+    plan = world.run_all(plan_tensors, collected.tensors, facts, collected.buffers, collected.others_of)
+    chunks = world.run_all(views_of, plan.by_rank[world.rank], tensors, collected.local)
+    common = in_common({key: tuple(own[key].boxes for own in facts) for key in tensors}, world.rank)
+    numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
     if world.size > 1:  # every rank has the numbers of optimizers
         common |= {name: ((Box.whole(value.shape), tuple(range(world.size))),) for name, value in numbers.items()}
-    replicas = world.run_all(Replicas.among, {**tensors, **numbers}, common, looked.buffers)
-    return plan, views, replicas
+    replicas = world.run_all(Replicas.among, {**tensors, **numbers}, common, collected.buffers)
+    return plan, chunks, replicas
 
 
-@dataclass(frozen=True, slots=True)
-class SaveWords:
-    """The arguments and the small state of a rank, which the ranks compare before a checkpoint."""
+def agreed_state(summaries: Sequence[StateSummary]) -> tuple[list[str], str]:
+    """Compare the state of all ranks.
 
-    call: str
-    data: str
-    random: dict[str, str]
-    base: Mapping[tuple[str, Box], int]
-    """Samples of the base; empty if the checkpoint holds everything."""
-    settings: str
-    rates: list[float]
-
-
-def agreed_of(told: Sequence[SaveWords]) -> tuple[list[str], str]:
-    """Return the generators of random numbers that are equal on all ranks, and whose the position in the data is.
+    Return the random generators in the same state on all ranks, and "none", "one" or "each" for data positions.
 
     Raises:
-        RankMismatchError: ranks were called differently, or have different settings.
+        RankMismatchError: optimizers have different settings, or some ranks only have a data position.
     """
-    if odd := MismatchedRanks.among([item.call for item in told]):
-        raise RankMismatchError(
-            f"the list of arguments (step, keep, mode, only) on rank {odd.shown} is not that of rank 0"
-        )
-    if odd := MismatchedRanks.among([item.settings for item in told]):
-        own, those = (", ".join(map(str, told[rank].rates[:4])) or "none" for rank in (odd.first, 0))
+    if odd := MismatchedRanks.among([item.settings for item in summaries]):
+        own, first = (", ".join(map(str, summaries[rank].rates[:4])) or "none" for rank in (odd.first, 0))
         raise RankMismatchError(
             f"the settings of the optimizers on rank {odd.shown} are not those of rank 0 (learning rates {own} "
-            f"against {those}); ranks have stepped with different schedules or settings: give all ranks the same"
+            f"against {first}), because their schedules differ. Give all ranks the same settings"
         )
-    first = told[0].random
-    alike = [name for name in first if all(item.random.get(name) == first[name] for item in told)]
-    positions = {item.data for item in told}
+    generators = summaries[0].random
+    alike = [name for name in generators if all(item.random.get(name) == generators[name] for item in summaries)]
+    positions = {item.data for item in summaries}
     data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
     if "" in positions and data != "none":
         raise RankMismatchError("some ranks have a position in the data and others none. Give all ranks theirs")

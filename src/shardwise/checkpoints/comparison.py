@@ -10,7 +10,6 @@ from shardwise.checkpoints.folder import Opened
 from shardwise.checkpoints.state import (
     REDUCED,
     CollectedState,
-    KeyPath,
     Stateful,
     TrainState,
     adapter_settings,
@@ -18,6 +17,7 @@ from shardwise.checkpoints.state import (
 )
 from shardwise.errors import FormatError, KeyMismatchError
 from shardwise.execution.memory import collected_later
+from shardwise.formats.joining import KeyPath
 from shardwise.models.optimizer_parsing import by_parameter, scheduler_mismatch, unlike
 from shardwise.models.selection import Selection
 from shardwise.models.torch_api import in_memory
@@ -26,33 +26,34 @@ from shardwise.planning.matching import STATE_REMEDIES, Tolerance
 
 
 class Comparison:
-    """Matched tensors and parts of a checkpoint. ``faults`` has the names of the others, by kind.
+    """Tensors and parts of a checkpoint that match the current training, and those that do not.
 
     Attributes:
-        model: keys of the checkpoint by FQN.
-        parts: to be restored.
+        model: keys in the checkpoint of matched tensors, by FQN.
+        parts: matched parts.
+        faults: names of the tensors and parts that do not match, by kind.
     """
 
-    def __init__(self, tolerance: Tolerance, wanted: set[str], there: set[str]) -> None:
+    def __init__(self, tolerance: Tolerance, wanted: set[str], stored: set[str]) -> None:
         self.model: dict[str, str] = {}
-        self.parts = wanted & there
+        self.parts = wanted & stored
         self.faults: dict[str, list[str]] = {"mismatched": [], "missing": [], "unexpected": []}
         self._tolerance = tolerance
         self._refused: dict[str, list[str]] = {kind: [] for kind in self.faults}
-        for part in sorted(wanted - there):
+        for part in sorted(wanted - stored):
             self.add("missing", part)
-        for part in sorted(there - wanted):
+        for part in sorted(stored - wanted):
             self.add("unexpected", part)
 
     def add(self, kind: str, name: str, sentence: str = "") -> None:
-        """Record that a tensor, or a part, does not fit."""
+        """Record that a tensor, or a part, does not match."""
         self.faults[kind].append(name)
         self.parts.discard(name)
         if not allows(getattr(self._tolerance, kind), name):
             self._refused[kind].append(sentence or name)
 
-    def check(self, head: str) -> None:
-        """Raises KeyMismatchError for all that is not tolerated."""
+    def raise_refused(self, head: str) -> None:
+        """Raises KeyMismatchError with all faults that are not ignored."""
         if any(self._refused.values()):
             raise KeyMismatchError(describe_faults(head, self._refused, STATE_REMEDIES))
 
@@ -60,7 +61,7 @@ class Comparison:
 @collected_later()
 def compare(
     opened: Opened,
-    looked: CollectedState,
+    collected: CollectedState,
     state: TrainState,
     common: Mapping[KeyPath, Any],
     world_size: int,
@@ -71,54 +72,55 @@ def compare(
     Raises:
         KeyMismatchError: the checkpoint does not match. The message has all faults.
     """
-    given = {"optimizers": state.all_optimizers, "schedulers": state.all_schedulers}
-    wanted = {"rng", *(part for part, items in given.items() if items)}
+    sequences = {"optimizers": state.all_optimizers, "schedulers": state.all_schedulers}
+    wanted = {"rng", *(part for part, items in sequences.items() if items)}
     wanted |= {part for part in ("scaler", "data") if getattr(state, part) is not None}
-    fits = Comparison(tolerance, wanted, opened.parts)
-    _compare_model(opened, looked, fits)
-    if "schedulers" in fits.parts and (why := _unlike(state.all_schedulers, common["schedulers",])):
-        fits.add("mismatched", "schedulers", f"schedulers: {why}")
-    if "optimizers" in fits.parts:
-        stored = _settings(opened, looked, common["optimizer", "param_groups"])
-        if others := unlike(by_parameter(looked.bounds), stored):
-            fits.add("mismatched", "optimizers", f"optimizers: {'; '.join(others)}")
-        elif why := _why_elsewhere(opened, looked, common, world_size):
-            fits.add("mismatched", "optimizers", f"optimizer: {why}")
+    found = Comparison(tolerance, wanted, opened.parts)
+    _compare_model(opened, collected, found)
+    if "schedulers" in found.parts and (fault := _scheduler_fault(state.all_schedulers, common["schedulers",])):
+        found.add("mismatched", "schedulers", f"schedulers: {fault}")
+    if "optimizers" in found.parts:
+        stored = _settings(opened, collected, common["optimizer", "param_groups"])
+        if faults := unlike(by_parameter(collected.bounds), stored):
+            found.add("mismatched", "optimizers", f"optimizers: {'; '.join(faults)}")
+        elif REDUCED in common and (fault := _reduced_fault(opened, collected, common[REDUCED], world_size)):
+            found.add(
+                "mismatched", "optimizers", f"optimizer: its 8-bit, 4-bit or factored state was saved {fault}"
+            )
     saved = opened.facts.world_size
-    if "data" in fits.parts and opened.facts.data == "each" and saved != world_size:
-        why = f"data: a position for each of {saved} ranks, and now there are {world_size}"
-        fits.add("mismatched", "data", why)
-    fits.check(f"{opened.folder} does not fit:")
-    fits.parts.add("model")
-    return fits
+    if "data" in found.parts and opened.facts.data == "each" and saved != world_size:
+        sentence = f"data: a position for each of {saved} ranks, and now there are {world_size}"
+        found.add("mismatched", "data", sentence)
+    found.raise_refused(f"{opened.folder} does not fit:")
+    found.parts.add("model")
+    return found
 
 
-def _why_elsewhere(
-    opened: Opened, looked: CollectedState, common: Mapping[KeyPath, Any], world_size: int
-) -> str | None:
-    """Why reduced state, which is each rank's alone, is not for these ranks."""
+def _reduced_fault(opened: Opened, collected: CollectedState, layout: Any, world_size: int) -> str | None:
+    """Return the reason why reduced state, which belongs to one rank each, is not for these ranks, or None."""
     saved = opened.facts.world_size
-    if REDUCED in common and saved != world_size:
+    if saved != world_size:
         return (
-            f"its 8-bit, 4-bit or factored state was saved by {saved} ranks and cannot be resumed by {world_size}. "
-            f"Resume on {saved} ranks, or start the optimizer anew."
+            f"by {saved} ranks and cannot be resumed by {world_size}. Resume on {saved} ranks, or start the "
+            "optimizer anew."
         )
-    if REDUCED in common and common[REDUCED] != looked.layout:
+    if layout != collected.layout:
         return (
-            "its 8-bit, 4-bit or factored state was saved of other shards or blocks. Resume with the mesh and the "
-            "optimizer it was saved with, or start the optimizer anew."
+            "of other shards or blocks. Resume with the mesh and the optimizer it was saved with, or start the "
+            "optimizer anew."
         )
     return None
 
 
-def require_same_tuning(opened: Opened, looked: CollectedState, only: Selection, base: BaseMatch) -> None:
-    facts, here = opened.facts, describe_selection(only)
-    if facts.holds != here:
+def require_same_tuning(opened: Opened, collected: CollectedState, only: Selection, base: BaseMatch) -> None:
+    """Raises KeyMismatchError for a checkpoint of another selection, adapter config, or base."""
+    facts, current = opened.facts, describe_selection(only)
+    if facts.holds != current:
         raise KeyMismatchError(
-            f"{opened.folder}: holds {facts.holds}, and this run checkpoints {here}. Give the checkpointer the "
+            f"{opened.folder}: holds {facts.holds}, and this run checkpoints {current}. Pass the checkpointer the "
             "`only` with which it was saved, and tune the model alike"
         )
-    settings = adapter_settings(looked.model, only)
+    settings = adapter_settings(collected.model, only)
     if settings is not None and facts.adapter is not None and settings != facts.adapter:
         names = sorted(
             name for name in {*settings, *facts.adapter} if settings.get(name) != facts.adapter.get(name)
@@ -133,40 +135,42 @@ def require_same_tuning(opened: Opened, looked: CollectedState, only: Selection,
         raise KeyMismatchError(f"{opened.folder}: belongs to another base model:\n  {faults}\n{ALLOW_OTHER_BASE}")
 
 
-def _compare_model(opened: Opened, looked: CollectedState, fits: Comparison) -> None:
-    """Find the key of every tensor that gets values."""
+def _compare_model(opened: Opened, collected: CollectedState, found: Comparison) -> None:
+    """Match each stored tensor of the model with a key of the checkpoint."""
     keys = opened.model
     stored = {item.key: item for item in opened.index.tensors()}
-    for fqn, item in looked.stored.items():
+    for fqn, item in collected.stored.items():
         names = [name for name in item.names if name in keys]
         if not names:
-            fits.add("missing", fqn)
+            found.add("missing", fqn)
             continue
         tensor, shape, dtype = stored[keys[names[0]]], tuple(item.tensor.shape), in_memory(item.tensor.dtype)
         if tensor.shape != shape or tensor.dtype is not dtype:
-            why = f"{fqn}: stored {tensor.shape} {tensor.dtype.label}, the model has {shape} {dtype.label}"
-            fits.add("mismatched", fqn, why)
+            sentence = f"{fqn}: stored {tensor.shape} {tensor.dtype.label}, the model has {shape} {dtype.label}"
+            found.add("mismatched", fqn, sentence)
         elif len(names) > 1:
-            why = f"{fqn}: one tensor in the model, and {len(names)} stored: {', '.join(names)}"
-            fits.add("mismatched", fqn, why)
+            sentence = f"{fqn}: one tensor in the model, and {len(names)} stored: {', '.join(names)}"
+            found.add("mismatched", fqn, sentence)
         else:
-            fits.model[fqn] = keys[names[0]]
-    known = {name for item in looked.stored.values() for name in item.names}
+            found.model[fqn] = keys[names[0]]
+    known = {name for item in collected.stored.values() for name in item.names}
     for name in keys:
         if name not in known:
-            fits.add("unexpected", name)
+            found.add("unexpected", name)
 
 
-def _settings(opened: Opened, looked: CollectedState, groups: Any) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The class of the optimizer that each parameter had, and its settings there."""
+def _settings(opened: Opened, collected: CollectedState, groups: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the class of the optimizer that each parameter had, and the parameter's settings, by FQN."""
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
         raise FormatError(f"{opened.folder}: its optimizers have no groups of parameters. It is damaged")
-    classes = [name for name, count in opened.facts.optimizers or () for _ in range(min(count, len(groups)))]
+    classes = [name for name, count in opened.facts.optimizers for _ in range(min(count, len(groups)))]
     if len(classes) != len(groups):
-        classes = [""] * len(groups)
-    first = {name: item.fqn for item in looked.held for name in item.names}
+        raise FormatError(
+            f"{opened.folder}: has {len(groups)} groups of optimizers of unknown class. It is damaged"
+        )
+    first = {name: item.fqn for item in collected.held for name in item.names}
     return {
         first.get(name, name): (kind, group)
         for kind, group in zip(classes, groups, strict=True)
@@ -174,11 +178,11 @@ def _settings(opened: Opened, looked: CollectedState, groups: Any) -> dict[str, 
     }
 
 
-def _unlike(schedulers: Sequence[Stateful], stored: Any) -> str | None:
-    """Why states are not those of such schedulers."""
+def _scheduler_fault(schedulers: Sequence[Stateful], stored: Any) -> str | None:
+    """Return the reason why stored states are not of these schedulers, or None."""
     if not isinstance(stored, list) or len(stored) != len(schedulers):
         return f"{len(stored) if isinstance(stored, list) else 'no list'} stored, there are {len(schedulers)}"
-    for scheduler, told in zip(schedulers, stored, strict=True):
-        if why := scheduler_mismatch(scheduler.state_dict(), told):
-            return f"what is stored is not of a {type(scheduler).__name__} ({why})"
+    for scheduler, state in zip(schedulers, stored, strict=True):
+        if fault := scheduler_mismatch(scheduler.state_dict(), state):
+            return f"what is stored is not of a {type(scheduler).__name__} ({fault})"
     return None

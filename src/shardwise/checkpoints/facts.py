@@ -1,7 +1,7 @@
-"""Header of a checkpoint, as plain data that runs nothing when read, and checksums of its files.
+"""Header of a checkpoint, and checksums of its data files.
 
-A data file is its content, cut into blocks of 128 KiB, followed by a checksum of 8 bytes for each block. The digest
-of these checksums is among the facts, so every byte of every file is covered.
+A data file is its content, followed by a checksum of 8 bytes for each block of 128 KiB. The header has a digest of
+these checksums, so every byte of every file is covered.
 """
 
 from __future__ import annotations
@@ -23,16 +23,11 @@ from shardwise.planning.fingerprints import MODULUS, fingerprint
 from shardwise.storage.reading import LocalReader
 
 FACTS: Final = "shardwise.checkpoint.json"
-
+MAX_FACTS_BYTES: Final = 64 << 20
 
 _KIND: Final = "shardwise training checkpoint"
-
-
 _VERSION: Final = 1
-
-
-MAX_FACTS_BYTES: Final = 64 << 20
-"""What is longer is none."""
+_SEAL: Final = "sha256"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +37,17 @@ class Facts:
     Attributes:
         step: optimizer steps done.
         world_size: ranks that wrote it.
-        holds: "everything", or "adapter NAME": that adapter and all else that is trained, not the base.
-        adapter: the settings of the adapter's config that affect its output. None without an adapter.
-        others: a digest of names and shapes of the model's tensors that are not stored.
-        alike: generators of random numbers whose state was the same on all ranks.
+        holds: "everything", or "adapter NAME" for that adapter and all other trained parameters.
+        adapter: settings of the adapter's config that affect its output. None without an adapter.
+        others: digest of names and shapes of the model's tensors that are not stored.
+        alike: random generators whose state was the same on all ranks.
         data: "none", "one" position for all ranks, or "each" rank its own.
-        user: the user's own.
-        files: names and sizes in bytes of the files with tensors.
-        metadata_sha256: of the file ``.metadata`` that belongs to this one.
-        checksums: digests of the checksums in these files.
-        optimizers: the class of each optimizer and the number of its parameter groups, or None if unknown.
-        base: identity of the tensors that are not stored. None if all are stored, or if unknown.
+        user: JSON of the user.
+        optimizers: class of each optimizer and the number of its parameter groups.
+        base: identity of the tensors that are not stored. None if all are stored.
+        files: sizes in bytes of the data files, by name.
+        metadata_sha256: digest of the file ``.metadata``.
+        checksums: digest of the checksums in each data file, by name.
     """
 
     step: int
@@ -63,11 +58,11 @@ class Facts:
     alike: list[str]
     data: str
     user: dict[str, Any]
+    optimizers: list[list[Any]]
+    base: BaseIdentity | None
     files: dict[str, int] = field(default_factory=dict)
     metadata_sha256: str = ""
     checksums: dict[str, str] = field(default_factory=dict)
-    optimizers: list[list[Any]] | None = None
-    base: BaseIdentity | None = None
 
     def to_bytes(self) -> bytes:
         content = {"kind": _KIND, "version": _VERSION, **asdict(self)}
@@ -75,7 +70,11 @@ class Facts:
 
     @classmethod
     def from_bytes(cls, content: bytes, what: str) -> Facts:
-        """Raises :class:`FormatError` if it is not a checkpoint's header. ``what`` names the file."""
+        """Parse the header of a checkpoint. ``what`` names the file.
+
+        Raises:
+            FormatError: it is not the header of a checkpoint, or is damaged.
+        """
         try:
             found = json.loads(content) if len(content) <= MAX_FACTS_BYTES else None
         except (ValueError, RecursionError):
@@ -90,32 +89,35 @@ class Facts:
         if found.pop(_SEAL, None) != _seal(found):
             raise FormatError(f"{what}: is not what was written. It is damaged, or was changed by hand")
         try:
-            base = found.pop("base")
-            facts = cls(**{item.name: found[item.name] for item in fields(cls) if item.name != "base"})
+            facts = cls(**{item.name: found[item.name] for item in fields(cls)})
+            if facts.base is not None:
+                facts = replace(facts, base=BaseIdentity.from_dict(facts.base, what))
             for name, kind in get_type_hints(cls).items():
                 type_validator(name, getattr(facts, name), kind)
-            facts._require_sound()
+            facts._require_valid()
         except (KeyError, TypeError) as error:
-            raise FormatError(f"{what}: {error} is not what belongs there. It is damaged") from error
-        return replace(facts, base=None if base is None else BaseIdentity.from_dict(base, what))
+            raise FormatError(f"{what}: has an invalid value: {error}. It is damaged") from error
+        return facts
 
-    def _require_sound(self) -> None:
-        """Raises TypeError for optimizers and sizes that are none."""
-        if not all([type(part) for part in item] == [str, int] for item in self.optimizers or ()):
+    def _require_valid(self) -> None:
+        """Check what the types do not show.
+
+        Raises:
+            TypeError: the base is missing, an optimizer has no class, or a file no checksums.
+        """
+        if (self.base is None) != (self.holds == "everything"):
+            raise TypeError("base")
+        if not all([type(part) for part in item] == [str, int] for item in self.optimizers):
             raise TypeError("optimizers")
         sizes = self.files.values()
-        if self.checksums and (
-            self.checksums.keys() != self.files.keys()
-            or any(with_checksums(content_nbytes(nbytes)) != nbytes for nbytes in sizes)
+        if self.checksums.keys() != self.files.keys() or any(
+            with_checksums(content_nbytes(nbytes)) != nbytes for nbytes in sizes
         ):
             raise TypeError("files")
 
 
-_SEAL: Final = "sha256"
-
-
 def _seal(content: Mapping[str, Any]) -> str:
-    """A digest of the facts, however they are laid out."""
+    """Return a digest of the header that does not depend on the layout of its JSON."""
     try:
         plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
     except RecursionError:
@@ -124,18 +126,18 @@ def _seal(content: Mapping[str, Any]) -> str:
 
 
 def as_json(user: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The user's state as it comes back from a file.
+    """Return the user's state as JSON values.
 
     Raises:
-        ConfigError: it is no JSON.
+        ConfigError: it is not JSON.
     """
     given: object = {} if user is None else user
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise ConfigError(f"user is a mapping from texts to JSON values; got {type(given).__name__}")
+        raise ConfigError(f"user is a {type(given).__name__}. Pass a mapping from strings to JSON values")
     try:
         plain = json.loads(json.dumps(dict(given)))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"user: is not JSON: {error}. Give texts, numbers, lists and dicts") from error
+        raise ConfigError(f"user: is not JSON: {error}. Pass strings, numbers, lists and dicts") from error
     assert isinstance(plain, dict)
     return plain
 
@@ -143,42 +145,41 @@ def as_json(user: Mapping[str, Any] | None) -> dict[str, Any]:
 _PLAIN = (str, int, float, bool, bytes, type(None))
 
 
-def packed(value: object, what: str) -> bytes:
+def to_pickle(value: object, what: str) -> bytes:
     """Return a value as ``torch.save`` writes it and ``torch.load(weights_only=True)`` reads it.
 
     Raises:
-        ConfigError: it is no plain data.
+        ConfigError: it is not plain data.
     """
     buffer = io.BytesIO()
     try:
-        torch.save(_at_home(value), buffer)
+        torch.save(_on_cpu(value), buffer)
         if type(value) not in _PLAIN:
             torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:  # pickle raises errors of many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{what}: holds something other than plain data ({reason}); a checkpoint holds dicts, lists, tuples, "
-            "texts, "
-            "numbers, bytes and tensors: let its state_dict give these"
+            f"{what}: holds something other than plain data ({reason}). Have its state_dict return dicts, lists, "
+            "tuples, strings, numbers, bytes and tensors"
         ) from error
     return buffer.getvalue()
 
 
 def digest_of(value: object) -> str:
-    """Return a digest that is equal for equal values. Objects that are no plain data count by their class."""
+    """Return a digest that is equal for equal values. Objects that are not plain data count by their class."""
     found = hashlib.sha256()
     _digest(value, found)
     return found.hexdigest()[:32]
 
 
-def _at_home(value: Any) -> Any:
-    """Return tensors on the CPU, with storages of their own size."""
+def _on_cpu(value: Any) -> Any:
+    """Copy the tensors in a value to the CPU, each with a storage of its own size."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
-        return type(value)({key: _at_home(item) for key, item in value.items()})
+        return type(value)({key: _on_cpu(item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
-        return type(value)(_at_home(item) for item in value)
+        return type(value)(_on_cpu(item) for item in value)
     return value
 
 
@@ -200,16 +201,13 @@ def _digest(value: Any, into: Any) -> None:
 
 
 BLOCK_BYTES = 1 << 17
-
-
-_PIECE_BLOCKS = 8  # read at once: they are in a cache of the processor's when they are compared
-
-
+_BLOCKS_PER_READ = 8
+"""Blocks that are read at once, few enough to be in the processor's cache when they are compared."""
 _SUM_BYTES = 8
 
 
 def with_checksums(content_nbytes: int) -> int:
-    """Return the size in bytes of a file with so much content."""
+    """Return the size in bytes of a data file with ``content_nbytes`` bytes of content."""
     return content_nbytes + _SUM_BYTES * -(-content_nbytes // BLOCK_BYTES)
 
 
@@ -224,15 +222,15 @@ def digest(content: bytes) -> str:
 
 
 class BlockSums:
-    """Adds up the checksums of a file while it is written."""
+    """Checksums of a file, computed while it is written."""
 
     def __init__(self, nbytes: int) -> None:
         self._sums = [0] * -(-nbytes // BLOCK_BYTES)
 
     def add(self, start: int, content: memoryview) -> None:
         """Add bytes that are written at byte ``start`` of the file."""
-        for block, first, part in _cut(start, [content]):
-            found = fingerprint(part[0], first - block * BLOCK_BYTES)
+        for block, first, (part,) in _cut(start, [content], BLOCK_BYTES):
+            found = fingerprint(part, first - block * BLOCK_BYTES)
             self._sums[block] = (self._sums[block] + found) % MODULUS
 
     def to_bytes(self) -> bytes:
@@ -240,12 +238,12 @@ class BlockSums:
 
 
 class CheckedReader(LocalReader):
-    """A reader of data files that compares every block it touches with its checksum.
+    """A reader of data files that compares every block it reads from with its checksum.
 
     Args:
         root: the folder of the checkpoint.
-        digests: digests of the checksums of each file. Other files are not verified.
-        sizes: of the files, in bytes.
+        digests: digest of the checksums of each file.
+        sizes: sizes of the files in bytes.
         describe: returns the names of the tensors in a range of a file, for errors.
     """
 
@@ -258,35 +256,32 @@ class CheckedReader(LocalReader):
     ) -> None:
         super().__init__(root)
         self._digests = digests
-        self._content = {file: content_nbytes(sizes[file]) for file in digests}
+        self._content = {file: content_nbytes(nbytes) for file, nbytes in sizes.items()}
         self._describe = describe
         self._sums: dict[str, bytes] = {}
         self._sound: set[tuple[str, int]] = set()
 
     @property
     def checked_bytes(self) -> int:
-        """The bytes of all blocks that were compared."""
+        """Bytes of all blocks that were compared."""
         return sum(stop - start for start, stop in (self._span(*block) for block in list(self._sound)))
 
     @property
     def blocks(self) -> list[tuple[str, int]]:
-        """All blocks, as file and number."""
+        """All blocks, as pairs of file and number."""
         return [(file, n) for file, nbytes in self._content.items() for n in range(-(-nbytes // BLOCK_BYTES))]
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        if file not in self._digests:
-            return super().read_vectored(file, start, buffers)
-        for _, at, piece in _cut(start, buffers, _PIECE_BLOCKS * BLOCK_BYTES):
-            super().read_vectored(file, at, piece)
-            for block, first, parts in _cut(at, piece):
+        for _, at, run in _cut(start, buffers, _BLOCKS_PER_READ * BLOCK_BYTES):
+            super().read_vectored(file, at, run)
+            for block, first, parts in _cut(at, run, BLOCK_BYTES):
                 if (first, first + sum(part.nbytes for part in parts)) == self._span(file, block):
                     self._compare(file, block, parts)
                 elif (file, block) not in self._sound:
                     self._read_block(file, block)
-        return None
 
     def require(self, file: str, start: int, stop: int) -> None:
-        """Compare the blocks that have bytes in a range.
+        """Compare the blocks that overlap a range.
 
         Raises:
             FormatError: a block is damaged.
@@ -303,8 +298,8 @@ class CheckedReader(LocalReader):
             return False
         return True
 
-    def told(self, file: str, block: int) -> str:
-        """Name the tensors in a block, and its bytes."""
+    def block_name(self, file: str, block: int) -> str:
+        """Return the names of the tensors in a block, and its byte range, for messages."""
         start, stop = self._span(file, block)
         return f"{self._describe(file, start, stop)} (bytes {start}..{stop} of {file})"
 
@@ -326,8 +321,8 @@ class CheckedReader(LocalReader):
         found = (total % MODULUS).to_bytes(_SUM_BYTES, "little")
         if found != sums[block * _SUM_BYTES : (block + 1) * _SUM_BYTES]:
             raise FormatError(
-                f"{self.root}: {self.told(file, block)} is not what was written, and what has been restored of it "
-                "must not be used. The disk, or what copied the files, has damaged it: restore another checkpoint"
+                f"{self.root}: {self.block_name(file, block)} is not what was written: the disk or a copy "
+                "has damaged it. Do not use what has been restored of it, restore another checkpoint"
             )
         self._sound.add((file, block))
 
@@ -355,12 +350,11 @@ def gaps(runs: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
     return found
 
 
-def _cut(start: int, buffers: Sequence[memoryview], size: int = 0) -> Iterator[tuple[int, int, list[memoryview]]]:
-    """Cut buffers for the range that begins at ``start`` at multiples of ``size`` bytes, by default of a block.
+def _cut(start: int, buffers: Sequence[memoryview], size: int) -> Iterator[tuple[int, int, list[memoryview]]]:
+    """Cut the memory of a range that begins at byte ``start`` at multiples of ``size`` bytes.
 
-    Return the number of each part, its first byte, and its memory.
+    Yield the number of each part, its first byte, and its memory.
     """
-    size = size or BLOCK_BYTES
     parts: list[memoryview] = []
     first = position = start
     for buffer in buffers:

@@ -1,17 +1,17 @@
 """Folder of checkpoints with one folder for each step: complete steps, opening, reading and verifying.
 
-[Note: When a checkpoint counts] The files of step 120 are written into ``step-120``. The last file is
-``.metadata``. Readers of the ``torch.distributed.checkpoint`` format find nothing without it. One rename puts it in
-place after everything else is durable. So a folder with a ``.metadata`` is complete, and one without is not there
-for any reader: a checkpoint on its way, or one that was left. Removing a checkpoint goes the other way round: first
-``.metadata``, for good, then the rest.
+[Note: When a checkpoint is complete] The files of step 120 are written into ``step-120``. The last file is
+``.metadata``, without which readers of ``torch.distributed.checkpoint`` find nothing. One rename puts it in place
+after everything else is durable. So a folder with a ``.metadata`` is complete, and one without is invisible to any
+reader: a checkpoint in progress, or the remains of one. A checkpoint is removed in reverse order: first
+``.metadata``, durably, then the rest.
 """
 
 import os
 import re
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoints.facts import FACTS, MAX_FACTS_BYTES, CheckedReader, Facts, content_nbytes, digest, gaps
-from shardwise.checkpoints.state import KeyPath
 from shardwise.conversion.expression import Expression
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
@@ -28,7 +27,7 @@ from shardwise.execution.rename_journal import remove_unnamed
 from shardwise.execution.torch_saves import loaded
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.distributed import ChunkPlace, open_state, parse_metadata
-from shardwise.formats.joining import METADATA
+from shardwise.formats.joining import METADATA, KeyPath
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import ReopenReport
 from shardwise.storage.contract import INCOMPLETE, StorageReader, StorageWriter
@@ -38,26 +37,23 @@ from shardwise.storage.writing import open_writer
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-_BESIDE = (METADATA, FACTS, "shardwise.fingerprints.json")  # the last is of earlier versions
-_INTERIM = re.compile(rf"\.(?:{'|'.join(map(re.escape, _BESIDE))})(?:\.[0-9a-f]+)?{re.escape(INCOMPLETE)}")
+_INTERIM = re.compile(rf"\.(?:{re.escape(METADATA)}|{re.escape(FACTS)})(?:\.[0-9a-f]+)?{re.escape(INCOMPLETE)}")
 
 
 def name_of(step: int) -> str:
-    """The folder of a step."""
+    """Return the name of the folder of a step."""
     return f"step-{step}"
 
 
 def require_local(directory: str | os.PathLike[str]) -> Path:
-    """The folder that checkpoints go to.
+    """Return the absolute path of the folder of checkpoints.
 
     Raises:
-        ConfigError: it is a URL.
-        StorageError: there is something that is no folder.
+        ConfigError: the path is a URL.
+        StorageError: the path is a file.
     """
     if is_url(directory):
-        raise ConfigError(
-            f"{os.fspath(directory)}: checkpoints are kept in a folder that all ranks see, not at a URL"
-        )
+        raise ConfigError(f"{os.fspath(directory)}: is a URL. Pass a folder that all ranks see")
     root = Path(os.path.abspath(directory))
     if os.path.lexists(root) and not root.is_dir():
         raise StorageError(f"{root}: is a file. Pass a folder for checkpoints")
@@ -65,7 +61,7 @@ def require_local(directory: str | os.PathLike[str]) -> Path:
 
 
 def steps_in(root: Path) -> list[int]:
-    """The steps of which there is a complete checkpoint, in order. Links are no checkpoints."""
+    """Return the steps with a complete checkpoint, in order."""
     return folders_of(root, StepKind.COMPLETE)
 
 
@@ -77,14 +73,14 @@ def newest_in(root: Path) -> int | None:
     return next((step for step in reversed(steps_in(root)) if is_whole(root / name_of(step))), None)
 
 
-def is_whole(place: Path) -> bool:
+def is_whole(folder: Path) -> bool:
     """Return whether all recorded files of a checkpoint exist in their recorded sizes."""
     try:
-        if (place / FACTS).stat().st_size > MAX_FACTS_BYTES:
+        if (folder / FACTS).stat().st_size > MAX_FACTS_BYTES:
             return False
-        facts = Facts.from_bytes((place / FACTS).read_bytes(), FACTS)
+        facts = Facts.from_bytes((folder / FACTS).read_bytes(), FACTS)
         return all(
-            _DATA.fullmatch(file) is not None and (place / file).stat().st_size == nbytes
+            _DATA.fullmatch(file) is not None and (folder / file).stat().st_size == nbytes
             for file, nbytes in facts.files.items()
         )
     except (OSError, FormatError):
@@ -92,15 +88,15 @@ def is_whole(place: Path) -> bool:
 
 
 class StepKind(Enum):
-    """The content of the folder of a step."""
+    """Content of the folder of a step."""
 
     COMPLETE = "a complete checkpoint"
-    LEFT = "one that was begun, or nothing"
-    FOREIGN = "one in torch's format, without the facts of ours"
+    LEFT = "an incomplete checkpoint, or nothing"
+    FOREIGN = "a checkpoint in torch's format, without our header"
 
 
 def folders_of(root: Path, kind: StepKind) -> list[int]:
-    """Return the steps whose folders are of this kind, in order. Links are no checkpoints.
+    """Return the steps whose folders are of this kind, in order. Links are not followed.
 
     Raises:
         StorageError: the folder cannot be listed.
@@ -119,10 +115,10 @@ def folders_of(root: Path, kind: StepKind) -> list[int]:
     return sorted(found)
 
 
-def _kind_of(place: Path) -> StepKind:
-    if not _is_file(place / METADATA):
+def _kind_of(folder: Path) -> StepKind:
+    if not _is_file(folder / METADATA):
         return StepKind.LEFT
-    return StepKind.COMPLETE if _is_file(place / FACTS) else StepKind.FOREIGN
+    return StepKind.COMPLETE if _is_file(folder / FACTS) else StepKind.FOREIGN
 
 
 def _is_file(path: Path) -> bool:
@@ -133,70 +129,78 @@ def _is_file(path: Path) -> bool:
 
 
 def remove(root: Path, steps: Sequence[int]) -> list[int]:
-    """Remove the checkpoints of these steps, complete or not, and nothing else. Return the removed steps.
+    """Remove the checkpoints of these steps, complete or not. Return the steps whose folders are gone.
+
+    The file that commits a checkpoint is removed first. Files of others stay.
 
     Raises:
         StorageError: a file cannot be removed.
     """
-    return [step for step in steps if _removed(root / name_of(step), empty)]
+    removed: list[int] = []
+    for step in steps:
+        with open_writer(root / name_of(step)) as writer:
+            _remove_files(writer)
+        if _remove_folder(root, step):
+            removed.append(step)
+    return removed
 
 
-def remove_left(root: Path) -> list[int]:
-    """Remove the remains of checkpoints that were never completed. Return the removed steps.
+def remove_after(root: Path, step: int) -> list[int]:
+    """Remove all checkpoints of later steps. Return the removed steps."""
+    return remove(root, [later for later in steps_in(root) if later > step])
 
-    The file that could still commit one of them is removed first, in case its writer resumes. One that is complete
-    by then stays.
+
+def remove_left(root: Path) -> None:
+    """Remove the remains of checkpoints that were never completed.
 
     Raises:
         StorageError: a file cannot be removed.
     """
-    return [step for step in folders_of(root, StepKind.LEFT) if _removed(root / name_of(step), _empty_left)]
+    for step in folders_of(root, StepKind.LEFT):
+        remove_incomplete(root, step)
 
 
-def remove_own(root: Path, step: int) -> None:
-    """Remove the files that a save has written for this step, unless it is committed.
+def remove_incomplete(root: Path, step: int) -> None:
+    """Remove the checkpoint of a step unless it is committed.
+
+    The file that could still commit it is removed first, in case its writer resumes.
 
     Raises:
         StorageError: a file cannot be removed.
     """
-    _removed(root / name_of(step), _empty_left)
+    with open_writer(root / name_of(step)) as writer:
+        remove_unnamed(writer, [name for name in writer.list() if _INTERIM.fullmatch(name)])
+        if METADATA not in writer.list():
+            _remove_files(writer)
+    _remove_folder(root, step)
 
 
-def _removed(folder: Path, emptied: Callable[[StorageWriter], None]) -> bool:
-    with open_writer(folder) as writer:
-        emptied(writer)
+def _remove_folder(root: Path, step: int) -> bool:
     try:
-        folder.rmdir()
-    except OSError:  # files of somebody else's
+        (root / name_of(step)).rmdir()
+    except OSError:  # not empty: it has files of others
         return False
     return True
 
 
-def _empty_left(writer: StorageWriter) -> None:
-    remove_unnamed(writer, [name for name in writer.list() if _INTERIM.fullmatch(name)])
-    if METADATA not in writer.list():
-        empty(writer)
-
-
-def empty(writer: StorageWriter) -> None:
-    """Remove the files of checkpoints in a folder, complete or not. The file that commits one is removed first."""
+def _remove_files(writer: StorageWriter) -> None:
     names = writer.list()
     if METADATA in names:
         writer.remove(METADATA)
         writer.sync_names()
     for name in names:
-        if name in _BESIDE or _DATA.fullmatch(name) or _INTERIM.fullmatch(name):
+        if name in (METADATA, FACTS) or _DATA.fullmatch(name) or _INTERIM.fullmatch(name):
             writer.remove(name)
     writer.sync_names()
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A complete checkpoint whose files have been looked at. The same on every rank.
+    """A complete checkpoint whose header and ``.metadata`` have been read. The same on every rank.
 
     Attributes:
-        objects: where values lie that are no tensors.
-        shapes: of tensors.
+        objects: places of the values that are not tensors.
+        shapes: shapes of the tensors.
     """
 
     folder: Path
@@ -206,24 +210,24 @@ class Opened:
     shapes: Mapping[KeyPath, tuple[int, ...]]
 
     def reader(self) -> CheckedReader:
-        """Open the files. All bytes that are read are compared with their checksums."""
+        """Open the files. All bytes that are read are compared with checksums."""
         return CheckedReader(self.folder, self.facts.checksums, self.facts.files, self._describe)
 
-    def require_frames(self, reader: CheckedReader, part: int, parts: int) -> None:
-        """Compare all that is no tensor's data (headers, values, padding), one part of it for each rank.
+    def require_gaps(self, reader: CheckedReader, rank: int, world_size: int) -> None:
+        """Compare this rank's share of the bytes between tensors (headers, values, padding) with checksums.
 
         Raises:
-            FormatError: it is damaged.
+            FormatError: a byte is damaged.
         """
-        runs: dict[str, list[tuple[int, int]]] = {}
+        runs: dict[str, list[tuple[int, int]]] = {file: [] for file in self.facts.files}
         for entry in self.index.entries.values():
-            runs.setdefault(entry.file, []).append((entry.start, entry.stop))
-        frames = [
+            runs[entry.file].append((entry.start, entry.stop))
+        ranges = [
             (file, start, stop)
-            for file in sorted(self.facts.checksums)
-            for start, stop in gaps(runs.get(file, ()), content_nbytes(self.facts.files[file]))
+            for file, nbytes in sorted(self.facts.files.items())
+            for start, stop in gaps(runs[file], content_nbytes(nbytes))
         ]
-        for file, start, stop in frames[part::parts]:
+        for file, start, stop in ranges[rank::world_size]:
             reader.require(file, start, stop)
 
     def _describe(self, file: str, start: int, stop: int) -> str:
@@ -237,132 +241,129 @@ class Opened:
 
     @cached_property
     def expressions(self) -> dict[str, Expression]:
-        """Expression of each tensor, by key."""
+        """Expressions of the tensors, by key."""
         return stored_tensors(self.index)
 
     @property
     def model(self) -> dict[str, str]:
-        """The key of each tensor of the model, by FQN."""
+        """Keys of the model's tensors, by FQN."""
         return {path[1]: ".".join(path) for path in self.shapes if path[0] == "model"}
 
     @property
     def parts(self) -> set[str]:
-        """Names of the parts that it has in addition to the model."""
+        """Names of the parts in addition to the model."""
         found = {path[0] for path in [*self.objects, *self.shapes]} - {"model", "optimizer"}
         return found | ({"optimizers"} if ("optimizer", "param_groups") in self.objects else set())
 
 
-def resolve(root: Path, asked: int | None) -> tuple[int, tuple[int, ...]]:
-    """Return the step of the requested checkpoint, and the later ones that were skipped.
+def resolve(root: Path, requested: int | None) -> tuple[int, tuple[int, ...]]:
+    """Return the step of the requested checkpoint (None: the newest), and the later ones that were skipped.
 
-    The latest is the newest of which no file is gone or cut.
+    Skipped are checkpoints with missing or truncated files.
 
     Raises:
-        StorageError: there is none that is complete.
+        StorageError: there is no complete checkpoint.
     """
     steps = steps_in(root)
     left, foreign = folders_of(root, StepKind.LEFT), folders_of(root, StepKind.FOREIGN)
-    if asked is not None:
-        if asked in steps:
-            return asked, ()
-        there = f"Saved steps: {', '.join(map(str, steps))}" if steps else "There is none"
-        half = " (one was begun there, and never completed)" if asked in left else ""
-        half = " (one is there that no Checkpointer saved)" if asked in foreign else half
-        raise StorageError(f"{root}: no complete checkpoint of step {asked}{half}. {there}")
+    if requested is not None:
+        if requested in steps:
+            return requested, ()
+        saved = f"Saved steps: {', '.join(map(str, steps))}" if steps else "There is none"
+        cause = " (one was begun there, and never completed)" if requested in left else ""
+        cause = " (one is there that no Checkpointer saved)" if requested in foreign else cause
+        raise StorageError(f"{root}: no complete checkpoint of step {requested}{cause}. {saved}")
     if not steps:
-        half = f"; step {left[-1]} was begun and never completed" if left else ""
-        half += f"; that of step {foreign[-1]} was not saved by a Checkpointer" if foreign else ""
+        cause = f"; step {left[-1]} was begun and never completed" if left else ""
+        cause += f"; that of step {foreign[-1]} was not saved by a Checkpointer" if foreign else ""
         raise StorageError(
-            f"{root}: no complete checkpoint{half}. Start the training from the beginning, or pass another folder"
+            f"{root}: no complete checkpoint{cause}. Start the training from the beginning, or pass another folder"
         )
     newest = newest_in(root)
     if newest is None:
-        return steps[-1], ()  # of which it is told what is wrong
+        return steps[-1], ()  # opening it raises the error that names the files
     return newest, tuple(step for step in steps if step > newest)
 
 
 @collected_later()
 def open_checkpoint(root: Path, step: int) -> Opened:
-    """Read the header of a checkpoint, and check that its files are the recorded ones. Runs no pickle.
+    """Read the header of a checkpoint, and check that its files are the recorded ones. No pickle is executed.
 
     Raises:
         FormatError: the files contradict each other or their formats.
         StorageError: a file cannot be read.
     """
-    place = root / name_of(step)
-    opened = open_folder(place)
+    folder = root / name_of(step)
+    opened = open_folder(folder)
     if opened.facts.step != step:
-        raise FormatError(f"{place}/{FACTS}: is of step {opened.facts.step}. The folder was renamed or mixed up")
+        raise FormatError(f"{folder}/{FACTS}: is of step {opened.facts.step}. The folder was renamed or mixed up")
     return opened
 
 
-def open_folder(place: Path) -> Opened:
-    """The same of one checkpoint's own folder, whatever its name is."""
-    with LocalReader(place) as reader:
-        facts = Facts.from_bytes(_small(reader, FACTS, MAX_FACTS_BYTES), f"{place}/{FACTS}")
+def open_folder(folder: Path) -> Opened:
+    """Open the folder of one checkpoint, whatever its name, as :func:`open_checkpoint` does."""
+    with LocalReader(folder) as reader:
+        facts = Facts.from_bytes(_small(reader, FACTS, MAX_FACTS_BYTES), f"{folder}/{FACTS}")
         content = reader.read(METADATA, 0, reader.size(METADATA))
         if digest(content) != facts.metadata_sha256:
             raise FormatError(
-                f"{place}/{METADATA}: is not the one recorded in {FACTS}. The folder mixes two checkpoints, or "
+                f"{folder}/{METADATA}: is not the one recorded in {FACTS}. The folder mixes two checkpoints, or "
                 "is damaged. Restore another one"
             )
         for file, nbytes in facts.files.items():
-            _require_size(reader, place, file, nbytes)
-        metadata = parse_metadata(content, "", what=f"{place}/{METADATA}")
+            _require_size(reader, file, nbytes)
+        metadata = parse_metadata(content, "", what=f"{folder}/{METADATA}")
         index = open_state(reader, metadata=metadata)
     places = [(entry.file, entry.stop) for entry in index.entries.values()]
     places += [(item.file, item.bytes.stop) for item in metadata.objects.values()]
     for file, stop in places:
         if file not in facts.files or stop > facts.files[file]:
-            raise FormatError(f"{place}/{METADATA}: lists bytes of {file} that {FACTS} does not. It is damaged")
-        if facts.checksums and stop > content_nbytes(facts.files[file]):
-            raise FormatError(f"{place}/{METADATA}: names the checksums of {file}. It is damaged")
+            raise FormatError(f"{folder}/{METADATA}: lists bytes of {file} that {FACTS} does not. It is damaged")
+        if stop > content_nbytes(facts.files[file]):
+            raise FormatError(f"{folder}/{METADATA}: names the checksums of {file}. It is damaged")
     shapes = {path: tensor.shape for path, tensor in metadata.tensors.items()}
-    if odd := [path for path in [*shapes, *metadata.objects] if not _is_known(path)]:
-        raise FormatError(f"{place}/{METADATA}: has {'.'.join(odd[0])}, which no checkpoint of shardwise has")
-    return Opened(place, facts, index, metadata.objects, shapes)
+    if unknown := [path for path in [*shapes, *metadata.objects] if not _is_known(path)]:
+        raise FormatError(f"{folder}/{METADATA}: has {'.'.join(unknown[0])}, which no checkpoint of shardwise has")
+    return Opened(folder, facts, index, metadata.objects, shapes)
 
 
 def _is_known(path: KeyPath) -> bool:
     match path:
         case ("model", _) | ("optimizer", "state", _, _) | ("optimizer", "param_groups"):
             return True
-        case ("optimizer", "reduced", _):
+        case ("optimizer", "reduced", _) | ("schedulers",) | ("scaler",) | ("rng", _) | ("data", _):
             return True
-        case ("schedulers",) | ("scaler",) | ("rng", _) | ("data", _):
-            return True
-        case _:
-            return False
+    return False
 
 
-def _small(reader: LocalReader, file: str, most: int) -> bytes:
+def _small(reader: LocalReader, file: str, max_nbytes: int) -> bytes:
     nbytes = reader.size(file)
-    if nbytes > most:
-        raise FormatError(f"{reader.root}/{file}: has {nbytes} bytes, {most} is the limit")
+    if nbytes > max_nbytes:
+        raise FormatError(f"{reader.root}/{file}: has {nbytes} bytes, {max_nbytes} is the limit")
     return reader.read(file, 0, nbytes)
 
 
-def _require_size(reader: LocalReader, place: Path, file: str, nbytes: int) -> None:
+def _require_size(reader: LocalReader, file: str, nbytes: int) -> None:
     try:
         found = reader.size(file)
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise FormatError(
-                f"{place}/{file}: is missing. Copy it there too, or restore another checkpoint"
+                f"{reader.root}/{file}: is missing. Copy it there too, or restore another checkpoint"
             ) from error
         raise
     if found != nbytes:
         raise FormatError(
-            f"{place}/{file}: has {found} bytes, and {nbytes} were written. It is damaged: copy it again, or "
+            f"{reader.root}/{file}: has {found} bytes, and {nbytes} were written. It is damaged: copy it again, or "
             "restore another checkpoint"
         )
 
 
 def value_of(reader: StorageReader, opened: Opened, path: KeyPath) -> Any:
-    """A value that is no tensor: plain data, read as such.
+    """Read a value that is not a tensor.
 
     Raises:
-        FormatError: it is missing, or no plain data.
+        FormatError: the value is missing, or is not plain data.
     """
     what = f"{'.'.join(path)} in {opened.folder}"
     place = opened.objects.get(path)
@@ -390,13 +391,13 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
         StorageError: bytes could not be read, or there is no complete checkpoint.
     """
     start = time.perf_counter()
-    opened = _of_a_training(directory)
+    opened = _open_training(directory)
     if opened is None:
         return verify_files(directory)
     facts = opened.facts
     parts = ", ".join(["model", *sorted(opened.parts)])
     with opened.reader() as reader:
-        compared = len(reader.blocks)
+        compared, damaged = len(reader.blocks), _damaged(reader)
     return ReopenReport(
         checkpoint=str(opened.folder),
         files=len(facts.files),
@@ -404,34 +405,34 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
         nbytes=opened.index.nbytes,
         model_class="",
         compared=compared,
-        damaged=tuple(_damaged(opened)),
+        damaged=damaged,
         seconds=time.perf_counter() - start,
         holds=f"a training after {facts.step} steps, saved by {facts.world_size} ranks: {parts}",
     )
 
 
-def _of_a_training(directory: str | os.PathLike[str]) -> Opened | None:
+def _open_training(directory: str | os.PathLike[str]) -> Opened | None:
+    """Open a training's checkpoint, or the newest in a folder of them. None for other directories."""
     if is_url(directory):
         return None
-    place = Path(os.path.abspath(directory))
-    if (place / FACTS).is_file() and (place / METADATA).is_file():
-        return open_folder(place)
-    if not place.is_dir() or any(place.glob("*.safetensors")):
+    folder = Path(os.path.abspath(directory))
+    if (folder / FACTS).is_file() and (folder / METADATA).is_file():
+        return open_folder(folder)
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return None
-    if not (steps := steps_in(place) or folders_of(place, StepKind.LEFT)):
+    if not (steps := steps_in(folder) or folders_of(folder, StepKind.LEFT)):
         return None
-    # The newest, whether a restore would pass it over for what it has lost or not: that is what is asked.
-    return open_checkpoint(place, resolve(place, steps[-1])[0])
+    # The newest one, even if a restore would skip it because files are missing: verify is to report that.
+    return open_checkpoint(folder, resolve(folder, steps[-1])[0])
 
 
-def _damaged(opened: Opened) -> list[str]:
-    """Describe the damaged blocks."""
+def _damaged(reader: CheckedReader) -> tuple[str, ...]:
+    """Return the names of damaged blocks."""
     found: list[tuple[str, int]] = []
-    with opened.reader() as reader:
 
-        def compare(block: tuple[str, int], _: None) -> None:
-            if not reader.is_sound(*block):
-                found.append(block)
+    def compare(block: tuple[str, int], _: None) -> None:
+        if not reader.is_sound(*block):
+            found.append(block)
 
-        WorkerPool(compare, [None] * reader.policy.concurrency).run(reader.blocks)
-        return [reader.told(*block) for block in sorted(found)]
+    WorkerPool(compare, [None] * reader.policy.concurrency).run(reader.blocks)
+    return tuple(reader.block_name(*block) for block in sorted(found))

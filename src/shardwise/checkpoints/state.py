@@ -1,4 +1,4 @@
-"""The state of a training, and all of it that is stored in a checkpoint, by name.
+"""The state of a training, and the part of it that a checkpoint stores, by name.
 
 [Note: Random numbers on other ranks] With as many ranks as before, every rank's generators continue from there.
 On another number of ranks they cannot: states cannot be divided, and two ranks with one state would draw the same.
@@ -7,6 +7,7 @@ state that rank 0's had, the rank, and the number of ranks: the same on every ru
 """
 
 import hashlib
+import json
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,32 +20,30 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoints.base_identity import BaseSamples, base_of
-from shardwise.checkpoints.facts import as_json, digest_of, packed
+from shardwise.checkpoints.facts import as_json, digest_of, to_pickle
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.state_values import StateOptions
+from shardwise.formats.joining import KeyPath
 from shardwise.layout import TensorKind
 from shardwise.models.optimizer_parsing import labeled, written_out
 from shardwise.models.rebind import Bound, bind_optimizers, inner_tensors, layout_of
 from shardwise.models.selection import AdapterOnly, Selection, names_outside
 from shardwise.models.view import TensorRef, collect_tensors, local_tensor, without_compile
 
-KeyPath: TypeAlias = tuple[str, ...]
-"""What leads to a value of a checkpoint, as in ``("optimizer", "state", FQN, "exp_avg")``."""
-
 
 def key_of(path: KeyPath) -> str:
-    """Return the name that torch uses for the value at the end of this path."""
+    """Return the key in DCP of the value at a path such as ``("optimizer", "state", FQN, "exp_avg")``."""
     return ".".join(path)
 
 
 REDUCED = ("optimizer", "reduced", "layout")
-"""The path to the layout of state that is each rank's alone; that state lies in the same place by rank."""
+"""Path to the layout of optimizer state that belongs to one rank each. Its values have ``rank_N`` as last key."""
 
-KEEP_IT_APART = "save what the optimizer's own state_dict() has, rank by rank"
+_SAVE_IT_BY_RANK = "save what the optimizer's own state_dict() has, rank by rank"
 
 
 class Stateful(Protocol):
-    """Object with a plain-data state dict: schedulers, torchdata loaders, gradient scalers, and others."""
+    """Object with a plain-data state dict: a scheduler, torchdata's loader, a gradient scaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -83,21 +82,26 @@ class TrainState:
 
 @dataclass(frozen=True)
 class CollectedState:
-    """The model and its optimizers as they are now on this rank."""
+    """The model and its optimizers as they are now on this rank.
+
+    Attributes:
+        held: all tensors of the model.
+        bounds: the optimizers, with their parameters by name.
+        stored: the model's tensors that a checkpoint stores, tied ones once, by FQN.
+        tensors: all tensors that a checkpoint stores, the model's and the optimizers' own.
+        facts: names, shape and ``requires_grad`` of each tensor of the model.
+    """
 
     model: nn.Module
     held: list[TensorRef]
     bounds: list[Bound]
     stored: dict[str, TensorRef]
-    """The model's tensors that a checkpoint holds, tied ones once, by FQN."""
     tensors: dict[KeyPath, torch.Tensor]
-    """All that a checkpoint holds, the model's and the optimizers' own."""
     facts: tuple[tuple[tuple[str, ...], tuple[int, ...], bool], ...]
-    """Names, shape and whether it is trained, of each of the model's tensors."""
 
     @cached_property
     def others(self) -> str:
-        """A digest of names and shapes of those that it does not hold."""
+        """Digest of the names and shapes of the model's tensors that are not stored."""
         others = [
             (item.fqn, tuple(item.tensor.shape))
             for item in self.held
@@ -107,12 +111,12 @@ class CollectedState:
 
     @cached_property
     def base(self) -> BaseSamples:
-        """Samples of those parameters that it does not hold."""
+        """Samples of the parameters that are not stored."""
         return BaseSamples.of(base_of(self.held, self.stored))
 
     @cached_property
     def others_of(self) -> dict[KeyPath, KeyPath]:
-        """The further names of those of the model's that have several, with their first ones."""
+        """Further names of tied tensors, each with the first name."""
         return {
             ("model", name): ("model", fqn)
             for fqn, item in self.stored.items()
@@ -154,14 +158,14 @@ class CollectedState:
 
     @cached_property
     def local(self) -> dict[str, torch.Tensor]:
-        """This rank's own of them, by :func:`key_of`."""
+        """This rank's shards, by :func:`key_of`."""
         return {key_of(path): local_tensor(tensor) for path, tensor in self.tensors.items()}
 
 
-def look(state: TrainState, only: Selection, before: CollectedState | None = None) -> CollectedState:
+def collect_state(state: TrainState, only: Selection, before: CollectedState | None = None) -> CollectedState:
     """Collect the tensors of a training. FSDP2 groups that are gathered are resharded.
 
-    PEFT's selection for ``before`` is reused for a model with the same tensors.
+    PEFT's selection for ``before``, the state of an earlier step, is reused for a model with the same tensors.
 
     Raises:
         ConfigError: the model has no such adapter.
@@ -169,7 +173,7 @@ def look(state: TrainState, only: Selection, before: CollectedState | None = Non
     """
     model = without_compile(state.model)
     held = collect_tensors(model)
-    bounds = bind_optimizers(state.all_optimizers, held, KEEP_IT_APART, by_rank=True)
+    bounds = bind_optimizers(state.all_optimizers, held, _SAVE_IT_BY_RANK, by_rank=True)
     facts = tuple((item.names, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held)
     if before is not None and before.model is model and before.facts == facts:
         chosen = set(before.stored)
@@ -199,14 +203,14 @@ def chosen_names(model: nn.Module, held: Sequence[TensorRef], only: Selection) -
 
 
 def describe_selection(only: Selection) -> str:
-    """For the facts of a checkpoint."""
+    """Return the selection as it is recorded in the header of a checkpoint."""
     return f"adapter {only.adapter}" if isinstance(only, AdapterOnly) else "everything"
 
 
-_ELSEWHERE = frozenset(
+_NOT_COMPARED = frozenset(
     {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "init_lora_weights"}
 )
-"""Settings of an adapter that say where it came from, not what it computes."""
+"""Settings of an adapter that do not affect its output."""
 
 
 def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any] | None:
@@ -215,45 +219,52 @@ def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any] | None
     if not isinstance(only, AdapterOnly) or not isinstance(adapters, Mapping) or only.adapter not in adapters:
         return None
     settings = adapters[only.adapter].to_dict()
-    return {name: _plain(value) for name, value in sorted(settings.items()) if name not in _ELSEWHERE}
+    kept = {name: value for name, value in settings.items() if name not in _NOT_COMPARED}
+    found: dict[str, Any] = json.loads(json.dumps(kept, default=_plain))
+    return found
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
+
+
+@dataclass(slots=True)
+class StateSummary:
+    """Digests of a rank's state other than its tensors, which the ranks compare before a checkpoint.
+
+    Attributes:
+        random: state of each random generator, by name.
+        data: position in the data, or "" without one.
+        settings: settings of the optimizers (learning rates, betas, ...).
+        rates: learning rates, by group.
+    """
+
+    random: dict[str, str] = field(default_factory=dict)
+    data: str = ""
+    settings: str = ""
+    rates: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class StateContents:
-    """Content of a checkpoint as known to this rank, by key.
+    """Content of a checkpoint as this rank has it.
 
     Attributes:
-        looked: the model and its optimizers.
-        common: packed values that the first rank stores for all.
-        own: packed values of this rank.
-        random: digests of its generators of random numbers, by name.
-        data: a digest of its position in the data, or "".
-        user: JSON.
-        settings: a digest of the settings of optimizers (learning rates, betas, ...).
-        rates: learning rates, by group.
+        collected: the model and its optimizers.
+        user: JSON of the user.
+        common: pickled values that the first rank stores for all.
+        own: pickled values of this rank.
+        summary: what the ranks compare.
     """
 
-    looked: CollectedState
+    collected: CollectedState
+    user: dict[str, Any]
     common: dict[KeyPath, Any] = field(default_factory=dict)
     own: dict[KeyPath, Any] = field(default_factory=dict)
-    random: dict[str, str] = field(default_factory=dict)
-    data: str = ""
-    user: dict[str, Any] = field(default_factory=dict)
-    settings: str = ""
-    rates: list[float] = field(default_factory=list)
+    summary: StateSummary = field(default_factory=StateSummary)
 
     def stored(self, data: str, rank: int) -> dict[KeyPath, bytes]:
-        """The values that this rank stores. A position in the data that is the same on all is the first rank's."""
+        """Return the values that this rank stores. A data position equal on all ranks is stored by the first."""
         values = {**({} if rank else self.common), **self.own}
         return {path: value for path, value in values.items() if not rank or data == "each" or path[0] != "data"}
 
@@ -261,53 +272,54 @@ class StateContents:
 _NAMES = frozenset({"params", "param_names"})
 
 
-def contents_of(looked: CollectedState, state: TrainState, rank: int) -> StateContents:
-    """Collect the values of the parts. Tensors are the model's and the optimizers' own.
+def contents_of(collected: CollectedState, state: TrainState, rank: int) -> StateContents:
+    """Collect the values that are not tensors.
 
     Raises:
-        ConfigError: a part has no ``state_dict``, or the user's state is no JSON.
+        ConfigError: a part has no ``state_dict``, or the user's state is not JSON.
     """
-    found = StateContents(looked, user=as_json(state.user))
-    for bound in looked.bounds:
+    found = StateContents(collected, as_json(state.user))
+    summary = found.summary
+    for bound in collected.bounds:
         for key, value in bound.scalars.items():
             if not isinstance(value, torch.Tensor):
                 found.common["optimizer", "state", key.parameter, key.entry] = value
-    if looked.bounds:
-        nothing = dict.fromkeys(labeled(looked.bounds))
-        groups = written_out(looked.bounds, nothing)["param_groups"]
+    if collected.bounds:
+        without_state = dict.fromkeys(labeled(collected.bounds))
+        groups = written_out(collected.bounds, without_state)["param_groups"]
         found.common["optimizer", "param_groups"] = groups
-        own = [{key: value for key, value in group.items() if key not in _NAMES} for group in groups]
-        found.settings = digest_of(own)
-        found.rates = [float(group["lr"]) for group in groups if "lr" in group]
-    if reduced := looked.reduced:
-        found.common[REDUCED] = looked.layout
+        settings = [{key: value for key, value in group.items() if key not in _NAMES} for group in groups]
+        summary.settings = digest_of(settings)
+        summary.rates = [float(group["lr"]) for group in groups if "lr" in group]
+    if reduced := collected.reduced:
+        found.common[REDUCED] = collected.layout
         found.own["optimizer", "reduced", f"rank_{rank}"] = {
             parameter: {entry: inner_tensors(value) for entry, value in entries.items()}
             for parameter, entries in reduced.items()
         }
     if state.all_schedulers:
-        found.common["schedulers",] = [_told(item, "schedulers") for item in state.all_schedulers]
+        found.common["schedulers",] = [_state_dict(item, "schedulers") for item in state.all_schedulers]
     if state.scaler is not None:
-        found.common["scaler",] = _told(state.scaler, "scaler")
+        found.common["scaler",] = _state_dict(state.scaler, "scaler")
     generators = generator_states()
-    found.random = digests(generators)
+    summary.random = {name: digest_of(value) for name, value in generators.items()}
     found.own["rng", f"rank_{rank}"] = generators
     if state.data is not None:
-        position = _told(state.data, "data")
-        found.data = digest_of(position)
+        position = _state_dict(state.data, "data")
+        summary.data = digest_of(position)
         found.own["data", f"rank_{rank}"] = position
-    found.common = {} if rank else {path: packed(value, key_of(path)) for path, value in found.common.items()}
-    found.own = {path: packed(value, key_of(path)) for path, value in found.own.items()}
+    found.common = {} if rank else {path: to_pickle(value, key_of(path)) for path, value in found.common.items()}
+    found.own = {path: to_pickle(value, key_of(path)) for path, value in found.own.items()}
     return found
 
 
-def _told(part: Any, what: str) -> dict[str, Any]:
+def _state_dict(part: Any, what: str) -> dict[str, Any]:
     if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
         raise ConfigError(f"{what} is a {type(part).__name__}, which has no state_dict and load_state_dict")
-    told = part.state_dict()
-    if not isinstance(told, dict):
-        raise ConfigError(f"{what}: state_dict() of {type(part).__name__} is a {type(told).__name__}, not a dict")
-    return told
+    found = part.state_dict()
+    if not isinstance(found, dict):
+        raise ConfigError(f"{what}: state_dict() of {type(part).__name__} is a {type(found).__name__}, not a dict")
+    return found
 
 
 Mode: TypeAlias = Literal["sync", "async"]
@@ -320,13 +332,13 @@ class CheckpointerOptions(StateOptions):
     Attributes:
         budget_bytes: host memory of one rank for staging (strided tensors, copies to and from an accelerator). The
             copies of ``mode="async"`` are not included.
-        process_group: the ranks that train together. None is the default group, or this process alone.
+        process_group: the ranks that train together. None means the default group, or this process alone.
         timeouts: how long ranks wait for each other.
     """
 
 
 def generator_states() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators, as plain data, by name."""
+    """Return the states of Python's, numpy's and torch's random generators, as plain data, by name."""
     legacy: Any = np.random.get_state(legacy=True)
     name, words, position, has_gauss, gauss = legacy
     states: dict[str, Any] = {
@@ -340,25 +352,14 @@ def generator_states() -> dict[str, Any]:
     return states
 
 
-def digests(states: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of each generator's state."""
-    return {name: digest_of(state) for name, state in states.items()}
-
-
-def restore_generators(states: Mapping[str, Any], what: str) -> list[str]:
-    """Set generators to their states. Return the names of those that this machine does not have.
-
-    Raises:
-        FormatError: a state is none.
-    """
-    return _set(states, what)
-
-
 def seed_generators(
     first: Mapping[str, Any], alike: Collection[str], rank: int, world_size: int, what: str
 ) -> list[str]:
-    """See [Note: Random numbers on other ranks]. ``first`` are rank 0's. Return the names of missing generators."""
-    lacking = _set({name: state for name, state in first.items() if name in alike}, what)
+    """Set generators from rank 0's states, ``first``. See [Note: Random numbers on other ranks].
+
+    Return the names of those that this machine does not have.
+    """
+    missing = restore_generators({name: state for name, state in first.items() if name in alike}, what)
     for name, state in first.items():
         if name in alike:
             continue
@@ -373,12 +374,17 @@ def seed_generators(
         elif _has(name):
             _accelerator().manual_seed(seed)
         else:
-            lacking.append(name)
-    return lacking
+            missing.append(name)
+    return missing
 
 
-def _set(states: Mapping[str, Any], what: str) -> list[str]:
-    lacking: list[str] = []
+def restore_generators(states: Mapping[str, Any], what: str) -> list[str]:
+    """Set random generators to their states. Return the names of those that this machine does not have.
+
+    Raises:
+        FormatError: a state is invalid.
+    """
+    missing: list[str] = []
     for name, state in states.items():
         try:
             if name == "python":
@@ -391,10 +397,10 @@ def _set(states: Mapping[str, Any], what: str) -> list[str]:
             elif _has(name):
                 _accelerator().set_rng_state(state)
             else:
-                lacking.append(name)
+                missing.append(name)
         except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-            raise FormatError(f"{what}: the state of the generator {name} is none: {error}") from error
-    return lacking
+            raise FormatError(f"{what}: the state of the generator {name} is invalid: {error}") from error
+    return missing
 
 
 def _has(kind: str) -> bool:

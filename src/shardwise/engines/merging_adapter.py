@@ -19,7 +19,7 @@ from shardwise.errors import FormatError, KeyMismatchError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import Outgoing, edited
-from shardwise.formats.joining import beside
+from shardwise.formats.joining import merged_index
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
 from shardwise.layout import TensorKind
@@ -280,7 +280,7 @@ def _plan(
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
-    joined = beside(index, lora.executor.index, ADAPTER)
+    joined = merged_index(index, lora.executor.index, ADAPTER)
     both = offline.executor_of(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed: set[str] = set()
     outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)

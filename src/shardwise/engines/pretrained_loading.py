@@ -19,7 +19,7 @@ from shardwise.execution.agreement import require_same_settings
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.world import Clock, MismatchedRanks, World
 from shardwise.formats.contract import CheckpointIndex
-from shardwise.formats.joining import beside
+from shardwise.formats.joining import merged_index
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardwise.models import pretrained, wrap
 from shardwise.models.gradients import average_replicated_gradients
@@ -207,7 +207,7 @@ def _with_adapter(
     found, inside = arguments.read_index(world, OpenStorage(reader, file)), stored_prefix(name)
     both = replace(
         source,
-        index=beside(source.index, found.index, inside),
+        index=merged_index(source.index, found.index, inside),
         reader=CombinedReader(source.reader, reader, inside),
         identities={
             **source.identities,

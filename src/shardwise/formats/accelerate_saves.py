@@ -1,8 +1,8 @@
-"""Names of the files and folders that accelerate saves models and optimizers under.
+"""Names of the files and folders in which accelerate saves models and optimizers.
 
-accelerate saves models and optimizers in such folders, and in files. Several in one folder are numbered. Each is in
-one of three forms: one file of whole tensors, a folder of ``torch.distributed.checkpoint``, or a file for every
-rank. Source of the names: accelerate's ``utils/fsdp_utils.py`` and ``utils/constants.py``.
+Several in one folder are numbered. Each is in one of three forms: one file of whole tensors, a folder of
+``torch.distributed.checkpoint``, or a file for every rank. Source of the names: accelerate's
+``utils/fsdp_utils.py`` and ``utils/constants.py``.
 """
 
 import os
@@ -13,9 +13,7 @@ from typing import TypeAlias
 
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.formats import joining
-from shardwise.formats.contract import (
-    listed,
-)
+from shardwise.formats.contract import listed
 from shardwise.storage.names import shown
 
 
@@ -27,11 +25,11 @@ class SavedKind:
     stem: str
 
     def file(self, number: int) -> str:
-        """Whole tensors in one file: the first has no number."""
+        """Return the name of a file of whole tensors. The first has no number."""
         return f"{self.stem}_{number}.bin" if number else f"{self.stem}.bin"
 
     def folder(self, number: int) -> str:
-        """A folder of ``torch.distributed.checkpoint``."""
+        """Return the name of a folder of ``torch.distributed.checkpoint``."""
         return f"{self.stem}_{number}"
 
     def rank_file(self, number: int, rank: int) -> str:
@@ -39,10 +37,7 @@ class SavedKind:
         return f"{self.stem}_{number}_rank{rank}.bin"
 
     def rank_of(self, name: str, number: int) -> int | None:
-        """Return the rank whose file has this name, or None for other files.
-
-        FSDP1 leaves out the number of the first.
-        """
+        """Return the rank whose file has this name, or None for other files. FSDP1 omits the number 0."""
         middle = f"(?:_{number})?" if number == 0 else f"_{number}"
         match = re.fullmatch(rf"{re.escape(self.stem)}{middle}_rank(\d{{1,9}})\.bin", name)
         return int(match[1]) if match else None
@@ -68,9 +63,9 @@ _IN_FOLDER = re.compile(rf"{re.escape(joining.METADATA)}|__[0-9]+_[0-9]+\.distcp
 
 
 def is_of_accelerate(name: object) -> bool:
-    """Return whether only a file of a state saved under FSDP can have this relative path.
+    """Return whether this relative path is that of a file of a state saved under FSDP.
 
-    A model in the hub's layout is another save's, though accelerate without FSDP gives these names, too.
+    A model in the hub's layout is not, although accelerate without FSDP uses these names, too.
     """
     if not isinstance(name, str):
         return False
@@ -156,7 +151,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _of_ranks(folder: Path, kind: SavedKind, number: int) -> OfRanks:
-    """The files of all ranks, none of which is missing."""
+    """Return the files of all ranks. Raises FormatError if one is missing."""
     by_rank: dict[int, str] = {}
     for name in _names_in(folder):
         rank = kind.rank_of(name, number)

@@ -1,10 +1,10 @@
 """Quantized forms as nodes over stored entries, and the form of bitsandbytes.
 
-bitsandbytes: in addition to ``weight``, packed bytes (n, 1), there are ``weight.absmax``, one scale for each block,
+bitsandbytes stores in addition to ``weight``, packed bytes (n, 1): ``weight.absmax``, one scale for each block,
 ``weight.quant_map``, the sixteen values, and ``weight.quant_state.bitsandbytes__nf4`` (or ``__fp4``), JSON with the
 shape, the dtype and the block size. Nested scales are bytes, and have ``weight.nested_absmax``, one for 256 of
-them, ``weight.nested_quant_map``, and an offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.) The small
-ones are read and validated, because another map would give other values.
+them, ``weight.nested_quant_map``, and an offset in the JSON (``QuantState.as_dict`` of bitsandbytes). The maps and
+the JSON are read and validated, because another map would give other values.
 """
 
 import struct
@@ -24,8 +24,9 @@ class Zeros:
     """Zero points, one for each scale.
 
     Attributes:
-        values: the zero points, as numbers or bytes of words.
-        in_a_word: 0, or so many of a column of them, in the code of the elements, are in a word of 32 bits.
+        values: the zero points, as numbers or as bytes of words.
+        in_a_word: number of zero points of a column, in the code of the elements, in a word of 32 bits. 0 for
+            numbers.
     """
 
     values: contract.Whole
@@ -37,16 +38,16 @@ class Scaled:
     """Elements that are stored in few bits, less their zero points, times the scales of their blocks.
 
     Attributes:
-        values: the elements, row by row. Rows may have further bytes at their end.
+        values: the elements, row-major. Rows may be padded.
         scales: one for each block.
-        shape: of the elements.
-        unit: sizes of a block, by dimension. Those at an end may be smaller.
+        shape: shape of the elements.
+        unit: sizes of a block, by dimension. The last blocks of a dimension may be smaller.
         code: values of the stored bytes.
-        has_exponents: scales are exponents of 2, counted from -127.
-        overall: one number, and 1 or -1: all scales are multiplied by it, or divided.
-        swaps: the last two dimensions are exchanged in the end.
-        zeros: a zero point for each block.
-        groups: the block of a row that each column belongs to, if it does not follow from its position.
+        has_exponents: True if scales are exponents of 2, with a bias of 127.
+        overall: a number, and 1 or -1: all scales are multiplied by it, or divided.
+        swaps: True if the last two dimensions are transposed in the end.
+        zeros: zero points.
+        groups: the block in its row of each column, if it does not follow from the position.
     """
 
     values: contract.Whole
@@ -65,12 +66,12 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """Nested scales: the code table and the scales of 8-bit scales.
+    """Second level of scales: the code table and the scales of 8-bit scales.
 
     Attributes:
-        scales: the scale of each 256 of them.
-        offset: is added to all.
-        numbers: of the 256 bytes.
+        scales: one for each 256 8-bit scales.
+        offset: number that is added to all 8-bit scales.
+        numbers: values of the 256 bytes.
     """
 
     scales: contract.Whole
@@ -83,13 +84,13 @@ class FourBits:
     """Elements of four bits as bitsandbytes packs them, times the scales of their blocks.
 
     Attributes:
-        values: the packed bytes, row by row.
+        values: the packed bytes, row-major.
         scales: one for each block.
-        shape: of the elements.
-        block: elements in a row with one scale. Blocks continue from row to row, and the last may be smaller.
+        shape: shape of the elements.
+        block: consecutive elements with one scale. Blocks continue from row to row, and the last may be smaller.
         form: 4-bit data type.
-        dtype: that numbers had before they were packed.
-        nested: the second level of scales, if scales are bytes.
+        dtype: dtype before packing.
+        nested: second level of scales, if scales are bytes.
     """
 
     values: contract.Whole
@@ -108,17 +109,17 @@ class GroupedIntegers:
     """A weight (out, in) of integers in words of 32 bits, less zero points, times scales of groups of inputs.
 
     Attributes:
-        values: bytes of words: of eight outputs each in AWQ's order (in, out / 8), or with ``in_rows`` of inputs
+        values: bytes of words, of eight outputs each in AWQ's order (in, out / 8), or with ``in_rows`` of inputs
             (in * bits / 32, out).
         zeros: bytes of words (groups, out * bits / 32).
         scales: (groups, out).
-        shape: of the weight.
-        group: so many inputs have one scale.
-        dtype: of the scales, to which products are rounded.
-        bits: of an integer.
-        in_rows: words go along the inputs.
-        is_less_one: zero points are stored less 1.
-        numbers: the group of each input, if it does not follow from its position.
+        shape: shape of the weight.
+        group: number of inputs with one scale.
+        dtype: dtype of the scales, to which products are rounded.
+        bits: bits of an integer.
+        in_rows: True if a word has several inputs of an output.
+        is_less_one: True if zero points are stored less 1.
+        numbers: the group of each input, if it does not follow from the position.
     """
 
     values: contract.Whole
@@ -135,6 +136,13 @@ class GroupedIntegers:
     kind: ClassVar[str] = "grouped"
 
 
+def words_as_bytes(entry: contract.TensorEntry) -> contract.TensorEntry:
+    """Return an entry of 32-bit words as one of little-endian bytes. Others are unchanged."""
+    if entry.dtype is not DType.I32 or not entry.shape:
+        return entry
+    return replace(entry, dtype=DType.U8, shape=(*entry.shape[:-1], 4 * entry.shape[-1]))
+
+
 ABSMAX = ".absmax"
 QUANT_MAP = ".quant_map"
 NESTED_ABSMAX = ".nested_absmax"
@@ -144,13 +152,13 @@ _ENDS = (ABSMAX, QUANT_MAP, NESTED_ABSMAX, NESTED_MAP)
 
 _DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_MOST_STATE_BYTES = 1 << 16
+_MAX_STATE_BYTES = 1 << 16
 _NESTED_BLOCK = 256
-_BYTES_OF_MAP = 4 * 256
-_MOST_OFFSET = 3.4e38
-"""A float32, nearly; an integer of JSON may be too large for any float."""
+_MAP_BYTES = 4 * 256
+_MAX_OFFSET = 3.4e38
+"""About the largest float32. An integer of JSON may be too large for any float."""
 
-_FOUR_BIT_FAULTS: Final = "weights in four bits that do not go with what lies beside them"
+_FOUR_BIT_FAULTS: Final = "4-bit weights whose companion tensors do not match"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +167,8 @@ class _Companions:
 
     Attributes:
         form: 4-bit data type, from the name of the JSON.
-        state: the JSON.
-        entries: by the end of their keys.
+        state: entry of the JSON.
+        entries: the other entries, by the suffix of their keys.
     """
 
     form: Form4
@@ -181,7 +189,7 @@ class _Companions:
     def small(self) -> list[contract.TensorEntry]:
         """Entries that are read whole."""
         maps = [self.entries[end] for end in (QUANT_MAP, NESTED_MAP) if end in self.entries]
-        return [entry for entry in (self.state, *maps) if entry.nbytes <= _MOST_STATE_BYTES]
+        return [entry for entry in (self.state, *maps) if entry.nbytes <= _MAX_STATE_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,19 +200,17 @@ class _PackedFourBits:
 
     def dequantized(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
         faults, composed, used = contract.FormatFaults(index.root), dict[str, contract.Composed](), set[str]()
-        found = {key: beside for key in index.entries if (beside := _Companions.of(index, key)) is not None}
-        texts = contract.contents(reader, [entry for beside in found.values() for entry in beside.small])
-        for key, beside in found.items():
-            used |= {beside.state.key, *(entry.key for entry in beside.entries.values())}
+        found = {key: own for key in index.entries if (own := _Companions.of(index, key)) is not None}
+        texts = contract.contents(reader, [entry for own in found.values() for entry in own.small])
+        for key, companions in found.items():
+            used |= {companions.state.key, *(entry.key for entry in companions.entries.values())}
             try:
-                composed[key] = _composed(index.entries[key], beside, texts)
+                composed[key] = _composed(index.entries[key], companions, texts)
             except FormatError as error:
                 faults.add(_FOUR_BIT_FAULTS, f"{shown(key)}: {error}")
         for key in index.entries:
             if key not in used and (key.endswith(_ENDS) or QUANT_STATE in key):
-                faults.add(
-                    _FOUR_BIT_FAULTS, f"{shown(key)} belongs to packed bytes that are not stored, or not whole"
-                )
+                faults.add(_FOUR_BIT_FAULTS, f"{shown(key)} belongs to packed bytes that are missing or incomplete")
         faults.raise_if_any()
         kept = {entry for item in composed.values() for entry in contract.entries_of(item.part)}
         entries = {key: entry for key, entry in index.entries.items() if key not in used or key in kept}
@@ -224,67 +230,68 @@ def bitsandbytes(config: Mapping[str, Any]) -> contract.QuantizedForm:
     raise contract.unknown_form(f"quant_method {shown(repr(config.get('quant_method')))}")
 
 
-def _composed(values: contract.TensorEntry, beside: _Companions, texts: Mapping[str, bytes]) -> contract.Composed:
-    """The numbers that packed bytes stand for.
+def _composed(
+    values: contract.TensorEntry, companions: _Companions, texts: Mapping[str, bytes]
+) -> contract.Composed:
+    """Return the tensor of packed bytes.
 
     Raises:
         FormatError: their companion entries are invalid.
     """
-    if beside.state.key not in texts:
-        raise FormatError(f"its quant_state has {beside.state.nbytes} bytes, more than any")
-    told = contract.parse_object(texts[beside.state.key], what="its quant_state")
-    shape, block = _shape_in(told), told.get("blocksize")
+    if companions.state.key not in texts:
+        raise FormatError(f"its quant_state has {companions.state.nbytes} bytes, {_MAX_STATE_BYTES} is the limit")
+    state = contract.parse_object(texts[companions.state.key], what="its quant_state")
+    shape, block = _shape_in(state), state.get("blocksize")
     if block not in _BLOCK_SIZES or not isinstance(block, int):
         raise FormatError(f"its quant_state has blocks of {shown(repr(block))}")
-    if told.get("quant_type") != beside.form.value:
-        raise FormatError(f"its quant_state says {shown(repr(told.get('quant_type')))}, not {beside.form.value}")
+    if state.get("quant_type") != companions.form.value:
+        raise FormatError(
+            f"its quant_state has the type {shown(repr(state.get('quant_type')))}, not {companions.form.value}"
+        )
     if values.nbytes != -(-numel(shape) // 2):
         raise FormatError(f"it has {values.nbytes} bytes, and its quant_state the shape {shape}")
-    known = struct.pack(f"<{len(beside.form.numbers)}f", *beside.form.numbers)
-    if QUANT_MAP not in beside.entries or texts.get(beside.entries[QUANT_MAP].key) != known:
-        raise FormatError("its quant_map is not there, or not the one that is known: other numbers would come out")
-    scales, blocks = beside.entries.get(ABSMAX), -(-numel(shape) // block)
+    numbers = struct.pack(f"<{len(companions.form.numbers)}f", *companions.form.numbers)
+    if QUANT_MAP not in companions.entries or texts.get(companions.entries[QUANT_MAP].key) != numbers:
+        raise FormatError("its quant_map is missing, or not that of bitsandbytes, so that values would be others")
+    scales, blocks = companions.entries.get(ABSMAX), -(-numel(shape) // block)
     if scales is None:
         raise FormatError("it has no absmax")
     if numel(scales.shape) != blocks:
         raise FormatError(f"its absmax has {numel(scales.shape)} scales, and {shape} in blocks of {block} {blocks}")
     nested = None
-    if NESTED_ABSMAX in beside.entries or NESTED_MAP in beside.entries or scales.dtype is DType.U8:
-        nested = _nested(beside, texts, told, scales)
+    if NESTED_ABSMAX in companions.entries or NESTED_MAP in companions.entries or scales.dtype is DType.U8:
+        nested = _nested(companions, texts, state, scales)
     elif scales.dtype is not DType.F32:
         raise FormatError(f"its absmax is {scales.dtype.label}, and not F32")
-    dtype = _DTYPES.get(str(told.get("dtype")))
+    dtype = _DTYPES.get(str(state.get("dtype")))
     if dtype is None:
-        raise FormatError(f"its quant_state has the dtype {shown(repr(told.get('dtype')))}")
-    return contract.Composed(
-        dtype,
-        shape,
-        FourBits(contract.Whole(values.key), contract.Whole(scales.key), shape, block, beside.form, dtype, nested),
-    )
+        raise FormatError(f"its quant_state has the dtype {shown(repr(state.get('dtype')))}")
+    whole = contract.Whole(values.key), contract.Whole(scales.key)
+    return contract.Composed(dtype, shape, FourBits(*whole, shape, block, companions.form, dtype, nested))
 
 
 def _nested(
-    beside: _Companions, texts: Mapping[str, bytes], told: Mapping[str, object], scales: contract.TensorEntry
+    companions: _Companions, texts: Mapping[str, bytes], state: Mapping[str, object], scales: contract.TensorEntry
 ) -> Nested:
-    found, offset = beside.entries.get(NESTED_ABSMAX), told.get("nested_offset")
-    if found is None or NESTED_MAP not in beside.entries or scales.dtype is not DType.U8:
-        raise FormatError("its scales are nested, and only a part of what belongs to that is stored")
-    if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) <= _MOST_OFFSET:
+    found, offset = companions.entries.get(NESTED_ABSMAX), state.get("nested_offset")
+    if found is None or NESTED_MAP not in companions.entries or scales.dtype is not DType.U8:
+        raise FormatError("its scales are nested, and a part of the nested ones is missing")
+    if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) <= _MAX_OFFSET:
         raise FormatError(f"its quant_state has the nested_offset {shown(repr(offset))}")
-    if told.get("nested_blocksize") != _NESTED_BLOCK:
+    if state.get("nested_blocksize") != _NESTED_BLOCK:
         raise FormatError(
-            f"its scales are nested in blocks of {shown(repr(told.get('nested_blocksize')))}, not 256"
+            f"its scales are nested in blocks of {shown(repr(state.get('nested_blocksize')))}, not 256"
         )
     if found.dtype is not DType.F32 or numel(found.shape) != -(-numel(scales.shape) // _NESTED_BLOCK):
         raise FormatError(f"its nested_absmax is {found.dtype.label} {found.shape}")
-    numbers = texts.get(beside.entries[NESTED_MAP].key, b"")
-    if beside.entries[NESTED_MAP].dtype is not DType.F32 or len(numbers) != _BYTES_OF_MAP:
+    numbers = texts.get(companions.entries[NESTED_MAP].key, b"")
+    if companions.entries[NESTED_MAP].dtype is not DType.F32 or len(numbers) != _MAP_BYTES:
         raise FormatError("its nested_quant_map has not 256 float32")
     return Nested(contract.Whole(found.key), float(offset), struct.unpack("<256f", numbers))
 
 
-def _shape_in(told: Mapping[str, object]) -> tuple[int, ...]:
-    shape = told.get("shape")
+def _shape_in(state: Mapping[str, object]) -> tuple[int, ...]:
+    shape = state.get("shape")
     if isinstance(shape, list) and 2 <= len(shape) <= 3 and all(type(n) is int and 0 < n < 1 << 40 for n in shape):
         return tuple(shape)
     raise FormatError(f"its quant_state has the shape {shown(repr(shape))}")

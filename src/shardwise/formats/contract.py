@@ -1,11 +1,11 @@
 """Stored content of a checkpoint as plain data, and the interface of formats that read it.
 
-A tensor that is stored row-major in one run is an entry. Any other tensor is made of entries, by a small tree whose
-leaves are entries, whole or seen through strides, and whose nodes put parts one after the other.
+A tensor that is stored row-major in one byte range is an entry. Any other tensor is composed of entries, by a small
+tree whose leaves are entries, whole or strided views of them, and whose nodes concatenate parts.
 
 A format is one object that implements :class:`CheckpointFormat`, and a line in the table of
 :mod:`shardwise.formats.opening`, which tries the formats in order. Entries that are read go into an
-:class:`IndexSoFar`. :mod:`shardwise.formats.joining` adds tensors made of views and chunks.
+:class:`IndexSoFar`. :mod:`shardwise.formats.joining` adds tensors composed of views and chunks.
 
 A checkpoint of any format may be quantized. A :class:`QuantizedForm` then groups its tensors. It is registered by a
 line in the table of :mod:`shardwise.formats.opening`.
@@ -31,7 +31,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 LISTED = 20
-"""How many names, or faults of one kind, a message lists."""
+"""Number of names, or of faults of one kind, that a message lists."""
 
 
 @dataclass
@@ -72,10 +72,10 @@ class FormatFaults:
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first names, and how many more there are."""
-    every = list(names)
-    more = len(every) - LISTED
-    return ", ".join(every[:LISTED]) + (f", ... and {more} more" if more > 0 else "")
+    """Return the first names, and the number of further ones."""
+    items = list(names)
+    more = len(items) - LISTED
+    return ", ".join(items[:LISTED]) + (f", ... and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class FileSelection:
     """The files to open, and the content of the index file.
 
     Attributes:
-        layout: how they are laid out, in words for whoever looks at the checkpoint.
-        files: relative to the root.
+        layout: description of the files, for people.
+        files: paths relative to the root.
         weight_map: the file of each key, from an index.
-        metadata: of the index.
-        folder: their folder, ending with "/", for a format that names no files.
+        metadata: metadata of the index.
+        folder: folder of the files, ending with "/", for a format that names no files.
     """
 
     layout: str
@@ -99,13 +99,13 @@ class FileSelection:
 
 @dataclass
 class IndexSoFar:
-    """Entries found so far. ``held`` has the keys of each file."""
+    """Entries found so far. ``keys`` are those of each file."""
 
     files: dict[str, int] = field(default_factory=dict)
     entries: dict[str, TensorEntry] = field(default_factory=dict)
     composed: dict[str, Composed] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
-    held: dict[str, set[str]] = field(default_factory=dict)
+    keys: dict[str, set[str]] = field(default_factory=dict)
     wrapper: str = ""
     ignored: list[str] = field(default_factory=list)
 
@@ -114,8 +114,8 @@ class CheckpointFormat(Protocol):
     """One kind of checkpoint. Files are untrusted: contradictions to the format are faults, or a FormatError.
 
     Attributes:
-        usual: names that mean a checkpoint wherever they are, first choice first: of a single file, of an index.
-        probed: names that are tried besides, after the usual ones of all formats, where a storage does not list.
+        usual: names of a single file or an index that identify a checkpoint, first choice first.
+        probed: further names to try, after the usual ones of all formats, if a storage cannot list files.
         endings: suffixes of file names that may be passed, for messages.
         looked_for: the files that :meth:`find` searches, for messages.
     """
@@ -137,12 +137,12 @@ class CheckpointFormat(Protocol):
         """Return the files of a checkpoint among the names, if there is no usual one, or None.
 
         Raises:
-            FormatError: there are some, and they cannot be chosen from, or are only a part.
+            FormatError: several checkpoints match, or files are missing.
         """
         return None
 
     def hints(self, _names: Sequence[str]) -> list[str]:
-        """Sentences on files at the top of a folder in which no format has found a checkpoint."""
+        """Return sentences on files at the top of a folder in which no format has found a checkpoint."""
         return []
 
     def read(
@@ -151,7 +151,7 @@ class CheckpointFormat(Protocol):
         """Add the entries of the files, without reading bytes of tensors.
 
         Raises:
-            FormatError: it is no model at all.
+            FormatError: the files hold no model.
         """
         ...
 
@@ -161,11 +161,11 @@ class QuantizedForm(Protocol):
 
     @property
     def is_kept(self) -> bool:
-        """True if a model may be kept in this form, so that the config stays with whoever makes the model."""
+        """True if a model may be kept in this form, so that its config keeps the ``quantization_config``."""
         ...
 
     def dequantized(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-        """Return the same checkpoint with dequantized tensors, whose parts are ``Coded``.
+        """Return the same checkpoint with dequantized tensors, composed of ``Coded`` parts.
 
         Raises:
             FormatError: entries do not belong together. The message names them.
@@ -178,7 +178,7 @@ OF_ACTIVATIONS: Final = re.compile(
     r"(.+\.)?(input_scale|activation_scale|activation_scale_ub|input_scale_ub|qscale_act|input_global_scale|"
     r"[kvq]_scale|weight_shape)"
 )
-"""What is said of inputs while a model runs, or what the shapes tell."""
+"""Keys for the quantization of activations, and for shapes, which are not loaded."""
 
 _OF_CODES: Final = re.compile(
     r".+(_scale|_scale_inv|_scale_2|_scales|\.scales?|qscale_weight|_global_scale|_packed|_blocks|_shape|_zero_point|"
@@ -194,13 +194,13 @@ def companion_names(key: str, suffixes: tuple[str, ...], of_weights: tuple[str, 
 
 
 def scale_names(key: str) -> list[str]:
-    """The keys under which any quantizer would store the scales of codes with this key."""
+    """Return the keys under which any quantizer would store the scales of codes with this key."""
     suffixes = ("_scale_inv", "_scale", "_scales", "_scale_2", ".absmax", ".SCB")
     return companion_names(key, suffixes, ("scale", "qscale_weight", "SCB"))
 
 
 def packed_names(key: str) -> list[str]:
-    """The keys under which any quantizer would store codes in place of a tensor with this key."""
+    """Return the keys under which any quantizer would store codes in place of a tensor with this key."""
     return companion_names(key, ("_packed", "_blocks"), ("qweight",))
 
 
@@ -210,9 +210,9 @@ def is_quantization_key(key: str) -> bool:
 
 
 def unknown_form(what: str) -> ConfigError:
-    """The error for weights that are stored in an unsupported form."""
+    """Return the error for weights that are stored in an unsupported form."""
     return ConfigError(
-        f"the checkpoint is quantized in a way that is not known here ({what}). Use one in a floating dtype, in "
+        f"the checkpoint is quantized in a way that is not supported ({what}). Use one in a floating dtype, in "
         "FP8, MXFP4 or NVFP4, or of compressed-tensors, bitsandbytes (4 bits), AWQ or GPTQ"
     )
 
@@ -261,7 +261,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Elements of an entry that is a flat run of them."""
+    """A strided view of an entry that is a flat storage."""
 
     key: str
     strided: Strided
@@ -269,7 +269,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Parts one after the other along a dimension."""
+    """Parts concatenated along a dimension."""
 
     parts: tuple[ComposedPart, ...]
     dim: int
@@ -278,8 +278,8 @@ class Joined:
 class Coded(Protocol):
     """Numbers that are stored in few bits, with scales: plain data of a quantized form, a dataclass.
 
-    The entries that it is made of are fields, or in fields, as :class:`Whole`. ``planning.load_memory`` has a table
-    of the functions that make an expression of it, by ``kind``.
+    Its entries are fields, or inside of fields, as :class:`Whole`. ``planning.load_memory`` has a table of the
+    functions that return an expression of it, by ``kind``.
     """
 
     @property
@@ -291,7 +291,7 @@ ComposedPart: TypeAlias = Whole | View | Joined | Coded
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A tensor that is made of entries."""
+    """A tensor that is composed of entries."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -300,7 +300,7 @@ class Composed:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint, and the entries that it is made of: one, for most."""
+    """A tensor of a checkpoint, and its entries: one, for most."""
 
     key: str
     dtype: DType
@@ -313,21 +313,25 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own elements. Those of its entries may be more."""
+        """Bytes of its elements. Its entries may be larger."""
         return self.numel * self.dtype.bits // 8
 
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """All that a checkpoint stores, without a byte of its tensors. Plain data: ranks send it to each other.
+    """Content of a checkpoint, without the bytes of its tensors. Plain data: ranks send it to each other.
 
-    ``files`` are the files with tensors in name order, with their sizes in bytes. ``entries`` are contiguous
-    tensors by key, file by file in the order of their bytes. ``metadata`` is that of the files' headers and of the
-    index file, which takes precedence. ``composed`` are the tensors made of several entries, or of parts of one.
-    These entries are not tensors by themselves. ``wrapper`` is the path of the model in nested dicts, as in
-    "model". ``ignored`` are the other values there, which are not loaded. ``quantized`` is the ``quant_method`` of
-    a checkpoint that is. ``spare`` are entries that are loaded into a model that has a tensor of that name, and
-    ignored otherwise.
+    Attributes:
+        root: path or URL of the checkpoint.
+        files: sizes in bytes of the files with tensors, in name order.
+        entries: contiguous tensors by key, file by file in the order of their bytes.
+        metadata: metadata of the files' headers, and of the index file, which takes precedence.
+        layout: description of the files, for people.
+        composed: tensors composed of several entries, or of views of one. These entries are not tensors themselves.
+        wrapper: path of the model in nested dicts, such as "model".
+        ignored: other values there, which are not loaded.
+        quantized: ``quant_method`` of a quantized checkpoint, or "".
+        spare: entries that are loaded only into a model with a tensor of that name.
     """
 
     root: str
@@ -343,14 +347,14 @@ class CheckpointIndex:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors, those that several share counted once, headers not counted."""
+        """Bytes of all tensors, without headers. Bytes that several tensors share count once."""
         by_file = defaultdict(list)
         for entry in self.entries.values():
             by_file[entry.file].append(entry.range)
         return sum(item.nbytes for ranges in by_file.values() for item in coalesce(ranges, max_gap_bytes=0))
 
     def is_scaled(self, key: str) -> bool:
-        """Return whether a tensor is stored in few bits, with scales: its dtype is that of the numbers."""
+        """Return whether a tensor is stored in few bits, with scales. Its dtype is that of the numbers."""
         return key in self.composed and not isinstance(self.composed[key].part, Whole | View | Joined)
 
     def tensors(self) -> list[StoredTensor]:
@@ -368,7 +372,7 @@ class CheckpointIndex:
 
 
 def entries_of(part: object) -> Iterator[str]:
-    """The keys of the entries that a part of a tensor is made of."""
+    """Yield the keys of the entries of a composed part."""
     match part:
         case Whole(key) | View(key):
             yield key
@@ -380,21 +384,22 @@ def entries_of(part: object) -> Iterator[str]:
                 yield from entries_of(getattr(part, item.name))
 
 
-def moved(part: T, to: Callable[[str], str]) -> T:
-    """The same part of entries whose keys are ``to`` of those that they were."""
-    made: Any = part
+def prefixed(part: T, prefix: str) -> T:
+    """Return the same composed part of entries whose keys begin with a prefix."""
+    found: Any = part
     match part:
         case Whole(key) | View(key):
-            made = replace(part, key=to(key))
+            found = replace(part, key=prefix + key)
         case tuple():
-            made = tuple(moved(inner, to) for inner in part)
+            found = tuple(prefixed(inner, prefix) for inner in part)
         case _ if is_dataclass(part) and not isinstance(part, type):
-            made = replace(part, **{item.name: moved(getattr(part, item.name), to) for item in fields(part)})
-    return cast(T, made)
+            values = {item.name: prefixed(getattr(part, item.name), prefix) for item in fields(part)}
+            found = replace(part, **values)
+    return cast(T, found)
 
 
 def each(reader: StorageReader, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """The results for all items, many at once where every read is a wait."""
+    """Return the results for all items, computed by several threads for a remote storage."""
     if not reader.policy.is_remote:
         return [function(item) for item in items]
     with ThreadPoolExecutor(reader.policy.concurrency) as pool:
@@ -402,7 +407,7 @@ def each(reader: StorageReader, function: Callable[[T], R], items: Iterable[T]) 
 
 
 def contents(reader: StorageReader, entries: Sequence[TensorEntry]) -> dict[str, bytes]:
-    """The bytes of small entries by key."""
+    """Return the bytes of small entries by key."""
     read = each(reader, lambda entry: reader.read(entry.file, entry.start, entry.stop), entries)
     return {entry.key: content for entry, content in zip(entries, read, strict=True)}
 
@@ -418,24 +423,25 @@ def parse_object(text: bytes, *, what: str) -> dict[str, object]:
             text.decode("utf-8"), object_pairs_hook=_object_of_distinct_keys, parse_constant=_refuse_constant
         )
     except (ValueError, RecursionError) as error:  # not UTF-8, too deep, our own refusals, integers of many digits
-        raise _fault(what, f"it is not valid JSON ({error})") from error
+        raise invalid_file(what, f"it is not valid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise _fault(what, f"it is a JSON {type(value).__name__}, not an object")
+        raise invalid_file(what, f"it is a JSON {type(value).__name__}, not an object")
     return value
 
 
-def _fault(what: str, cause: str) -> FormatError:
+def invalid_file(what: str, cause: str) -> FormatError:
+    """Return the error for a file whose content contradicts its format."""
     return FormatError(f"{what}: {cause}. The file is damaged or of another format: download or write it again")
 
 
 def _object_of_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result: dict[str, object] = {}
+    found: dict[str, object] = {}
     for key, value in pairs:
-        if key in result:
+        if key in found:
             raise ValueError(f"the key {shown(key)} occurs twice")
         key.encode()  # lone surrogates raise
-        result[key] = value
-    return result
+        found[key] = value
+    return found
 
 
 def _refuse_constant(name: str) -> NoReturn:

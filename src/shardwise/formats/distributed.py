@@ -1,27 +1,19 @@
-"""A folder written by ``torch.distributed.checkpoint``: which chunk of which tensor lies at which bytes.
+"""Folders of ``torch.distributed.checkpoint``: the byte ranges of the chunks of each tensor.
 
-``.metadata`` is a pickle that lists the chunks of every tensor, and for each a file and a byte range, which
-contains the chunk in ``torch.save``'s format. Source of the layout: torch's ``distributed/checkpoint/metadata.py``
-and ``filesystem.py``.
+``.metadata`` is a pickle that lists the chunks of every tensor, and for each a file and a byte range, which holds
+the chunk in the format of ``torch.save``. Source of the layout: torch's ``distributed/checkpoint/metadata.py`` and
+``filesystem.py``.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Final, NoReturn
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats import joining
-from shardwise.formats.contract import (
-    CheckpointFormat,
-    CheckpointIndex,
-    FileSelection,
-    FormatFaults,
-    IndexSoFar,
-    each,
-)
+from shardwise.formats import contract, joining
 from shardwise.formats.pickles import DISTRIBUTED_METADATA, Record, read_pickle
 from shardwise.formats.torch_files import read_torch_file, read_torch_tensor
 from shardwise.storage.contract import StorageReader
@@ -30,12 +22,12 @@ from shardwise.tensors import Box, ByteRange, DType
 
 SUFFIX = ".distcp"
 MAX_METADATA_BYTES = 500_000_000
-"""The longest metadata that is read: of some three million chunks."""
+"""Limit on the size of ``.metadata``, that of some three million chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
-    """The bytes of a chunk."""
+    """The file and the byte range of a chunk."""
 
     file: str
     bytes: ByteRange
@@ -53,28 +45,19 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class DistributedMetadata:
-    """Content of a DCP folder: tensors by their keys, and the keys of all other values.
+    """Content of ``.metadata``.
 
-    A tensor under several names, all of the same bytes, is there once, under the first of them.
-
-    ``objects`` are the places of values that are not tensors, in ``torch.save``'s format. ``levels`` are all
-    original keys, with numbers for positions in lists.
+    Attributes:
+        tensors: tensors by path. One under several names, with the same bytes, is listed under the first name only.
+        others: paths and kinds of all other values.
+        objects: places of values that are not tensors, in the format of ``torch.save``.
+        levels: original keys of each path, with integers for positions in lists.
     """
 
     tensors: Mapping[joining.KeyPath, SavedTensor]
     others: tuple[tuple[joining.KeyPath, str], ...]
-    objects: Mapping[joining.KeyPath, ChunkPlace] = field(default_factory=dict)
-    levels: Mapping[joining.KeyPath, tuple[str | int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class DistributedFiles:
-    """The model's tensors of a folder, and the files they lie in with their sizes."""
-
-    files: Mapping[str, int]
-    tensors: tuple[joining.FoundTensor, ...]
-    choice: joining.WrapperChoice
-    others: tuple[tuple[joining.KeyPath, str], ...]
+    objects: Mapping[joining.KeyPath, ChunkPlace]
+    levels: Mapping[joining.KeyPath, tuple[str | int, ...]]
 
 
 def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadata:
@@ -87,28 +70,22 @@ def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadat
     return parse_metadata(reader.read(file, 0, nbytes), folder, what=what)
 
 
-def read_distributed(
+def _add_chosen(
     reader: StorageReader,
-    folder: str = "",
-    choose: Callable[[Collection[joining.KeyPath]], joining.WrapperChoice | None] = joining.choose_model,
-    metadata: DistributedMetadata | None = None,
-) -> DistributedFiles | None:
-    """Read the model in ``folder`` (empty, or ending in a slash) of a storage. None if it has an optimizer only.
+    folder: str,
+    metadata: DistributedMetadata,
+    choice: joining.WrapperChoice,
+    found: contract.IndexSoFar,
+    faults: contract.FormatFaults,
+) -> None:
+    """Add the chosen tensors of ``folder`` (empty, or ending in a slash). Reads the zip directory of every chunk.
 
-    Read are the metadata, unless they are given, and of every chunk the directory of its archive.
-
-    Raises :class:`FormatError` for contradictions or objects that are not data,
-    :class:`~shardwise.errors.StorageError` for bytes that cannot be read.
+    Raises:
+        FormatError: the metadata and the files contradict each other, or a chunk holds objects that are not data.
+        StorageError: bytes cannot be read.
     """
-    file = f"{folder}{joining.METADATA}"
-    what = f"{shown(file)} in {reader.root}"
-    metadata = read_metadata(reader, folder) if metadata is None else metadata
-    choice = choose(metadata.tensors)
-    if choice is None:
-        return None
     wanted = {path: tensor for path, tensor in metadata.tensors.items() if choice.key_of(path) is not None}
-    files = _sizes(reader, wanted.values(), what)
-
+    found.files.update(_sizes(reader, wanted.values(), f"{shown(folder + joining.METADATA)} in {reader.root}"))
     known: dict[bytes, object] = {}
 
     def read(item: tuple[SavedTensor, Box, ChunkPlace]) -> joining.Chunk:
@@ -123,25 +100,25 @@ def read_distributed(
         return joining.Chunk(box.offsets, view)
 
     jobs = [(tensor, box, place) for tensor in wanted.values() for box, place in tensor.chunks]
-    chunks = iter(each(reader, read, jobs))
+    chunks = iter(contract.each(reader, read, jobs))
     tensors = [
         joining.FoundTensor(path, tensor.dtype, tensor.shape, tuple(next(chunks) for _ in tensor.chunks))
         for path, tensor in wanted.items()
     ]
-    return DistributedFiles(files, tuple(tensors), choice, metadata.others)
+    joining.add_tensors(tensors, choice, found, faults)
 
 
 def parse_metadata(content: bytes, folder: str, *, what: str) -> DistributedMetadata:
     """Parse the pickle ``.metadata``. ``what`` names it in messages.
 
-    Raises :class:`FormatError` for the first fault found. The result is consistent: every chunk lies in its tensor,
-    has a place, and names a file below ``folder``.
+    Raises :class:`FormatError` for the first fault. In the result every chunk lies in its tensor, has a place, and
+    names a file below ``folder``.
     """
     return _Parser(folder, what).parse(read_pickle(content, DISTRIBUTED_METADATA, what=what))
 
 
 def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> dict[str, int]:
-    """Return the files of the chunks by name, and check that every chunk ends within its file."""
+    """Return the sizes of the chunks' files by name, and check that every chunk ends within its file."""
     ends: dict[str, int] = {}
     for tensor in tensors:
         for _, place in tensor.chunks:
@@ -156,13 +133,12 @@ def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> 
                 return error
             raise
 
-    found = dict(zip(files, each(reader, size, files), strict=True))
+    found = dict(zip(files, contract.each(reader, size, files), strict=True))
     missing = [file for file, nbytes in found.items() if isinstance(nbytes, StorageError)]
     if missing:
-        some = ", ".join(map(shown, missing[:20])) + (", ..." if len(missing) > 20 else "")
         raise FormatError(
-            f"{what}: {len(missing)} of {len(files)} files are missing: {some}. Every machine wrote its own: copy "
-            "them all into one folder"
+            f"{what}: {len(missing)} of {len(files)} files are missing: {contract.listed(map(shown, missing))}. "
+            "Every machine wrote its own: copy them all into one folder"
         )
     sizes = {file: nbytes for file, nbytes in found.items() if isinstance(nbytes, int)}
     for file, nbytes in sizes.items():
@@ -193,8 +169,8 @@ class _Parser:
         for key, item in described.items():
             if not isinstance(key, str) or not isinstance(item, Record):
                 self.refuse("state_dict_metadata is not by key")
-            given = paths.get(key)
-            path = self.path(key, given)
+            recorded = paths.get(key)
+            path = self.path(key, recorded)
             if item.name.endswith(".TensorStorageMetadata"):
                 tensor = self.tensor(key, item, places)
                 place = tensor.dtype, tensor.shape, tensor.chunks
@@ -206,8 +182,8 @@ class _Parser:
                 others.append((path, "bytes"))
                 if key in self.objects:
                     objects[path] = self.objects[key]
-            is_named = isinstance(given, tuple) and tuple(map(str, given)) == path
-            levels[path] = given if is_named and isinstance(given, tuple) else path
+            is_path = isinstance(recorded, tuple) and tuple(map(str, recorded)) == path
+            levels[path] = recorded if is_path and isinstance(recorded, tuple) else path
         return DistributedMetadata(tensors, tuple(others), objects, levels)
 
     def refuse(self, cause: str) -> NoReturn:
@@ -242,18 +218,18 @@ class _Parser:
             if not isinstance(key, str):
                 self.refuse("storage_data has an entry without a key")
             place = self.place(key, self.fields(info, "_StorageInfo"))
-            spot = key, () if offsets is None else self.sizes(offsets, f"the offset of {shown(key)}")
-            by_file[place.file].append((place.bytes, *spot))
+            chunk = key, () if offsets is None else self.sizes(offsets, f"the offset of {shown(key)}")
+            by_file[place.file].append((place.bytes, *chunk))
             if offsets is None:  # bytes
                 self.objects[key] = place
                 continue
-            if spot in found:
-                self.refuse(f"{shown(key)} has two places for the chunk at {spot[1]}")
-            found[spot] = place
+            if chunk in found:
+                self.refuse(f"{shown(key)} has two places for the chunk at {chunk[1]}")
+            found[chunk] = place
         for file, ranges in by_file.items():
             ranges.sort()
             for (one, first, at), (two, second, also_at) in pairwise(ranges):
-                if two.start < one.stop and (one, at) != (two, also_at):  # else one chunk under two names
+                if two.start < one.stop and (one, at) != (two, also_at):  # otherwise one chunk with two names
                     self.refuse(f"{shown(first)} and {shown(second)} overlap in {shown(file)}")
         return found
 
@@ -278,11 +254,11 @@ class _Parser:
         fields = self.fields(item, "TensorStorageMetadata")
         shape = self.sizes(fields.get("size"), f"the size of {shown(key)}")
         dtype = self.dtype(key, fields.get("properties"))
-        listed = fields.get("chunks")
-        if not isinstance(listed, list):
+        stored = fields.get("chunks")
+        if not isinstance(stored, list):
             self.refuse(f"{shown(key)} has no list of chunks")
         chunks: dict[Box, ChunkPlace] = {}
-        for chunk in listed:
+        for chunk in stored:
             facts = self.fields(chunk, "ChunkStorageMetadata")
             offsets = self.sizes(facts.get("offsets"), f"the offsets of a chunk of {shown(key)}")
             sizes = self.sizes(facts.get("sizes"), f"the sizes of a chunk of {shown(key)}")
@@ -302,17 +278,14 @@ class _Parser:
             self.refuse(f"{shown(key)} has no properties, or no dtype that can be loaded")
         return dtype
 
-    def path(self, key: str, given: object) -> joining.KeyPath:
-        """Return the path of keys to a tensor.
+    def path(self, key: str, recorded: object) -> joining.KeyPath:
+        """Return the path that the planner, which flattens nested dicts, has recorded for a key, or the key alone.
 
-        Recorded by the planner, which flattens nested dicts, otherwise the key alone.
-
-        Joined by dots they are ``key``, so that no two tensors have one path.
+        A path joined by dots is its key, so that no two tensors have the same path.
         """
-        if not isinstance(given, tuple) or not 0 < len(given) <= joining.MAX_DEPTH:
+        if not isinstance(recorded, tuple) or not 0 < len(recorded) <= joining.MAX_DEPTH:
             return (key,)
-        names = tuple(str(part) for part in given if isinstance(part, str | int))
-        # What a planner of another kind says is not believed: joined, the names are the key.
+        names = tuple(str(part) for part in recorded if isinstance(part, str | int))
         return names if ".".join(names) == key else (key,)
 
 
@@ -320,7 +293,7 @@ _LAYOUT: Final = "torch distributed checkpoint"
 _MODEL_FOLDERS = ("pytorch_model_fsdp_*", "model", "distributed_checkpoint")
 
 
-class _DistributedFolders(CheckpointFormat):
+class _DistributedFolders(contract.CheckpointFormat):
     probed = (joining.METADATA,)
     looked_for = (joining.METADATA,)
 
@@ -331,25 +304,25 @@ class _DistributedFolders(CheckpointFormat):
         self,
         reader: StorageReader,  # noqa: ARG002 - as any format
         name: str,
-        faults: FormatFaults,  # noqa: ARG002
-    ) -> FileSelection:
-        return FileSelection(_LAYOUT, [], folder=name.removesuffix(joining.METADATA))
+        faults: contract.FormatFaults,  # noqa: ARG002
+    ) -> contract.FileSelection:
+        return contract.FileSelection(_LAYOUT, [], folder=name.removesuffix(joining.METADATA))
 
     def find(
         self,
         reader: StorageReader,
         names: Sequence[str],
-        faults: FormatFaults,  # noqa: ARG002 - as any format
-    ) -> FileSelection | None:
+        faults: contract.FormatFaults,  # noqa: ARG002 - as any format
+    ) -> contract.FileSelection | None:
         if joining.METADATA in names:
-            return FileSelection(_LAYOUT, [])
+            return contract.FileSelection(_LAYOUT, [])
         models = [
             folder
             for folder in joining.distributed_folders(names)
             if any(fnmatchcase(folder, pattern) for pattern in _MODEL_FOLDERS)
         ]
         if len(models) == 1:
-            return FileSelection(_LAYOUT, [], folder=f"{models[0]}/")
+            return contract.FileSelection(_LAYOUT, [], folder=f"{models[0]}/")
         chunks = [name for name in names if name.endswith(SUFFIX) and name.count("/") <= 1]
         if not chunks and not joining.distributed_folders(names):
             return None
@@ -367,44 +340,44 @@ class _DistributedFolders(CheckpointFormat):
         raise FormatError(f"{text}\n{joining.where_models_are(reader, names) or remedy}")
 
     def read(
-        self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
+        self,
+        reader: StorageReader,
+        selection: contract.FileSelection,
+        found: contract.IndexSoFar,
+        faults: contract.FormatFaults,
     ) -> None:
-        contents = read_distributed(reader, selection.folder)
-        if contents is None:
+        metadata = read_metadata(reader, selection.folder)
+        choice = joining.choose_model(metadata.tensors)
+        if choice is None:
             raise joining.no_model(reader, f"{selection.folder}{joining.METADATA}")
-        found.files.update(contents.files)
-        joining.add_ignored(contents.others, contents.choice, found)
-        joining.add_tensors(contents.tensors, contents.choice, found, faults)
+        joining.add_ignored(metadata.others, choice, found)
+        _add_chosen(reader, selection.folder, metadata, choice, found, faults)
 
 
-FORMAT: Final[CheckpointFormat] = _DistributedFolders()
+FORMAT: Final[contract.CheckpointFormat] = _DistributedFolders()
 
 
 def open_state(
     reader: StorageReader, file: str | None = None, metadata: DistributedMetadata | None = None
-) -> CheckpointIndex:
-    """All tensors of a folder of ``torch.distributed.checkpoint``, an optimizer's too, under whole paths.
+) -> contract.CheckpointIndex:
+    """Return all tensors of a folder of ``torch.distributed.checkpoint``, an optimizer's too, under whole paths.
 
     Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read unless passed. Raises as
-    :func:`open_checkpoint`.
+    :func:`~shardwise.formats.opening.open_checkpoint`.
     """
-    faults, found = FormatFaults(reader.root), IndexSoFar()
+    faults, found, everything = contract.FormatFaults(reader.root), contract.IndexSoFar(), joining.WrapperChoice()
     if file is not None:
         saved = read_torch_file(reader, file)
         found.files[saved.file] = saved.file_nbytes
-        joining.add_tensors(saved.tensors, joining.WrapperChoice((), ()), found, faults)
-        faults.raise_if_any()
-        return CheckpointIndex(reader.root, found.files, found.entries, {}, "torch file", found.composed)
-    metadata = read_metadata(reader) if metadata is None else metadata
-    contents = read_distributed(reader, choose=lambda _: joining.WrapperChoice((), ()), metadata=metadata)
-    assert contents is not None
-    found.files.update(contents.files)
-    for place in metadata.objects.values():
-        found.files.setdefault(place.file, reader.size(place.file))
-    joining.add_tensors(contents.tensors, contents.choice, found, faults)
+        joining.add_tensors(saved.tensors, everything, found, faults)
+    else:
+        metadata = read_metadata(reader) if metadata is None else metadata
+        _add_chosen(reader, "", metadata, everything, found, faults)
+        for place in metadata.objects.values():
+            found.files.setdefault(place.file, reader.size(place.file))
     faults.raise_if_any()
-    layout = "torch distributed checkpoint"
-    return CheckpointIndex(reader.root, found.files, found.entries, {}, layout, found.composed)
+    layout = _LAYOUT if file is None else "torch file"
+    return contract.CheckpointIndex(reader.root, found.files, found.entries, {}, layout, found.composed)
 
 
 def holds_optimizer(reader: StorageReader) -> bool:

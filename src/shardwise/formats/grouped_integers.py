@@ -1,13 +1,12 @@
-"""Layers that AWQ and GPTQ have stored: integers packed in words, with scales and zero points by group.
+"""Layers of AWQ and GPTQ: integers packed in words, with scales and zero points by group.
 
-AWQ and GPTQ: a linear layer (out, in) has ``qweight`` and ``qzeros`` (I32), ``scales`` (groups, out) and, of GPTQ,
-``g_idx`` (in,), the group of each input, in place of ``weight``. Words of AWQ contain eight outputs (``version:
-gemm``, AutoAWQ's ``awq/modules/linear/gemm.py``): ``qweight`` is (in, out / 8). Of GPTQ they are of inputs: (in *
-bits / 32, out). ``qzeros`` is (groups, out * bits / 32) of both. A layer that is not quantized has its ``weight``.
+In place of ``weight`` a linear layer (out, in) has ``qweight`` and ``qzeros`` (I32), ``scales`` (groups, out) and,
+in GPTQ, ``g_idx`` (in,), the group of each input. A word of AWQ has eight outputs (``version: gemm``, AutoAWQ's
+``awq/modules/linear/gemm.py``): ``qweight`` is (in, out / 8). A word of GPTQ has inputs: (in * bits / 32, out).
+``qzeros`` is (groups, out * bits / 32) in both. A layer that is not quantized has its ``weight``.
 
-``g_idx`` is read, because most of them follow from the group size and need no table. One that is all zeros counts
-as absent, as in ExLlama's kernels. If ``dynamic`` of GPTQModel gives some layers other sizes, they follow from the
-shapes.
+``g_idx`` is read, because it usually follows from the group size, and no table is needed. All zeros mean none, as
+in ExLlama's kernels. If ``dynamic`` of GPTQModel gives some layers other sizes, they follow from the shapes.
 """
 
 import struct
@@ -18,40 +17,22 @@ from typing import Any, Final
 
 from shardwise.errors import FormatError
 from shardwise.formats import contract
-from shardwise.formats.coded import GroupedIntegers
+from shardwise.formats.coded import GroupedIntegers, words_as_bytes
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import DType
 
 _VALUES: Final = "qweight"
-
-
 _ZEROS: Final = "qzeros"
-
-
 _SCALES: Final = "scales"
-
-
 _GROUPS: Final = "g_idx"
-
-
 _WEIGHT: Final = "weight"
-
-
 _SCALE_DTYPES: Final = (DType.F16, DType.BF16, DType.F32)
-
-
-_WORD: Final = 32
-
-
+_WORD_BITS: Final = 32
 _ALL: Final = -1
-"""In place of the size of a group: all inputs."""
-
-
-_MOST_GROUP_BYTES: Final = 4 << 20
-
-
-_FAULTS: Final = "quantized layers whose tensors do not go together"
+"""Group size that means one group of all inputs."""
+_MAX_GROUP_BYTES: Final = 4 << 20
+_FAULTS: Final = "quantized layers whose tensors do not match"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +40,9 @@ class _LayersInWords:
     """Storage form of layers packed into words.
 
     Attributes:
-        sizes: bits of an integer, and inputs of a group, that layers have.
-        in_rows: words are of inputs, as those of GPTQ.
-        is_less_one: zero points are stored less 1.
+        sizes: bits of an integer and inputs of a group, as layers may have them.
+        in_rows: True if a word has several inputs of an output, as in GPTQ.
+        is_less_one: True if zero points are stored less 1.
     """
 
     sizes: frozenset[tuple[int, int]]
@@ -77,10 +58,10 @@ class _LayersInWords:
             if layer in found:
                 found[layer][_last(key)] = entry
             elif _last(key) in (_ZEROS, _GROUPS):
-                faults.add(_FAULTS, f"{shown(key)}: no {_VALUES} is stored that it belongs to")
+                faults.add(_FAULTS, f"{shown(key)}: its {_VALUES} is missing")
         stored = [parts[_GROUPS] for parts in found.values() if _GROUPS in parts]
         groups = contract.contents(
-            reader, [item for item in stored if item.dtype is DType.I32 and 0 < item.nbytes <= _MOST_GROUP_BYTES]
+            reader, [item for item in stored if item.dtype is DType.I32 and 0 < item.nbytes <= _MAX_GROUP_BYTES]
         )
         for key, parts in found.items():
             try:
@@ -90,14 +71,14 @@ class _LayersInWords:
                 continue
             composed[f"{key.removesuffix(_VALUES)}{_WEIGHT}"] = contract.Composed(part.dtype, part.shape, part)
             for name in (_VALUES, _ZEROS):
-                entries[parts[name].key] = _words_as_bytes(parts[name])
+                entries[parts[name].key] = words_as_bytes(parts[name])
             if part.numbers is None and _GROUPS in parts:
                 del entries[parts[_GROUPS].key]
         faults.raise_if_any()
         return replace(index, entries=entries, composed=composed)
 
     def _part(self, parts: Mapping[str, contract.TensorEntry], groups: Mapping[str, bytes]) -> GroupedIntegers:
-        """Raises FormatError if the stored entries of a layer are inconsistent."""
+        """Return the weight of a layer. Raises FormatError if its entries do not match."""
         if _WEIGHT in parts:
             raise FormatError(f"{_WEIGHT} is stored, too")
         for name, dtypes in ((_VALUES, (DType.I32,)), (_ZEROS, (DType.I32,)), (_SCALES, _SCALE_DTYPES)):
@@ -105,10 +86,10 @@ class _LayersInWords:
                 raise FormatError(f"{name} is not stored")
             if parts[name].dtype not in dtypes or len(parts[name].shape) != 2 or not parts[name].numel:
                 wanted = ", ".join(dtype.label for dtype in dtypes)
-                raise FormatError(f"{name} is {_told(parts[name])}. It should be a matrix of {wanted}.")
+                raise FormatError(f"{name} is {_describe(parts[name])}. It should be a matrix of {wanted}.")
         values, zeros, scales = (parts[name] for name in (_VALUES, _ZEROS, _SCALES))
-        made = (self._fitting(values.shape, zeros.shape, scales.shape, *size) for size in self.sizes)
-        fitting = {found for found in made if found is not None}
+        candidates = (self._fitting(values.shape, zeros.shape, scales.shape, *size) for size in self.sizes)
+        fitting = {found for found in candidates if found is not None}
         if len(fitting) != 1:
             sizes = " or ".join(f"{bits} bits in groups of {size}" for bits, size in sorted(self.sizes))
             raise FormatError(
@@ -133,7 +114,7 @@ class _LayersInWords:
         self, values: tuple[int, ...], zeros: tuple[int, ...], scales: tuple[int, ...], bits: int, size: int
     ) -> tuple[int, int, tuple[int, int]] | None:
         """Return bits, group size, and the shape (out, in) of a layer, or None if it does not have these sizes."""
-        per_word = _WORD // bits
+        per_word = _WORD_BITS // bits
         out, columns = (values[1], values[0] * per_word) if self.in_rows else (values[1] * per_word, values[0])
         group = columns if size == _ALL else size
         count = -(-columns // group)
@@ -146,14 +127,14 @@ class _LayersInWords:
         """Return the stored group of each input, or None if it follows from its position.
 
         Raises:
-            FormatError: it makes no sense.
+            FormatError: the stored groups are invalid.
         """
         if entry is None:
             return None
         groups = texts.get(entry.key)
         if groups is None or not self.in_rows or entry.shape != (columns,):
-            raise FormatError(f"{_GROUPS} is {_told(entry)}. GPTQ has I32 ({columns},), and AWQ none.")
-        if groups == _by_place(columns, group) or not any(groups):
+            raise FormatError(f"{_GROUPS} is {_describe(entry)}. GPTQ has I32 ({columns},), and AWQ none.")
+        if groups == _consecutive_groups(columns, group) or not any(groups):
             return None
         numbers, count = struct.unpack(f"<{columns}i", groups), -(-columns // group)
         if min(numbers) < 0 or max(numbers) >= count:
@@ -167,18 +148,13 @@ def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _told(entry: contract.TensorEntry) -> str:
+def _describe(entry: contract.TensorEntry) -> str:
     return f"{entry.dtype.label} {entry.shape}"
 
 
-def _words_as_bytes(words: contract.TensorEntry) -> contract.TensorEntry:
-    """The same words as bytes, of which each has the lower ones first."""
-    return replace(words, dtype=DType.U8, shape=(words.shape[0], 4 * words.shape[1]))
-
-
 @lru_cache(maxsize=8)
-def _by_place(columns: int, group: int) -> bytes:
-    """The groups of inputs that are in groups one after the other."""
+def _consecutive_groups(columns: int, group: int) -> bytes:
+    """Return the table of inputs in consecutive groups."""
     return struct.pack(f"<{columns}i", *(column // group for column in range(columns)))
 
 
@@ -198,33 +174,31 @@ def _sizes(config: Mapping[str, Any], what: str, known: Collection[int]) -> tupl
 
 
 def awq(config: Mapping[str, Any]) -> contract.QuantizedForm:
-    """The form of AWQ's ``quantization_config``.
+    """Return the form of AWQ's ``quantization_config``.
 
     Raises:
-        ConfigError: it is not supported: not of 4 bits, or not ``version: gemm``.
+        ConfigError: it is not of 4 bits and ``version: gemm``.
     """
     version = config.get("version") or config.get("format") or config.get("checkpoint_format") or "gemm"
     if str(version).lower() != "gemm" or config.get("backend") == "llm-awq":
-        raise contract.unknown_form(f"AWQ with version={shown(repr(version))}, and only 'gemm' is read")
+        raise contract.unknown_form(f"AWQ with version={shown(repr(version))}, not 'gemm'")
     return _LayersInWords(frozenset({_sizes(config, "AWQ", (4,))}))
 
 
 def gptq(config: Mapping[str, Any]) -> contract.QuantizedForm:
-    """The form of GPTQ's ``quantization_config``.
+    """Return the form of GPTQ's ``quantization_config``.
 
     Raises:
-        ConfigError: it is not supported: not of 4 or 8 bits, or not ``gptq`` or ``gptq_v2``.
+        ConfigError: it is not of 4 or 8 bits and ``gptq`` or ``gptq_v2``.
     """
     version = config.get("checkpoint_format") or config.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
-        raise contract.unknown_form(
-            f"GPTQ with checkpoint_format={shown(repr(version))}, and only gptq and gptq_v2 are read"
-        )
+        raise contract.unknown_form(f"GPTQ with checkpoint_format={shown(repr(version))}, not gptq or gptq_v2")
     if config.get("pack_dtype", "int32") != "int32":
         raise contract.unknown_form(f"GPTQ with pack_dtype={shown(repr(config['pack_dtype']))}")
     rules = config.get("dynamic") or {}
     if not isinstance(rules, Mapping) or not all(isinstance(rule, Mapping) for rule in rules.values()):
         raise contract.unknown_form(f"GPTQ with dynamic={shown(repr(rules))}")
-    told = [config, *({**config, **rule} for name, rule in rules.items() if not name.startswith("-:"))]
-    sizes = frozenset(_sizes(item, "GPTQ", (4, 8)) for item in told)
+    configs = [config, *({**config, **rule} for name, rule in rules.items() if not name.startswith("-:"))]
+    sizes = frozenset(_sizes(item, "GPTQ", (4, 8)) for item in configs)
     return _LayersInWords(sizes, in_rows=True, is_less_one=version == "gptq")

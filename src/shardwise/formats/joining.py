@@ -1,6 +1,6 @@
-"""Shared parts of readers: concurrent reads of files, their index, tensors assembled from parts.
+"""Shared parts of readers: concurrent reads of files, index files, and tensors composed of views and chunks.
 
-Tensors lie in a nest of dicts: this module finds where in it the model is, and joins views and chunks to wholes.
+Tensors lie in nested dicts. This module finds the dict of the model, and composes its tensors of views and chunks.
 """
 
 from __future__ import annotations
@@ -10,26 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeAlias, TypeVar
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.contract import (
-    LISTED,
-    CheckpointIndex,
-    Composed,
-    ComposedPart,
-    FileSelection,
-    FormatFaults,
-    IndexSoFar,
-    Joined,
-    TensorEntry,
-    View,
-    Whole,
-    each,
-    listed,
-    moved,
-    parse_object,
-)
+from shardwise.formats import contract
 from shardwise.storage.contract import FilePlaces, StorageReader
 from shardwise.storage.names import shown, unsafe_name_reason
 from shardwise.tensors import Box, ByteRange, DType, Strided, numel
@@ -38,9 +22,12 @@ T = TypeVar("T")
 
 
 def read_each(
-    reader: StorageReader, files: Sequence[str], read: Callable[[StorageReader, str], T], faults: FormatFaults
+    reader: StorageReader,
+    files: Sequence[str],
+    read: Callable[[StorageReader, str], T],
+    faults: contract.FormatFaults,
 ) -> list[T]:
-    """Read each file and return the results of sound ones. Failures are added to ``faults``."""
+    """Read each file and return the results of valid ones. Failures are added to ``faults``."""
 
     def attempt(file: str) -> T | FormatError | StorageError:
         try:
@@ -48,26 +35,26 @@ def read_each(
         except (FormatError, StorageError) as error:
             return error
 
-    sound: list[T] = []
-    for result in each(reader, attempt, files):
+    valid: list[T] = []
+    for result in contract.each(reader, attempt, files):
         if isinstance(result, FormatError | StorageError):
             faults.add_error("damaged files", result)
         else:
-            sound.append(result)
-    return sound
+            valid.append(result)
+    return valid
 
 
-def add_ignored(others: Iterable[tuple[KeyPath, str]], choice: WrapperChoice, found: IndexSoFar) -> None:
-    """Record entries that are not loaded: an optimizer as one, all others individually."""
+def add_ignored(others: Iterable[tuple[KeyPath, str]], choice: WrapperChoice, found: contract.IndexSoFar) -> None:
+    """Record values that are not loaded: an optimizer as one, all others individually."""
     ignored = [f"{'.'.join(path)} (an optimizer's state)" for path in choice.others]
     ignored += [f"{'.'.join(path)} ({kind})" for path, kind in others if choice.key_of(path) is not None]
     found.ignored = list(dict.fromkeys([*found.ignored, *ignored]))
 
 
 def add_tensors(
-    tensors: Iterable[FoundTensor], choice: WrapperChoice, found: IndexSoFar, faults: FormatFaults
+    tensors: Iterable[FoundTensor], choice: WrapperChoice, found: contract.IndexSoFar, faults: contract.FormatFaults
 ) -> set[str]:
-    """Add entries and their composed tensors. Return the keys of the tensors."""
+    """Add tensors with their entries. Return their keys."""
     found.wrapper = ".".join(choice.wrapper)
     keys: set[str] = set()
     for tensor in tensors:
@@ -82,63 +69,72 @@ def add_tensors(
     return keys
 
 
-def add_tensor(key: str, tensor: FoundTensor, found: IndexSoFar, faults: FormatFaults) -> None:
-    def enter(name: str, view: StoredView, shape: tuple[int, ...]) -> None:
-        entry = TensorEntry(name, view.dtype, shape, view.file, view.range.start, view.range.stop)
-        if found.entries.setdefault(name, entry) is not entry:
-            faults.add("keys held twice", f"{shown(name)}: as a tensor, and as a part of one")
-
-    def part(name: str, view: StoredView) -> ComposedPart:
-        if view.is_whole:
-            enter(name, view, view.shape)
-            return Whole(name)
-        name = f"{name} (storage)"
-        enter(name, view, (view.range.nbytes // view.dtype.itemsize,))
-        return View(name, view.strided)
-
+def add_tensor(key: str, tensor: FoundTensor, found: contract.IndexSoFar, faults: contract.FormatFaults) -> None:
+    """Add a tensor with its entries."""
     if not numel(tensor.shape) and tensor.chunks:
-        nothing = tensor.chunks[0].view
-        empty = ByteRange(nothing.range.start, nothing.range.start)
-        enter(key, StoredView(nothing.file, empty, tensor.dtype, Strided.contiguous(tensor.shape)), tensor.shape)
+        first = tensor.chunks[0].view
+        empty = ByteRange(first.range.start, first.range.start)
+        _add_view(key, StoredView(first.file, empty, tensor.dtype, Strided.contiguous(tensor.shape)), found, faults)
         return
-    chunks = [chunk for chunk in tensor.chunks if numel(chunk.view.shape)]  # a rank may have had none of it
+    chunks = [chunk for chunk in tensor.chunks if numel(chunk.view.shape)]  # some ranks may have had none of it
     boxes = [Box(chunk.offsets, chunk.view.shape) for chunk in chunks]
-    if len(boxes) == 1 and boxes[0] == Box.whole(tensor.shape):
-        whole = part(key, chunks[0].view)
-        if not isinstance(whole, Whole):
-            found.composed[key] = Composed(tensor.dtype, tensor.shape, whole)
+    if boxes == [Box.whole(tensor.shape)]:
+        part = _add_view(key, chunks[0].view, found, faults)
+        if not isinstance(part, contract.Whole):
+            found.composed[key] = contract.Composed(tensor.dtype, tensor.shape, part)
         return
-    parts = [(box, part(_name(key, box), chunk.view)) for box, chunk in zip(boxes, chunks, strict=True)]
-    tree = tiling(tensor.shape, parts)
+    tiles = [
+        (box, _add_view(_chunk_key(key, box), chunk.view, found, faults))
+        for box, chunk in zip(boxes, chunks, strict=True)
+    ]
+    tree = tiling(tensor.shape, tiles)
     if tree is None:
         faults.add(
             "tensors whose chunks overlap or leave gaps",
             f"{shown(key)} of shape {tensor.shape}: {len(boxes)} chunks with holes or overlaps between them",
         )
         return
-    found.composed[key] = Composed(tensor.dtype, tensor.shape, tree)
+    found.composed[key] = contract.Composed(tensor.dtype, tensor.shape, tree)
 
 
-def _name(key: str, box: Box) -> str:
-    """The key of a chunk, as it would be indexed: ``key[0:4, 8:16]``."""
+def _add_view(
+    key: str, view: StoredView, found: contract.IndexSoFar, faults: contract.FormatFaults
+) -> contract.Whole | contract.View:
+    """Add the entry of a view. Return the view of that entry."""
+    part: contract.Whole | contract.View = contract.Whole(key)
+    shape = view.shape
+    if not view.is_whole:
+        part = contract.View(f"{key} (storage)", view.strided)
+        shape = (view.range.nbytes // view.dtype.itemsize,)
+    entry = contract.TensorEntry(part.key, view.dtype, shape, view.file, view.range.start, view.range.stop)
+    if found.entries.setdefault(part.key, entry) is not entry:
+        faults.add("keys held twice", f"{shown(part.key)}: as a tensor, and as a part of one")
+    return part
+
+
+def _chunk_key(key: str, box: Box) -> str:
+    """Return the key of a chunk, in the form ``key[0:4, 8:16]``."""
     spans = ", ".join(f"{start}:{start + size}" for start, size in zip(box.offsets, box.sizes, strict=True))
     return f"{key}[{spans}]"
 
 
-def beside(first: CheckpointIndex, second: CheckpointIndex, folder: str) -> CheckpointIndex:
-    """Both as one: the files and the keys of the second have names that begin with ``folder`` and a slash."""
-
-    def inside(name: str) -> str:
-        return f"{folder}/{name}"
-
+def merged_index(
+    first: contract.CheckpointIndex, second: contract.CheckpointIndex, folder: str
+) -> contract.CheckpointIndex:
+    """Merge two indexes. Files and keys of the second get names that begin with ``folder`` and a slash."""
+    prefix = f"{folder}/"
+    files = {prefix + file: nbytes for file, nbytes in second.files.items()}
     entries = {
-        inside(key): replace(entry, key=inside(key), file=inside(entry.file))
+        prefix + key: replace(entry, key=prefix + key, file=prefix + entry.file)
         for key, entry in second.entries.items()
     }
-    composed = {inside(key): replace(item, part=moved(item.part, inside)) for key, item in second.composed.items()}
+    composed = {
+        prefix + key: replace(item, part=contract.prefixed(item.part, prefix))
+        for key, item in second.composed.items()
+    }
     return replace(
         first,
-        files={**first.files, **{inside(file): nbytes for file, nbytes in second.files.items()}},
+        files={**first.files, **files},
         entries={**first.entries, **entries},
         composed={**first.composed, **composed},
     )
@@ -149,25 +145,25 @@ MAX_INDEX_BYTES = 100_000_000
 
 
 def select_indexed(
-    reader: StorageReader, name: str, suffix: str, layout: str, faults: FormatFaults
-) -> FileSelection:
-    """The files that an index names, each of which must end in ``suffix``."""
+    reader: StorageReader, name: str, suffix: str, layout: str, faults: contract.FormatFaults
+) -> contract.FileSelection:
+    """Return the files that an index names, each of which must end in ``suffix``."""
     nbytes = reader.size(name)
     if nbytes > MAX_INDEX_BYTES:
         _refuse_index(reader, name, f"it has {nbytes} bytes, {MAX_INDEX_BYTES} is the limit")
-    content = parse_object(reader.read(name, 0, nbytes), what=f"{shown(name)} in {reader.root}")
+    content = contract.parse_object(reader.read(name, 0, nbytes), what=f"{shown(name)} in {reader.root}")
     weight_map = _weight_map(reader, name, content.get("weight_map"), suffix, faults)
     metadata = content.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}
     texts = {key: text if isinstance(text, str) else json.dumps(text) for key, text in metadata.items()}
-    return FileSelection(layout, sorted(set(weight_map.values())), weight_map, texts)
+    return contract.FileSelection(layout, sorted(set(weight_map.values())), weight_map, texts)
 
 
 def _weight_map(
-    reader: StorageReader, name: str, value: object, suffix: str, faults: FormatFaults
+    reader: StorageReader, name: str, value: object, suffix: str, faults: contract.FormatFaults
 ) -> dict[str, str]:
-    """Return the index's map of keys to files, without files that must not be opened, which are faults."""
+    """Return the index's map of keys to files. File names that must not be opened are faults."""
     if not isinstance(value, dict):
         _refuse_index(reader, name, "it has no object named weight_map")
     if not value:
@@ -176,26 +172,24 @@ def _weight_map(
         if not isinstance(file, str):
             faults.add(f"keys without a file in {shown(name)}", f"{shown(key)}: {shown(repr(file))}, not a string")
     mapped = {key: file for key, file in value.items() if isinstance(file, str)}
-    unsafe = {file: why for file in mapped.values() if (why := _why_not_opened(file, suffix)) is not None}
-    for file, why in sorted(unsafe.items()):
-        faults.add(f"file names refused in {shown(name)}", f"{shown(file)}: {why}")
+    unsafe: set[str] = set()
+    for file in sorted(set(mapped.values())):
+        reason = unsafe_name_reason(file) if file.endswith(suffix) else f"it does not end in {suffix}"
+        if reason is not None:
+            faults.add(f"file names refused in {shown(name)}", f"{shown(file)}: {reason}")
+            unsafe.add(file)
     return {key: file for key, file in mapped.items() if file not in unsafe}
-
-
-def _why_not_opened(file: str, suffix: str) -> str | None:
-    if not file.endswith(suffix):
-        return f"it does not end in {suffix}"
-    return unsafe_name_reason(file)
 
 
 def _refuse_index(reader: StorageReader, name: str, cause: str) -> NoReturn:
     raise FormatError(f"{shown(name)} in {reader.root}: {cause}. Download or write the index again")
 
 
-KeyPath = tuple[str, ...]
+KeyPath: TypeAlias = tuple[str, ...]
+"""Keys of nested dicts that lead to a value, such as ``("optimizer", "state", FQN, "exp_avg")``."""
 
 MAX_DEPTH = 64
-"""As deep as dicts may be nested."""
+"""Limit on the nesting of dicts."""
 
 _OPTIMIZER_STATE = frozenset({"state", "param_groups"})
 
@@ -204,14 +198,14 @@ _OPTIMIZER_STATE = frozenset({"state", "param_groups"})
 class WrapperChoice:
     """Choice of the model's tensors: paths that begin with ``wrapper``, except the optimizer's.
 
-    ``others`` are the paths of the optimizers.
+    ``others`` are the paths of the optimizers. By default all tensors are chosen.
     """
 
-    wrapper: KeyPath
-    others: tuple[KeyPath, ...]
+    wrapper: KeyPath = ()
+    others: tuple[KeyPath, ...] = ()
 
     def key_of(self, path: KeyPath) -> str | None:
-        """Return the key of a tensor of the model, or None for others."""
+        """Return the key of a tensor of the model, or None for other tensors."""
         if any(path[: len(other)] == other for other in self.others):
             return None
         return ".".join(path[len(self.wrapper) :])
@@ -220,8 +214,8 @@ class WrapperChoice:
 def choose_model(paths: Collection[KeyPath]) -> WrapperChoice | None:
     """Return the choice of the model's tensors, or None if all belong to an optimizer.
 
-    A dict is entered where everything but optimizers is in it. If there are several, none is chosen: all tensors
-    keep their full paths as keys.
+    A dict is entered if it holds everything except optimizers. If there are several, none is entered, and all
+    tensors keep their full paths as keys.
     """
     wrapper: KeyPath = ()
     others: list[KeyPath] = []
@@ -232,10 +226,10 @@ def choose_model(paths: Collection[KeyPath]) -> WrapperChoice | None:
         is_flat = any(len(path) == depth + 1 for path in kept)
         if not is_flat and inner <= _OPTIMIZER_STATE:
             return None
-        aside = {name for name in inner if name.lower().startswith("optim")}
-        others += [(*wrapper, name) for name in sorted(aside)]
-        kept = [path for path in kept if len(path) == depth + 1 or path[depth] not in aside]
-        inner -= aside
+        optimizers = {name for name in inner if name.lower().startswith("optim")}
+        others += [(*wrapper, name) for name in sorted(optimizers)]
+        kept = [path for path in kept if len(path) == depth + 1 or path[depth] not in optimizers]
+        inner -= optimizers
         if is_flat or len(inner) != 1:
             break
         wrapper = (*wrapper, *inner)
@@ -243,14 +237,17 @@ def choose_model(paths: Collection[KeyPath]) -> WrapperChoice | None:
 
 
 MAX_DIMS = 64
-"""As many dimensions as a tensor of torch may have."""
+"""Limit of torch on the dimensions of a tensor."""
 
 _MAX_CUTS = 32
+
+Tile: TypeAlias = tuple[Box, contract.ComposedPart]
+"""A box of a tensor, and the part that fills it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredView:
-    """A tensor as a file holds it: elements, seen through strides, of the run of bytes ``range``."""
+    """A strided view of the elements in a byte range of a file."""
 
     file: str
     range: ByteRange
@@ -263,14 +260,14 @@ class StoredView:
 
     @property
     def is_whole(self) -> bool:
-        """True if it is all of the range, row by row."""
+        """True if the view is all of the range, row-major."""
         nbytes = self.strided.numel * self.dtype.itemsize
         return nbytes == self.range.nbytes and (self.strided.is_contiguous or not nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The part of a tensor that begins at ``offsets``."""
+    """A chunk of a tensor that begins at ``offsets``."""
 
     offsets: tuple[int, ...]
     view: StoredView
@@ -278,9 +275,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class FoundTensor:
-    """A tensor in a nest of dicts: the keys that lead to it, and its chunks, which have to tile it."""
+    """A tensor in nested dicts: its path, and its chunks, which must tile it."""
 
-    path: tuple[str, ...]
+    path: KeyPath
     dtype: DType
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
@@ -301,19 +298,18 @@ def strided_obstacle(strided: Strided, available: int) -> str | None:
     return None
 
 
-def tiling(shape: Sequence[int], boxes: Sequence[tuple[Box, ComposedPart]]) -> ComposedPart | None:
+def tiling(shape: Sequence[int], boxes: Sequence[Tile]) -> contract.ComposedPart | None:
     """Return the tree that assembles boxes to a tensor of this shape, or None if they do not tile it.
 
-    The boxes are those of a grid, or of a grid in a box of a grid, and so on: some cut through the whole leaves
-    each box on one side. So are all that come from sharding one dimension after the other. More than 32 cuts
-    inside of each other are not looked for.
+    The boxes must form a grid, or a grid in a box of a grid, and so on, so that some cut through the whole leaves
+    each box on one side. Sharding one dimension after the other gives such boxes. At most 32 cuts are nested.
     """
     if len(shape) > MAX_DIMS or sum(box.numel for box, _ in boxes) != numel(shape):
         return None
     return _tiling(Box.whole(shape), list(boxes), _MAX_CUTS)
 
 
-def _tiling(whole: Box, boxes: list[tuple[Box, ComposedPart]], cuts: int) -> ComposedPart | None:
+def _tiling(whole: Box, boxes: list[Tile], cuts: int) -> contract.ComposedPart | None:
     if len(boxes) == 1:
         return boxes[0][1] if boxes[0][0] == whole else None
     if cuts == 0:
@@ -323,20 +319,17 @@ def _tiling(whole: Box, boxes: list[tuple[Box, ComposedPart]], cuts: int) -> Com
         if groups is None:
             return None
         if len(groups) > 1:
-            parts = [_tiling(box, members, cuts - 1) for box, members in groups]
-            found = tuple(part for part in parts if part is not None)
-            return Joined(found, dim) if len(found) == len(parts) else None
+            parts = tuple(part for box, members in groups if (part := _tiling(box, members, cuts - 1)) is not None)
+            return contract.Joined(parts, dim) if len(parts) == len(groups) else None
     return None
 
 
-def _cut(
-    whole: Box, dim: int, boxes: list[tuple[Box, ComposedPart]]
-) -> list[tuple[Box, list[tuple[Box, ComposedPart]]]] | None:
+def _cut(whole: Box, dim: int, boxes: list[Tile]) -> list[tuple[Box, list[Tile]]] | None:
     """Return the boxes in groups along ``dim``, divided wherever no box is split, or None if there is a hole."""
     ordered = sorted(boxes, key=lambda item: item[0].offsets[dim])
-    groups: list[tuple[Box, list[tuple[Box, ComposedPart]]]] = []
+    groups: list[tuple[Box, list[Tile]]] = []
     start = stop = whole.offsets[dim]
-    members: list[tuple[Box, ComposedPart]] = []
+    members: list[Tile] = []
     for box, part in ordered:
         first = box.offsets[dim]
         if first >= stop and members:
@@ -356,41 +349,39 @@ def _slab(whole: Box, dim: int, start: int, stop: int) -> Box:
 
 
 METADATA = ".metadata"
-
-
 _OPTIMIZER_FOLDERS = "optim*"
 
 
 def no_model(reader: StorageReader, what: str) -> FormatError:
-    """Return the error for a folder that holds an optimizer only. It names the folders that may hold the model."""
+    """Return the error for a checkpoint of an optimizer only. It names the folders that may hold the model."""
     where = where_models_are(reader) or "Pass the folder or the file of the model, which is saved apart"
     return FormatError(f"{what} in {reader.root}: holds the state of an optimizer, not a model. {where}")
 
 
 def distributed_folders(names: Iterable[str]) -> list[str]:
-    """Folders, one level down, that hold a distributed checkpoint."""
+    """Return the folders one level down that hold a distributed checkpoint."""
     found = (name.removesuffix(f"/{METADATA}") for name in names if name.endswith(f"/{METADATA}"))
     return sorted(folder for folder in found if "/" not in folder)
 
 
 def where_models_are(reader: StorageReader, names: Iterable[str] = ()) -> str:
     """Return a sentence on the distributed checkpoints in the folder and next to it. Empty if there are none."""
-    folders = [f"{reader.root}/{folder}" for folder in distributed_folders(names)] + _beside(reader)
+    folders = [f"{reader.root}/{folder}" for folder in distributed_folders(names)] + _siblings(reader)
     optimizers = [folder for folder in folders if fnmatchcase(Path(folder).name, _OPTIMIZER_FOLDERS)]
     models = [folder for folder in folders if folder not in optimizers]
     if models:
-        also = f" ({listed(map(shown, optimizers))}: an optimizer's state)" if optimizers else ""
-        return f"Pass the folder of the model: {' or '.join(map(shown, models[:LISTED]))}{also}"
+        also = f" ({contract.listed(map(shown, optimizers))}: an optimizer's state)" if optimizers else ""
+        return f"Pass the folder of the model: {' or '.join(map(shown, models[: contract.LISTED]))}{also}"
     if optimizers:
         return (
-            f"{listed(map(shown, optimizers))}: an optimizer's state, without the folder of a "
-            "model beside it. That path works for merge_weights (optimizer.bin), and for load_accelerate_optimizer"
+            f"{contract.listed(map(shown, optimizers))}: an optimizer's state, without the folder of a "
+            "model next to it. That path works for merge_weights (optimizer.bin), and for load_accelerate_optimizer"
         )
     return ""
 
 
-def _beside(reader: StorageReader) -> list[str]:
-    """Return the sibling folders of a local one that have a distributed checkpoint."""
+def _siblings(reader: StorageReader) -> list[str]:
+    """Return the siblings of a local folder that hold a distributed checkpoint."""
     if not isinstance(reader, FilePlaces):
         return []
     root = Path(reader.root).absolute()

@@ -1,6 +1,6 @@
-"""Opening of a checkpoint in any format: choose files, read and validate their entries.
+"""Opens a checkpoint of any format: chooses its files, reads and validates their entries.
 
-If there is a ``quantization_config``, the stored tensors are replaced by those of the model.
+With a ``quantization_config``, the stored tensors are replaced by dequantized ones.
 """
 
 import itertools
@@ -27,9 +27,9 @@ FORMATS: Final[list[str]] = [
     "shardwise.formats.torch_files:FORMAT",
     "shardwise.formats.distributed:FORMAT",
 ]
-"""Where each format is, first choice first, as ``package.module:name``: a format of one's own is a line here."""
+"""The formats as ``package.module:name``, first choice first. Add your own format as a line."""
 
-_MOST_IGNORED = 1000
+_MAX_IGNORED = 1000
 
 
 def open_checkpoint(
@@ -42,14 +42,14 @@ def open_checkpoint(
     """Find the files of a checkpoint and read their entries.
 
     ``path`` is a folder, a file of tensors, an index file, the URL of one of these, or a reader. In a folder the
-    first of these counts: ``weights_name`` (from ``config.transformers_weights``), ``model.safetensors``,
+    first of these is opened: ``weights_name`` (from ``config.transformers_weights``), ``model.safetensors``,
     ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the only other index
     of safetensors files, all safetensors files, ``.metadata`` of ``torch.distributed.checkpoint``, here or in the
-    only folder that accelerate names for a model. If the storage cannot list files, the usual names are tried.
-    ``variant`` takes the weights of that variant instead. ``extra_files`` are safetensors files that are read as
-    well, if they exist. Files named by an index are relative to the folder, as in transformers.
+    only folder with a name that accelerate gives to models. If the storage cannot list files, the usual names are
+    tried. ``variant`` selects the weights of that variant instead. ``extra_files`` are safetensors files that are
+    read as well, if they exist. Files named by an index are relative to the folder, as in transformers.
 
-    Pickles are read without running anything: see :mod:`shardwise.formats.pickles`.
+    Pickles are read without executing their code: see :mod:`shardwise.formats.pickles`.
 
     Raises :class:`FormatError` with all faults of all files, or :class:`StorageError` if the only fault is that
     bytes could not be read.
@@ -61,8 +61,8 @@ def open_checkpoint(
         if opened.file is not None:
             if weights_name is not None:
                 raise FormatError(
-                    f"{opened.reader.root}/{shown(opened.file)}: is a file, so weights_name={weights_name!r} has "
-                    "no place. Pass one of the two"
+                    f"{opened.reader.root}/{shown(opened.file)}: is a file, and weights_name={weights_name!r} "
+                    "names another. Pass one of the two"
                 )
             weights_name = opened.file
         return open_checkpoint(opened.reader, weights_name=weights_name, extra_files=extra_files, variant=variant)
@@ -81,16 +81,16 @@ def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence
     extras = [name for name in extra_files if _may_be_read(reader, name)]
     safetensors: contract.CheckpointFormat = found_at(_SAFETENSORS)
     found = contract.IndexSoFar()
-    if chosen is safetensors:  # together, so that what lies in both is found
+    if chosen is safetensors:  # together, so that keys in both are found
         chosen.read(reader, replace(selection, files=[*extras, *selection.files]), found, faults)
     else:
         chosen.read(reader, selection, found, faults)
         safetensors.read(reader, contract.FileSelection("", extras), found, faults)
-    _check_weight_map(selection.weight_map, found.held, faults)
+    _check_weight_map(selection.weight_map, found.keys, faults)
     faults.raise_if_any()
-    ignored = found.ignored[:_MOST_IGNORED]
-    if len(found.ignored) > _MOST_IGNORED:
-        ignored.append(f"... and {len(found.ignored) - _MOST_IGNORED} more")
+    ignored = found.ignored[:_MAX_IGNORED]
+    if len(found.ignored) > _MAX_IGNORED:
+        ignored.append(f"... and {len(found.ignored) - _MAX_IGNORED} more")
     return contract.CheckpointIndex(
         root=reader.root,
         files=dict(sorted(found.files.items())),
@@ -104,7 +104,7 @@ def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence
 
 
 def _may_be_read(reader: StorageReader, name: str) -> bool:
-    """Return whether a file is there that need not be: an object store may refuse those it does not have."""
+    """Return whether an optional file exists. An object store may refuse access to files that it does not have."""
     try:
         return contract.is_there(reader, name)
     except StorageError as error:
@@ -114,14 +114,11 @@ def _may_be_read(reader: StorageReader, name: str) -> bool:
 
 
 def _check_weight_map(
-    weight_map: Mapping[str, str], held: Mapping[str, set[str]], faults: contract.FormatFaults
+    weight_map: Mapping[str, str], keys: Mapping[str, set[str]], faults: contract.FormatFaults
 ) -> None:
-    """Check that every key is in the file of the index.
-
-    Keys of an opened file that the index leaves out are welcome.
-    """
+    """Check that every key of the index is in its file. Files may have further keys."""
     for key, file in weight_map.items():
-        if file in held and key not in held[file]:
+        if file in keys and key not in keys[file]:
             faults.add("keys not in the file the index names", f"{shown(key)}: not in {shown(file)}")
 
 
@@ -129,7 +126,7 @@ def _check_weight_map(
 
 
 def _variant_in(reader: StorageReader, variant: str) -> str:
-    """The file, or the index, of a variant: ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``, ...
+    """Return the file or the index of a variant: ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``.
 
     Raises :class:`FormatError` if there is none.
     """
@@ -143,12 +140,12 @@ def _variant_in(reader: StorageReader, variant: str) -> str:
         there = []
     raise FormatError(
         f"{reader.root}: no weights of the variant {variant!r}. Looked for {', '.join(names)}. "
-        f"There are {contract.listed(map(shown, there)) or 'none that it tells of'}"
+        f"There are {contract.listed(map(shown, there)) or 'no files that it lists'}"
     )
 
 
 def _usual() -> Iterator[str]:
-    """Names that mean a checkpoint, of all formats, first choice first."""
+    """Yield the usual names of all formats, first choice first."""
     return itertools.chain.from_iterable(item.usual for item in _formats())
 
 
@@ -186,16 +183,15 @@ def _select_probed(
             if contract.is_there(reader, name):
                 return _select_named(reader, name, faults)
         except StorageError as error:
-            # An object store that must not tell which files it has refuses those it does not have.
+            # An object store without the permission to list refuses files that it does not have.
             if not isinstance(error.__cause__, PermissionError):
                 raise
             refusal = refusal or error
     if refusal is not None:
         raise refusal
     raise FormatError(
-        f"{reader.root}: no weights found\n"
-        f"  looked for: {', '.join(names)}; for others the storage would have to list its files\n"
-        f"Check the URL, or name the file: the URL of the *.safetensors, *.bin, *.pt or "
+        f"{reader.root}: no weights found\n  looked for: {', '.join(names)}; for others the storage would have to "
+        "list its files\nCheck the URL, or name the file: the URL of the *.safetensors, *.bin, *.pt or "
         "*.index.json file itself, or weights_name=..."
     )
 
@@ -212,8 +208,8 @@ def _select_named(
         )
     if not contract.is_there(reader, name):
         raise FormatError(
-            f"{shown(name)} in {reader.root}: no such file, but it is asked for by name. "
-            "Check weights_name (transformers_weights in config.json), or download the file"
+            f"{shown(name)} in {reader.root}: no such file. Check weights_name (transformers_weights in "
+            "config.json), or download the file"
         )
     return chosen, chosen.select(reader, name, faults)
 
@@ -230,19 +226,18 @@ def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
             "  There is an adapter without its base model. Open the base's folder, or name the adapter's file."
         )
     lines += [f"  {hint}" for item in _formats() for hint in item.hints(names)]
-    others = [name for name in names if name.endswith(".gguf")]
-    if others:
+    if others := [name for name in names if name.endswith(".gguf")]:
         lines.append(f"  {contract.listed(map(shown, others))}: this layout is not supported for loading.")
     return FormatError("\n".join([*lines, "Check the path, or save the model as safetensors files."]))
 
 
 _CONFIG: Final = "config.json"
-_OF_MODELOPT: Final = "hf_quant_config.json"
-_MOST_CONFIG_BYTES: Final = 16 << 20
+_MODELOPT_CONFIG: Final = "hf_quant_config.json"
+_MAX_CONFIG_BYTES: Final = 16 << 20
 _ELEMENT_DTYPES: Final = (DType.F8_E4M3, DType.F8_E5M2, DType.U8, DType.I8, DType.I32)
 
 FormOf: TypeAlias = Callable[[Mapping[str, Any]], contract.QuantizedForm]
-"""The form that a ``quantization_config`` means; a ConfigError where it makes no sense."""
+"""Function that returns the form of a ``quantization_config``, or raises a ConfigError for an invalid one."""
 
 _WITH_SCALES: Final = "shardwise.formats.quantized:form_of"
 
@@ -256,9 +251,8 @@ QUANTIZED: Final[dict[str, str]] = {
     "awq": "shardwise.formats.grouped_integers:awq",
     "gptq": "shardwise.formats.grouped_integers:gptq",
 }
-"""By ``quant_method``, where its :data:`FormOf` is, as ``package.module:name``. A form of one's own is a line here,
-and, where what it makes is a new kind of :class:`~shardwise.formats.contract.Coded`, one in
-``planning.load_memory.NODES``."""
+"""The :data:`FormOf` of each ``quant_method``, as ``package.module:name``. Add your own form as a line, and a new
+kind of :class:`~shardwise.formats.contract.Coded` as a line in ``planning.load_memory.NODES``."""
 
 
 def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
@@ -281,38 +275,38 @@ def quantization_config_of(content: Mapping[str, Any]) -> Mapping[str, Any] | No
         ConfigError: several parts have different ones.
     """
     parts = [content, *(part for part in content.values() if isinstance(part, Mapping))]
-    told = [part["quantization_config"] for part in parts if isinstance(part.get("quantization_config"), Mapping)]
-    found: list[Mapping[str, Any]] = [config for number, config in enumerate(told) if config not in told[:number]]
-    if len(found) > 1:
+    configs = [part.get("quantization_config") for part in parts]
+    found: list[Mapping[str, Any]] = [config for config in configs if isinstance(config, Mapping)]
+    if any(config != found[0] for config in found):
         raise contract.unknown_form("several quantization_configs that differ")
     return found[0] if found else None
 
 
 def dequantized_index(reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
-    """Return a checkpoint with the model's dequantized tensors if its config has a quantization.
+    """Return a checkpoint with dequantized tensors if it is quantized, otherwise unchanged.
 
-    That is ``config.json`` (see :func:`quantization_config_of`), or modelopt's ``hf_quant_config.json``.
+    The config is in ``config.json`` (see :func:`quantization_config_of`), or modelopt's ``hf_quant_config.json``.
 
     Raises:
         ConfigError, FormatError: the quantization is not supported, or tensors do not belong together.
         StorageError: the config cannot be read.
     """
     if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):
-        return index  # nobody opens a file for that
-    config = quantization_config_of(_content(reader, _CONFIG))
-    if config is None and (told := _content(reader, _OF_MODELOPT)):
-        config = {"quant_method": "modelopt", **told}
+        return index  # without opening a file
+    config = quantization_config_of(_json_in(reader, _CONFIG))
+    if config is None and (content := _json_in(reader, _MODELOPT_CONFIG)):
+        config = {"quant_method": "modelopt", **content}
     if config is None:
         return index
     return replace(form_of(config).dequantized(reader, index), quantized=str(config.get("quant_method")))
 
 
-def _content(reader: StorageReader, name: str) -> dict[str, Any]:
+def _json_in(reader: StorageReader, name: str) -> dict[str, Any]:
     """Return the content of a small JSON file, or an empty dict if it is missing or invalid."""
-    if not contract.is_there(reader, name) or not 0 < (nbytes := reader.size(name)) <= _MOST_CONFIG_BYTES:
+    if not contract.is_there(reader, name) or not 0 < (nbytes := reader.size(name)) <= _MAX_CONFIG_BYTES:
         return {}
     try:
         content = json.loads(reader.read(name, 0, nbytes))
     except (ValueError, RecursionError):
-        return {}  # whoever builds the model says what is wrong with it
+        return {}  # building the model raises the error
     return content if isinstance(content, dict) else {}

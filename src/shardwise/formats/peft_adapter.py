@@ -1,7 +1,7 @@
 """Files of an adapter other than its tensors: ``adapter_config.json`` of PEFT, and the training state.
 
-[Note: Named by the adapter] An adapter counts by one file, ``adapter_model.safetensors``. The metadata in the
-header of that file name the one with the training, which has a name that no other save has. So the adapter and its
+[Note: Named by the adapter] An adapter is committed by one file, ``adapter_model.safetensors``. The metadata in the
+header of that file name the file with the training state, whose name is unique to the save. So the adapter and its
 training state are committed in the same step. Another program that replaces the adapter names no training state, or
 its own.
 """
@@ -24,17 +24,17 @@ from shardwise.storage.names import shown
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 
-_OF_NO_CONCERN: Final = frozenset(
+_WITHOUT_EFFECT: Final = frozenset(
     {
-        # whose it is, and where it came from
+        # origin and purpose
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-        # which modules were chosen: the tensors tell
+        # targeted modules, which follow from the tensors
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         # training, and the initialization of factors
         *("lora_dropout", "megatron_core", "eva_config", "runtime_config", "qalora_group_size"),
-        # whether a weight is stored as (in, out): its module tells, as in PEFT
+        # a weight stored as (in, out), which follows from its module, as in PEFT
         "fan_in_fan_out",
-        # options of initializations, which ``init_lora_weights`` chooses among
+        # options of the initializations that ``init_lora_weights`` selects
         *("loftq_config", "corda_config", "lora_ga_config"),
     }
 )
@@ -66,13 +66,13 @@ class LoraConfig:
         return self.rank_pattern.get(_pattern_for(self.rank_pattern, name), self.r)
 
     def scaling(self, name: str) -> float:
-        """The factor of ``lora_B @ lora_A`` for the module, or parameter, of this name."""
+        """Return the factor of ``lora_B @ lora_A`` for this module or parameter."""
         alpha = self.alpha_pattern.get(_pattern_for(self.alpha_pattern, name), self.lora_alpha)
         rank = self.rank(name)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def saves_module(self, name: str) -> bool:
-        """Return whether the module of this name was trained as a full copy of the base's own."""
+        """Return whether this module was trained as a full copy."""
         return any(name.endswith(module) for module in self.modules_to_save)
 
 
@@ -80,8 +80,8 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
     """Return the config in ``text``. ``what`` names the file in messages.
 
     Raises:
-        FormatError: it is not such a file, or a value makes no sense.
-        ConfigError: it is a kind of adapter that cannot be merged without more than its tensors.
+        FormatError: the file is invalid, or has an invalid value.
+        ConfigError: an adapter of this kind cannot be merged.
     """
     content = parse_object(text, what=what)
     kind = content.pop("peft_type", None)
@@ -101,15 +101,15 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
     ]
     if faults:
         raise FormatError(f"{what}: {'; '.join(faults)}. Save the adapter again")
-    told: dict[str, Any] = {name: content.pop(name) for name in _FIELDS if content.get(name) is not None}
+    fields: dict[str, Any] = {name: content.pop(name) for name in _FIELDS if content.get(name) is not None}
     for name in _OPTIONAL[:2]:
-        told[name] = tuple(told.get(name, ()))
-    config = LoraConfig(**{"r": 8, "lora_alpha": 8, **told})
-    unknown = [name for name, value in content.items() if name not in _OF_NO_CONCERN and value not in _UNUSED]
+        fields[name] = tuple(fields.get(name, ()))
+    config = LoraConfig(**{"r": 8, "lora_alpha": 8, **fields})
+    unknown = [name for name, value in content.items() if name not in _WITHOUT_EFFECT and value not in _UNUSED]
     if unknown:
         raise ConfigError(
             f"{what}: the adapter uses {', '.join(shown(name) for name in sorted(unknown))}, with which it cannot "
-            "be merged. Merge it with the version of PEFT that made it, or leave it beside its base"
+            "be merged. Merge it with the version of PEFT that made it, or keep it apart from its base"
         )
     return config
 
@@ -127,7 +127,7 @@ def _is_rank(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    # Compared, not asked whether it is finite: an integer of a thousand digits is too large to be asked.
+    # Not math.isfinite: an integer of a thousand digits does not fit into a float.
     return type(value) in (int, float) and abs(cast(float, value)) <= sys.float_info.max
 
 
@@ -148,7 +148,7 @@ def _is_by_pattern(value: object, is_sound: Callable[[object], bool]) -> bool:
 
 
 _OPTIONAL: Final = ("modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern")
-"""What may be null."""
+"""Fields that may be null."""
 
 _FIELDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "r": (_is_rank, f"a rank from 1 to {_MAX_RANK}"),
@@ -160,11 +160,11 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "bias": (("none", "all", "lora_only").__contains__, "one of none, all and lora_only"),
     **dict.fromkeys(("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying"), (_is_flag, "true or false")),
 }
-"""Of each field that is used, what is sound, and how that is called."""
+"""The check of each field that is used, and its description for messages."""
 
 
 TRAINING_KEY: Final = "shardwise.training"
-"""In the metadata of an adapter's file, the name of that of its training; in those of the latter, JSON."""
+"""Key in the metadata of an adapter's file with the name of its training file, and in that file's with JSON."""
 
 _NAME = re.compile(r"adapter_training\.[0-9a-f]{8}\.safetensors")
 
@@ -182,7 +182,7 @@ def named_training(adapter: FileHeader) -> str | None:
     """Return the training file that an adapter's file names, or None.
 
     Raises:
-        FormatError: it names something else.
+        FormatError: the name is invalid.
     """
     name = adapter.metadata.get(TRAINING_KEY)
     if name is not None and not is_training_file(name):
@@ -194,10 +194,10 @@ def named_training(adapter: FileHeader) -> str | None:
 
 
 def training_beside(reader: StorageReader, adapter: str) -> str | None:
-    """Return the existing training file of the adapter in the file of this name, or None.
+    """Return the training file of the adapter in the file of this name, or None if it has none.
 
     Raises:
-        FormatError: the adapter's file is none, or names a training that is not there.
+        FormatError: the adapter's file is invalid, or names a training file that does not exist.
         StorageError: it could not be read.
     """
     name = named_training(read_header(reader, adapter)) if adapter.endswith(".safetensors") else None

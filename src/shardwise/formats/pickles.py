@@ -1,16 +1,16 @@
-"""Pickles written by strangers, read without running anything.
+"""Reads untrusted pickles without executing their code.
 
-A pickle is a program for a small machine: Python's own imports and calls any names in it. Here it runs on a
-subclass of the pure Python unpickler, with those operations alone that torch writes, and a closed vocabulary of
-globals: each stands for a plain value, a record of ours, or a pure function of ours. All else is refused by name.
-There is no option to widen it. The C unpickler with a ``find_class`` is not enough: nested tuples as keys crash it,
-memo indexes use all memory, and states change objects that were found.
+A pickle is a program for a small stack machine: Python's own imports and calls any name in it. Here it runs on a
+subclass of the pure Python unpickler, with only the operations that torch writes, and a closed vocabulary of
+globals: each stands for a plain value, a record, or a pure function of this module. All others are refused by name,
+and no option allows more. The C unpickler with a ``find_class`` is not enough: nested tuples as keys crash it, memo
+indexes use all memory, and states change objects that were found.
 """
 
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -27,14 +27,14 @@ _PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Other:
-    """A value that is not used here, by the name of its type."""
+    """A value that is not used, by the name of its type."""
 
     kind: str
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An object of a class of others: its name, and the state the pickle gives it."""
+    """An object of another library's class: the name of the class, and the state in the pickle."""
 
     name: str
     state: object = None
@@ -42,28 +42,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Function:
-    """A function of the vocabulary."""
+    """A function of a tuple of arguments. It raises a ValueError, whose text is shown, for invalid ones."""
 
     name: str
     call: Callable[[tuple[object, ...]], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """All globals that a pickle may name.
-
-    Attributes:
-        values: those that stand for themselves.
-        functions: those that may be called: each takes the tuple of arguments, checks it, and raises a ValueError
-            (whose text is shown) for those it does not like.
-        records: classes that objects may have. They become :class:`Record`.
-        persistent: the function of a persistent id, which checks it likewise.
-    """
-
-    values: Mapping[Global, object] = field(default_factory=dict)
-    functions: Mapping[Global, Callable[[tuple[object, ...]], object]] = field(default_factory=dict)
-    records: frozenset[Global] = frozenset()
-    persistent: Callable[[object], object] | None = None
+Vocabulary: TypeAlias = Mapping[Global, object]
+"""The globals that a pickle may name: values, and each :class:`Function`."""
 
 
 def read_pickle(content: bytes, vocabulary: Vocabulary, *, what: str) -> object:
@@ -72,7 +58,7 @@ def read_pickle(content: bytes, vocabulary: Vocabulary, *, what: str) -> object:
     Dicts, lists, tuples, strings and numbers are unchanged. Other dict keys are replaced by an :class:`Other`. The
     result may refer to itself, and be nested as deeply as the pickle is long.
 
-    Raises :class:`FormatError` for all that is not sound or not in the vocabulary, never another exception.
+    Raises :class:`FormatError` for invalid pickles and globals outside of the vocabulary, never another exception.
     """
     machine = _Machine(io.BytesIO(content), vocabulary)
     try:
@@ -94,7 +80,7 @@ class _UnknownGlobalError(Exception):
 
 
 class _Machine(pickle._Unpickler):
-    # Attributes of the unpickler of which the type checker does not know.
+    # Attributes that the type checker does not find in the unpickler.
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {}
     stack: list[Any]
     append: Callable[[object], None]
@@ -106,24 +92,17 @@ class _Machine(pickle._Unpickler):
         self.vocabulary = vocabulary
 
     def find_class(self, module: str, name: str) -> Any:
-        found, vocabulary = (_PYTHON_2.get(module, module), name), self.vocabulary
-        label = f"{found[0]}.{name}"
-        if found in vocabulary.values:
-            return vocabulary.values[found]
-        if found in vocabulary.functions:
-            return Function(label, vocabulary.functions[found])
-        if found in vocabulary.records:
-            return Function(label, lambda _: Record(label))
-        raise _UnknownGlobalError(label)
+        key = _PYTHON_2.get(module, module), name
+        if key not in self.vocabulary:
+            raise _UnknownGlobalError(".".join(key))
+        return self.vocabulary[key]
 
     def load_global(self) -> None:
         module, name = (self.readline()[:-1].decode() for _ in range(2))
         self.append(self.find_class(module, name))
 
     def load_persistent(self) -> None:
-        if self.vocabulary.persistent is None:
-            raise ValueError("it has persistent ids")
-        self.append(self.vocabulary.persistent(self.stack.pop()))
+        self.append(_storage(self.stack.pop()))
 
     def load_call(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
@@ -138,8 +117,8 @@ class _Machine(pickle._Unpickler):
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Record) and target.state is None:
             target.state = state
-        elif not isinstance(target, dict):  # of an OrderedDict: attributes, such as a state dict's versions
-            raise ValueError("it gives a state to what has none")
+        elif not isinstance(target, dict):  # attributes of an OrderedDict, such as a state dict's versions
+            raise ValueError("it gives a state to an object that has none")
 
     def load_items(self) -> None:
         items = self.pop_mark()
@@ -154,7 +133,7 @@ class _Machine(pickle._Unpickler):
         if not isinstance(target, dict) or len(keys) != len(values):
             raise ValueError("it sets items of an object that is not a dict")
         for key, value in zip(keys, values, strict=True):
-            # Exact types: only their hashes are known to be cheap.
+            # Exact types, whose hashes are known to be cheap.
             if type(key) is str:
                 key.encode()  # halves of surrogates raise
             elif type(key) is not int and type(key) is not Record:
@@ -179,7 +158,7 @@ class _Machine(pickle._Unpickler):
         self.append(Other("set"))
 
     def load_set_items(self) -> None:
-        self.pop_mark()  # to be put into a set they would be hashed
+        self.pop_mark()  # a set would hash them
 
 
 _SAME = (
@@ -242,14 +221,14 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """A class of torch's storages. Without a dtype it counts bytes."""
+    """A class of torch's storages. One without a dtype counts bytes."""
 
     dtype: DType | None
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A persistent id: the name of a record of the archive, and its size."""
+    """A persistent id: the name of a member of the archive, and its size."""
 
     name: str
     dtype: DType | None
@@ -322,13 +301,13 @@ def _rebuild_parameter(arguments: tuple[object, ...]) -> object:
 
 
 def _rebuild_from_type(arguments: tuple[object, ...]) -> object:
-    """A tensor with attributes: (function, class, arguments, attributes)."""
+    """Return a tensor with attributes from (function, class, arguments, attributes)."""
     if len(arguments) != 4 or not isinstance(arguments[0], Function) or not isinstance(arguments[2], tuple):
         raise ValueError("it takes a function, a class, arguments and a state")
     if not arguments[0].name.startswith("torch._utils._rebuild_tensor"):
         raise ValueError(f"it calls {arguments[0].name}, which makes no tensor")
     if arguments[1] is not _TENSOR_CLASS:
-        raise ValueError("a tensor is of a class that is not torch's")
+        raise ValueError("a tensor is of a class that is not of torch")
     return arguments[0].call(arguments[2])
 
 
@@ -338,9 +317,24 @@ def _ordered_dict(arguments: tuple[object, ...]) -> object:
     return {}
 
 
-def other(kind: str) -> Callable[[tuple[object, ...]], object]:
-    """A function whose result is not used."""
-    return lambda arguments: Other(kind)
+def _other(_arguments: tuple[object, ...], kind: str) -> object:
+    return Other(kind)
+
+
+def _record(_arguments: tuple[object, ...], name: str) -> object:
+    return Record(name)
+
+
+def _first(arguments: tuple[object, ...]) -> object:
+    return arguments[0] if len(arguments) == 1 else None
+
+
+def _functions(calls: Mapping[Global, Callable[[tuple[object, ...]], object] | str]) -> Vocabulary:
+    """Return functions by global. A string is the kind of a result that is not used."""
+    return {
+        key: Function(".".join(key), partial(_other, kind=call) if isinstance(call, str) else call)
+        for key, call in calls.items()
+    }
 
 
 _TENSOR_CLASS = Other("Tensor")
@@ -351,33 +345,30 @@ _SCALARS: dict[Global, object] = {
     **{("torch", name): Other(name) for name in _UNKNOWN},
 }
 
-TORCH_FILE = Vocabulary(
-    values={
-        **_SCALARS,
-        **{("torch", f"{name}Storage"): StorageType(DTYPES[dtype]) for name, dtype in _STORAGES.items()},
-        ("torch", "UntypedStorage"): StorageType(None),
-        ("torch.storage", "UntypedStorage"): StorageType(None),
-        ("torch", "Tensor"): _TENSOR_CLASS,
-        ("torch._tensor", "Tensor"): _TENSOR_CLASS,
-        ("torch.nn.parameter", "Parameter"): _TENSOR_CLASS,
-    },
-    functions={
-        ("collections", "OrderedDict"): _ordered_dict,
-        ("torch", "Size"): _size,
-        ("torch", "device"): other("device"),
-        ("torch._utils", "_rebuild_tensor_v2"): partial(_rebuild, count=6),
-        ("torch._utils", "_rebuild_tensor_v3"): partial(_rebuild, count=7),
-        ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-        ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
-        ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
-        ("_codecs", "encode"): other("bytes"),
-        ("builtins", "bytearray"): other("bytearray"),
-        ("builtins", "set"): other("set"),
-        ("builtins", "complex"): other("complex"),
-    },
-    persistent=_storage,
-)
-"""What a file of tensors, written by ``torch.save``, may name."""
+TORCH_FILE: Vocabulary = {
+    **_SCALARS,
+    **{("torch", f"{name}Storage"): StorageType(DTYPES[dtype]) for name, dtype in _STORAGES.items()},
+    ("torch", "UntypedStorage"): StorageType(None),
+    ("torch.storage", "UntypedStorage"): StorageType(None),
+    ("torch", "Tensor"): _TENSOR_CLASS,
+    ("torch._tensor", "Tensor"): _TENSOR_CLASS,
+    ("torch.nn.parameter", "Parameter"): _TENSOR_CLASS,
+    **_functions(
+        {
+            ("collections", "OrderedDict"): _ordered_dict,
+            ("torch", "Size"): _size,
+            ("torch", "device"): "device",
+            ("torch._utils", "_rebuild_tensor_v2"): partial(_rebuild, count=6),
+            ("torch._utils", "_rebuild_tensor_v3"): partial(_rebuild, count=7),
+            ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+            ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
+            ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
+            ("_codecs", "encode"): "bytes",
+            **{("builtins", name): name for name in ("bytearray", "set", "complex")},
+        }
+    ),
+}
+"""Globals of files of tensors."""
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _OLD_DCP = "torch.distributed._shard.sharded_tensor.metadata"
@@ -386,23 +377,29 @@ _RECORDS = (
     *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     *("TensorProperties", "StorageMeta"),
 )
-
-DISTRIBUTED_METADATA = Vocabulary(
-    values=_SCALARS,
-    functions={
-        ("collections", "OrderedDict"): _ordered_dict,
-        ("torch", "Size"): _size,
-        ("torch.serialization", "_get_layout"): lambda arguments: arguments[0] if len(arguments) == 1 else None,
-        (_DCP, "_MEM_FORMAT_ENCODING"): other("memory format"),
-        (_OLD_DCP, "MEM_FORMAT_ENCODING"): other("memory format"),
-        **{
-            (module, f"{kind}Path"): other("path")
-            for module in ("pathlib", "pathlib._local")
-            for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
-        },
-        ("builtins", "set"): other("set"),
-    },
-    records=frozenset((_DCP, name) for name in _RECORDS)
-    | {(_OLD_DCP, "TensorProperties"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")},
+_CLASSES: tuple[Global, ...] = (
+    *((_DCP, name) for name in _RECORDS),
+    (_OLD_DCP, "TensorProperties"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 )
-"""What the ``.metadata`` of ``torch.distributed.checkpoint`` may name."""
+
+DISTRIBUTED_METADATA: Vocabulary = {
+    **_SCALARS,
+    **_functions(
+        {
+            ("collections", "OrderedDict"): _ordered_dict,
+            ("torch", "Size"): _size,
+            ("torch.serialization", "_get_layout"): _first,
+            (_DCP, "_MEM_FORMAT_ENCODING"): "memory format",
+            (_OLD_DCP, "MEM_FORMAT_ENCODING"): "memory format",
+            **{
+                (module, f"{kind}Path"): "path"
+                for module in ("pathlib", "pathlib._local")
+                for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
+            },
+            ("builtins", "set"): "set",
+            **{key: partial(_record, name=".".join(key)) for key in _CLASSES},
+        }
+    ),
+}
+"""Globals of ``.metadata`` of ``torch.distributed.checkpoint``."""

@@ -1,9 +1,9 @@
-"""Quantized checkpoints: which of their tensors are the elements, the scales and the rest of one that a model has.
+"""Quantized forms with elements and scales in separate tensors, which are paired by name.
 
 [Note: Pairs by name] Block sizes come from the ``quantization_config``, never from shapes: 160 rows in blocks of
-128 have two scales, as 128 rows in blocks of 80 would. The names of scales are those in use: ``weight_scale_inv``
+128 have two scales, as 128 rows in blocks of 80 would. Scales have the names in use: ``weight_scale_inv``
 (DeepSeek, Qwen, GLM), ``weight_scale`` (compressed-tensors, modelopt), ``scale`` and ``qscale_weight`` (Mistral)
-next to ``weight``. For stacked experts they are the parameter's name with ``_scale_inv`` or ``_scale``, and
+for ``weight``. For stacked experts they have the parameter's name with ``_scale_inv`` or ``_scale``, and
 ``_blocks`` and ``_scales`` for MXFP4. compressed-tensors stores a zero point for each scale in
 ``weight_zero_point``, and a group for each column in ``weight_g_idx``. Both are used wherever they are stored.
 """
@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats import contract
-from shardwise.formats.coded import Scaled, Zeros
+from shardwise.formats.coded import Scaled, Zeros, words_as_bytes
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Code, DType, numel
@@ -24,13 +24,13 @@ from shardwise.tensors import Code, DType, numel
 _FLOAT8: Final = (DType.F8_E4M3, DType.F8_E5M2)
 _BYTES: Final = (DType.U8, DType.I8)
 _MX_BYTES: Final = 16
-"""A block of MXFP4 has 32 numbers."""
+"""Bytes of a block of MXFP4, which has 32 numbers."""
 
 _INTEGERS: Final = (DType.I32, DType.I64)
 _WORD_BITS: Final = 32
-_MOST_SHAPE_BYTES: Final = 64
+_MAX_SHAPE_BYTES: Final = 64
 _SCALE_DTYPES: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0, DType.U8)
-_FAULTS: Final = "quantized weights that do not go with their scales"
+_FAULTS: Final = "quantized weights that do not match their scales"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class _WithScales:
         kind: 8-bit floats, MXFP4 (two in a byte with an exponent for 32, stored (.., out, in) and used as (.., in,
             out)), NVFP4 (two in a byte with a scale for 16 and one for the tensor), integers in words of 32 bits,
             or 8-bit integers.
-        block: sizes of a block, of the last dimensions. If empty, the number of stored scales decides: one of a
-            tensor, or one of each row.
-        bits: of an integer.
-        needs: names of required companion tensors, except for elements and scales.
+        block: sizes of a block in the last dimensions. If empty, there is one scale for a tensor or for each row,
+            by the number of stored scales.
+        bits: bits of an integer.
+        needs: names of required companion tensors in addition to scales.
     """
 
     kind: Literal["float8", "mxfp4", "nvfp4", "words", "bytes"]
@@ -62,7 +62,7 @@ class _WithScales:
         shapes: Mapping[str, tuple[int, ...]] = {}
         if self.kind == "words":
             entries = {
-                key: _as_bytes(entry) if key.endswith(("_packed", f"_{_ZERO_POINT}")) else entry
+                key: words_as_bytes(entry) if key.endswith(("_packed", f"_{_ZERO_POINT}")) else entry
                 for key, entry in entries.items()
             }
             shapes = _stored_shapes(reader, index)
@@ -102,8 +102,8 @@ def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
             return found.pop()
         case "modelopt":
             inner = config.get("quantization")
-            told = config if config.get("quant_algo") or not isinstance(inner, Mapping) else inner
-            algorithm = str(told.get("quant_algo"))
+            settings = config if config.get("quant_algo") or not isinstance(inner, Mapping) else inner
+            algorithm = str(settings.get("quant_algo"))
             if algorithm not in ("FP8", "NVFP4"):
                 raise contract.unknown_form(f"modelopt's {shown(algorithm)}")
             return _WithScales("float8") if algorithm == "FP8" else _WithScales("nvfp4", (16,))
@@ -122,7 +122,7 @@ def _of_group(group: Any, form: object) -> _WithScales:
         raise contract.unknown_form(f"compressed-tensors with group_size {shown(repr(size))}")
     needs: tuple[str, ...] = (_ZERO_POINT,) if weights.get("symmetric") is False else ()
     order = weights.get("actorder")
-    if order not in (None, False, "weight", "static"):  # these are of calibration, and columns as they were
+    if order not in (None, False, "weight", "static"):  # with these, columns keep their order
         if order not in (True, "group", "dynamic") or not block:
             raise contract.unknown_form(f"compressed-tensors with actorder {shown(repr(order))}")
         needs += (_GROUPS,)
@@ -155,7 +155,7 @@ def _pair(value: object) -> tuple[int, ...]:
 _OF_WEIGHTS = re.compile(
     r".+(_scale_inv|weight_scale|weight_scale_2|weight_global_scale|qscale_weight|_proj_scales?)"
 )
-"""Scales that belong to elements of weights by their very names."""
+"""Names of scales of weights."""
 
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _SCALES_OF_WEIGHTS = ("scale", "qscale_weight")
@@ -164,12 +164,12 @@ _ZERO_POINT, _GROUPS = "zero_point", "g_idx"
 _ScaledParts: TypeAlias = tuple[
     str, contract.TensorEntry, contract.TensorEntry | None, tuple[contract.TensorEntry, int] | None
 ]
-"""A key, its elements, their scales, and the scale of the whole with its power."""
+"""A key, its elements, their scales, and the scale of the whole tensor with its power."""
 
 
 @dataclass
 class _Pairing:
-    """``shapes`` are the stored shapes of the elements by key."""
+    """Pairs elements with scales. ``shapes`` are the stored shapes of the elements by key."""
 
     index: contract.CheckpointIndex
     form: _WithScales
@@ -183,8 +183,8 @@ class _Pairing:
 
     def pair(self) -> None:
         for entry in self.index.entries.values():
-            if (made := self._made_of(entry)) is not None:
-                key, values, scales, overall = made
+            if (parts := self._parts_of(entry)) is not None:
+                key, values, scales, overall = parts
                 if (fault := self._fault_of(key, entry)) is not None:
                     self.used |= set() if scales is None else {scales.key}
                     self.fault(fault)
@@ -199,17 +199,17 @@ class _Pairing:
 
     def _fault_of(self, key: str, entry: contract.TensorEntry) -> str | None:
         """Return the fault of an entry of elements, or None."""
-        told = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and"
+        stored = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and"
         match self.form.kind:
             case "words" if entry.dtype is not DType.U8 or not entry.shape:
-                return f"{told} I32 (or its bytes) with columns is wanted"
+                return f"{stored} I32 (or its bytes) with columns is expected"
             case "mxfp4" if entry.shape[-1:] != (_MX_BYTES,):
-                return f"{told} blocks of {_MX_BYTES} bytes, the last dimension, are wanted"
+                return f"{stored} blocks of {_MX_BYTES} bytes in the last dimension are expected"
         if key != entry.key and key in self.index.entries:
-            return f"{shown(key)} is stored beside {shown(entry.key)}, and one of the two is wanted"
+            return f"{shown(key)} is stored as well as {shown(entry.key)}, and one of the two is expected"
         return None
 
-    def _made_of(self, entry: contract.TensorEntry) -> _ScaledParts | None:
+    def _parts_of(self, entry: contract.TensorEntry) -> _ScaledParts | None:
         """Return the key of the tensor whose elements an entry has, with its scales, or None."""
         key, entries = entry.key, self.index.entries
         if key.endswith(f"_{_ZERO_POINT}"):
@@ -253,13 +253,12 @@ class _Pairing:
         self.used |= {values.key, scales.key}
         if overall is not None:
             self.used.add(overall[0].key)
-        wanted = (DType.F8_E4M3,) if self.form.kind == "nvfp4" else _SCALE_DTYPES
-        if scales.dtype not in wanted:
-            self.fault(f"{shown(scales.key)}: scales of {scales.dtype.label} are not known")
+        if scales.dtype not in ((DType.F8_E4M3,) if self.form.kind == "nvfp4" else _SCALE_DTYPES):
+            self.fault(f"{shown(scales.key)}: scales of {scales.dtype.label} are not supported")
             return
         shape, unit = self._shape_and_unit(key, values, scales)
         counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
-        if not shape or numel(counts) != numel(scales.shape) or _bare(counts) != _bare(scales.shape):
+        if not shape or numel(counts) != numel(scales.shape) or _squeezed(counts) != _squeezed(scales.shape):
             blocks = " x ".join(map(str, unit))
             self.fault(
                 f"{shown(scales.key)} has the shape {scales.shape}, and {shown(key)}, {shape} in blocks of "
@@ -267,7 +266,7 @@ class _Pairing:
             )
             return
         if overall is not None and numel(overall[0].shape) != 1:
-            self.fault(f"{shown(overall[0].key)} has the shape {overall[0].shape}, and one number is wanted")
+            self.fault(f"{shown(overall[0].key)} has the shape {overall[0].shape}, and one number is expected")
             return
         try:
             self._check_columns(key, values, shape, unit)
@@ -293,11 +292,8 @@ class _Pairing:
             ),
         )
 
-    def _beside(self, key: str, name: str) -> contract.TensorEntry | None:
-        """Return an entry that accompanies elements, such as their scales.
-
-        Only integers and floats of 8 bits have one.
-        """
+    def _companion(self, key: str, name: str) -> contract.TensorEntry | None:
+        """Return the zero points or groups of elements, or None. Only integers and 8-bit floats have them."""
         if self.form.kind in ("mxfp4", "nvfp4"):
             return None
         found = self.index.entries.get(f"{key}_{name}")
@@ -308,11 +304,11 @@ class _Pairing:
         return found
 
     def _zeros(self, key: str, shape: tuple[int, ...], counts: tuple[int, ...]) -> Zeros | None:
-        found = self._beside(key, _ZERO_POINT)
+        found = self._companion(key, _ZERO_POINT)
         if found is None:
             return None
         if found.dtype is not DType.U8 or self.form.kind != "words":
-            if _bare(found.shape) != _bare(counts) or found.dtype is DType.BOOL:
+            if _squeezed(found.shape) != _squeezed(counts) or found.dtype is DType.BOOL:
                 raise FormatError(
                     f"{shown(found.key)} has {found.dtype.label} {found.shape}, and {shown(key)} needs {counts}"
                 )
@@ -327,7 +323,7 @@ class _Pairing:
         return Zeros(contract.Whole(found.key), in_a_word)
 
     def _groups(self, key: str, shape: tuple[int, ...]) -> contract.Whole | None:
-        found = self._beside(key, _GROUPS)
+        found = self._companion(key, _GROUPS)
         if found is None:
             return None
         if found.dtype not in _INTEGERS or found.shape != shape[-1:]:
@@ -340,7 +336,11 @@ class _Pairing:
     def _check_columns(
         self, key: str, values: contract.TensorEntry, shape: tuple[int, ...], unit: tuple[int, ...]
     ) -> None:
-        """Words may be filled in part at the end of a row."""
+        """Check the columns of words, the last of which may be partly filled.
+
+        Raises:
+            FormatError: the stored shape does not match.
+        """
         if self.form.kind != "words":
             return
         nbytes = -(-shape[-1] * self.form.bits // _WORD_BITS) * 4
@@ -376,7 +376,7 @@ class _Pairing:
             return shape, (*(1 for _ in shape[: -len(block)]), *block)
         if numel(scales.shape) == 1:
             return shape, tuple(max(1, size) for size in shape)
-        # Of each row, of each expert: as many as there are in front, 1 behind.
+        # One for each row (of each expert): sizes of 1 follow.
         unit = [max(1, size) for size in shape]
         for dim, count in enumerate(scales.shape[: len(shape)]):
             if count == shape[dim]:
@@ -384,14 +384,14 @@ class _Pairing:
         return shape, tuple(unit)
 
 
-def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
 def _is_scale(key: str) -> bool:
     if contract.OF_ACTIVATIONS.fullmatch(key):
         return False
-    # Models have scales of their own, such as ``logit_scale``: those are theirs to find missing, or too much.
+    # Others, such as ``logit_scale``, belong to the model, and are matched with its tensors.
     return _OF_WEIGHTS.fullmatch(key) is not None
 
 
@@ -403,19 +403,12 @@ def _stored_shapes(reader: StorageReader, index: contract.CheckpointIndex) -> di
         if key.endswith("_shape") and f"{key.removesuffix('_shape')}_packed" in index.entries
     }
     for entry in found.values():
-        if entry.dtype not in _INTEGERS or len(entry.shape) != 1 or entry.nbytes > _MOST_SHAPE_BYTES:
+        if entry.dtype not in _INTEGERS or len(entry.shape) != 1 or entry.nbytes > _MAX_SHAPE_BYTES:
             raise FormatError(
-                f"{index.root}: {shown(entry.key)} is {entry.dtype.label} {entry.shape}, and a shape is wanted"
+                f"{index.root}: {shown(entry.key)} is {entry.dtype.label} {entry.shape}, and a shape is expected"
             )
     texts, kinds = contract.contents(reader, list(found.values())), {DType.I64: "q", DType.I32: "i"}
     return {
         key: struct.unpack(f"<{entry.shape[0]}{kinds[entry.dtype]}", texts[entry.key])
         for key, entry in found.items()
     }
-
-
-def _as_bytes(words: contract.TensorEntry) -> contract.TensorEntry:
-    """The same elements as bytes, of which each has the lower ones first."""
-    if words.dtype is not DType.I32 or not words.shape:
-        return words
-    return replace(words, dtype=DType.U8, shape=(*words.shape[:-1], 4 * words.shape[-1]))

@@ -1,16 +1,16 @@
 """Reads and writes headers of safetensors files, and finds the files of a checkpoint.
 
-A checkpoint is one file, several with an index or by their names, or chunks, a file for each rank.
-``HuggingFaceStorageWriter`` of torch writes them with ``save_distributed=True``, as transformers' distributed
-checkpoints do: the metadata of each header has the offset of the file's part of each tensor. The size of the full
-tensor is not stored, so it is the end of its last part.
+A checkpoint is one file, several with an index or by their names, or a file of chunks for each rank. torch's
+``HuggingFaceStorageWriter`` writes the last kind with ``save_distributed=True``, as transformers' distributed
+checkpoints do: the metadata of each header has the offsets of the file's chunk of each tensor. The shape of the
+full tensor is not stored, so it is the end of its last chunk.
 
-Source of the rules: the safetensors format, and its Rust library (``Metadata::validate``), which rejects the same
-files. Two rules are stricter here: a key that occurs twice is rejected even if both are equal, and a tensor's
-description must be an object (the library also accepts ``["F32", [1], [0, 4]]``).
+Files are rejected by the rules of the safetensors library (``Metadata::validate`` in Rust) and two stricter ones: a
+key that occurs twice is rejected even if both are equal, and a tensor's description must be an object (the library
+also accepts ``["F32", [1], [0, 4]]``).
 
-Source: ``prepare`` and ``Metadata``'s serialization in the library. Tensors are in the order of their dtypes,
-widest first, then of their names as UTF-8, without gaps. The header is padded with spaces to eight bytes.
+Files are written as the library does (``prepare``): tensors in the order of their dtypes, widest first, then of
+their names as UTF-8, without gaps. The header is padded with spaces to eight bytes.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import DType, Strided, dtype_named, numel
 
-KEY = "DCP_SHARDING_INFO"
+_CHUNKS = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
 
 
 def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
-    """Return the offset of the file's chunk of each tensor, or an empty mapping for a file of full tensors.
+    """Return the offsets of the file's chunk of each tensor, or an empty mapping for a file of full tensors.
 
-    Raises :class:`FormatError` if it contradicts the file's tensors.
+    Raises :class:`FormatError` if they contradict the file's tensors.
     """
-    text = header.metadata.get(KEY)
+    text = header.metadata.get(_CHUNKS)
     if text is None:
         return {}
-    told = contract.parse_object(text.encode(), what=f"{shown(header.file)}: {KEY}")
+    stored = contract.parse_object(text.encode(), what=f"{shown(header.file)}: {_CHUNKS}")
     found: dict[str, tuple[int, ...]] = {}
     for entry in header.entries:
-        if entry.key not in told:
+        if entry.key not in stored:
             continue
-        value = told[entry.key]
+        value = stored[entry.key]
         offsets = value.get(_OFFSETS) if isinstance(value, dict) else None
         if (
             not isinstance(offsets, list)
@@ -56,12 +56,12 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
             or not all(type(offset) is int and 0 <= offset < 2**63 for offset in offsets)
         ):
             raise FormatError(
-                f"{shown(header.file)}: {KEY} does not say where the part of {shown(entry.key)} of shape "
-                f"{entry.shape} begins. Save it again"
+                f"{shown(header.file)}: {_CHUNKS} has no valid offsets of the chunk of {shown(entry.key)} of shape "
+                f"{entry.shape}. Save it again"
             )
         if entry.dtype.bits % 8:
             raise FormatError(
-                f"{shown(header.file)}: {shown(entry.key)} is a part of a tensor of {entry.dtype.label}, whose "
+                f"{shown(header.file)}: {shown(entry.key)} is a chunk of a tensor of {entry.dtype.label}, whose "
                 "elements are not whole bytes. Save it whole"
             )
         found[entry.key] = tuple(offsets)
@@ -69,9 +69,9 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
 
 
 def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], contract.TensorEntry]]) -> joining.FoundTensor:
-    """The tensor that parts of the same dtype, each beginning at its offsets, make up.
+    """Return the tensor of these chunks, each with its offsets.
 
-    Raises :class:`FormatError` if they cannot belong together.
+    Raises :class:`FormatError` if chunks differ in dtype or number of dimensions.
     """
     first = chunks[0][1]
     for _, entry in chunks:
@@ -143,7 +143,7 @@ FORMAT: Final[contract.CheckpointFormat] = _SafetensorsFiles()
 
 
 def _without_side_files(names: Iterable[str]) -> list[str]:
-    """Return the files without adapters, and without "consolidated" files that are a second copy of the weights."""
+    """Return the files without adapters and "consolidated" files, which are a second copy of the weights."""
     kept = [name for name in names if not fnmatchcase(name, "adapter_model*")]
     return [name for name in kept if not fnmatchcase(name, "consolidated*")] or kept
 
@@ -157,9 +157,9 @@ def _check_numbering(files: Sequence[str], faults: contract.FormatFaults) -> Non
             found[match["stem"], int(match["total"])].add(int(match["number"]))
     for (stem, total), numbers in found.items():
         first = 0 if 0 in numbers else 1
-        # The total is a stranger's number: look no further than what is there plus what is listed.
-        looked_at = range(first, first + min(total, len(numbers) + contract.LISTED))
-        absent = [number for number in looked_at if number not in numbers]
+        # The total is untrusted and may be huge.
+        expected = range(first, first + min(total, len(numbers) + contract.LISTED))
+        absent = [number for number in expected if number not in numbers]
         if absent:
             faults.add(
                 "incomplete sets of numbered files",
@@ -172,9 +172,9 @@ def _add_headers(headers: Iterable[FileHeader], found: contract.IndexSoFar, faul
     chunks: dict[str, list[tuple[tuple[int, ...], contract.TensorEntry]]] = defaultdict(list)
     for header in headers:
         found.files[header.file] = header.file_nbytes
-        found.held[header.file] = {entry.key for entry in header.entries}
-        told = {name: text for name, text in header.metadata.items() if name != KEY}
-        found.metadata = {**told, **found.metadata}
+        found.keys[header.file] = {entry.key for entry in header.entries}
+        metadata = {name: text for name, text in header.metadata.items() if name != _CHUNKS}
+        found.metadata = {**metadata, **found.metadata}
         try:
             offsets = chunk_offsets(header)
         except FormatError as error:
@@ -184,7 +184,7 @@ def _add_headers(headers: Iterable[FileHeader], found: contract.IndexSoFar, faul
             if entry.key in offsets:
                 chunks[entry.key].append((offsets[entry.key], entry))
                 continue
-            if entry.key in found.composed:  # of a file of torch's, read before
+            if entry.key in found.composed:  # from a file of torch that was read before
                 faults.add("keys held twice", f"{shown(entry.key)}: in {shown(entry.file)}, and elsewhere in parts")
                 continue
             first = found.entries.setdefault(entry.key, entry)
@@ -228,15 +228,16 @@ class FileHeader:
 
 
 def read_header(reader: StorageReader, file: str) -> FileHeader:
-    """The header of ``file``, in at most two reads.
+    """Read the header of ``file``, in at most two reads.
 
-    Raises :class:`FormatError` for a file that is not a sound safetensors file,
-    :class:`~shardwise.errors.StorageError` for bytes that do not come.
+    Raises :class:`FormatError` for an invalid file, :class:`~shardwise.errors.StorageError` if it cannot be read.
     """
     file_nbytes = reader.size(file)
     if file_nbytes < _LENGTH_BYTES:
         what = "is empty" if file_nbytes == 0 else f"has {file_nbytes} bytes"
-        raise _refusal(file, f"the file {what}, a safetensors file has at least {_LENGTH_BYTES}")
+        raise contract.invalid_file(
+            shown(file), f"the file {what}, a safetensors file has at least {_LENGTH_BYTES}"
+        )
     first = reader.read(file, 0, min(file_nbytes, _FIRST_READ_BYTES))
     header_nbytes = int.from_bytes(first[:_LENGTH_BYTES], "little")
     _check_header_length(file, file_nbytes, header_nbytes)
@@ -247,10 +248,10 @@ def read_header(reader: StorageReader, file: str) -> FileHeader:
 
 
 def parse_header(file: str, file_nbytes: int, header: bytes) -> FileHeader:
-    """The header whose JSON is ``header`` (without its length) of a file of ``file_nbytes`` bytes.
+    """Parse ``header``, the JSON without its length, of a file of ``file_nbytes`` bytes.
 
-    Raises :class:`FormatError` for the first fault found. The result is consistent: every entry lies in the file,
-    fits its dtype and shape, and no two share a byte.
+    Raises :class:`FormatError` for the first fault. In the result every entry lies in the file, has the size of its
+    dtype and shape, and no two overlap.
     """
     _check_header_length(file, file_nbytes, len(header))
     fields = contract.parse_object(header, what=f"{shown(file)}: header")
@@ -261,16 +262,16 @@ def parse_header(file: str, file_nbytes: int, header: bytes) -> FileHeader:
         entries.sort(key=attrgetter("start", "stop"))
         _check_tiling(entries, data_start, file_nbytes)
     except ValueError as error:
-        raise _refusal(file, str(error)) from None
+        raise contract.invalid_file(shown(file), str(error)) from None
     return FileHeader(file, file_nbytes, data_start, metadata, tuple(entries))
 
 
 def _check_header_length(file: str, file_nbytes: int, header_nbytes: int) -> None:
     announced = f"a header of {header_nbytes} bytes is announced"
     if header_nbytes > MAX_HEADER_BYTES:
-        raise _refusal(file, f"{announced}, {MAX_HEADER_BYTES} is the limit")
+        raise contract.invalid_file(shown(file), f"{announced}, {MAX_HEADER_BYTES} is the limit")
     if _LENGTH_BYTES + header_nbytes > file_nbytes:
-        raise _refusal(file, f"{announced}, but the file ends after {file_nbytes} bytes")
+        raise contract.invalid_file(shown(file), f"{announced}, but the file ends after {file_nbytes} bytes")
 
 
 def _metadata(value: object) -> dict[str, str]:
@@ -285,7 +286,7 @@ def _metadata(value: object) -> dict[str, str]:
 
 
 def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int) -> contract.TensorEntry:
-    """The tensor that a field of the header describes. Raises ValueError if it is invalid."""
+    """Return the tensor that a field of the header describes. Raises ValueError if the field is invalid."""
     name = f"tensor {shown(key)}"
     if not isinstance(field, dict):
         raise ValueError(f"{name} is described by a {type(field).__name__}, not an object")
@@ -325,7 +326,7 @@ def _are_sizes(values: object) -> TypeGuard[list[int]]:
 
 
 def _check_tiling(entries: Sequence[contract.TensorEntry], data_start: int, file_nbytes: int) -> None:
-    """Tensors follow each other without a hole or an overlap, from the header's end to the file's end."""
+    """Check that tensors fill the file after the header without gap or overlap."""
     covered, previous = data_start, "the header"
     for entry in entries:
         name = f"tensor {shown(entry.key)}"
@@ -345,18 +346,12 @@ def _shown_value(value: object) -> str:
     return shown(repr(value))
 
 
-def _refusal(file: str, cause: str) -> FormatError:
-    return FormatError(
-        f"{shown(file)}: {cause}. The file is damaged, incomplete or of another format: download or write it again"
-    )
-
-
 _ORDER: Final = [
     *(DType.U64, DType.I64, DType.F64, DType.C64, DType.F32, DType.U32, DType.I32, DType.BF16, DType.F16),
     *(DType.U16, DType.I16, DType.F8_E5M2FNUZ, DType.F8_E4M3FNUZ, DType.F8_E8M0, DType.F8_E4M3, DType.F8_E5M2),
     *(DType.I8, DType.U8, DType.BOOL),
 ]
-"""The library's ``Dtype`` declares them the other way round, and writes the last first."""
+"""Order of tensors in a file, the reverse of the library's ``Dtype``."""
 
 _RANK = {dtype: rank for rank, dtype in enumerate(_ORDER)}
 _ALIGNMENT = 8
@@ -364,7 +359,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A safetensors file to write: its header, the places of its tensors, and its size in bytes."""
+    """A safetensors file to write: its header, its tensors, and its size in bytes."""
 
     name: str
     header: bytes
@@ -375,10 +370,10 @@ class NewFile:
 def lay_out(
     name: str, tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> NewFile:
-    """The file of this name that holds these tensors: (key, dtype, shape) each.
+    """Lay out a file of tensors, each with key, dtype and shape.
 
     Raises:
-        FormatError: a dtype that no file can hold, or a header longer than the library reads.
+        FormatError: a dtype that safetensors does not have, or a header longer than the library reads.
     """
     items = list(tensors)
     for key, dtype, _ in items:
@@ -397,9 +392,8 @@ def lay_out(
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise FormatError(
-            f"{shown(name)}: a header of {len(text)} bytes would be needed, {MAX_HEADER_BYTES} "
-            "is the limit. Save to "
-            "more files by a smaller max_shard_size"
+            f"{shown(name)}: a header of {len(text)} bytes would be needed, {MAX_HEADER_BYTES} is the limit. Save "
+            "to more files by a smaller max_shard_size"
         )
     header = len(text).to_bytes(_ALIGNMENT, "little") + text
     entries: list[contract.TensorEntry] = []

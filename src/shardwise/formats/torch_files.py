@@ -1,8 +1,8 @@
-"""Reads which tensor of a file written by ``torch.save`` lies at which bytes, and finds the files of a checkpoint.
+"""Files of ``torch.save``: the byte ranges of their tensors, and the files of a checkpoint.
 
-It is a zip archive: ``data.pkl`` is a pickle of the object, with a persistent id for every storage, and
-``data/<id>`` is that storage's memory, as it is. The pickle is read by :mod:`shardwise.formats.pickles`, so nothing
-is run. Source of the layout: torch's ``serialization.py`` and ``caffe2/serialize/inline_container.cc``.
+Such a file is a zip archive: ``data.pkl`` is a pickle of the object, with a persistent id for every storage, and
+``data/<id>`` is the memory of that storage. :mod:`shardwise.formats.pickles` reads the pickle without executing it.
+Source of the layout: torch's ``serialization.py`` and ``caffe2/serialize/inline_container.cc``.
 
 ``zipfile`` reads the directory. It does not report the offset of a member's bytes, which is computed here. The
 archive may be a part of a larger file.
@@ -51,7 +51,7 @@ class _TorchFiles(CheckpointFormat):
             found.append(
                 f"{listed(map(shown, of_ranks))}: contain local shards without their positions. "
                 "load_accelerate_model and accelerate load them on the same number of ranks. For any other number, "
-                "load them so and save in another form (use_dcp=True)."
+                "load them this way and save in another form (use_dcp=True)."
             )
         files = [name for name in names if name.endswith(_WEIGHTS) and name not in of_ranks]
         if files:
@@ -72,26 +72,26 @@ class _TorchFiles(CheckpointFormat):
         for item in contents:
             found.files[item.file] = item.file_nbytes
             joining.add_ignored(item.others, choice, found)
-            found.held[item.file] = joining.add_tensors(item.tensors, choice, found, faults)
+            found.keys[item.file] = joining.add_tensors(item.tensors, choice, found, faults)
 
 
 FORMAT: Final[CheckpointFormat] = _TorchFiles()
 
 
 MAX_DIRECTORY_BYTES = 16_000_000
-"""The longest directory that is read: of two hundred thousand members."""
+"""Limit on the size of a directory, that of two hundred thousand members."""
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _ENCRYPTED, _UTF_8 = 0x1, 0x800
-_AT_ONCE_BYTES = 16 * 1024
-_ENDS_BYTES = 4 * 1024
+_WHOLE_READ_BYTES = 16 * 1024
+_END_READ_BYTES = 4 * 1024
 
-_LIES = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, OverflowError, EOFError, OSError)
-"""What zipfile raises for directories that contradict themselves."""
+_ZIP_ERRORS = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, OverflowError, EOFError, OSError)
+"""Errors of zipfile for invalid directories."""
 
 
 class FileWindow(io.RawIOBase):
-    """A range of a file as a file object. Its beginning and end are cached, because most reads are there."""
+    """A range of a file as a file object. Its beginning and end are cached, since most reads are there."""
 
     def __init__(self, reader: StorageReader, file: str, start: int, stop: int) -> None:
         self._reader = reader
@@ -99,15 +99,15 @@ class FileWindow(io.RawIOBase):
         self.start = start
         self.nbytes = stop - start
         self._at = 0
-        ends = [(self.nbytes - _ENDS_BYTES, self.nbytes), (0, _ENDS_BYTES)]
-        kept = [(0, self.nbytes)] if self.nbytes <= _AT_ONCE_BYTES else ends
-        self._kept = [(first, reader.read(file, start + first, start + last)) for first, last in kept]
+        ends = [(self.nbytes - _END_READ_BYTES, self.nbytes), (0, _END_READ_BYTES)]
+        ranges = [(0, self.nbytes)] if self.nbytes <= _WHOLE_READ_BYTES else ends
+        self._cached = [(first, reader.read(file, start + first, start + last)) for first, last in ranges]
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """Read bytes counted from the start of the part. The caller has checked that they are in it."""
-        for kept_from, kept in self._kept:
-            if kept_from <= start and stop <= kept_from + len(kept):
-                return kept[start - kept_from : stop - kept_from]
+        """Read bytes, counted from the start of the range. The caller has checked that they are in it."""
+        for first, content in self._cached:
+            if first <= start and stop <= first + len(content):
+                return content[start - first : stop - first]
         return self._reader.read(self.file, self.start + start, self.start + stop)
 
     def seekable(self) -> bool:
@@ -133,12 +133,13 @@ class FileWindow(io.RawIOBase):
 
 
 class Archive:
-    """The members of an archive by name, and where their bytes lie. ``what`` names it in messages."""
+    """The members of a zip archive, and their byte ranges. ``what`` names it in messages."""
 
-    def __init__(self, part: FileWindow, what: str) -> None:
-        self._part = part
+    def __init__(self, window: FileWindow, what: str) -> None:
+        self._window = window
         self.what = what
-        self._rooms: dict[str, int] = {}  # where what follows a member begins
+        self._ends: dict[str, int] = {}
+        """Offset of the next member, or of the directory, by name of a member."""
         self.members = self._directory()
 
     def bytes_of(self, name: str) -> ByteRange:
@@ -156,28 +157,28 @@ class Archive:
                 f"its member {shown(name)} is compressed",
                 remedy="Write it with torch.save, which does not compress",
             )
-        # The size of the local header is told only there: its extra field may differ from the directory's.
+        # Only the local header has its size: its extra field may differ from that in the directory.
         encoded = member.orig_filename.encode("utf-8" if member.flag_bits & _UTF_8 else "cp437")
-        stop, room = member.header_offset + _LOCAL.size + len(encoded), self._rooms[name]
-        if stop > room:
-            self.refuse(f"its member {shown(name)} runs into what follows it")
-        local = self._part.read_range(member.header_offset, stop)
+        stop, end = member.header_offset + _LOCAL.size + len(encoded), self._ends[name]
+        if stop > end:
+            self.refuse(f"its member {shown(name)} overlaps the next one")
+        local = self._window.read_range(member.header_offset, stop)
         signature, _, flags, method, *_, name_length, extra_length = _LOCAL.unpack_from(local)
         if (signature, method, flags & _ENCRYPTED, name_length) != (b"PK\3\4", 0, 0, len(encoded)) or local[
             _LOCAL.size :
         ] != encoded:
             self.refuse(f"its directory and its member {shown(name)} contradict each other")
         start = stop + extra_length
-        if start + member.file_size > room:
-            self.refuse(f"its member {shown(name)} runs into what follows it")
-        return ByteRange(self._part.start + start, self._part.start + start + member.file_size)
+        if start + member.file_size > end:
+            self.refuse(f"its member {shown(name)} overlaps the next one")
+        return ByteRange(self._window.start + start, self._window.start + start + member.file_size)
 
     def content(self, name: str, *, max_nbytes: int) -> bytes:
-        """The bytes of a small member."""
-        where = self.bytes_of(name)
-        if where.nbytes > max_nbytes:
-            self.refuse(f"its member {shown(name)} has {where.nbytes} bytes, {max_nbytes} is the limit")
-        return self._part.read_range(where.start - self._part.start, where.stop - self._part.start)
+        """Read a small member."""
+        found = self.bytes_of(name)
+        if found.nbytes > max_nbytes:
+            self.refuse(f"its member {shown(name)} has {found.nbytes} bytes, {max_nbytes} is the limit")
+        return self._window.read_range(found.start - self._window.start, found.stop - self._window.start)
 
     def refuse(self, cause: str, *, remedy: str = "") -> NoReturn:
         """Raise a FormatError that names the archive."""
@@ -186,9 +187,9 @@ class Archive:
 
     def _directory(self) -> dict[str, zipfile.ZipInfo]:
         try:
-            with zipfile.ZipFile(self._part) as archive:
+            with zipfile.ZipFile(self._window) as archive:
                 found, end = archive.infolist(), archive.start_dir
-        except _LIES as error:
+        except _ZIP_ERRORS as error:
             self.refuse(f"it does not end in the directory of a zip archive ({str(error)[:200]!a})")
         if not found:
             self.refuse("it has no members")
@@ -196,14 +197,14 @@ class Archive:
         for member, following in zip(found, [*(item.header_offset for item in found[1:]), end], strict=True):
             if not 0 <= member.header_offset < end:
                 self.refuse(f"its member {shown(member.filename)} is not before the directory")
-            if member.filename in self._rooms:
+            if member.filename in self._ends:
                 self.refuse(f"it has the member {shown(member.filename)} twice")
-            self._rooms[member.filename] = following
+            self._ends[member.filename] = following
         return {member.filename: member for member in found}
 
 
 MAX_PICKLE_BYTES = 100_000_000
-"""The longest pickle that is read, the same as the longest header of a safetensors file."""
+"""Limit on the size of a pickle, the same as that of the header of a safetensors file."""
 
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _LFS = b"version https://git-lfs"
@@ -211,7 +212,7 @@ _LFS = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class TorchFileContents:
-    """Content of a file: its tensors, and the path and type name of every other value."""
+    """Tensors of a file, and the path and type name of every other value."""
 
     file: str
     file_nbytes: int
@@ -227,9 +228,9 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
     """
     what = shown(file)
     file_nbytes = reader.size(file)
-    part = FileWindow(reader, file, 0, file_nbytes)
-    _refuse_others(part, what)
-    archive = TorchArchive(part, what, {})
+    window = FileWindow(reader, file, 0, file_nbytes)
+    _require_archive(window, what)
+    archive = TorchArchive(window, what, {})
     tensors, others = _walk(archive.value, archive.pickle_nbytes, what)
     storages = {tensor.storage.name: tensor.storage for _, tensor in tensors}
     places = each(reader, archive.place_of, storages.values())
@@ -245,9 +246,9 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
 def read_torch_tensor(
     reader: StorageReader, file: str, where: ByteRange, known: dict[bytes, object], *, what: str
 ) -> joining.StoredView:
-    """The one tensor that was saved by itself in a range of a file.
+    """Return the tensor that was saved by itself in a range of a file.
 
-    ``known`` are pickles that have been read before, because chunks of equal shapes have equal ones.
+    ``known`` caches pickles that have been read, because chunks of equal shapes have equal ones.
     """
     archive = TorchArchive(FileWindow(reader, file, where.start, where.stop), what, known)
     tensor = archive.value
@@ -257,14 +258,14 @@ def read_torch_tensor(
 
 
 class TorchArchive(Archive):
-    """The archive that ``torch.save`` makes of an object.
+    """An archive of ``torch.save``.
 
-    ``value`` is that object, which is also cached in ``known``.
+    ``value`` is the saved object, which is also cached in ``known``.
     """
 
-    def __init__(self, part: FileWindow, what: str, known: dict[bytes, object]) -> None:
-        super().__init__(part, what)
-        self._file = part.file
+    def __init__(self, window: FileWindow, what: str, known: dict[bytes, object]) -> None:
+        super().__init__(window, what)
+        self._file = window.file
         name = next((name for name in self.members if name.endswith("/data.pkl") and name.count("/") == 1), None)
         if name is None:
             self.refuse("it is a zip archive, but not one of torch.save", remedy="Save the model's state dict")
@@ -281,15 +282,15 @@ class TorchArchive(Archive):
         self.value = known[pickle]
 
     def place_of(self, storage: Storage) -> ByteRange:
-        """The bytes of a storage."""
+        """Return the byte range of a storage."""
         name = f"{self._folder}data/{storage.name}"
-        where = self.bytes_of(name)
-        if where.nbytes != storage.nbytes:
-            self.refuse(f"its member {shown(name)} has {where.nbytes} bytes, and should have {storage.nbytes}")
-        return where
+        place = self.bytes_of(name)
+        if place.nbytes != storage.nbytes:
+            self.refuse(f"its member {shown(name)} has {place.nbytes} bytes, and should have {storage.nbytes}")
+        return place
 
     def view_of(self, tensor: PickledTensor, place: ByteRange, name: str) -> joining.StoredView:
-        """Return a tensor as bytes of the file: only its own if they are one run, otherwise its storage's."""
+        """Return a tensor as a view of its own bytes if they are contiguous, otherwise of its storage."""
         if tensor.storage.nbytes != place.nbytes:
             self.refuse(f"{shown(name)}: two different sizes are given for its storage")
         strided, itemsize = tensor.strided, tensor.dtype.itemsize
@@ -306,12 +307,11 @@ class TorchArchive(Archive):
 
 def reject_others(reader: StorageReader, file: str) -> None:
     """Raise :class:`FormatError` for common files that are not archives of ``torch.save``."""
-    _refuse_others(FileWindow(reader, file, 0, reader.size(file)), shown(file))
+    _require_archive(FileWindow(reader, file, 0, reader.size(file)), shown(file))
 
 
-def _refuse_others(part: FileWindow, what: str) -> None:
-    """Reject common files that are not archives."""
-    first = part.read_range(0, min(part.nbytes, len(_LFS)))
+def _require_archive(window: FileWindow, what: str) -> None:
+    first = window.read_range(0, min(window.nbytes, len(_LFS)))
     if first.startswith(_LEGACY):
         raise FormatError(
             f"{what}: it is in the format that torch wrote before 1.6, which cannot be read in parts. Load it once "
@@ -322,11 +322,12 @@ def _refuse_others(part: FileWindow, what: str) -> None:
 
 
 def _walk(
-    value: object, most: int, what: str
+    value: object, max_items: int, what: str
 ) -> tuple[list[tuple[joining.KeyPath, PickledTensor]], list[tuple[joining.KeyPath, str]]]:
-    """Yield every tensor with its path of keys, and all other values. ``most`` bounds the number of items.
+    """Return every tensor with its path, and the path and type of all other values.
 
-    A pickle spends more than a byte on every item, unless its dicts hold each other again and again.
+    A pickle needs more than a byte for every item, unless its dicts contain each other. So the size of the pickle
+    limits the number of items.
     """
     if isinstance(value, PickledTensor):
         raise FormatError(f"{what}: it holds one tensor without a name. Save a state dict")
@@ -334,20 +335,20 @@ def _walk(
         raise FormatError(f"{what}: it holds a {_kind(value)}, not a state dict. Save model.state_dict()")
     tensors: list[tuple[joining.KeyPath, PickledTensor]] = []
     others: list[tuple[joining.KeyPath, str]] = []
-    waiting: list[tuple[joining.KeyPath, object]] = [((), value)]
+    stack: list[tuple[joining.KeyPath, object]] = [((), value)]
     visited = 0
-    while waiting:
-        path, item = waiting.pop()
+    while stack:
+        path, item = stack.pop()
         visited += 1
-        if len(path) > joining.MAX_DEPTH or visited > most:
+        if len(path) > joining.MAX_DEPTH or visited > max_items:
             raise FormatError(f"{what}: its dicts are nested too deeply. Save model.state_dict()")
         if isinstance(item, PickledTensor):
             tensors.append((path, item))
         elif isinstance(item, dict):
             members = [(_component(key), member) for key, member in item.items()]
-            waiting += [((*path, name), member) for name, member in reversed(members)]
+            stack += [((*path, name), member) for name, member in reversed(members)]
         elif isinstance(item, list | tuple) and _holds_tensors(item):
-            waiting += [((*path, str(number)), member) for number, member in reversed(list(enumerate(item)))]
+            stack += [((*path, str(number)), member) for number, member in reversed(list(enumerate(item)))]
         else:
             others.append((path, _kind(item)))
     return tensors, others

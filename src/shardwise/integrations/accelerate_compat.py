@@ -1,7 +1,7 @@
 """Unexported names of accelerate, and the functions that are replaced in it. No other module uses them.
 
-Checked with accelerate 1.13 and 1.15. A missing name is one error when the switch is first used. Arguments and
-meanings are asserted by ``tests/canary``.
+Checked with accelerate 1.13 and 1.15. A missing name is one error when the switch is first used. ``tests/canary``
+asserts arguments and meanings.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +26,12 @@ with known_names:
     from accelerate import accelerator as accelerator_module
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
+    from accelerate.utils import patch_environment as patch_environment
 
 __all__ = ["Accelerator", "AcceleratorState", "DistributedType", "accelerator_module", "fsdp_utils"]
 
 Original: TypeAlias = Callable[..., Any]
-"""A function of accelerate's that is replaced."""
+"""A function of accelerate that is replaced."""
 
 
 def plugin_of(accelerator: Any) -> Any:
@@ -39,7 +40,7 @@ def plugin_of(accelerator: Any) -> Any:
 
 
 def become_fsdp2(state: Any, plugin: Any) -> None:
-    """Have the state that all accelerators of this process share be that of FSDP2 with this plugin."""
+    """Change the state that all accelerators of this process share to FSDP2 with this plugin."""
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)
     state.fsdp_plugin = plugin
@@ -55,14 +56,14 @@ def fsdp2_plugin() -> Any:
 
 
 def is_begun() -> bool:
-    """Return whether an accelerator has been made in this process, so that its kind of ranks is settled."""
+    """Return whether an accelerator exists in this process, which determines the distributed type."""
     return bool(PartialState._shared_state)
 
 
 def left_as_they_are(
     accelerator: Any, objects: Sequence[Any], device_placement: Sequence[bool | None]
 ) -> tuple[Any, ...]:
-    """Objects prepared as accelerate does, but for models, which are only noted, and optimizers, which stay put."""
+    """Prepare objects as accelerate does, but only register models, and do not move optimizers to a device."""
     first = [
         item
         if isinstance(item, nn.Module)
@@ -87,7 +88,7 @@ def tensor_parallel_size(accelerator: Any) -> int:
 
 
 def require_parallelism(accelerator: Any) -> None:
-    """Refuse a configuration whose ranks would train on other rows than it says.
+    """Check that ranks will train on the rows that the configuration promises.
 
     Raises:
         ConfigError: Ulysses sequence parallelism without DeepSpeed.
@@ -96,34 +97,24 @@ def require_parallelism(accelerator: Any) -> None:
     if config is not None and config.sp_size > 1 and accelerator.distributed_type != DistributedType.DEEPSPEED:
         raise ConfigError(
             f"ParallelismConfig(sp_size={config.sp_size}): only DeepSpeed splits sequences so, and without it "
-            "every rank would train on whole ones. Use cp_size, which FSDP2 supports."
+            "every rank would train on whole sequences. Use cp_size, which FSDP2 supports."
         )
 
 
 def is_context_parallel(accelerator: Any) -> bool:
-    """Return whether ``maybe_context_parallel`` is to split sequences."""
+    """Return whether ``maybe_context_parallel`` splits sequences."""
     config = accelerator.parallelism_config
     return config is not None and bool(config.cp_size > 1)
 
 
-def context_of(accelerator: Any) -> Any:
-    """Return what ``maybe_context_parallel`` enters, or None before the first ``prepare``."""
-    return getattr(accelerator, "_cp_context", None)
-
-
-def enter_instead(accelerator: Any, context: Any) -> None:
-    """Replace what ``maybe_context_parallel`` enters."""
-    accelerator._cp_context = context
-
-
-def how_many(accelerator: Any) -> tuple[int, int]:
-    """The models and the optimizers that an accelerator has prepared."""
+def prepared_counts(accelerator: Any) -> tuple[int, int]:
+    """Return the numbers of models and of optimizers that an accelerator has prepared."""
     return len(accelerator._models), len(accelerator._optimizers)
 
 
 @contextmanager
 def without_models(accelerator: Any) -> Iterator[tuple[list[nn.Module], list[Any]]]:
-    """Remove the models and optimizers from an accelerator within the block. Yields them."""
+    """Remove the models and optimizers from an accelerator within the block, and yield them."""
     models, optimizers = accelerator._models, accelerator._optimizers
     accelerator._models, accelerator._optimizers = [], []
     try:

@@ -1,15 +1,15 @@
-"""The switch under which accelerate treats sharded models as they are, and saves their states.
+"""The switch under which accelerate accepts models that are sharded already, and saves their states.
 
 [Note: Doors] accelerate has no interface for models that are sharded already. So a handful of its functions is
 replaced while the switch is on, and never by an import. Each replacement delegates all other calls, so accelerate's
-DDP, DeepSpeed and FSDP1 are unaffected. When the switch is turned off, the functions are restored. One that
-somebody else has wrapped meanwhile stays, and delegates everything.
+DDP, DeepSpeed and FSDP1 are unaffected. When the switch is turned off, the functions are restored. A replacement
+that other code has wrapped meanwhile stays, and delegates all calls.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -27,12 +28,12 @@ from shardwise.execution.world import World
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations import pending
 from shardwise.integrations.accelerate_state import load_state, save_state
-from shardwise.integrations.context_parallel import SplitSequences, require_split
 from shardwise.interchange import accelerate_writing as writing
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
 from shardwise.interchange.accelerate_writing import LinkedFolder, WorkFolder
 from shardwise.models.build import loading_door, placing_door
 from shardwise.models.gradients import average_replicated_gradients, clip_gradients, require_synchronized
+from shardwise.models.pretrained import attention_of, outermost_pretrained
 from shardwise.models.rebind import bind_optimizers, plain_optimizer
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.models.view import collect_tensors, is_sharded, without_compile
@@ -41,7 +42,7 @@ from shardwise.tuning.peft_compat import adapter_doors
 
 
 def accelerate() -> AccelerateSwitch:
-    """The switch: a context, or ``accelerate().install()`` once for a whole script.
+    """Return the switch: a context manager, or ``accelerate().install()`` once for a whole script.
 
     While it is on, in this process:
 
@@ -53,16 +54,16 @@ def accelerate() -> AccelerateSwitch:
       ranks. ``get_state_dict`` and ``clip_grad_norm_`` support unsharded parameters.
 
     Raises:
-        ConfigError: accelerate is not installed, or has no function that is replaced here.
+        ConfigError: accelerate is not installed, or lacks a function that is replaced here.
     """
     return AccelerateSwitch()
 
 
 class AccelerateSwitch:
-    """Turns the replaced functions of accelerate on and off. May be nested: they stay until the last one is off."""
+    """Replaces functions of accelerate. Switches may be nested: the functions stay until the last one is off."""
 
-    _installed = 0
-    _put_back: list[Callable[[], None]] = []  # noqa: RUF012 - of the process, as what it replaces is
+    _count = 0
+    _restoring = ExitStack()
 
     def __init__(self) -> None:
         self._is_on = False
@@ -71,25 +72,22 @@ class AccelerateSwitch:
         """Turn it on, until :meth:`remove`. Repeated calls do nothing."""
         if self._is_on:
             return
-        if AccelerateSwitch._installed == 0:
-            try:
-                with compat.known_names:
-                    for owner, name, make in _doors():
-                        AccelerateSwitch._put_back.append(_replace(owner, name, make))
-            except BaseException:
-                _restore()
-                raise
+        if AccelerateSwitch._count == 0:
+            with ExitStack() as stack, compat.known_names:
+                for owner, name, replacement in _doors():
+                    stack.callback(_restore, owner, name, vars(owner)[name], _replace(owner, name, replacement))
+                AccelerateSwitch._restoring = stack.pop_all()
         self._is_on = True
-        AccelerateSwitch._installed += 1
+        AccelerateSwitch._count += 1
 
     def remove(self) -> None:
         """Turn it off. accelerate is restored unless another switch is on."""
         if not self._is_on:
             return
         self._is_on = False
-        AccelerateSwitch._installed -= 1
-        if AccelerateSwitch._installed == 0:
-            _restore()
+        AccelerateSwitch._count -= 1
+        if AccelerateSwitch._count == 0:
+            AccelerateSwitch._restoring.close()
 
     def __enter__(self) -> Self:
         self.install()
@@ -99,12 +97,8 @@ class AccelerateSwitch:
         self.remove()
 
 
-Replacing = Callable[..., Any]
-"""What takes the place of a function: called with that function first, and then with its arguments."""
-
-
-def _doors() -> list[tuple[Any, str, Replacing]]:
-    """List the functions that are replaced: owner, name, replacement."""
+def _doors() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """List the replaced functions: owner, name, and replacement, whose first argument is the function."""
     return [
         (compat.AcceleratorState, "__init__", begin_state),
         (compat.Accelerator, "prepare", prepare_objects),
@@ -125,60 +119,63 @@ def _doors() -> list[tuple[Any, str, Replacing]]:
     ]
 
 
-def _replace(owner: Any, name: str, replacing: Replacing) -> Callable[[], None]:
-    """Replace a function. Return a callable that restores it, unless it has been replaced again."""
-    original, before = getattr(owner, name), vars(owner)[name]
+def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
+    """Replace a function of a class or module. Return its new attribute."""
+    original = getattr(owner, name)
 
-    @functools.wraps(original)
+    @wraps(original)
     def door(*args: Any, **keywords: Any) -> Any:
-        if AccelerateSwitch._installed == 0:
+        if AccelerateSwitch._count == 0:
             return original(*args, **keywords)
-        return replacing(original, *args, **keywords)
+        return replacement(original, *args, **keywords)
 
-    mine = staticmethod(door) if isinstance(before, staticmethod) else door
-    setattr(owner, name, mine)
-
-    def put_back() -> None:
-        if vars(owner).get(name) is mine:
-            setattr(owner, name, before)
-
-    return put_back
+    attribute = staticmethod(door) if isinstance(vars(owner)[name], staticmethod) else door
+    setattr(owner, name, attribute)
+    return attribute
 
 
-def _restore() -> None:
-    while AccelerateSwitch._put_back:
-        AccelerateSwitch._put_back.pop()()
+def _restore(owner: Any, name: str, before: Any, attribute: Any) -> None:
+    """Restore a function unless it has been replaced again."""
+    if vars(owner).get(name) is attribute:
+        setattr(owner, name, before)
 
 
-_BEFORE = "prepare the optimizer before its first step"
+_PREPARE_FIRST = "prepare the optimizer before its first step"
 
 
 def prepare_objects(
     original: compat.Original, accelerator: Any, *objects: Any, device_placement: list[bool] | None = None
 ) -> Any:
-    """Replace ``Accelerator.prepare``: models that are sharded are left alone, others passed on."""
+    """Replace ``Accelerator.prepare``: models that are sharded already stay as they are."""
     models = [item for item in objects if isinstance(item, nn.Module)]
     compat.require_parallelism(accelerator)
     by_fsdp = any(isinstance(module, FSDPModule) for model in models for module in model.modules())
     if not models or (compat.tensor_parallel_size(accelerator) > 1 and not by_fsdp):
         return original(accelerator, *objects, device_placement=device_placement)
     with World.current(call="prepare") as world:
-        if _agree_on_sharded(world, models):
-            return _leave_alone(world, accelerator, objects, models, device_placement)
+        if _are_sharded(world, models):
+            return _prepare_sharded(world, accelerator, objects, models, device_placement)
     return original(accelerator, *objects, device_placement=device_placement)
 
 
 def prepare_context_parallel(original: compat.Original, accelerator: Any, *objects: Any) -> Any:
-    """Replace accelerate's preparation for split sequences: its own, and checks of what it leaves to the loop."""
-    split = compat.context_of(accelerator)
-    result = original(accelerator, *objects)
-    if not isinstance(split, SplitSequences):
-        split = SplitSequences(compat.context_of(accelerator))
-    compat.enter_instead(accelerator, split)
+    """Replace accelerate's preparation for context parallelism: check the models' attention before.
+
+    torch replaces ``scaled_dot_product_attention`` only. Others would attend to this rank's part of a sequence.
+
+    Raises:
+        ConfigError: a model uses another attention.
+    """
     for item in objects:
-        if isinstance(item, nn.Module):
-            require_split(item, split)
-    return result
+        models = outermost_pretrained(without_compile(item)) if isinstance(item, nn.Module) else []
+        for _, inner in models:
+            if (attention := attention_of(inner)) != "sdpa":
+                raise ConfigError(
+                    f"{type(inner).__name__} with attn_implementation={attention!r}: under context parallelism "
+                    "every rank would attend to its part of a sequence only. Load it with "
+                    "attn_implementation='sdpa'."
+                )
+    return original(accelerator, *objects)
 
 
 def begin_state(original: compat.Original, state: Any, *args: Any, **keywords: Any) -> None:
@@ -186,7 +183,7 @@ def begin_state(original: compat.Original, state: Any, *args: Any, **keywords: A
     plugin = keywords.get("fsdp_plugin")
     wanted = plugin is not None and plugin.fsdp_version == 2
     if wanted and pending.launched_ranks() and not compat.is_begun() and not torch.accelerator.is_available():
-        keywords["cpu"] = True  # else accelerate takes each of the ranks for a process alone
+        keywords["cpu"] = True  # else accelerate takes each rank for a single process
     original(state, *args, **keywords)
     if wanted and state.distributed_type == compat.DistributedType.MULTI_CPU:
         compat.become_fsdp2(state, plugin)
@@ -198,13 +195,11 @@ def begin_state(original: compat.Original, state: Any, *args: Any, **keywords: A
         )
 
 
-def is_left_alone(model: nn.Module) -> bool:
+def _is_sharded(model: nn.Module) -> bool:
     """Return whether ``fully_shard`` has sharded a model, or the one inside of PEFT's.
 
-    Unsharded parameters are allowed.
-
     Raises:
-        ShardingError: it has sharded a part of the model, or something else has sharded it.
+        ShardingError: only a part of the model is sharded, or it is wrapped by DDP or FSDP1.
     """
     plain = without_compile(model)
     for module in plain.modules():
@@ -216,77 +211,80 @@ def is_left_alone(model: nn.Module) -> bool:
     return is_sharded(plain, collect_tensors(plain))
 
 
-def _agree_on_sharded(world: World, models: Sequence[nn.Module]) -> bool:
+def _are_sharded(world: World, models: Sequence[nn.Module]) -> bool:
     """Return whether all models are sharded already (True), or none is. Collective: yes."""
-    found = world.run_all(lambda: [is_left_alone(model) for model in models])
+    found = world.run_all(list, map(_is_sharded, models))
     world.require_equal(found, "the state of the model (sharded already, or not)")
     if any(found) and not all(found):
         raise ShardingError("of the models, some are sharded already and some are not. Prepare them apart")
     return any(found)
 
 
-def _leave_alone(
+def _require_supported(
+    accelerator: Any, objects: Sequence[Any], models: Sequence[nn.Module], device_placement: Sequence[bool] | None
+) -> None:
+    """Check a call of ``prepare`` with a model that is sharded already.
+
+    Raises:
+        ConfigError, ShardingError: the call is not supported.
+    """
+    if len(models) > 1:
+        raise ConfigError(f"{len(models)} models in one call. Prepare one FSDP2 model at a time")
+    if device_placement is not None and len(device_placement) != len(objects):
+        raise ConfigError(
+            f"device_placement has {len(device_placement)} values, and there are {len(objects)} objects"
+        )
+    plugin = compat.plugin_of(accelerator)
+    if plugin is not None and plugin.fsdp_version != 2:
+        raise ConfigError(
+            "the accelerator's plugin is of FSDP1 (fsdp_version=1), and the model is sharded by FSDP2. Pass "
+            "FullyShardedDataParallelPlugin(fsdp_version=2), or set fsdp_version: 2 in its configuration"
+        )
+    held = collect_tensors(without_compile(models[0]))
+    if on_meta := [item.fqn for item in held if item.tensor.is_meta]:
+        raise ShardingError(
+            f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on meta. Call shardwise.load before prepare"
+        )
+    bind_optimizers(
+        [plain_optimizer(item) for item in objects if isinstance(item, Optimizer)], held, _PREPARE_FIRST
+    )
+
+
+def _prepare_sharded(
     world: World,
     accelerator: Any,
     objects: Sequence[Any],
     models: Sequence[nn.Module],
     device_placement: Sequence[bool] | None,
 ) -> Any:
-    """Prepare all but the model, and note that. Collective: yes."""
-
-    def check() -> None:
-        if len(models) > 1:
-            raise ConfigError(f"{len(models)} models in one call. Prepare one FSDP2 model at a time")
-        if device_placement is not None and len(device_placement) != len(objects):
-            raise ConfigError(
-                f"device_placement has {len(device_placement)} values, and there are {len(objects)} objects"
-            )
-        plugin = compat.plugin_of(accelerator)
-        if plugin is not None and plugin.fsdp_version != 2:
-            raise ConfigError(
-                "the accelerator's plugin is of FSDP1 (fsdp_version=1), and the model is sharded by FSDP2. Pass "
-                "FullyShardedDataParallelPlugin(fsdp_version=2), or set fsdp_version: 2 in its configuration"
-            )
-        held = collect_tensors(without_compile(models[0]))
-        if on_meta := [item.fqn for item in held if item.tensor.is_meta]:
-            raise ShardingError(
-                f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on meta. Call shardwise.load before prepare"
-            )
-        bind_optimizers([plain_optimizer(item) for item in objects if isinstance(item, Optimizer)], held, _BEFORE)
-
-    world.run_all(check)
+    """Prepare everything except the model, and register the model. Collective: yes."""
+    world.run_all(_require_supported, accelerator, objects, models, device_placement)
     if not accelerator.is_fsdp2:
         compat.become_fsdp2(accelerator.state, compat.plugin_of(accelerator) or compat.fsdp2_plugin())
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)
     result = compat.left_as_they_are(accelerator, objects, placement)
     model = without_compile(models[0])
-    mesh = _mesh_of(model)
+    mesh = next((parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
     if mesh is not None:
         average_replicated_gradients(model, mesh)
-    # Ranks of one tensor parallel group have the same rows, and the same gradients of what it does not split.
+    # Ranks of one tensor parallel group have the same rows, and equal gradients of parameters it does not split.
     world.run_all(require_synchronized, model, world.size // compat.tensor_parallel_size(accelerator))
     if compat.is_context_parallel(accelerator):
         accelerator._prepare_cp(model)
     return result if len(result) > 1 else result[0]
 
 
-def _mesh_of(model: nn.Module) -> Any:
-    """Return the mesh of a model's sharded parameters, or None."""
-    found = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
-    return next((mesh for mesh in found if mesh is not None), None)
-
-
 T = TypeVar("T")
 
 
-def _of_fsdp2(replacing: Callable[..., T]) -> Callable[..., T]:
-    """Pass calls on to accelerate's own function where the plugin is not one of FSDP2."""
+def _of_fsdp2(replacement: Callable[..., T]) -> Callable[..., T]:
+    """Delegate to accelerate's own function if the plugin is of FSDP1."""
 
-    @wraps(replacing)
+    @wraps(replacement)
     def door(original: Callable[..., T], fsdp_plugin: Any, accelerator: Any, *others: Any, **keywords: Any) -> T:
         if fsdp_plugin.fsdp_version != 2:
             return original(fsdp_plugin, accelerator, *others, **keywords)
-        return replacing(fsdp_plugin, *others, **keywords)
+        return replacement(fsdp_plugin, *others, **keywords)
 
     return door
 
@@ -358,23 +356,25 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
-    """Replace ``Accelerator.clip_grad_norm_``: one norm of sharded and of whole parameters."""
+    """Replace ``Accelerator.clip_grad_norm_``: one norm of sharded and unsharded parameters."""
     if not accelerator.is_fsdp2 or float(norm_type) != 2.0:
         return original(accelerator, parameters, max_norm, norm_type)
     accelerator.unscale_gradients()
-    given: Any = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    norm = clip_gradients(given, float(max_norm))
+    items: Any = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = clip_gradients(items, float(max_norm))
     return torch.tensor(norm, device=accelerator.device)
 
 
 def _folder_of(input_dir: str) -> Path:
-    """The folder that accelerate loads from, the same on all ranks."""
+    """Return the folder that accelerate loads from, the same on all ranks."""
     return input_dir.folder if isinstance(input_dir, LinkedFolder) else Path(input_dir)
 
 
 def _place(plugin: Any, output_dir: str, number: int, others: Mapping[str, Any]) -> writing.FilesPlace:
     """Return the place of a model or an optimizer: in the state that is being saved, or by itself."""
-    form = _form(plugin, others)
+    form: FileForm = "sharded" if others.get("use_dcp", True) else "local"
+    if plugin.state_dict_type.name == "FULL_STATE_DICT":
+        form = "full"
     if isinstance(output_dir, WorkFolder):
         return writing.FilesPlace(output_dir.folder, number, form, output_dir.part)
     return writing.FilesPlace(Path(output_dir), number, form)
@@ -382,9 +382,3 @@ def _place(plugin: Any, output_dir: str, number: int, others: Mapping[str, Any])
 
 def _selection(model: nn.Module, *, adapter_only: bool) -> Selection:
     return AdapterOnly() if adapter_only and has_adapters(model) else None
-
-
-def _form(plugin: Any, others: Mapping[str, Any]) -> FileForm:
-    if plugin.state_dict_type.name == "FULL_STATE_DICT":
-        return "full"
-    return "sharded" if others.get("use_dcp", True) else "local"

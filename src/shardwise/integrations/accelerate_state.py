@@ -1,4 +1,4 @@
-"""accelerate's save_state and load_state, committed as a whole."""
+"""``save_state`` and ``load_state`` of accelerate, committed in one step."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def save_state(
     *others: Any,
     **keywords: Any,
 ) -> Any:
-    """Replace ``Accelerator.save_state``: all that is written counts in one step.
+    """Replace ``Accelerator.save_state``: all files are committed in one step.
 
-    A state in the folder, and with ``automatic_checkpoint_naming`` the oldest ones, go once the new one counts.
+    The older state in the folder, and with ``automatic_checkpoint_naming`` the oldest ones, are removed afterwards.
     """
     config = accelerator.project_configuration
     if not accelerator.is_fsdp2 or (output_dir is None and not config.automatic_checkpoint_naming):
@@ -37,7 +37,7 @@ def save_state(
     is_named = config.automatic_checkpoint_naming
     folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
     with World.current(call="save_state") as world:
-        world.run_all(_require_one_each, "save_state", *compat.how_many(accelerator))
+        world.run_all(_require_one_each, "save_state", *compat.prepared_counts(accelerator))
         world.require_equal(str(folder), "the folder to save into")
         with state_saved(world, folder, is_new=is_named) as work:
             config.automatic_checkpoint_naming = False
@@ -60,7 +60,7 @@ def load_state(
     *others: Any,
     **keywords: Any,
 ) -> Any:
-    """Replace ``Accelerator.load_state``: of a save that counts, but was killed, all is read."""
+    """Replace ``Accelerator.load_state``: a committed state is read as a whole, even if its save was killed."""
     is_numbered = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
     is_ours = accelerator.is_fsdp2 or accelerator.distributed_type == compat.DistributedType.NO
     if not is_ours or (input_dir is None and not is_numbered):
@@ -68,15 +68,14 @@ def load_state(
     with ExitStack() as stack:
         with World.current(call="load_state") as world:
             if accelerator.is_fsdp2:
-                world.run_all(_require_one_each, "load_state", *compat.how_many(accelerator))
+                world.run_all(_require_one_each, "load_state", *compat.prepared_counts(accelerator))
             if is_numbered:
-                place = _numbered_folder(accelerator).parent
-                newest = world.broadcast(newest_in, place)
+                newest = world.broadcast(newest_in, _numbered_folder(accelerator).parent)
                 if newest is None:
                     return _all_done("load_state", original, accelerator, None, *others, **keywords)
                 input_dir = str(newest)
             folder = Path(str(input_dir)).expanduser().resolve()
-            seen = world.run_all(lambda: stack.enter_context(as_renamed(folder)))
+            seen = world.run_all(stack.enter_context, as_renamed(folder))
         if seen != folder:
             input_dir = LinkedFolder.of(seen, folder)
 
@@ -87,7 +86,7 @@ def load_state(
 
         if accelerator.is_fsdp2 or not any(seen.glob(f"{MODEL.stem}*")):
             return _all_done("load_state", load)
-        with compat.without_models(accelerator) as (models, optimizers):  # a process alone, where ranks have saved
+        with compat.without_models(accelerator) as (models, optimizers):  # one process, and a state saved by ranks
             _require_one_each("load_state", len(models), len(optimizers))
             for number, model in enumerate(models):
                 load_accelerate_model(model, folder, number=number)
@@ -97,7 +96,7 @@ def load_state(
 
 
 def _require_one_each(call: str, models: int, optimizers: int) -> None:
-    """Accelerate takes an optimizer for that of the model of the same number."""
+    """Check that every optimizer has a model, because accelerate pairs them by number."""
     if optimizers > models:
         raise ConfigError(
             f"{call}: the accelerator has {optimizers} optimizers and {models} model(s), and accelerate's states "
@@ -106,7 +105,7 @@ def _require_one_each(call: str, models: int, optimizers: int) -> None:
 
 
 def _require_still_there(seen: Path, folder: Path) -> None:
-    """Accelerate passes over random states that it cannot read."""
+    """Check that the state was not replaced meanwhile, because accelerate skips random states it cannot read."""
     if seen != folder and leads_nowhere(seen):
         raise StorageError(f"{folder}: a save began there while its state was loaded. Load it again")
 

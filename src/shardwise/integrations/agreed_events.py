@@ -1,7 +1,7 @@
-"""Callbacks of a Trainer that all ranks follow alike."""
+"""Callbacks of a Trainer whose requests and exceptions apply to all ranks."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,98 +11,76 @@ from shardwise.errors import RankLostError, ShardwiseError
 from shardwise.execution.world import World
 from shardwise.models import torch_api
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
-
-
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-
-
-_MEETINGS = (
-    "on_train_begin",
-    "on_epoch_begin",
-    "on_step_end",
-    "on_epoch_end",
-    "on_evaluate",
-    "on_save",
-    "on_train_end",
+_MEETINGS = frozenset(
+    ["on_train_begin", "on_epoch_begin", "on_step_end", "on_epoch_end", "on_evaluate", "on_save", "on_train_end"]
 )
+"""Events at which ranks synchronize."""
 
 
 class AgreedEvents:
-    """Stands for ``CallbackHandler.call_event``, which it calls.
+    """Replaces ``CallbackHandler.call_event``, and calls it.
 
     Args:
-        call_event: the handler's own.
+        call_event: the handler's method.
         world: the ranks.
-        is_training: whether a training is in progress. At other times ranks may be elsewhere.
+        trainer: the Trainer. When it does not train, ranks may call different methods.
     """
 
-    def __init__(
-        self,
-        call_event: Callable[..., TrainerControl],
-        world: World,
-        is_training: Callable[[], bool],
-    ) -> None:
+    def __init__(self, call_event: Callable[..., TrainerControl], world: World, trainer: Any) -> None:
         self._call_event = call_event
         self._world = world
-        self._is_training = is_training
+        self._trainer = trainer
         self._failure: Exception | None = None
-        self.best: str | None = None
-        """Where the best checkpoint is now: told to a training that goes on, once it has read its own state."""
 
     def __call__(self, event: str, args: Any, state: Any, control: TrainerControl, **others: Any) -> TrainerControl:
-        """Collective: yes, for events at which ranks meet, while they train.
+        """Collective: yes, for events at which ranks synchronize, in a training.
 
         Raises:
             Exception: on the rank whose callback raised it, and a CheckpointError with its message on the others.
         """
-        if event == "on_train_begin" and self.best is not None:
-            state.best_model_checkpoint = self.best
-        if self._world.size == 1 or not self._is_training():
+        if self._world.size == 1 or not self._trainer.is_in_train:
             return self._call_event(event, args, state, control, **others)
         try:
             control = self._call_event(event, args, state, control, **others)
         except Exception as error:
             self._failure = self._failure or error
         if event in _MEETINGS:
-            self._meet(control)
+            self._synchronize(control)
         return control
 
-    def _meet(self, control: TrainerControl) -> None:
-        told = [self._failure is not None, *(getattr(control, flag) for flag in _FLAGS)]
-        is_failed, *flags = self._any_of(told)
+    def _synchronize(self, control: TrainerControl) -> None:
+        own = [self._failure is not None, *(getattr(control, flag) for flag in _FLAGS)]
+        is_failed, *flags = self._on_any_rank(own)
         for name, value in zip(_FLAGS, flags, strict=True):
             setattr(control, name, value)
         if is_failed:
             failure, self._failure = self._failure, None
             raise_together(self._world, failure)
 
-    def _any_of(self, told: list[bool]) -> list[bool]:
-        """Return which of these are true on any rank. The host never waits for an accelerator here."""
+    def _on_any_rank(self, own: list[bool]) -> list[bool]:
+        """Return which of these are true on any rank, without waiting for an accelerator. Collective: yes."""
         if not torch_api.has_collectives(torch.device("cpu")):
-            return self._world.all_reduce_object(told, _by_place)
-        heard = torch.tensor(told, dtype=torch.int32, device="cpu")
-        dist.all_reduce(heard, op=dist.ReduceOp.MAX)
-        return [bool(value) for value in heard.tolist()]
+            return self._world.all_reduce_object(own, _any_by_place)
+        flags = torch.tensor(own, dtype=torch.int32, device="cpu")
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return [bool(value) for value in flags.tolist()]
 
 
-def _by_place(told: Sequence[Sequence[bool]]) -> list[bool]:
-    return [any(values) for values in zip(*told, strict=True)]
+def _any_by_place(by_rank: Sequence[Sequence[bool]]) -> list[bool]:
+    return [any(values) for values in zip(*by_rank, strict=True)]
 
 
 def raise_together(world: World, failure: Exception | None) -> None:
-    """Raise on all ranks a failure of one rank. That rank raises it unchanged. Collective: yes."""
-
-    def fail() -> None:
-        if failure is not None:
-            raise failure
-
+    """Raise the failure of one rank on all ranks. That rank raises it unchanged. Collective: yes."""
     try:
-        world.run_all(fail)
-    except ShardwiseError as told:
-        if failure is not None and not isinstance(told, RankLostError):
-            raise failure from told
+        world.run_all(raise_if_any, failure)
+    except ShardwiseError as error:
+        if failure is not None and not isinstance(error, RankLostError):
+            raise failure from error
         raise
+
+
+def raise_if_any(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure

@@ -1,4 +1,4 @@
-"""Leaves models on meta in ``from_pretrained``, and fills them shard by shard once accelerate has sharded them.
+"""Leaves models on meta in ``from_pretrained``, and fills their shards once accelerate has sharded them.
 
 [Note: Pending] Under FSDP a script calls ``from_pretrained`` on every rank, perhaps adds PEFT, creates an
 optimizer, and only then calls ``prepare``, which determines the sharding. So nothing is read before that.
@@ -7,9 +7,9 @@ records the expression of each parameter over the files. Parameters are recogniz
 them. A replaced parameter (a resized vocabulary, a merge) has no values, which is an error of ``prepare``. None of
 this is collective, because a rank may reach it before the others (``with main_process_first()``).
 
-[Note: Filling] accelerate has the first rank read a model whole, and broadcast each tensor whole. Tensors that
+[Note: Filling] accelerate's first rank reads a whole model and broadcasts each whole tensor. Tensors that
 ``from_pretrained`` has left on meta (see [Note: Pending]) are read by every rank for itself. Those with values on
-the first rank (an adapter, a new head, a model from elsewhere) are sent in shards.
+the first rank (an adapter, a new head, another model) are sent in shards.
 """
 
 import os
@@ -39,7 +39,7 @@ from shardwise.integrations import accelerate_compat as compat
 from shardwise.models import build, pretrained
 from shardwise.models.rebind import Bound, bind_optimizers, plain_optimizer, require_steps_shards
 from shardwise.models.torch_api import buffers_of, parameters_of, writes_to
-from shardwise.models.view import collect_tensors, without_compile
+from shardwise.models.view import abbreviate, collect_tensors, without_compile
 from shardwise.planning.load_plan import Ignore
 from shardwise.planning.matching import Tolerance
 from shardwise.storage.reading import LocalReader, OpenStorage
@@ -48,13 +48,13 @@ from shardwise.tuning import peft_compat
 
 @dataclass(frozen=True)
 class Pending:
-    """Files and expressions that a model on meta is to be filled with.
+    """Files and expressions that a model on meta will be filled from.
 
     Attributes:
-        folder: of the files, on this machine.
+        folder: folder of the files, on this machine.
         index: index of their headers.
-        tensors: parameters and persistent buffers by identity: the expression of each, and its version counter.
-        transforms: the conversions of keys.
+        tensors: parameters and persistent buffers by identity, with their expressions and version counters.
+        transforms: conversions of keys.
     """
 
     folder: Path
@@ -64,26 +64,26 @@ class Pending:
 
     def expression_of(self, tensor: torch.Tensor) -> Expression | None:
         """Return the expression of a tensor, or None if it is not an unchanged pending one."""
-        left, expression, writes = self.tensors.get(id(tensor), (None, None, 0))
-        if left is not tensor or expression is None or not tensor.is_meta:
+        recorded, expression, writes = self.tensors.get(id(tensor), (None, None, 0))
+        if recorded is not tensor or expression is None or not tensor.is_meta:
             return None
-        is_as_left = expression.shape == tuple(tensor.shape) and writes == writes_to(tensor)
-        return expression if is_as_left else None
+        is_unchanged = expression.shape == tuple(tensor.shape) and writes == writes_to(tensor)
+        return expression if is_unchanged else None
 
 
 _pending: weakref.WeakKeyDictionary[nn.Module, Pending] = weakref.WeakKeyDictionary()
 
 
-Awaited: TypeAlias = tuple[Pending, dict[str, Expression]]
-"""Of a model, or what was made of it: where its tensors are read from, and the expressions of these by name."""
+PendingTensors: TypeAlias = tuple[Pending, dict[str, Expression]]
+"""Files of a pending model, and the expressions of its tensors by their current names."""
 
 
-def awaited_in(model: nn.Module) -> list[Awaited]:
-    """All that is pending in a model and the models inside of it, by the names that tensors have now."""
+def pending_tensors(model: nn.Module) -> list[PendingTensors]:
+    """Return the pending tensors of a model and the models inside of it."""
     held = collect_tensors(model)
     on_meta = {name for item in held for name in item.names if item.tensor.is_meta}
     copies = peft_compat.copied_names(model)
-    found: list[Awaited] = []
+    found: list[PendingTensors] = []
     for module in model.modules():
         pending = _pending.get(module)
         if pending is None:
@@ -102,7 +102,7 @@ def awaited_in(model: nn.Module) -> list[Awaited]:
 
 
 def settle(model: nn.Module) -> None:
-    """Record that a model has got its values, and facts that saves need."""
+    """Record that a model is filled, and the conversions that saves need."""
     for module in model.modules():
         pending = _pending.pop(module, None)
         if pending is not None:
@@ -118,8 +118,8 @@ def load_later(
     *others: Any,
     **keywords: Any,
 ) -> Any:
-    """Replace transformers' reading: under FSDP a model is left on meta, and its files noted."""
-    is_ours = (
+    """Replace transformers' reading: under FSDP a model stays on meta, and its files are recorded."""
+    is_supported = (
         build.loads_for_fsdp()
         and state_dict is None
         and checkpoint_files
@@ -127,13 +127,13 @@ def load_later(
         and build.is_plain_load(load_config)
         and all(tensor.is_meta for tensor in model.parameters())
     )
-    if not is_ours:
+    if not is_supported:
         return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
     assert checkpoint_files is not None
     folder = Path(checkpoint_files[0]).parent
     world, options = World(0, 1), LoadOptions(progress=False)
     names = [Path(file).name for file in checkpoint_files]
-    # Files of torch's are known by their index alone, which has its usual name.
+    # Several files of torch are found by their index, which has its usual name.
     is_named = len(names) == 1 or names[0].endswith(".safetensors")
     source = read_index(
         world,
@@ -145,79 +145,79 @@ def load_later(
         if {*source.index.files} != {*names}:
             return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
         transforms = list(load_config.weight_mapping or ())
-        drawn = outline_of(model, source.index, build.dtype_of_load(load_config), transforms)
-        for sentence in drawn.bindings.faults:
+        outline = outline_of(model, source.index, build.dtype_of_load(load_config), transforms)
+        for sentence in outline.bindings.faults:
             raise KeyMismatchError(f"{folder}: {sentence}")
-        # Both names of a tie may be stored, and what transformers compares is on meta.
-        untied, _ = decide_ties(world, drawn, drawn.ties_stored_twice(), source, options)
+        # Both names of a tie may be stored, and transformers would compare tensors on meta.
+        untied, _ = decide_ties(world, outline, outline.ties_stored_twice(), source, options)
         for name in untied:
-            drawn.model.all_tied_weights_keys.pop(name, None)
-    return _left(model, folder, drawn, source.index), None
+            outline.model.all_tied_weights_keys.pop(name, None)
+    return _record(model, folder, outline, source.index), None
 
 
 def place_missing(original: compat.Original, model: nn.Module, *given: Any, **keywords: Any) -> Any:
-    """Replace the function that gives memory to missing tensors: for pending models the same on every rank."""
-    with _set_to({EFFICIENT: "False"}) if model in _pending else nullcontext():
+    """Replace the function that allocates missing tensors: for pending models the same on every rank."""
+    with compat.patch_environment(**{EFFICIENT: "False"}) if model in _pending else nullcontext():
         return original(model, *given, **keywords)
 
 
 def keep_adapter(original: compat.Original, *given: Any, **keywords: Any) -> Any:
-    """Replace PEFT's move of a new adapter to its layer: the adapter of a pending layer stays in place.
+    """Replace PEFT's move of a new adapter to its layer: the adapter of a pending layer keeps its values.
 
-    (Its values are the first rank's, which on meta it would lose.)
+    They are the first rank's, and would be lost on meta.
     """
-    layer = peft_compat.layer_among(given)
-    base: Any = layer
+    layer: Any = peft_compat.layer_among(given)
     if layer is None or not any(
-        one.expression_of(tensor) is not None
-        for one in _pending.values()
-        for tensor in base.get_base_layer().parameters()
+        pending.expression_of(tensor) is not None
+        for pending in _pending.values()
+        for tensor in layer.get_base_layer().parameters()
     ):
         return original(*given, **keywords)
-    before = [(module, name, tensor) for module, name, tensor in _registered(layer) if not tensor.is_meta]
+    before = _registered(layer)
     outcome = original(*given, **keywords)
-    now = {(module, name): tensor for module, name, tensor in _registered(layer)}
-    for module, name, tensor in before:
-        moved = now.get((module, name))
-        if moved is not None and moved.is_meta:
+    for (module, name), moved in _registered(layer).items():
+        tensor = before.get((module, name))
+        if tensor is not None and not tensor.is_meta and moved.is_meta:
             kept = tensor.detach().to(moved.dtype)
-            is_parameter = isinstance(moved, nn.Parameter)
-            value = nn.Parameter(kept, requires_grad=moved.requires_grad) if is_parameter else kept
-            (parameters_of(module) if is_parameter else buffers_of(module))[name] = value
+            if isinstance(moved, nn.Parameter):
+                parameters_of(module)[name] = nn.Parameter(kept, requires_grad=moved.requires_grad)
+            else:
+                buffers_of(module)[name] = kept
     return outcome
 
 
-def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yield each module in a model with the name and the tensor of its registered tensors."""
-    for module in model.modules():
-        for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
-            if tensor is not None:
-                yield module, name, tensor
+def _registered(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
+    """Return the registered tensors of all modules in a model."""
+    return {
+        (module, name): tensor
+        for module in model.modules()
+        for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]
+        if tensor is not None
+    }
 
 
-def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> Any:
+def _record(model: Any, folder: Path, outline: Outline, index: CheckpointIndex) -> Any:
     """Record the pending tensors. Return the loading info for transformers."""
-    offers = drawn.bindings_less_ties().offers
-    held = collect_tensors(model)
+    offers = outline.bindings_less_ties().offers
     missing: set[str] = set()
     mismatched: set[tuple[str, Any, Any]] = set()
     tensors: dict[int, tuple[torch.Tensor, Expression, int]] = {}
-    for item in held:
+    for item in collect_tensors(model):
         if not item.kind.is_saved:
             continue
         for name in item.names:
-            claims = offers.get(name, ())
-            if not claims:
+            stored = offers.get(name, ())
+            if not stored:
                 missing.add(name)
-            elif len(claims) > 1:
+            elif len(stored) > 1:
                 raise KeyMismatchError(f"{folder}: {name} is stored more than once")
-            elif claims[0].shape != tuple(item.tensor.shape):
-                mismatched.add((name, torch.Size(claims[0].shape), item.tensor.shape))
+            elif stored[0].shape != tuple(item.tensor.shape):
+                mismatched.add((name, torch.Size(stored[0].shape), item.tensor.shape))
             else:
-                tensors[id(item.tensor)] = (item.tensor, claims[0], writes_to(item.tensor))
+                tensors[id(item.tensor)] = (item.tensor, stored[0], writes_to(item.tensor))
                 pretrained.mark_initialized(item.tensor)
-    _pending[model] = Pending(folder, index, tensors, drawn.transforms)
-    return build.load_outcome(missing, set(drawn.bindings.unmatched.values()), mismatched)
+    _pending[model] = Pending(folder, index, tensors, outline.transforms)
+    return build.load_outcome(missing, set(outline.bindings.unmatched.values()), mismatched)
 
 
 USE = "ACCELERATE_USE_FSDP"
@@ -226,7 +226,7 @@ _set_here: set[str] = set()
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Have transformers and accelerate load for FSDP. The user's own ``ACCELERATE_USE_FSDP`` is kept."""
+    """Turn on memory-efficient loading in transformers and accelerate. Your own ``ACCELERATE_USE_FSDP`` is kept."""
     if USE not in os.environ:
         os.environ[USE] = "True"
         _set_here.add(USE)
@@ -243,28 +243,14 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 @contextmanager
 def fsdp_ram_efficient_loading() -> Iterator[None]:
-    """Turn both on within the block, and restore them afterwards, also if it raises or is nested."""
-    was_set_here = set(_set_here)
-    with _set_to({USE: "True", EFFICIENT: "True"}):
+    """Turn on memory-efficient loading within the block, and restore both variables afterwards. May be nested."""
+    before = set(_set_here)
+    with compat.patch_environment(**{USE: "True", EFFICIENT: "True"}):
         try:
             yield
         finally:
             _set_here.clear()
-            _set_here.update(was_set_here)
-
-
-@contextmanager
-def _set_to(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+            _set_here.update(before)
 
 
 def launched_ranks() -> int:
@@ -272,23 +258,23 @@ def launched_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 0
 
 
-_awaited: weakref.WeakKeyDictionary[nn.Module, list[Awaited]] = weakref.WeakKeyDictionary()
-"""What models wait for that are being prepared: once they are wrapped, their parameters are other objects."""
+_in_prepare: weakref.WeakKeyDictionary[nn.Module, list[PendingTensors]] = weakref.WeakKeyDictionary()
+"""Pending tensors of models in ``prepare``. Once a model is sharded, its parameters are other objects."""
 
 _FILLING_BUDGET_BYTES = 256 << 20
 
 
 def prepare_fsdp2(original: compat.Original, accelerator: Any, *objects: Any) -> Any:
-    """Replace accelerate's sharding: its own, around which the optimizers are bound by identity.
+    """Replace accelerate's sharding: call it, and bind the optimizers by identity.
 
-    (accelerate identifies parameters by their data pointer, which meta tensors do not have.)
+    accelerate identifies parameters by their data pointers, which meta tensors do not have.
 
     Collective: yes, over all ranks.
 
     Raises:
         ShardingError: an optimizer holds tensors that are not parameters of the model, or has stepped already.
         ConfigError: the model is on meta, and the plugin does not load it.
-        RankMismatchError: it is so on some ranks only.
+        RankMismatchError: ranks have left different tensors on meta.
     """
     models = [item for item in objects if isinstance(item, nn.Module)]
     if len(models) != 1:
@@ -296,25 +282,25 @@ def prepare_fsdp2(original: compat.Original, accelerator: Any, *objects: Any) ->
     model = without_compile(models[0])
     optimizers = [plain_optimizer(item) for item in objects if isinstance(item, Optimizer)]
     with World.current(call="prepare") as world:
-        bounds, found = world.run_all(_look, accelerator, model, optimizers)
-        left = [sorted(expressions) for _, expressions in found]
-        world.require_equal(left, "the list of tensors that from_pretrained has left on meta")
+        bounds, found = world.run_all(_bind, accelerator, model, optimizers)
+        names = [sorted(expressions) for _, expressions in found]
+        world.require_equal(names, "the list of tensors that from_pretrained has left on meta")
     if found:
-        _awaited[model] = found
+        _in_prepare[model] = found
     try:
         result = original(accelerator, *objects)
     finally:
-        _awaited.pop(model, None)
+        _in_prepare.pop(model, None)
     _rebind(model, bounds)
     return result
 
 
 def load_full_state_dict(
-    original: compat.Original,  # noqa: ARG001 - nothing of it is done
+    original: compat.Original,  # noqa: ARG001 - replaced as a whole
     accelerator: Any,  # noqa: ARG001
     model: nn.Module,
     full_sd: Mapping[str, torch.Tensor],
-    *others: Any,  # noqa: ARG001 - where shards are to lie is asked of FSDP2
+    *others: Any,  # noqa: ARG001 - FSDP2 determines the devices of shards
     **keywords: Any,  # noqa: ARG001
 ) -> nn.Module:
     """Replace the broadcast of a whole state dict to a model that is sharded on meta.
@@ -327,13 +313,13 @@ def load_full_state_dict(
         KeyMismatchError, RankMismatchError, StorageError: as of :func:`~shardwise.engines.loading.load`.
     """
     plain = without_compile(model)
-    awaited = _awaited.get(plain, [])
+    pending_here = _in_prepare.get(plain, [])
     options = StateOptions(budget_bytes=_FILLING_BUDGET_BYTES)
-    in_files = {name for _, expressions in awaited for name in expressions}
+    in_files = {name for _, expressions in pending_here for name in expressions}
     with World.current(call="prepare") as world, torch.no_grad(), torch.device("cpu"), ExitStack() as stack:
         live = world.run_all(_live, full_sd, in_files)
-        has_live = world.broadcast(_refuse_lost, full_sd, live, in_files)
-        for pending, expressions in awaited:
+        has_live = world.broadcast(_require_values, full_sd, live, in_files)
+        for pending, expressions in pending_here:
             reader = stack.enter_context(world.run_all(partial(LocalReader, pending.folder)))
             _set(world, plain, StoredValues(reader, pending.index, expressions, options.budget_bytes), options)
         if has_live:
@@ -342,19 +328,20 @@ def load_full_state_dict(
     return model
 
 
-def _look(accelerator: Any, model: nn.Module, optimizers: list[Optimizer]) -> tuple[list[Bound], list[Awaited]]:
-    held = collect_tensors(model)
+def _bind(
+    accelerator: Any, model: nn.Module, optimizers: list[Optimizer]
+) -> tuple[list[Bound], list[PendingTensors]]:
+    """Return the optimizers with their parameters by name, and the model's pending tensors."""
     require_steps_shards(optimizers)
-    bounds = bind_optimizers(optimizers, held)
+    bounds = bind_optimizers(optimizers, collect_tensors(model))
     for bound in bounds:
         if bound.tensors or bound.scalars:
             raise ShardingError(
                 f"optimizer {bound.index} ({type(bound.optimizer).__name__}) has stepped already, and accelerate "
                 "would lose its state. Prepare it before its first step, and load its state afterwards"
             )
-    found = awaited_in(model)
-    plugin = compat.plugin_of(accelerator)
-    if found and not plugin.cpu_ram_efficient_loading:
+    found = pending_tensors(model)
+    if found and not compat.plugin_of(accelerator).cpu_ram_efficient_loading:
         raise ConfigError(
             f"{type(model).__name__} was left on meta by from_pretrained, since FSDP_CPU_RAM_EFFICIENT_LOADING was "
             "set, but the plugin has cpu_ram_efficient_loading=False. Set both, or neither"
@@ -363,34 +350,35 @@ def _look(accelerator: Any, model: nn.Module, optimizers: list[Optimizer]) -> tu
 
 
 def _rebind(model: nn.Module, bounds: list[Bound]) -> None:
-    """Give optimizers the parameters that have taken the places of theirs."""
-    now = {name: item.tensor for item in collect_tensors(model) for name in item.names}
+    """Give the optimizers the model's new parameters."""
+    parameters = {name: item.tensor for item in collect_tensors(model) for name in item.names}
     for bound in bounds:
         for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True):
-            group["params"] = [now[name] for name in names]
+            group["params"] = [parameters[name] for name in names]
 
 
 def _live(full_sd: Mapping[str, torch.Tensor], in_files: set[str]) -> dict[str, torch.Tensor]:
-    """Return tensors that have values here and are in no file, by canonical names."""
+    """Return tensors that have values on this rank and are in no file, by canonical names."""
     named = by_canonical_names({name: value for name, value in full_sd.items() if not value.is_meta}, "the model")
     return {name: value for name, value in named.items() if name not in in_files}
 
 
-def _refuse_lost(full_sd: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor], in_files: set[str]) -> bool:
-    """Raise for tensors without values anywhere. Return whether some have values here."""
+def _require_values(
+    full_sd: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor], in_files: set[str]
+) -> bool:
+    """Raise ShardingError for tensors without values anywhere. Return whether some have values on this rank."""
     on_meta = {name: value for name, value in full_sd.items() if value.is_meta}
     lost = [name for name in by_canonical_names(on_meta, "the model") if name not in in_files and name not in live]
     if lost:
         raise ShardingError(
-            f"{', '.join(lost[:5])}{f' and {len(lost) - 5} more' if len(lost) > 5 else ''}: on meta, in no file, "
-            "made or changed from weights that from_pretrained had not read yet (a vocabulary that was resized, "
-            "an adapter that begins with the base's weights, a copy of the model). Do that by "
+            f"{abbreviate(lost)}: on meta, in no file, made of weights that from_pretrained had not read yet (a "
+            "resized vocabulary, an adapter initialized from the base, a copy of the model). Use "
             "shardwise.from_pretrained(resize_vocab=, tuning=), or set cpu_ram_efficient_loading=False"
         )
     return bool(live)
 
 
 def _set(world: World, model: nn.Module, values: Values, options: StateOptions) -> None:
-    """Give those tensors their values that there are some for, and leave all others."""
+    """Set the tensors that there are values for. Others are unchanged."""
     tolerance = Tolerance(Ignore(), "error", "error")
     set_model_values(world, model, values, only=None, tolerance=tolerance, options=options, clock=Clock())

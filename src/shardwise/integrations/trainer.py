@@ -1,28 +1,28 @@
-"""``ShardwiseTrainer``: the Hugging Face Trainer, or one of TRL's, whose checkpoints are ours.
+"""``ShardwiseTrainer``: the Hugging Face Trainer, or one of TRL, with shardwise's checkpoints.
 
 [Note: A rank that fails alone] Within a step ranks work by themselves in two places: while the batches are made,
 and in the loss, once the model has run. A rank that raises there leaves the training and announces its error
 ([Note: Nobody waits in a collective] in ``execution/control_channel.py``). The others would enter a collective and
-wait for it. So they meet first, over the store, which takes about a millisecond. On an accelerator, not after the
-loss: numerical errors of a loss appear only after synchronizing with the device, which is too slow for each step.
+wait for it. So they synchronize first, over the store, which takes about a millisecond. On an accelerator they do
+not after the loss: its numerical errors appear only after synchronizing with the device, too slow for each step.
 
-Whatever a rank raises elsewhere finds the others in a collective already. Those cannot be interrupted. A rank that
-is still in one a quarter of a minute after another has left reports it and exits.
+If a rank raises elsewhere, the others are in a collective already, which cannot be interrupted. A rank that is
+still in one some seconds after another has left reports it and exits.
 
 If a tracker on the first rank fails, or a callback stops the training because of local data, the others would enter
 a collective and wait. So exceptions of callbacks are kept until the next synchronization (the end of each step,
 evaluation and save), and changes of ``control`` are set on all ranks there. A step costs one sum of a few numbers,
-on the host: on an accelerator it would be there only after the whole step.
+on the host, because an accelerator would return it only after the whole step.
 """
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -32,14 +32,14 @@ from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.state import TrainState, describe_selection, generator_states, restore_generators
 from shardwise.errors import ConfigError, KeyMismatchError, RankLostError
 from shardwise.execution.collective_errors import translate_collective_errors
-from shardwise.execution.locked_folder import LockedFolder
+from shardwise.execution.locked_folder import Saving
 from shardwise.execution.world import World
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
 from shardwise.integrations.trainer_marks import (
     already_sharded,
-    given_arguments,
+    named_arguments,
     require_data_parallel,
     require_trainable,
 )
@@ -53,10 +53,6 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
-
-Meet: TypeAlias = Callable[[], None]
-"""A meeting of all ranks."""
-
 
 P = ParamSpec("P")
 
@@ -79,9 +75,12 @@ class ShardwiseTrainer(_Trainer):
     exception of a callback on one rank is raised on all.
 
     Raises:
-        ConfigError: the model has not been to :func:`~shardwise.integrations.trainer_marks.for_trainer`, or the
-            arguments would have it sharded again, or trained by each rank alone.
+        ConfigError: the model is not marked by :func:`~shardwise.integrations.trainer_marks.for_trainer`, or the
+            arguments would shard it again, or train it on each rank alone.
     """
+
+    _save_only_model: bool | None = None
+    """``save_only_model`` of the arguments while the Trainer's constructor runs."""
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
@@ -89,27 +88,24 @@ class ShardwiseTrainer(_Trainer):
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         after = type(self).__mro__[type(self).__mro__.index(ShardwiseTrainer) + 1 :]
-        given = given_arguments(after, positional, keywords)
+        given = named_arguments(after, positional, keywords)
         with World.current(call="ShardwiseTrainer") as world:
-            world.run_all(lambda: require_trainable(type(self), given, world))
-        self._asked_for: list[bool] = []
-        """``save_only_model``, as it was."""
+            world.run_all(require_trainable, type(self), given, world)
         try:
             super().__init__(*positional, **keywords)
         finally:
-            for value in self._asked_for:
-                self.args.save_only_model = value
+            if self._save_only_model is not None:
+                self.args.save_only_model = self._save_only_model
         world = World.current(call="the Trainer's callbacks")
-        self._events = AgreedEvents(self.callback_handler.call_event, world, lambda: bool(self.is_in_train))
-        vars(self.callback_handler)["call_event"] = self._events
+        vars(self.callback_handler)["call_event"] = AgreedEvents(self.callback_handler.call_event, world, self)
         self._saved_step: int | None = None
         self._on_other_base: OnFault = "error"
-        self._numbers: dict[str, Any] | None = None
-        """States of generators of random numbers, to be set once the data are where they were."""
+        self._generators: dict[str, Any] | None = None
+        """States of random generators, to be set once the position in the data is restored."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator like the Trainer, and reject settings that would shard the model again."""
-        if self.args.dataloader_pin_memory:  # else each batch waits until the device has done all before it
+        if self.args.dataloader_pin_memory:  # otherwise each batch waits for all earlier work of the device
             settings: Any = self.args.accelerator_config
             settings.non_blocking = True
         super().create_accelerator_and_postprocess()
@@ -126,16 +122,14 @@ class ShardwiseTrainer(_Trainer):
             )
         if self.accelerator.parallelism_config is not None:
             require_data_parallel(self.accelerator.parallelism_config)
-        # The Trainer refuses resumable checkpoints of models that are sharded already; these here are. What was
-        # asked for is put back once it has been made.
-        self._asked_for.append(self.args.save_only_model)
-        self.args.save_only_model = True
+        # The Trainer refuses resumable checkpoints of models that are sharded already. Those of this class are.
+        self._save_only_model, self.args.save_only_model = self.args.save_only_model, True
 
     def create_optimizer(self, *positional: Any, **keywords: Any) -> Any:
         """Create the optimizer like the Trainer, and reject one that cannot step shards."""
-        made = super().create_optimizer(*positional, **keywords)
-        require_made_for_shards(plain_optimizer(made), dict(self._trained.named_parameters()))
-        return made
+        optimizer = super().create_optimizer(*positional, **keywords)
+        require_made_for_shards(plain_optimizer(optimizer), dict(self._trained.named_parameters()))
+        return optimizer
 
     # Training
 
@@ -146,10 +140,10 @@ class ShardwiseTrainer(_Trainer):
 
         Args:
             resume_from_checkpoint: True resumes from the newest complete checkpoint in ``output_dir``.
-            *others: as of the Trainer's.
+            *others: arguments of the Trainer's method.
             on_other_base: ``Ignore()`` allows an adapter to resume on a base other than its own. See
                 :meth:`~shardwise.checkpoints.checkpointer.Checkpointer.restore`.
-            **keywords: as of the Trainer's.
+            **keywords: arguments of the Trainer's method.
 
         Raises:
             ConfigError: there is no checkpoint, checkpoints of another run are in the folder, or the checkpoint is
@@ -159,44 +153,61 @@ class ShardwiseTrainer(_Trainer):
         These are the same on every rank. Other errors of one rank, in its data loader or its loss, are raised
         there. The others raise a RankLostError with its message.
         """
-        run, asked = self._run, _checkpoint_asked_for(resume_from_checkpoint)
+        run, requested = self._run, _requested_checkpoint(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
-            world.require_equal((str(run), asked), "resume_from_checkpoint, or output_dir,")
-            source, has_leftovers = world.broadcast(folders.beginning_of, run, asked)
-            self._events.best = None
+            world.require_equal((str(run), requested), "resume_from_checkpoint, or output_dir,")
+            source, has_incomplete = world.broadcast(folders.resume_source, run, requested)
             if source is not None:
                 facts = world.broadcast(folders.whole_facts_of, source)
                 world.run_all(self._require_same, facts, source)
-                self._events.best = world.broadcast(folders.best_of, source)
-            if has_leftovers:
+            if has_incomplete:
                 world.broadcast(folders.remove_left, run)
         self._saved_step, self._on_other_base = None, on_other_base
-        watched = World.current(call="the Trainer's steps")
-        if watched.size > 1:
-            watched.all_gather_object(None)
+        steps = World.current(call="the Trainer's steps")
+        if steps.size > 1:
+            steps.all_gather_object(None)
         try:
-            named = translate_collective_errors(watched, self._where, _end_stuck)
-            with named, self._meeting(watched):
+            translated = translate_collective_errors(steps, self._where, _end_stuck)
+            with translated, self._synchronized(steps):
                 return super().train(None if source is None else str(source), *others, **keywords)
         finally:
             self.is_in_train = False
 
-    def _meeting(self, world: World) -> ExitStack:
-        """Synchronize the ranks around a block in which each works alone. See [Note: A rank that fails alone]."""
+    def _synchronized(self, world: World) -> ExitStack:
+        """Synchronize the ranks in each step within the block. See [Note: A rank that fails alone]."""
         stack = ExitStack()
-
-        def meet() -> None:
-            try:
-                world.run_all(lambda: None)
-            except RankLostError as lost:
-                raise RankLostError(f"{self._where()}: {lost}") from lost
-
         if world.size > 1:
-            batches = _met_after_batches(self.get_batch_samples, meet)
+            batches = partial(self._make_batches, world, self.get_batch_samples)
             stack.enter_context(patch.object(self, "get_batch_samples", batches))
             if self.args.device.type == "cpu":
-                stack.enter_context(patch.object(self, "compute_loss", _met_after(self.compute_loss, meet)))
+                loss = partial(self._make_loss, world, self.compute_loss)
+                stack.enter_context(patch.object(self, "compute_loss", loss))
         return stack
+
+    def _make_batches(
+        self,
+        world: World,
+        original: Any,
+        epoch_iterator: Iterable[Any],
+        num_batches: int,
+        *others: Any,
+        **keywords: Any,
+    ) -> Any:
+        """Make batches, synchronize, then call ``get_batch_samples``, which counts them with the other ranks."""
+        batches = list(islice(epoch_iterator, num_batches))
+        self._synchronize(world)
+        return original(iter(batches), num_batches, *others, **keywords)
+
+    def _make_loss(self, world: World, original: Any, *positional: Any, **keywords: Any) -> Any:
+        loss = original(*positional, **keywords)
+        self._synchronize(world)
+        return loss
+
+    def _synchronize(self, world: World) -> None:
+        try:
+            world.all_gather_object(None)
+        except RankLostError as lost:
+            raise RankLostError(f"{self._where()}: {lost}") from lost
 
     def _where(self) -> str:
         return f"in step {self.state.global_step + 1}"
@@ -208,7 +219,7 @@ class ShardwiseTrainer(_Trainer):
 
     @property
     def _trained(self) -> nn.Module:
-        assert isinstance(self.model, nn.Module), "it has been looked at"
+        assert isinstance(self.model, nn.Module), "the constructor has checked it"
         return self.model
 
     def _require_same(self, facts: TrainerFacts, source: Path) -> None:
@@ -223,9 +234,9 @@ class ShardwiseTrainer(_Trainer):
         if rows != facts.rows_per_step and not self.args.ignore_data_skip:
             raise ConfigError(
                 f"{what}: was saved with {facts.rows_per_step} rows in a step, and this training has {rows} "
-                "(per_device_train_batch_size * gradient_accumulation_steps * ranks; then there were "
-                f"{facts.world_size} ranks), so that its place in the data cannot be found. Keep the number of "
-                "rows in a step, or pass ignore_data_skip=True"
+                "(per_device_train_batch_size * gradient_accumulation_steps * ranks; it was saved by "
+                f"{facts.world_size} ranks), so that its position in the data cannot be restored. Keep the number "
+                "of rows in a step, or pass ignore_data_skip=True"
             )
 
     # Saving
@@ -240,7 +251,8 @@ class ShardwiseTrainer(_Trainer):
             World.current(call="Trainer._save_checkpoint") as world,
             folders.locked_for(world, run, step) as saving,
         ):
-            with self._keeping_all() as limit:  # what is older goes when the new one counts
+            limit = self.args.save_total_limit
+            with patch.object(self.args, "save_total_limit", None):  # older ones are removed after the commit
                 failure = _failure_of(super()._save_checkpoint, model, trial)
             if failure is not None:
                 failure = saving.cause_of(failure)
@@ -248,43 +260,31 @@ class ShardwiseTrainer(_Trainer):
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
-            world.broadcast(lambda: folders.complete(saving.locked, folder, facts))
+            world.broadcast(folders.complete, saving, folder, facts)
             self._saved_step = step
-            world.broadcast(lambda: self._end_save(run, limit, saving.locked))
+            world.broadcast(self._end_save, run, limit, saving)
 
     def _finalize_training(self, trial: Any, *given: Any) -> Any:
-        with self._keeping_all() as limit:
-            done = super()._finalize_training(trial, *given)  # type: ignore[no-untyped-call]
+        limit = self.args.save_total_limit
+        with patch.object(self.args, "save_total_limit", None):
+            output = super()._finalize_training(trial, *given)  # type: ignore[no-untyped-call]
         run = Path(self._get_output_dir(trial=trial))
         best = folders.step_in(run, self.state.best_model_checkpoint)
         if limit == 1 and best is not None:
             with World.current(call="Trainer.train") as world:
                 world.broadcast(folders.remove_but, run, best)
-        return done
+        return output
 
-    @contextmanager
-    def _keeping_all(self) -> Iterator[int | None]:
-        """The Trainer removes no checkpoints meanwhile, because the file that commits one must be removed first.
-
-        The limit.
-        """
-        limit = self.args.save_total_limit
-        self.args.save_total_limit = None
-        try:
-            yield limit
-        finally:
-            self.args.save_total_limit = limit
-
-    def _end_save(self, run: Path, limit: int | None, marked: LockedFolder) -> None:
+    def _end_save(self, run: Path, limit: int | None, saving: Saving) -> None:
         """Remove checkpoints above the limit, and release the lock."""
         kinds = folders.checkpoints_in(run)
         complete = [step for step, kind in kinds.items() if kind is folders.FolderKind.COMPLETE]
         kept = folders.step_in(run, self.state.best_model_checkpoint)
-        folders.remove_under(marked, run, folders.steps_to_remove(complete, limit, kept))
-        marked.release()
+        folders.remove_under(saving.locked, run, folders.steps_to_remove(complete, limit, kept))
+        saving.locked.release()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Save the model on all ranks, and the other files on the first. Collective: yes, for adapters as well."""
+        """Save the model by all ranks, and other files by the first. Collective: yes, also for adapters."""
         self._save(output_dir or self.args.output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -299,12 +299,12 @@ class ShardwiseTrainer(_Trainer):
             keeper.save(self.state.global_step, self._training_state())
 
     def _save_scaler(self, output_dir: str) -> None:
-        """It is in the state."""
+        """Do nothing. The Checkpointer saves the scaler."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """It is in the state."""
+        """Do nothing. The Checkpointer saves random generators."""
 
-    # Going on
+    # Resuming
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
         folder = Path(resume_from_checkpoint)
@@ -319,24 +319,26 @@ class ShardwiseTrainer(_Trainer):
             return
         with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=None, only=self._only()) as keeper:
             report = keeper.restore(self._training_state(), on_other_base=self._on_other_base)
-        self._numbers = generator_states()
+        self._generators = generator_states()
         _log.info("%s", report)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """It is in the state."""
+        """Do nothing. The Checkpointer has restored the scaler."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:  # noqa: ARG002
-        """Now that batches have been passed over, which draws."""
-        if self._numbers is not None:
-            restore_generators(self._numbers, "random numbers")
-            self._numbers = None
+        """Restore the generators again, because skipping batches has drawn random numbers."""
+        if self._generators is not None:
+            restore_generators(self._generators, "random numbers")
+            self._generators = None
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        assert best is not None
-        load_trainer_checkpoint(self._trained, best, adapter=self._adapter() or "default")
+        recorded = self.state.best_model_checkpoint
+        assert recorded is not None
+        best = self._run / Path(recorded).name  # the run may have been moved
+        source = best if best.is_dir() else recorded
+        load_trainer_checkpoint(self._trained, source, adapter=self._adapter() or "default")
 
-    # What of the training is kept
+    # The saved state
 
     def _adapter(self) -> str | None:
         """Return the trained adapter, if there is one."""
@@ -359,7 +361,7 @@ class ShardwiseTrainer(_Trainer):
         )
 
 
-def _checkpoint_asked_for(resume_from_checkpoint: Any) -> Path | Literal["newest"] | None:
+def _requested_checkpoint(resume_from_checkpoint: Any) -> Path | Literal["newest"] | None:
     if resume_from_checkpoint is True:
         return "newest"
     return Path(resume_from_checkpoint) if resume_from_checkpoint else None
@@ -374,31 +376,7 @@ def _failure_of(action: Callable[P, object], *args: P.args, **keywords: P.kwargs
 
 
 def _end_stuck(lost: RankLostError) -> None:
-    """End this process, which waits for a lost rank in a collective that nobody can call back."""
-    _log.error("%s. This rank waits for it in a collective, and ends", lost)
+    """Exit this process, which waits for a lost rank in a collective that cannot be interrupted."""
+    _log.error("%s. This rank waits for it in a collective, and exits", lost)
     logging.shutdown()
     os._exit(2)
-
-
-def _met_after(function: Callable[..., Any], meet: Meet) -> Callable[..., Any]:
-    """A function, and a meeting of all ranks behind it."""
-
-    @wraps(function)
-    def call(*positional: Any, **keywords: Any) -> Any:
-        done = function(*positional, **keywords)
-        meet()
-        return done
-
-    return call
-
-
-def _met_after_batches(function: Callable[..., Any], meet: Meet) -> Callable[..., Any]:
-    """``get_batch_samples``, which makes batches, and then counts them together with the other ranks."""
-
-    @wraps(function)
-    def call(epoch_iterator: Iterable[Any], num_batches: int, *positional: Any, **keywords: Any) -> Any:
-        batches = list(islice(epoch_iterator, num_batches))
-        meet()
-        return function(iter(batches), num_batches, *positional, **keywords)
-
-    return call

@@ -1,7 +1,7 @@
 """Unexported names of transformers' Trainer and of TRL's trainers. No other module uses them.
 
-Checked with transformers 5.19 to 5.23 (5.17 and 5.18 have no door for a model that is sharded already) and TRL
-1.16. A missing name is one error when this file is imported. Their meanings are asserted by ``tests/canary``.
+Checked with transformers 5.19 to 5.23 (in 5.17 and 5.18 the Trainer does not support sharded models) and TRL 1.16.
+A missing name is one error when this file is imported. ``tests/canary`` asserts their meanings.
 """
 
 import inspect
@@ -30,16 +30,16 @@ _MARK = "_is_distributed_loading_by_transformers"
 _MANAGED = "_is_fsdp_managed_module"
 _CONFIG = "distributed_config"
 HOOKED = "_replicated_grad_hook_registered"
-"""Mark of a parameter whose gradient the Trainer is not to average once more."""
+"""Mark of a parameter whose gradient is averaged already."""
 REFERENCE = "ref"
-"""What TRL calls the frozen copy of an adapter that it compares with."""
+"""TRL's name of the frozen copy of an adapter that it compares with."""
 
 
 def open_door(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
-    """Have the Trainer take a model as one that owns its placement and its gradients' exchange.
+    """Mark a model as sharded by transformers, so that the Trainer neither moves nor wraps it.
 
-    ``_tp_size`` and ``_fsdp_size`` are left alone: PEFT's saving and generation read them, and the Trainer does not
-    need them.
+    ``_tp_size`` and ``_fsdp_size`` are not set, because PEFT's saving and generation read them, and the Trainer
+    does not need them.
     """
     setattr(model, _MARK, True)
     if hasattr(Trainer, "_defer_fsdp_gradient_reduction"):  # 5.23; older ones exchange gradients each time
@@ -49,20 +49,19 @@ def open_door(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
 
 
 def close_door(model: PreTrainedModel) -> None:
-    """Remove the marks of :func:`open_door`, except that FSDP2 manages the model, since it does."""
+    """Remove the marks of :func:`open_door`, except the one that FSDP2 manages the model, which it does."""
     vars(model).pop(_MARK, None)
     vars(model.config).pop(_CONFIG, None)
 
 
 def is_open(model: nn.Module) -> bool:
-    """Return whether the Trainer would take this model so."""
+    """Return whether a model has the marks of :func:`open_door`."""
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
 def require_before_trainer(kind: type, mixin: type) -> None:
-    """Raises ConfigError for a class in which a Trainer's methods would hide the mixin's."""
-    order = kind.__mro__
-    ahead = order[: order.index(mixin)]
+    """Raises ConfigError for a class in which a Trainer's methods would override the mixin's."""
+    ahead = kind.__mro__[: kind.__mro__.index(mixin)]
     if any(issubclass(other, Trainer) and not issubclass(other, mixin) for other in ahead):
         raise ConfigError(
             f"{kind.__name__}: {mixin.__name__} comes before a Trainer class: "
@@ -71,18 +70,14 @@ def require_before_trainer(kind: type, mixin: type) -> None:
 
 
 def is_of_trl(trainer_class: type) -> bool:
-    """Return whether a trainer is one of TRL's, which read the head's weight without calling it."""
+    """Return whether a trainer is one of TRL, which read the head's weight without calling it."""
     return any(kind.__module__.partition(".")[0] == "trl" for kind in trainer_class.__mro__)
 
 
 def wants_reference(trainer_class: type) -> bool:
     """Return whether a trainer needs a reference model. TRL creates one from the model's name by default."""
-    return is_of_trl(trainer_class) and "ref_model" in _parameters(trainer_class)
-
-
-def _parameters(trainer_class: type) -> set[str]:
-    found: set[str] = set()
-    for kind in trainer_class.__mro__:
-        if "__init__" in vars(kind) and kind.__module__.startswith("trl."):
-            found |= set(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]
-    return found
+    return any(
+        "ref_model" in inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+        for kind in trainer_class.__mro__
+        if "__init__" in vars(kind) and kind.__module__.startswith("trl.")
+    )

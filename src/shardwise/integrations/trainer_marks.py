@@ -1,18 +1,18 @@
 """``for_trainer``: attributes that the Hugging Face Trainer and TRL's trainers expect of a sharded model.
 
-[Note: References] DPO, GRPO and their kin put a second adapter "ref" into a PEFT model and copy the first one's
+[Note: References] DPO, GRPO and other trainers add a second adapter "ref" to a PEFT model and copy the first one's
 values into it, parameter by parameter: ``model.get_parameter(name).data.copy_(value)``. Modules that PEFT adds to a
-sharded model are unsharded on every rank, in no FSDP2 group. They are small and never trained. Where the first
-adapter is sharded, its values are DTensors, and copying one into a whole tensor is an error. So for these names
-``get_parameter`` answers with a stand-in that gathers the value first. TRL reads all of them in one order on all
+sharded model are unsharded on every rank, in no FSDP2 group. They are small and never trained. If the first adapter
+is sharded, its values are DTensors, and copying one into a plain tensor is an error. So for these names
+``get_parameter`` returns a proxy that gathers the value first. TRL reads all of them in the same order on all
 ranks, so gathering is safe.
 
-[Note: Doors] The Trainer leaves a model alone that transformers itself has sharded while loading: it neither moves
-nor wraps it, and puts gradients off between micro-batches by FSDP2's own switch. It recognizes such a model by a
-mark. A model of ours has the same properties, so it gets the same mark and three attributes on the instance that
-override methods of its class: ``save_pretrained``, which would gather, and for which PEFT copies tensors. For a
-sharded adapter ``get_parameter``, by which TRL fills the frozen copy that it compares with ([Note: References]). On
-each unsharded parameter whose gradient is already averaged, the mark that the Trainer must not average it.
+[Note: Doors] The Trainer neither moves nor wraps a model that transformers itself has sharded while loading, and
+defers its gradient reduction between micro-batches by FSDP2's own switch. It recognizes such a model by a mark. A
+model of ours has the same properties, so it gets the same mark, and attributes on the instance that override
+methods of its class: ``save_pretrained``, which would gather, and for a sharded adapter ``get_parameter``, by which
+TRL fills the frozen copy that it compares with ([Note: References]). Unsharded parameters whose gradients are
+averaged already get the mark that keeps the Trainer from averaging them.
 """
 
 from __future__ import annotations
@@ -37,15 +37,12 @@ from shardwise.models.selection import has_adapters
 from shardwise.models.view import abbreviate, without_compile
 
 
-class _Filled:
-    """Stands for a whole parameter that takes the values of a sharded one."""
+class _GatheringProxy:
+    """Proxy of an unsharded parameter that takes the values of a sharded one."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
-
-    @property
-    def data(self) -> _Filled:
-        return self
+        self.data = self
 
     @torch.no_grad()
     def copy_(self, values: torch.Tensor) -> None:
@@ -57,19 +54,19 @@ class _Filled:
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _CAST_ADAPTERS = "is_loaded_in_4bit"
-"""TRL's trainers cast trained adapters on such a base, by which FSDP2 would lose sight of them."""
+"""TRL's trainers cast trained adapters on such a base, which replaces the parameters that FSDP2 manages."""
 
 _REPLACED = ("save_pretrained", "get_parameter", _CAST_ADAPTERS)
 
 
 def for_trainer(model: ModelT) -> ModelT:
-    """Have the Hugging Face ``Trainer``, and TRL's trainers, take a sharded model as it is.
+    """Mark a sharded model so that the Hugging Face ``Trainer`` and TRL's trainers use it as it is.
 
-    The same model is returned, with marks that :func:`undo_for_trainer` removes. See docs/trainer.md. To have the
-    Trainer's checkpoints resumable, use :class:`~shardwise.integrations.trainer.ShardwiseTrainer` as well.
+    Returns the same model, with marks that :func:`undo_for_trainer` removes. See docs/trainer.md. For resumable
+    checkpoints use :class:`~shardwise.integrations.trainer.ShardwiseTrainer` as well.
 
     From then on ``model.save_pretrained(folder)`` is a collective of all ranks, and writes as ``shardwise.save``
-    or, of a PEFT model, ``shardwise.save_adapter`` does.
+    does or, for a PEFT model, ``shardwise.save_adapter``.
 
     Collective: yes, over the default process group, whose ranks are those of the model's mesh.
 
@@ -78,9 +75,9 @@ def for_trainer(model: ModelT) -> ModelT:
             ``fully_shard``. In one process without a process group, any model.
 
     Raises:
-        ConfigError: it is not such a model, is the result of ``torch.compile``, is not sharded, or has parameters
-            that each rank would train for itself.
-        ShardingError: it has tensors on meta.
+        ConfigError: the model is not of transformers or PEFT, is the result of ``torch.compile``, is not sharded,
+            or has parameters that each rank would train for itself.
+        ShardingError: the model has tensors on meta.
 
     Every error is the same on every rank.
     """
@@ -95,12 +92,12 @@ def for_trainer(model: ModelT) -> ModelT:
     for parameter in model.parameters():
         if is_averaged(parameter):
             setattr(parameter, compat.HOOKED, True)
-    held = vars(model)
-    held["save_pretrained"] = _SavesByRanks(model)
+    attributes = vars(model)
+    attributes["save_pretrained"] = _SavePretrained(model)
     if inner is not model and getattr(model, _CAST_ADAPTERS, False):
-        held[_CAST_ADAPTERS] = False
+        attributes[_CAST_ADAPTERS] = False
     if has_adapters(model) and mesh is not None:
-        held["get_parameter"] = _GivesParameters(model)
+        attributes["get_parameter"] = _GetParameter(model)
     return model
 
 
@@ -115,12 +112,12 @@ def undo_for_trainer(model: ModelT) -> ModelT:
 
 
 def is_for_trainer(model: object) -> bool:
-    """Return whether :func:`for_trainer` has seen to this model."""
-    return isinstance(model, nn.Module) and isinstance(vars(model).get("save_pretrained"), _SavesByRanks)
+    """Return whether a model has the marks of :func:`for_trainer`."""
+    return isinstance(model, nn.Module) and isinstance(vars(model).get("save_pretrained"), _SavePretrained)
 
 
-class _SavesByRanks:
-    """``save_pretrained`` of a model that the Trainer has. Collective: yes."""
+class _SavePretrained:
+    """``save_pretrained`` of a marked model. Collective: yes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -134,12 +131,11 @@ class _SavesByRanks:
         safe_serialization: bool = True,  # noqa: FBT001, FBT002
         **others: Any,
     ) -> None:
-        asked = {"state_dict": state_dict is not None, "safe_serialization": not safe_serialization, **others}
-        if named := [name for name, value in asked.items() if value]:
+        given = {"state_dict": state_dict is not None, "safe_serialization": not safe_serialization, **others}
+        if names := [name for name, value in given.items() if value]:
             raise ConfigError(
-                f"save_pretrained({', '.join(named)}) of a model that for_trainer has seen to: "
-                "every rank writes its own bytes as safetensors, and nothing else can be asked for. Call "
-                "shardwise.save(...), or undo_for_trainer(model) first"
+                f"save_pretrained({', '.join(names)}) after for_trainer: every rank writes its own bytes as "
+                "safetensors, without options. Call shardwise.save(...), or undo_for_trainer(model) first"
             )
         if not has_adapters(self.model):
             save(self.model, save_directory, max_shard_size=max_shard_size)
@@ -151,20 +147,20 @@ class _SavesByRanks:
                 save_adapter(self.model, place, adapter=name)
 
 
-class _GivesParameters:
-    """``get_parameter`` of a model with an adapter. An object, so that a copy of the model has one of its own."""
+class _GetParameter:
+    """``get_parameter`` of a model with an adapter. An object, so that a copy of the model has its own."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self, target: str) -> Any:
         found = type(self.model).get_parameter(self.model, target)
-        is_whole_reference = f".{compat.REFERENCE}." in target and not isinstance(found, DTensor)
-        return _Filled(found) if is_whole_reference else found
+        is_reference = f".{compat.REFERENCE}." in target and not isinstance(found, DTensor)
+        return _GatheringProxy(found) if is_reference else found
 
 
 def _inner(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers inside of PEFT's."""
+    """Return the model of transformers inside of PEFT's."""
     found: Any = model
     while has_adapters(found) and not isinstance(found, PreTrainedModel):
         found = found.get_base_model()
@@ -177,10 +173,10 @@ def _inner(model: nn.Module) -> PreTrainedModel:
 
 
 def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
-    """The model of transformers in this one, which the Trainer can train.
+    """Return the model of transformers in this one.
 
     Raises:
-        ConfigError, ShardingError: it cannot.
+        ConfigError, ShardingError: the Trainer cannot train it.
     """
     if without_compile(model) is not model:
         raise ConfigError(
@@ -215,30 +211,30 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
     return inner
 
 
-# Refused before anything is made
+# Arguments of ShardwiseTrainer
 
 
-def given_arguments(
+def named_arguments(
     classes: Sequence[type], positional: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments by name, as the first of these classes that has a constructor takes them."""
-    after = next(found for found in classes if "__init__" in vars(found))
-    names = list(inspect.signature(after.__init__).parameters)[1:]  # type: ignore[misc]
+    """Return arguments by name, for the first of these classes that has a constructor."""
+    kind = next(kind for kind in classes if "__init__" in vars(kind))
+    names = list(inspect.signature(kind.__init__).parameters)[1:]  # type: ignore[misc]
     return {**dict(zip(names, positional, strict=False)), **keywords}
 
 
 def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> None:
-    """Reject unsupported settings before anything is created.
+    """Check the arguments of a Trainer before anything is created.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: an argument is not supported.
     """
     model, args = given.get("model"), given.get("args")
     if given.get("model_init") is not None or not isinstance(model, nn.Module):
         shown = repr(model) if isinstance(model, str) else type(model).__name__
         raise ConfigError(
-            f"{kind.__name__}(model={shown}): ShardwiseTrainer trains a model that is there, brought up by "
-            "shardwise.from_pretrained(...) and passed as model=for_trainer(model)"
+            f"{kind.__name__}(model={shown}): ShardwiseTrainer trains a loaded model. Call "
+            "shardwise.from_pretrained(...), and pass model=for_trainer(model)"
         )
     if not is_for_trainer(model):
         raise ConfigError(f"{kind.__name__}(model={type(model).__name__}): pass model=for_trainer(model)")
@@ -249,17 +245,17 @@ def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> Non
         require_data_parallel(parallelism)
     if given.get("peft_config") is not None:
         raise ConfigError(
-            f"{kind.__name__}(peft_config=...): an adapter that comes after sharding would be neither sharded nor "
-            "loaded by all ranks alike. Bring the model up with from_pretrained(tuning=Lora(config)) instead"
+            f"{kind.__name__}(peft_config=...): an adapter that is added after sharding would not be sharded, and "
+            "could differ between ranks. Load the model with from_pretrained(tuning=Lora(config)) instead"
         )
     if not compat.is_of_trl(kind):
         return
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if world.size > 1 and isinstance(head, FSDPModule):
         raise ConfigError(
-            f"{kind.__name__}: TRL reads the weight of the model's head without calling it, and the head is a "
-            "group of its own, so that its gradient would not be averaged over ranks. Shard with a wrap "
-            "policy that leaves the head to the root group (the default, 'auto', does)"
+            f"{kind.__name__}: TRL reads the weight of the model's head without calling it, and the head is an "
+            "FSDP2 group of its own, so that its gradient would not be averaged over ranks. Shard with a wrap "
+            "policy that leaves the head in the root group (the default, 'auto', does)"
         )
     _require_reference(kind, model, args, given)
 
@@ -268,8 +264,8 @@ def _require_reference(kind: type, model: nn.Module, args: Any, given: Mapping[s
     reference = given.get("ref_model")
     if getattr(args, "precompute_ref_log_probs", False):
         raise ConfigError(
-            f"{kind.__name__}(precompute_ref_log_probs=True): TRL hashes the model's weights for that, which it "
-            "cannot where they are sharded. Leave it out"
+            f"{kind.__name__}(precompute_ref_log_probs=True): TRL would hash the model's weights, which are "
+            "sharded. Leave it out"
         )
     if isinstance(reference, nn.Module) and not is_for_trainer(reference):
         raise ConfigError(
@@ -277,25 +273,25 @@ def _require_reference(kind: type, model: nn.Module, args: Any, given: Mapping[s
         )
     compares = compat.wants_reference(kind) or bool(getattr(args, "beta", 0))
     if reference is None and compares and not has_adapters(model):
-        second = "Pass ref_model=for_trainer(reference), sharded as the model is"
-        hint = second if compat.wants_reference(kind) else "Pass beta=0.0"
+        pass_model = "Pass ref_model=for_trainer(reference), sharded as the model is"
+        hint = pass_model if compat.wants_reference(kind) else "Pass beta=0.0"
         raise ConfigError(
-            f"{kind.__name__}: compares with a reference, which TRL would load whole on every rank. {hint}, or "
-            "train a LoRA, whose reference is the model without it"
+            f"{kind.__name__}: compares with a reference model, which TRL would load whole on every rank. {hint}, "
+            "or train a LoRA, whose reference is the model without it"
         )
 
 
 def require_data_parallel(config: Any) -> None:
-    """Refuse sizes of a ``ParallelismConfig`` other than those of data parallel axes, which are the model's own.
+    """Check that a ``ParallelismConfig`` has data parallel axes only.
 
     Raises:
-        ConfigError: naming them.
+        ConfigError: it has other axes.
     """
     sizes = {name: getattr(config, name) for name in ("tp_size", "cp_size", "sp_size")}
-    if named := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
+    if others := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
         raise ConfigError(
-            f"parallelism_config has {', '.join(named)}, and the Trainer prepares a model that is sharded "
-            "already for data parallelism only. Write the loop with accelerate (docs/meshes.md)."
+            f"parallelism_config has {', '.join(others)}, and the Trainer supports a model that is sharded "
+            "already with data parallelism only. Write the loop with accelerate (docs/meshes.md)."
         )
 
 

@@ -1,11 +1,11 @@
-"""Checkpoints in an output folder of the Trainer: found, committed and removed.
+"""Checkpoints in the output folder of a Trainer: finds, commits and removes them.
 
-[Note: A checkpoint of the Trainer's] ``checkpoint-N`` holds the model as ``save_pretrained`` would write it, the
+[Note: A checkpoint of the Trainer] ``checkpoint-N`` holds the model as ``save_pretrained`` would write it, the
 state of the training under ``state`` (a checkpoint of :class:`~shardwise.checkpoints.checkpointer.Checkpointer`),
-and ``trainer_state.json``. It counts once ``shardwise.trainer.json`` is there, which is put in place in one step
-when all else is durable ([Note: One commit]). A folder is started by writing ``shardwise.begun``, which
-distinguishes remains of a kill from files of others: the next save or resume removes the former, the latter are an
-error. Removal is in reverse order: the file that commits it first.
+and ``trainer_state.json``. It is complete once ``shardwise.trainer.json`` exists, which is put in place in one step
+when everything else is durable ([Note: One commit]). The first file of a checkpoint is ``shardwise.begun``, which
+distinguishes the remains of a killed save from files of others: the next save or resume removes the former, the
+latter are an error. A checkpoint is removed in reverse order, the file that commits it first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwise.execution.rename_journal import remove_unnamed
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
-from shardwise.interchange.trainer_restoring import STATE_FILE, TrainerFolder
+from shardwise.interchange.trainer_restoring import STATE_FILE
 from shardwise.planning import fingerprints
 from shardwise.planning.commit_plan import on_its_way
 from shardwise.storage.folders import FoldersWriter, folders_in, remove_files
@@ -39,23 +39,22 @@ FACTS_FILE = "shardwise.trainer.json"
 BEGUN_FILE = "shardwise.begun"
 STATE_FOLDER = "state"
 _FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,15}})")
-_MOST_BYTES = 1 << 16
+_MAX_FACTS_BYTES = 1 << 16
 _VERSION = 1
 
-
 MODEL_ALONE = "the model alone"
-"""The state that a checkpoint without one holds (``save_only_model``)."""
+"""Content of a checkpoint without the state of the training (``save_only_model``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerFacts:
-    """Facts of a checkpoint that are read before it is opened.
+    """Header of a checkpoint.
 
     Attributes:
         step: optimizer steps done.
-        holds: whose state, as ``checkpoints.state.describe_selection`` or ``MODEL_ALONE``.
+        holds: content of its state, as ``checkpoints.state.describe_selection`` returns it, or ``MODEL_ALONE``.
         rows_per_step: rows of one optimizer step, of all ranks and micro-batches.
-        world_size: ranks it was saved by.
+        world_size: number of ranks that saved it.
     """
 
     step: int
@@ -68,32 +67,33 @@ class TrainerFacts:
 
     @classmethod
     def from_bytes(cls, content: bytes, what: str) -> TrainerFacts:
-        """Raises FormatError if it is not one."""
-        told: dict[str, Any] = parse_object(content, what=what)
-        if told.pop("version", None) != _VERSION:
+        """Parse a header. ``what`` names the file.
+
+        Raises:
+            FormatError: it is not the header of a checkpoint.
+        """
+        values: dict[str, Any] = parse_object(content, what=what)
+        if values.pop("version", None) != _VERSION:
             raise FormatError(f"{what}: is of another version of shardwise. Pass another checkpoint")
-        try:
-            found = cls(**told)
-        except TypeError as error:
-            raise FormatError(
-                f"{what}: is not the record of a checkpoint ({error}). Pass another checkpoint"
-            ) from error
-        counts = (found.step, found.rows_per_step, found.world_size)
-        if [type(value) for value in (*counts, found.holds)] != [int, int, int, str] or min(counts) < 0:
-            raise FormatError(f"{what}: is not the record of a checkpoint. Pass another checkpoint")
-        return found
+        types = [(name, type(value)) for name, value in sorted(values.items())]
+        if types != _FIELDS or any(value < 0 for value in values.values() if type(value) is int):
+            raise FormatError(f"{what}: is not the header of a checkpoint. Pass another checkpoint")
+        return cls(**values)
+
+
+_FIELDS = [("holds", str), ("rows_per_step", int), ("step", int), ("world_size", int)]
 
 
 class FolderKind(Enum):
-    """Kind of a folder ``checkpoint-N``."""
+    """Content of a folder ``checkpoint-N``."""
 
-    COMPLETE = "a checkpoint that counts"
-    LEFT = "one that was begun, or is being removed"
-    FOREIGN = "somebody else's"
+    COMPLETE = "a complete checkpoint"
+    LEFT = "an incomplete checkpoint"
+    FOREIGN = "files of others"
 
 
 def checkpoints_in(run: Path) -> dict[int, FolderKind]:
-    """The folders ``checkpoint-N`` of a run, by step, in order.
+    """Return the kinds of the folders ``checkpoint-N`` of a run, by step, in order.
 
     Raises:
         StorageError: the folder cannot be listed.
@@ -114,32 +114,15 @@ def folder_of(run: Path, step: int) -> Path:
 
 
 def step_in(run: Path, folder: str | None) -> int | None:
-    """Return the step of a checkpoint of this run, or None if it is elsewhere."""
+    """Return the step of a checkpoint of this run, or None for other folders."""
     found = None if folder is None else _FOLDER.fullmatch(Path(folder).name)
     if folder is None or found is None or Path(folder).parent.resolve() != run.resolve():
         return None
     return int(found[1])
 
 
-def best_of(source: Path) -> str | None:
-    """Return the best checkpoint so far of a training that resumes from ``source``, or None.
-
-    A run may have been moved, so a sibling of ``source`` with the recorded name is used.
-
-    Raises:
-        FormatError, StorageError: the Trainer's state in ``source`` cannot be read.
-    """
-    recorded = TrainerFolder.of(source).state.get("best_model_checkpoint")
-    if not isinstance(recorded, str):
-        return None
-    beside = source.parent / Path(recorded).name
-    if _FOLDER.fullmatch(beside.name) and kind_of(beside) is FolderKind.COMPLETE:
-        return str(beside)
-    return recorded if Path(recorded).is_dir() else None
-
-
 def kind_of(folder: Path) -> FolderKind:
-    """Looks for two files."""
+    """Return the kind of a folder ``checkpoint-N``. An empty one is an incomplete checkpoint."""
     if (folder / FACTS_FILE).is_file():
         return FolderKind.COMPLETE
     if not folder.is_dir():
@@ -149,11 +132,11 @@ def kind_of(folder: Path) -> FolderKind:
 
 
 def facts_of(folder: Path) -> TrainerFacts:
-    """Read the facts of a checkpoint that counts.
+    """Read the header of a complete checkpoint.
 
     Raises:
-        ConfigError: it does not, or was saved by something else.
-        FormatError: its facts are damaged.
+        ConfigError: the checkpoint is not complete, or was not saved by a ShardwiseTrainer.
+        FormatError: the header is damaged.
     """
     what = f"resume_from_checkpoint={str(folder)!r}"
     if not folder.is_dir():
@@ -171,90 +154,89 @@ def facts_of(folder: Path) -> TrainerFacts:
             else f"is not a checkpoint. Pass a folder {PREFIX_CHECKPOINT_DIR}-N"
         )
         raise ConfigError(f"{what}: {hint}")
-    if file.stat().st_size > _MOST_BYTES:
-        raise FormatError(f"{file}: is too large for the record of a checkpoint. Pass another checkpoint")
+    if file.stat().st_size > _MAX_FACTS_BYTES:
+        raise FormatError(f"{file}: is too large for the header of a checkpoint. Pass another checkpoint")
     return TrainerFacts.from_bytes(file.read_bytes(), str(file))
 
 
 def whole_facts_of(folder: Path) -> TrainerFacts:
-    """Read the facts of a checkpoint that counts, whose state has all of its files.
+    """Read the header of a complete checkpoint, and check that its state has all of its files.
 
     Raises:
-        ConfigError, FormatError: it has not.
+        ConfigError, FormatError: as :func:`facts_of`, or files are missing or truncated.
     """
     facts = facts_of(folder)
     state = folder / STATE_FOLDER
     if not (folder / STATE_FILE).is_file() or (facts.holds != MODEL_ALONE and newest_in(state) != facts.step):
         raise FormatError(
-            f"resume_from_checkpoint={str(folder)!r}: files of it are gone, or have been cut. Remove it to resume "
-            "from the one before"
+            f"resume_from_checkpoint={str(folder)!r}: files are missing or truncated. Remove it to resume from the "
+            "one before"
         )
     return facts
 
 
-def beginning_of(run: Path, asked: Path | Literal["newest"] | None) -> tuple[Path | None, bool]:
-    """Find the checkpoint that a training starts from, which puts its own into ``run``.
+def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tuple[Path | None, bool]:
+    """Find the checkpoint that a training with the output folder ``run`` resumes from.
 
-    ``asked`` is the newest folder there, or None. Returns it, and whether leftovers have to be removed.
+    Return it, or None to start from the beginning, and whether incomplete checkpoints have to be removed.
 
     Raises:
         ConfigError: there is no checkpoint to resume from, or there are checkpoints that it would overwrite.
-        FormatError, StorageError: folders that cannot be read.
+        FormatError, StorageError: a folder cannot be read.
     """
     found = checkpoints_in(run)
     complete = [step for step, kind in found.items() if kind is FolderKind.COMPLETE]
     foreign = [step for step, kind in found.items() if kind is FolderKind.FOREIGN]
     source, at = None, -1
-    if asked == "newest":
+    if requested == "newest":
         if not complete:
+            others = f" (others: {_names(foreign)})" if foreign else ""
             raise ConfigError(
-                f"resume_from_checkpoint=True: output_dir={str(run)!r} has no checkpoint of ShardwiseTrainer's "
-                f"that was completed{_those(' (others: ', foreign, ')')}. Leave it out to start from the beginning"
+                f"resume_from_checkpoint=True: output_dir={str(run)!r} has no complete checkpoint of "
+                f"ShardwiseTrainer{others}. Leave it out to start from the beginning"
             )
         source, at = folder_of(run, complete[-1]), complete[-1]
-    elif asked is not None:
-        source = asked
-        at = facts_of(asked).step if asked.parent.resolve() == run.resolve() else -1
-    odd = [*foreign, *(step for step in complete if step > at)]
-    if odd:
+    elif requested is not None:
+        source = requested
+        at = facts_of(requested).step if requested.parent.resolve() == run.resolve() else -1
+    if others_in_way := sorted([*foreign, *(step for step in complete if step > at)]):
         raise ConfigError(
-            f"output_dir={str(run)!r} has {_those('', sorted(odd), '')} of another run, which this one would "
-            "overwrite or remove. Pass resume_from_checkpoint=True to resume from the newest of "
-            "ShardwiseTrainer's, choose another output_dir, or remove them"
+            f"output_dir={str(run)!r} has {_names(others_in_way)} of another run, which this one would overwrite "
+            "or remove. Pass resume_from_checkpoint=True to resume from the newest checkpoint of "
+            "ShardwiseTrainer, choose another output_dir, or remove them"
         )
     return source, FolderKind.LEFT in found.values()
 
 
-def _those(before: str, steps: Sequence[int], after: str) -> str:
+def _names(steps: Sequence[int]) -> str:
     names = ", ".join(f"{PREFIX_CHECKPOINT_DIR}-{step}" for step in steps[:6])
-    return f"{before}{names}{', ...' if len(steps) > 6 else ''}{after}" if steps else ""
+    return f"{names}, ..." if len(steps) > 6 else names
 
 
 def steps_to_remove(complete: Sequence[int], limit: int | None, best: int | None) -> list[int]:
-    """Return the oldest checkpoints above ``save_total_limit``, never the newest or the best."""
+    """Return the oldest checkpoints above ``save_total_limit``, without the newest and the best."""
     if limit is None or limit <= 0 or not complete:
         return []
-    kept = {max(complete), *([best] if best in complete else [])}
-    others = [step for step in sorted(complete) if step not in kept]
-    return others[: max(0, len(complete) - max(limit, len(kept)))]
+    removable = [step for step in sorted(complete) if step not in (max(complete), best)]
+    return removable[: max(0, len(complete) - limit)]
 
 
 def locked_for(world: World, run: Path, step: int) -> AbstractContextManager[Saving]:
-    """Lock an output folder while the checkpoint of this step is saved there, and remove remains.
+    """Lock an output folder while the checkpoint of this step is saved, and remove incomplete checkpoints.
 
     Collective: yes, at the beginning.
 
     Raises:
-        StorageError: another save is in progress there or has saved this step, or files of others are in the way.
+        StorageError: another save is in progress or has saved this step, or the step's folder has files of others.
     """
     return locked_by_first_rank(world, run, partial(_begin, run, step), partial(_undo, run, step))
 
 
 def _begin(run: Path, step: int, marked: LockedFolder) -> None:
-    _remove_left(run)  # before it is looked what counts; see [Note: Checked twice]
+    _remove_left(run)  # before the folder is examined; see [Note: Checked twice]
     folder = folder_of(run, step)
     if folder.is_dir():
-        raise StorageError(f"{folder}: exists already, {kind_of(folder).value}. Nothing was overwritten")
+        raise StorageError(f"{folder}: exists already, with {kind_of(folder).value}. Nothing was overwritten")
     with FoldersWriter(folder) as writer:
         save_id = marked.save_id.encode()
         writer.create(BEGUN_FILE, len(save_id))
@@ -270,41 +252,42 @@ def _undo(run: Path, step: int, marked: LockedFolder) -> None:
         return
     if marked.is_held():
         if (folder / BEGUN_FILE).is_file():
-            _remove_unless_it_counts(folder)
+            _remove_incomplete(folder)
         return
     with FoldersWriter(folder, folders_in(folder)) as writer:
         writer.remove(on_its_way(FACTS_FILE, marked.save_id))
         names = writer.list()
         is_begun = BEGUN_FILE in names or FACTS_FILE in names
-        if not is_begun and (names or writer.folders):  # it was removed, and we made it again
+        if not is_begun and (names or writer.folders):  # it was removed, and this save's files came later
             with contextlib.suppress(OSError):
                 remove_files(writer, names)
                 os.rmdir(folder)
 
 
-def complete(marked: LockedFolder, folder: Path, facts: TrainerFacts) -> None:
-    """Have a checkpoint count, once all that is in it lasts.
+def complete(saving: Saving, folder: Path, facts: TrainerFacts) -> None:
+    """Make the files of a checkpoint durable, and commit it.
 
     Raises:
-        StorageError: the files could not be written, or the folder is not the one that was started.
+        StorageError: the files could not be written, or another save has begun in the folder.
     """
+    marked = saving.locked
     marked.require()
     with FoldersWriter(folder, folders_in(folder)) as writer:
         if writer.read(BEGUN_FILE) != marked.save_id.encode():
             raise StorageError(
                 f"{folder}: another training has begun to save there. Use a different output_dir for each"
             )
-        kept = _lasting(writer)
+        durable = _durable(writer)
         for name in writer.list():
-            if name not in kept and not name.startswith(f"{STATE_FOLDER}/"):
+            if name not in durable and not name.startswith(f"{STATE_FOLDER}/"):
                 write_again(writer, name, marked.save_id)
         writer.sync_names()
         files = {name: nbytes for name, nbytes in writer.sizes().items() if name != FACTS_FILE}
         publish(writer, marked, FACTS_FILE, facts.to_bytes(), files)
 
 
-def _lasting(writer: FoldersWriter) -> set[str]:
-    """Return the files that our saves have recorded, and the one that marks a checkpoint as begun."""
+def _durable(writer: FoldersWriter) -> set[str]:
+    """Return the files that saves of shardwise have synced and recorded, and the start marker."""
     found = {BEGUN_FILE}
     for name in writer.list():
         if not name.endswith(fingerprints.file_beside("")):
@@ -323,16 +306,16 @@ def remove_under(marked: LockedFolder, run: Path, steps: Sequence[int]) -> None:
     """
     for step in steps:
         if not marked.is_held():
-            return  # whoever has the folder by now does it
+            return  # the save that has the lock now removes them
         try:
             _remove(folder_of(run, step))
         except StorageError:
             if marked.is_held():
-                raise  # else another one is removing the same
+                raise  # otherwise another save is removing the same files
 
 
 def remove_left(run: Path) -> None:
-    """Remove the remains of saves that were never committed.
+    """Remove incomplete checkpoints.
 
     Raises:
         StorageError: another save is in progress there, or a file cannot be removed.
@@ -342,7 +325,7 @@ def remove_left(run: Path) -> None:
 
 
 def remove_but(run: Path, best: int) -> None:
-    """Remove all checkpoints of a run but that of one step.
+    """Remove all checkpoints of a run except one.
 
     Raises:
         StorageError: another save is in progress there, or a file cannot be removed.
@@ -355,11 +338,14 @@ def remove_but(run: Path, best: int) -> None:
 def _remove_left(run: Path) -> None:
     for step, kind in checkpoints_in(run).items():
         if kind is FolderKind.LEFT:
-            _remove_unless_it_counts(folder_of(run, step))
+            _remove_incomplete(folder_of(run, step))
 
 
-def _remove_unless_it_counts(folder: Path) -> None:
-    """The file that could still commit it is removed first, in case its writer resumes. A committed one stays."""
+def _remove_incomplete(folder: Path) -> None:
+    """Remove a checkpoint unless it is committed.
+
+    The file that could still commit it is removed first, in case its writer resumes.
+    """
     with FoldersWriter(folder, folders_in(folder)) as writer:
         remove_unnamed(writer, [name for name in writer.list() if name.startswith(f".{FACTS_FILE}.")])
         if FACTS_FILE not in writer.list():
@@ -369,14 +355,14 @@ def _remove_unless_it_counts(folder: Path) -> None:
 def _remove(folder: Path) -> None:
     with FoldersWriter(folder, folders_in(folder)) as writer:
         if BEGUN_FILE not in writer.list():
-            writer.replace(BEGUN_FILE, b"")  # what says that it is ours goes last
+            writer.replace(BEGUN_FILE, b"")  # the marker goes last
         writer.remove(FACTS_FILE)
         writer.sync_names()
         _empty(writer, folder)
 
 
 def _empty(writer: FoldersWriter, folder: Path) -> None:
-    """Remove everything except for the start marker, then the marker."""
+    """Remove all files, the start marker last, and the folder."""
     remove_files(writer, [name for name in writer.list() if name != BEGUN_FILE])
     writer.sync_names()
     writer.remove(BEGUN_FILE)

@@ -1,6 +1,6 @@
 """Hands the weights of a sharded model to vLLM's engines.
 
-[Note: What vLLM asks for] Its engines load unsharded tensors one after the other, under the names and in the shapes
+[Note: Weights for vLLM] Its engines load unsharded tensors one after the other, under the names and in the shapes
 of the checkpoint, as ``iter_hf_tensors`` yields them. ``model.named_parameters()`` of a model that FSDP2 shards has
 other names and shapes if transformers converts a checkpoint (stacked experts, fused projections), and those of
 PEFT's layers if it is adapted. In one process an engine's model has ``load_weights``, which takes pairs of a name
