@@ -225,10 +225,13 @@ def plan_command(
     limit = None if memory is None else in_bytes_of(memory)
     if sys.stderr.isatty():
         click.echo("planning; importing torch and transformers takes some seconds ...", err=True)
+    placed: PlanOptions = {"nodes": nodes, "device": device}
+    if limit is not None:
+        placed["memory_bytes"] = limit
     if model.endswith((".yaml", ".yml")):
-        made = _of_config(model, overrides, ranks, nodes, device, given)
+        made = _of_config(model, overrides, ranks, placed, given)
     else:
-        made = _of_model(model, overrides, ranks, {**given, "nodes": nodes, "device": device})
+        made = _of_model(model, overrides, ranks, {**given, **placed})
     if limit is not None and not as_json:
         click.echo(made.verdict(limit))
     click.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
@@ -237,7 +240,7 @@ def plan_command(
 
 
 def _of_config(
-    file: str, overrides: tuple[str, ...], ranks: int | None, nodes: int, device: str, given: dict[str, Any]
+    file: str, overrides: tuple[str, ...], ranks: int | None, placed: PlanOptions, given: dict[str, Any]
 ) -> Estimate:
     """Plan the training that a file describes."""
     if unused := [name for name, value in given.items() if value]:
@@ -249,7 +252,7 @@ def _of_config(
         from shardwise.training.setup import plan_run
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'.") from error
-    return plan_run(config, ranks=ranks, nodes=nodes, device=device)
+    return plan_run(config, ranks, **placed)
 
 
 def _of_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: dict[str, Any]) -> Estimate:

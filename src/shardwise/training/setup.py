@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import transformers
 import trl as _trl
@@ -380,10 +380,15 @@ def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
         )
 
 
-def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, device: str = "cuda") -> Estimate:
+def plan_run(config: RunConfig, ranks: int | None, **placed: Unpack[PlanOptions]) -> Estimate:
     """Forecast a training by its configuration, with TRL's defaults. Rows are taken to have ``max_length`` tokens.
 
     A pair of DPO is two rows. Generation of GRPO and reference models are not included, as a note states.
+
+    Args:
+        config: the configuration.
+        ranks: number of ranks. None for its ``num_processes``.
+        placed: ``nodes``, ``device`` and ``memory_bytes``.
 
     Collective: no.
 
@@ -394,7 +399,7 @@ def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, dev
     ranks = ranks or config.own["num_processes"]
     if not ranks:
         raise ConfigError("num_processes: is missing. Set it, or give --ranks.")
-    replicas = config.own["dp_replicate_size"]
+    replicas, rows_per_example = config.own["dp_replicate_size"], 2 if config.method == "dpo" else 1
     on_one = RunConfig(config.source, config.method, config.values, {**config.own, "dp_replicate_size": 1})
     arguments = parse(on_one)
     training = arguments.training
@@ -403,10 +408,9 @@ def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, dev
     options |= {
         "hub": HubOptions(revision=arguments.model.model_revision),
         "tuning": (tuning := tuning_of(arguments)),
-        "nodes": nodes,
-        "device": device,
+        **placed,
         "optim": getattr(training.optim, "value", training.optim),
-        "per_device_train_batch_size": training.per_device_train_batch_size * (2 if config.method == "dpo" else 1),
+        "per_device_train_batch_size": training.per_device_train_batch_size * rows_per_example,
         "max_length": getattr(training, "max_length", None) or 0,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "gradient_checkpointing": training.gradient_checkpointing,
@@ -420,4 +424,7 @@ def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, dev
     notes = ["generation is not included"] if config.method == "grpo" else []
     if config.method in ("dpo", "kto") and isinstance(tuning, Full):
         notes = ["the reference model is not included: its weights and gathered groups are those of the model"]
-    return replace(made, notes=(*made.notes, *notes))
+    estimate = made.training
+    if estimate is not None and estimate.largest_batch is not None:
+        estimate = replace(estimate, largest_batch=estimate.largest_batch // rows_per_example)
+    return replace(made, notes=(*made.notes, *notes), training=estimate)
