@@ -261,31 +261,22 @@ def _of_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: 
         raise ConfigError(f"{overrides[0]}: is not an option for a model. See shardwise plan --help.")
     if ranks is None:
         raise ConfigError("--ranks: is missing. Give the number of processes.")
-    if is_local(model):  # told before seconds of imports
+    found = {name: value for name, value in given.items() if value is not None}
+    if "tuning" not in found and {"per_device_train_batch_size", "max_length"} & found.keys():
+        raise ConfigError("--batch and --seq need --tuning. Give that, too.")
+    if "mesh" in found:
+        found["mesh"] = parse_mesh(found["mesh"])
+    if is_local(model):
         local_place(model, HubOptions())
-    from shardwise.engines.estimating import plan
-
-    return plan(model, ranks=ranks, **_options(given))
-
-
-def _options(given: dict[str, Any]) -> PlanOptions:
-    from shardwise.engines.estimating import tuning_named
+    from shardwise.engines.estimating import plan, tuning_named
     from shardwise.engines.sharding import sharding_named
 
-    found = {name: value for name, value in given.items() if value is not None}
     wrap, param_dtype = found.pop("wrap", "auto"), found.pop("param_dtype", None)
     found["sharding"] = sharding_named(wrap, param_dtype=param_dtype, offload=found.pop("offload"))
     found["hub"] = HubOptions(revision=found.pop("revision", None))
-    found.setdefault("dtype", "auto")
-    if "mesh" in found:
-        found["mesh"] = parse_mesh(found["mesh"])
-    tuning = found.pop("tuning", None)
-    if tuning is None and {"per_device_train_batch_size", "max_length"} & found.keys():
-        raise ConfigError("--batch and --seq need --tuning. Give that, too.")
-    if tuning is not None:
-        found["tuning"] = tuning_named(tuning)
-    options: Any = found
-    return options  # type: ignore[no-any-return]
+    if "tuning" in found:
+        found["tuning"] = tuning_named(found["tuning"])
+    return plan(model, ranks=ranks, **{"dtype": "auto", **found})
 
 
 def parse_mesh(text: str) -> dict[str, int]:

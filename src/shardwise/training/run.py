@@ -34,6 +34,8 @@ RUN_FOLDER: Final = ".shardwise-run"
 
 _RUN_FILE: Final = "run.json"
 
+_log = logging.getLogger(__name__)
+
 _IDENTITY: Final = (
     *("model_name_or_path", "model_revision", "dataset_name", "dataset_config", "datasets"),
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit", "bnb_4bit_quant_type"),
@@ -89,7 +91,8 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
             if arguments.training.push_to_hub:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
         state = trainer.state
-        summary = summary_lines(state, done.metrics["train_runtime"], trl_setup.tokens_seen(trainer))
+        peak = peak_line(_estimated_bytes(config, world.size))
+        summary = summary_lines(state, done.metrics["train_runtime"], trl_setup.tokens_seen(trainer), peak)
         if hasattr(trainer, "end"):  # since transformers 5.18
             trainer.end()
     return TrlOutcome(
@@ -169,14 +172,15 @@ def _resume_from(training: Any, output: Path) -> Any:
     return True if FolderKind.COMPLETE in kinds else None
 
 
+_MEASURABLE_BYTES: Final = 10 << 20
+"""The smallest difference of two peaks that is shown."""
+
+
 def peak_bytes() -> int:
     """The peak memory of this rank: of its accelerator, or else of the process."""
     if (kind := torch_api.accelerator()) is not None:
         return int(torch_api.module_of(kind).max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-_log = logging.getLogger(__name__)
 
 
 class StopOnSignal(TrainerCallback):
@@ -224,18 +228,44 @@ def _guarded(tracker: TrainerCallback, call: Callable[..., Any], events: Sequenc
     return guarded
 
 
-def summary_lines(state: TrainerState, seconds: float, tokens: int) -> Sequence[str]:
+def peak_line(estimate: int | None = None) -> str:
+    """Format the peak memory of this rank, and its estimate in bytes if there is one that differs."""
+    line = f"peak memory of a rank: {peak_bytes() / 2**30:.2f} GiB"
+    if estimate is None or abs(estimate - peak_bytes()) < _MEASURABLE_BYTES:
+        return line
+    return f"{line}, estimated {estimate / 2**30:.2f} GiB"
+
+
+def _estimated_bytes(config: RunConfig, ranks: int) -> int | None:
+    """Return the estimated peak of a rank on its accelerator, or None. Collective: yes, with replicas.
+
+    There is none on the CPU, where the peak of a process includes its libraries, and none of methods that generate
+    or have a reference model.
+    """
+    kind = torch_api.accelerator()
+    if kind is None or config.method not in ("sft", "reward"):
+        return None
+    try:
+        made = trl_setup.plan_run(config, ranks, device=kind.type)
+    except Exception as error:  # the training has succeeded
+        _log.warning("no estimate: %s", error)
+        return None
+    has_activations = made.training is not None and made.training.batch_size > 0
+    return made.peak_bytes if has_activations else None
+
+
+def summary_lines(state: TrainerState, seconds: float, tokens: int, peak: str) -> Sequence[str]:
     """Format the closing summary of a training that has passed so many tokens in so many seconds."""
     losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
     evaluated = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
     lines = [f"trained {state.global_step} steps in {seconds:.1f} s"]
     if losses:
-        lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
+        lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}, best {min(losses):.4f}")
     if evaluated:
         lines.append(f"best evaluation loss: {min(evaluated):.4f}")
     if tokens:
         lines.append(f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
-    return [*lines, f"peak memory of a rank: {peak_bytes() / 2**30:.2f} GiB"]
+    return [*lines, peak]
 
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -27,7 +27,7 @@ from shardwise.execution.world import World
 from shardwise.report.names import table_lines
 from shardwise.storage.writing import open_writer
 from shardwise.training import setup as trl_setup
-from shardwise.training.run import TrlOutcome, held, identity_of, peak_bytes, stopping_on_signals
+from shardwise.training.run import TrlOutcome, held, identity_of, peak_line, stopping_on_signals
 from shardwise.training.run_config import RunConfig, read_tenants
 from shardwise.training.setup import TrlArguments
 from shardwise.training.tenant_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows, tokenized
@@ -188,8 +188,7 @@ def _summary(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]
         rows.append((str(place), name, f"{one['steps']}/{one['max_steps']}", *losses))
     lines = table_lines(("", "tenant", "steps", "loss", "evaluation loss"), rows)
     lines += [f"{name}: failed in {one['failure']}" for name, one in ranked.items() if "failure" in one]
-    seconds, peak = time.monotonic() - begun, peak_bytes() / 2**30
-    return [*lines, f"{len(ranked)} tenants in {seconds:.1f} s, peak memory of a rank: {peak:.2f} GiB"]
+    return [*lines, f"{len(ranked)} tenants in {time.monotonic() - begun:.1f} s, {peak_line()}"]
 
 
 STATE_FILE: Final = "trainer_state.json"
