@@ -205,16 +205,16 @@ def test_configs_that_are_no_pairs_of_matrices(base, match, config):
 @pytest.mark.parametrize(
     ("match", "keywords"),
     [
-        ("LBFGS is not known to treat each element for itself", {"optimizer": torch.optim.LBFGS}),
-        ("Adafactor is not known to treat", {"optimizer": torch.optim.Adafactor}),
-        ("Own is not known to treat", {"optimizer": lambda own: type("Own", (torch.optim.SGD,), {})(own)}),
+        ("LBFGS is not known to be elementwise", {"optimizer": torch.optim.LBFGS}),
+        ("Adafactor is not known to be", {"optimizer": torch.optim.Adafactor}),
+        ("Own is not known to be", {"optimizer": lambda own: type("Own", (torch.optim.SGD,), {})(own)}),
         (
-            "must be made of the parameter it is given",
+            "must have the given parameter in one group",
             {"optimizer": lambda own: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
         ),
-        ("accumulation=0: a window has", {"gradient_accumulation_steps": 0}),
-        ("max_grad_norm=0: it is above 0", {"max_grad_norm": 0}),
-        ("seed=1.5: it is an integer", {"seed": 1.5}),
+        ("accumulation_steps=0: pass 1 or more", {"gradient_accumulation_steps": 0}),
+        ("max_grad_norm=0: is not above 0", {"max_grad_norm": 0}),
+        ("seed=1.5: is not an integer", {"seed": 1.5}),
         ("reduction='all': pass 'mean'", {"reduction": "all"}),
     ],
 )

@@ -1,12 +1,12 @@
-"""Calls with rows of many tenants: check, exchange, plan passes, run them, or roll everything back."""
+"""Calls with rows of many tenants: check them, plan passes, run them, or roll everything back."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,10 @@ from shardwise.models.gradients import forget_pass
 from shardwise.models.torch_api import sent
 from shardwise.models.view import root_of
 
-T = TypeVar("T")
-R = TypeVar("R")
-
 
 @dataclass(frozen=True, slots=True)
 class SharedBase:
-    """The base of a bank, the ranks it is on, and how adapters on it are computed."""
+    """The base of a bank, its ranks, and how adapters on it are computed."""
 
     world: World
     model: PreTrainedModel
@@ -58,12 +55,12 @@ class SharedBase:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a row."""
+        """Maximum number of tokens in a row."""
         found = getattr(self.model.config, "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else 1 << 30
 
     def recover(self) -> None:
-        """Have FSDP2 forget a pass that was broken off. Collective: no."""
+        """Reset FSDP2 after an interrupted pass. Collective: no."""
         root = root_of(self.model)
         if root is not None:
             forget_pass(root)
@@ -81,12 +78,13 @@ class RowCall:
     logprobs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def train(self) -> tuple[dict[int, float], int]:
-        """Add to the gradients of the tenants: passes, forward and backward. Collective: yes.
+        """Accumulate the gradients of the tenants by forward and backward passes. Collective: yes.
 
-        Returns: the sums of all ranks' losses by entry, and how many passes there were.
+        Returns:
+            The losses of all ranks, summed by entry, and the number of passes.
 
         Raises:
-            ShardwiseError: the same on every rank, naming the tenants. Gradients are as before the call.
+            ShardwiseError: the same on every rank. A note names the tenants. Gradients are restored.
         """
         before = [
             (tenant.gradient, tenant.gradient.clone() if tenant.window.micro_batches else None)
@@ -94,40 +92,42 @@ class RowCall:
             if tenant is not None
         ]
         try:
-            return self._together(self._train, _added_up)
+            return self._run(is_training=True)
         except BaseException:
             for gradient, kept in before:
                 gradient.zero_() if kept is None else gradient.copy_(kept)
             raise
 
-    def look(self) -> None:
-        """Forward passes alone. Collective: yes.
+    def evaluate(self) -> None:
+        """Run forward passes alone. Collective: yes.
 
         Raises:
-            ShardwiseError: the same on every rank, naming the tenants.
+            ShardwiseError: the same on every rank. A note names the tenants.
         """
+        self._run(is_training=False)
 
-        def passes() -> None:
-            with _evaluating(self.base.model):
-                for each in self._passes(is_training=False):
-                    each.forward(self.base.model, self.base.switch)
-                    self._note(each)
-
-        self._together(passes, lambda _: None)
-
-    def _together(self, passes: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
-        """Carry out passes on all ranks, and combine their results. See [Note: In step]."""
+    def _run(self, *, is_training: bool) -> tuple[dict[int, float], int]:
+        """Run passes on all ranks, and sum their results. See [Note: In step]."""
         base = self.base
         root: Any = root_of(base.model)
         try:
-            with in_step(base.world, root, base.recover) as keeper:
-                return base.world.map_reduce(keeper.run, conclude, passes)
+            with in_step(base.world, root, base.recover) as resync:
+                own = self._train if is_training else self._evaluate
+                return base.world.map_reduce(resync.run, _summed, own)
         except BaseException as error:
             base.recover()
             if isinstance(error, ShardwiseError):
                 names = ", ".join(repr(entry.name) for entry in self.agreed if sum(entry.rows))
                 error.add_note(f"This was a pass of {names}; all of it is discarded.")
             raise
+
+    def _evaluate(self) -> tuple[dict[int, float], int]:
+        passes = self._passes(is_training=False)
+        with _evaluating(self.base.model):
+            for each in passes:
+                each.forward(self.base.model, self.base.switch)
+                self._note(each)
+        return {}, len(passes)
 
     def _train(self) -> tuple[dict[int, float], int]:
         base, sums = self.base, dict[int, float]()
@@ -139,7 +139,7 @@ class RowCall:
         with no_random_numbers(base.device):
             for each in passes:
                 each.forward(base.model, base.switch)
-                sums |= each.backward(base.switch, {number: scales[number] for number in each.spans})
+                sums |= each.backward(base.switch, scales)
                 each.route.require_reached()
                 self._note(each)
         return sums, len(passes)
@@ -270,13 +270,13 @@ def is_scaled_at_once(tenant: Tenant | None) -> bool:
     )
 
 
-def _added_up(told: Sequence[tuple[dict[int, float], int]]) -> tuple[dict[int, float], int]:
-    """Sums of all ranks' losses by entry, and the passes, which are as many on each."""
+def _summed(results: Sequence[tuple[dict[int, float], int]]) -> tuple[dict[int, float], int]:
+    """Sum the losses of all ranks by entry. The number of passes is equal on all."""
     sums: dict[int, float] = {}
-    for own, _ in told:
-        for number, value in own.items():
+    for losses, _ in results:
+        for number, value in losses.items():
             sums[number] = sums.get(number, 0.0) + value
-    return sums, told[0][1]
+    return sums, results[0][1]
 
 
 @dataclass(frozen=True, slots=True)
