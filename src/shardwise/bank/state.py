@@ -37,7 +37,7 @@ from shardwise.tensors import DType
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that decide how a step is computed, not its result. They are not restored."""
-_NOT_NEGATIVE = ("lr", "initial_lr", "weight_decay", "eps")
+_NOT_NEGATIVE = frozenset({"lr", "initial_lr", "weight_decay", "eps"})
 
 GRADIENT, MATRICES = "gradient", "matrices"
 """Names of flat tensors: the gradient of an open window, and the matrices if the adapter's file has them cast."""
@@ -312,9 +312,9 @@ def _optimizer_faults(name: str, there: TenantFacts, here: TenantFacts) -> list[
     if faults:
         return [f"{fault}. Pass optimizer= as it was" for fault in faults]
     odd = {*_unlike_keys(_restored_settings(there.settings), _restored_settings(here.settings))}
-    odd |= {
-        key for key in _NOT_NEGATIVE if key in there.settings.keys() - odd and not (there.settings[key] or 0) >= 0
-    }
+    for key in there.settings.keys() & _NOT_NEGATIVE - odd:
+        if there.settings[key] is None or not there.settings[key] >= 0:
+            odd.add(key)
     return [
         f"the setting {shown(key)} of {there.optimizer} is {shown(repr(there.settings.get(key, 'missing')))}"
         for key in sorted(odd)
