@@ -33,8 +33,8 @@ def mixture(*entries: dict[str, Any], **further: Any) -> Any:
     return SimpleNamespace(**{"datasets": found, "streaming": False, "test_split_size": None, **further})
 
 
-def load(name: str | None, mixed: Any | None = None, weights: list[float] | None = None) -> Any:
-    return dataset_loading.load(script(name), mixed or mixture(), weights, 0)
+def load(name: str | None, mixed: Any | None = None) -> Any:
+    return dataset_loading.load(script(name), mixed or mixture())
 
 
 def write(file: Path, count: int, say: str) -> str:
@@ -53,28 +53,21 @@ def test_a_local_file_is_a_data_set(tmp_path: Path) -> None:
     assert len(parts["train"]) == 2
 
 
-def test_weights_interleave_data_sets(tmp_path: Path) -> None:
+def test_data_sets_are_mixed(tmp_path: Path) -> None:
     names = [write(tmp_path / f"{say}.jsonl", 40, say) for say in "ab"]
-    rows = load(None, mixture(*({"path": name} for name in names)), [3.0, 1.0])["train"]["text"]
-    assert sorted(rows) == sorted(f"{say}{number}" for say in "ab" for number in range(40))
-    assert sum(row.startswith("a") for row in rows[:40]) > 24
     together = load(None, mixture(*({"path": name} for name in names)))["train"]["text"]
     assert [row[0] for row in together] == ["a"] * 40 + ["b"] * 40
+    first, second = (load(None, mixture(*({"path": name} for name in names), test_split_size=0.25)) for _ in "12")
+    assert first["test"]["text"] == second["test"]["text"], "each rank has the same"
+    assert (len(first["train"]), len(first["test"])) == (60, 20)
 
 
 @pytest.mark.parametrize(
-    ("name", "mixed", "weights", "message"),
-    [
-        (None, None, None, "dataset_name: is missing"),
-        ("no/such", None, None, "no/such: cannot be loaded"),
-        ("x", None, [1.0], "interleave: needs datasets"),
-        (None, mixture({"path": "x"}), [1.0, 2.0], "interleave: has 2 weights for 1 datasets"),
-        (None, mixture({"path": "x", "fraction": 0.5}), [1.0], "interleave: contradicts fraction"),
-    ],
+    ("name", "message"), [(None, "dataset_name: is missing"), ("no/such", "no/such: cannot be loaded")]
 )
-def test_what_cannot_be_loaded_is_named(name: Any, mixed: Any, weights: Any, message: str) -> None:
+def test_what_cannot_be_loaded_is_named(name: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(name, mixed, weights)
+        load(name)
 
 
 def test_a_file_with_a_broken_row_is_named(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Data sets of a training: loaded, mixed and, where TRL cannot mask assistant tokens, tokenized with masks.
 
-``datasets`` reads, shuffles, mixes and caches. Ours are names of local files, weights of an interleaved mixture,
-conversion to ``messages``, and assistant masks.
+``datasets`` and TRL read, shuffle, mix and cache. This module adds names of local files, conversion to
+``messages``, and assistant masks.
 """
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import datasets
 from transformers import PreTrainedTokenizerBase
+from trl.scripts.utils import get_dataset
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.execution.world import World
@@ -49,43 +51,41 @@ def on_first_of_each_node(prepare: Callable[[], T], local_rank: int) -> T:
     return found
 
 
-def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) -> Mapping[str, AnyDataset]:
+def load(script: Any, mixture: Any) -> Mapping[str, AnyDataset]:
     """Load the data sets that TRL's ``ScriptArguments`` and ``DatasetMixtureConfig`` name, by split.
 
     Args:
         script: ``dataset_name``, ``dataset_config``, ``dataset_streaming``. A name may also be a local file.
         mixture: ``datasets``, which replaces ``dataset_name``, ``streaming``, ``test_split_size``.
-        weights: of the entries of ``datasets``, to interleave them. None concatenates them as TRL does.
-        seed: of the interleaving.
 
     Raises:
         ConfigError: a data set cannot be loaded, or settings contradict each other. The message names them.
     """
+    found: Mapping[str, AnyDataset]
     if mixture.datasets:
         for entry in mixture.datasets:
             if (builder := _builder_of(entry.path)) is not None:
                 entry.path, entry.data_files = builder, entry.path
-        if weights is not None:
-            return _interleaved(mixture, weights, seed)
-        from trl.scripts.utils import get_dataset
-
-        mixed: Mapping[str, AnyDataset] = _checked("datasets", get_dataset, mixture)
-        return mixed
-    if weights is not None:
-        raise ConfigError("interleave: needs datasets, whose weights it lists. Write datasets: [{path: ...}, ...].")
-    name = script.dataset_name
-    if not name:
-        raise ConfigError("dataset_name: is missing. Set it, or datasets.")
-    if builder := _builder_of(name):
-        options = {"path": builder, "data_files": name}
-    else:
+        whole = copy.copy(mixture)
+        whole.test_split_size = None  # TRL's split has no seed, so each rank would have another
+        found = _checked("datasets", get_dataset, whole)
+    elif name := script.dataset_name:
+        builder = _builder_of(name)
         options = {"path": name, "name": script.dataset_config}
-    found: Mapping[str, AnyDataset] = _checked(
-        name, datasets.load_dataset, **options, streaming=script.dataset_streaming
-    )
-    if mixture.test_split_size is not None and "test" not in found:
-        return _split(found["train"], mixture.test_split_size)
-    return found
+        if builder is not None:
+            options = {"path": builder, "data_files": name}
+        found = _checked(name, datasets.load_dataset, **options, streaming=script.dataset_streaming)
+    else:
+        raise ConfigError("dataset_name: is missing. Set it, or datasets.")
+    train = found.get("train")
+    if mixture.test_split_size is None or "test" in found or train is None:
+        return found
+    if isinstance(train, datasets.IterableDataset):
+        raise ConfigError(
+            "test_split_size: cannot split a streamed data set. Set dataset_test_split, or do not stream."
+        )
+    parts: Mapping[str, AnyDataset] = train.train_test_split(test_size=mixture.test_split_size, seed=0)
+    return parts
 
 
 def _builder_of(name: str) -> str | None:
@@ -93,34 +93,6 @@ def _builder_of(name: str) -> str | None:
     file = Path(name)
     suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
     return _BUILDERS.get(suffix) if file.is_file() else None
-
-
-def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[str, AnyDataset]:
-    if len(weights) != len(mixture.datasets) or not all(weight > 0 for weight in weights):
-        raise ConfigError(
-            f"interleave: has {len(weights)} weights for {len(mixture.datasets)} datasets. Give each one above 0."
-        )
-    if any(entry.fraction is not None for entry in mixture.datasets):
-        raise ConfigError("interleave: contradicts fraction of datasets. Remove one of them.")
-    parts = []
-    for entry in mixture.datasets:
-        options = {key: getattr(entry, key) for key in ("path", "name", "data_dir", "data_files", "split")}
-        part = _checked(entry.path, datasets.load_dataset, **options, streaming=mixture.streaming)
-        parts.append(part if entry.columns is None else part.select_columns(entry.columns))
-    shares = [weight / sum(weights) for weight in weights]
-    mixed = datasets.interleave_datasets(
-        parts, probabilities=shares, seed=seed, stopping_strategy="all_exhausted_without_replacement"
-    )
-    return {"train": mixed} if mixture.test_split_size is None else _split(mixed, mixture.test_split_size)
-
-
-def _split(found: AnyDataset, size: float) -> Mapping[str, AnyDataset]:
-    if isinstance(found, datasets.IterableDataset):
-        raise ConfigError(
-            "test_split_size: cannot split a streamed data set. Set dataset_test_split, or do not stream."
-        )
-    parts: Mapping[str, AnyDataset] = found.train_test_split(test_size=size, seed=0)
-    return parts
 
 
 def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
