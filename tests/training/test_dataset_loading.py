@@ -12,7 +12,7 @@ from tests.training import tiny
 
 from shardwise.errors import ConfigError
 from shardwise.training import dataset_loading
-from shardwise.training.dataset_loading import MalformedRowError, to_messages
+from shardwise.training.dataset_loading import to_messages
 
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
@@ -80,9 +80,8 @@ def test_a_file_with_a_broken_row_is_named(tmp_path: Path) -> None:
     "row",
     [
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
-        {"conversations": json.dumps([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}])},
         {"instruction": "Hi", "input": "", "output": "Ho"},
-        {"instruction": "Hi", "input": None, "output": "Ho", "history": []},
+        {"instruction": "Hi", "input": None, "output": "Ho"},
         {"messages": [{**message, "tool_calls": None} for message in ASKED]},
     ],
 )
@@ -90,44 +89,28 @@ def test_other_layouts_become_messages(row: dict[str, Any]) -> None:
     assert to_messages(row) == {"messages": ASKED}
 
 
-def test_calls_tools_and_systems_of_sharegpt() -> None:
-    call = {"name": "weather", "arguments": {"city": "Paris"}}
+def test_tools_and_systems_of_sharegpt() -> None:
     row = {
         "system": "Be kind.",
-        "conversations": [
-            {"from": "human", "value": "Rain?"},
-            {"from": "function_call", "value": json.dumps(call)},
-            {"from": "observation", "value": "dry"},
-            {"from": "gpt", "value": "No."},
-        ],
+        "conversations": [{"from": "human", "value": "Rain?"}, {"from": "gpt", "value": "No."}],
         "tools": json.dumps([{"name": "weather"}]),
     }
     found = to_messages(row)
-    assert [message["role"] for message in found["messages"]] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
-    assert found["messages"][2]["tool_calls"] == [{"type": "function", "function": call}]
-    assert found["tools"] == [{"type": "function", "function": {"name": "weather"}}]
+    assert [message["role"] for message in found["messages"]] == ["system", "user", "assistant"]
+    assert found["tools"] == [{"name": "weather"}]
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"conversations": "["}, "conversations: is a string that is not valid JSON"),
-        ({"messages": "7"}, "messages: is not a list of messages"),
-        ({"conversations": [{"from": "nobody", "value": "x"}]}, "has the speaker 'nobody'"),
-        ({"instruction": "x"}, "output: is missing"),
-        ({"instruction": "x", "output": "y", "history": [1]}, "history: is not a list of pairs"),
-        ({"conversations": [{"from": "function_call", "value": "x"}]}, "is not a function call in JSON"),
+        ({"conversations": ["x"]}, "row 1 of the data set: TypeError"),
+        ({"conversations": [{"from": "nobody", "value": "x"}]}, r"row 1 of the data set: KeyError\('nobody'\)"),
+        ({"instruction": "x", "output": None}, r"row 1 of the data set: KeyError\('output'\)"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(MalformedRowError, match=message):
-        to_messages(row)
+    with pytest.raises(ConfigError, match=message):
+        dataset_loading.as_messages(datasets.Dataset.from_list([row]), num_proc=None)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -14,11 +14,12 @@ from typing import Any, Final, TypeAlias, TypeVar
 import datasets
 from transformers import PreTrainedTokenizerBase
 from trl.scripts.utils import get_dataset
+from trl.trainer.utils import remove_none_values
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.execution.world import World
 from shardwise.storage.names import redacted
-from shardwise.training.chat_masks import AssistantMasks, ChatError
+from shardwise.training.chat_masks import AssistantMasks
 
 T = TypeVar("T")
 
@@ -108,10 +109,20 @@ def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) 
 
 # Rows
 
+_ROLES: Final = {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+}
+"""Roles of chat templates by ShareGPT's names."""
+
 
 def as_messages(found: AnyDataset, *, num_proc: int | None) -> AnyDataset:
     """Convert rows of ShareGPT and Alpaca to ``messages``. Other data sets are returned unchanged."""
-    return _mapped(found, lambda row: [to_messages(row)], num_proc) if is_foreign(columns_of(found)) else found
+    names = set(columns_of(found))
+    is_foreign = "conversations" in names or {"instruction", "output"} <= names
+    return _mapped(found, _converted, num_proc) if is_foreign else found
 
 
 def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None) -> AnyDataset:
@@ -120,7 +131,7 @@ def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_pro
     Rows have ``messages``, or ``prompt`` and ``completion`` as messages, of which the completion is trained on.
 
     Raises:
-        ConfigError: naming the row whose chat cannot be used.
+        ConfigError: a chat cannot be used. The message has the number of the row.
     """
     return _mapped(found, partial(_tokenized, AssistantMasks(tokenizer)), num_proc)
 
@@ -132,14 +143,15 @@ def is_conversational(found: AnyDataset) -> bool:
 
 
 def columns_of(found: AnyDataset) -> list[str]:
-    """Names of the columns of a data set, also of a streamed one."""
+    """Return the names of the columns of a data set, also of a streamed one."""
     return list(found.column_names or next(iter(found)))
 
 
-def _mapped(
-    found: Any, examples_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], num_proc: int | None
-) -> AnyDataset:
-    """Replace each row by its one or more examples."""
+Examples: TypeAlias = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
+"""Makes one or more examples of a row."""
+
+
+def _mapped(found: Any, examples_of: Examples, num_proc: int | None) -> AnyDataset:
     options: dict[str, Any] = {"num_proc": num_proc} if isinstance(found, datasets.Dataset) else {}
     mapped: AnyDataset = found.map(
         partial(_batch, examples_of), batched=True, with_indices=True, remove_columns=columns_of(found), **options
@@ -148,17 +160,20 @@ def _mapped(
 
 
 def _batch(
-    examples_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
-    batch: Mapping[str, Sequence[Any]],
-    indices: Sequence[int],
+    examples_of: Examples, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]
 ) -> dict[str, list[Any]]:
     made: list[Mapping[str, Any]] = []
     for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
         try:
             made += examples_of(dict(zip(batch, values, strict=True)))
-        except (MalformedRowError, ChatError) as error:
-            raise ConfigError(f"row {index + 1} of the data set: {error}") from error
+        except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = str(error) if isinstance(error, ConfigError) else repr(error)
+            raise ConfigError(f"row {index + 1} of the data set: {reason}") from error
     return {name: [one.get(name) for one in made] for name in dict.fromkeys(key for one in made for key in one)}
+
+
+def _converted(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return [to_messages(row)]
 
 
 def _tokenized(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -167,114 +182,28 @@ def _tokenized(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mappin
         context = [{**message, "weight": 0} for message in chat.get("prompt", ())]
         chat["messages"] = [*context, *chat.get("completion", ())]
     if not any(message["role"] == "assistant" for message in chat["messages"]):
-        raise MalformedRowError("messages: none has the role 'assistant'. Add one, or remove the row.")
+        raise ConfigError("messages: none has the role 'assistant'. Add one, or remove the row.")
     return masks(chat["messages"], chat.get("tools"), chat.get("chat_template_kwargs"))
 
 
-_ROLES: Final = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant", "function_call"), "assistant"),
-    **dict.fromkeys(("tool", "observation", "function_response", "function"), "tool"),
-    **{name: name for name in ("system", "developer")},
-}
-"""Roles of chat templates by the names that ShareGPT has for speakers."""
-
-_JSON_COLUMNS: Final = ("messages", "conversations", "conversation", "tools", "history", "chat_template_kwargs")
-"""Columns that some data sets keep as JSON in a string."""
-
-
-class MalformedRowError(ConfigError):
-    """A row of a data set cannot be used."""
-
-
-def is_foreign(columns: Sequence[str]) -> bool:
-    """Return whether rows with these columns have to be converted to ``messages``."""
-    names = set(columns)
-    return bool(names & {"conversations", "conversation"}) or {"instruction", "output"} <= names
-
-
 def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a row of ShareGPT, Alpaca or ``messages`` to ``messages``, with ``tools`` as function schemas.
+    """Convert a row of ShareGPT or Alpaca to ``messages``, and parse ``tools`` in JSON.
 
-    A key of None counts as absent. Other columns are kept. Arrow fills structs of one column with the keys of all
-    of them. None values are removed at any depth, except for the content of a message with tool calls.
+    Null values at any depth are removed: Arrow fills the structs of a column with the keys of all of them.
 
     Raises:
-        MalformedRowError: naming the key that is malformed.
+        KeyError, TypeError, ValueError, AttributeError: the row is malformed.
     """
-    found = {key: _parsed(key, _without_nulls(value)) for key, value in row.items() if value is not None}
-    if "messages" in found:
-        turns = found.pop("messages")
-    elif "conversations" in found or "conversation" in found:
-        turns = found.pop("conversations", None) or found.pop("conversation", None)
-    elif "instruction" in found:
-        return _from_alpaca(found)
+    found: dict[str, Any] = remove_none_values(dict(row))
+    if isinstance(found.get("tools"), str):
+        found["tools"] = json.loads(found["tools"])
+    if "conversations" in found:
+        turns = [(turn["from"], turn["value"]) for turn in found.pop("conversations")]
+    elif "instruction" in found and "messages" not in found:
+        asked = "\n".join(filter(None, (found.pop("instruction"), found.pop("input", ""))))
+        turns = [("human", asked), ("gpt", found.pop("output"))]
     else:
         return found
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise MalformedRowError("messages: is not a list of messages. Write [{role: ..., content: ...}, ...].")
-    messages = [_message(turn, f"messages[{index}]") for index, turn in enumerate(turns)]
-    if isinstance(system := found.pop("system", None), str) and system:
-        messages.insert(0, {"role": "system", "content": system})
-    if tools := found.pop("tools", None):
-        found["tools"] = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-    return {**found, "messages": messages}
-
-
-def _parsed(key: str, value: Any) -> Any:
-    if key not in _JSON_COLUMNS or not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if value.strip() else None
-    except (ValueError, RecursionError) as error:
-        raise MalformedRowError(f"{key}: is a string that is not valid JSON, {error}. Correct the row.") from error
-
-
-def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
-    if "role" in turn:
-        return dict(turn)
-    speaker = turn.get("from")
-    if speaker not in _ROLES:
-        raise MalformedRowError(f"{name}: has the speaker {speaker!r}. Use one of {', '.join(_ROLES)}.")
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    said = turn.get("value", "")
-    if speaker != "function_call":
-        return {"role": _ROLES[speaker], "content": said, **rest}
-    try:
-        calls = json.loads(said) if isinstance(said, str) else said
-        calls = [
-            {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
-            for call in (calls if isinstance(calls, list) else [calls])
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise MalformedRowError(
-            f"{name}: is not a function call in JSON. Write {{name: ..., arguments: ...}}."
-        ) from error
-    return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
-
-
-def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
-    """The input on the line behind the instruction, the output as its answer, pairs of ``history`` before both."""
-    messages = []
-    if system := row.pop("system", None):
-        messages.append({"role": "system", "content": system})
-    history = row.pop("history", None) or []
-    try:
-        for asked, answered in history:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-    except (TypeError, ValueError) as error:
-        raise MalformedRowError("history: is not a list of pairs. Write [[question, answer], ...].") from error
-    if "output" not in row:
-        raise MalformedRowError("output: is missing beside 'instruction'. Add it.")
-    asked = "\n".join(text for text in (row.pop("instruction"), row.pop("input", None)) if text)
-    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": row.pop("output")}]
-    return {**row, "messages": messages}
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        kept = {key: _without_nulls(item) for key, item in value.items() if item is not None}
-        if "content" in value and value["content"] is None and kept.get("tool_calls"):
-            kept["content"] = None
-        return kept
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    if system := found.pop("system", ""):
+        turns.insert(0, ("system", system))
+    return {**found, "messages": [{"role": _ROLES[speaker], "content": content} for speaker, content in turns]}
