@@ -1,18 +1,16 @@
-"""Assistant masks for any chat template.
+"""Assistant masks for chat templates that mark no assistant tokens.
 
-transformers masks assistant tokens only for templates with ``{% generation %}`` marks, and TRL has marked
-versions of 31 templates, compared byte by byte. This module finds the assistant's tokens for any other template.
+transformers masks assistant tokens only for templates with ``{% generation %}`` marks, and TRL has marked versions
+of some templates, compared byte by byte. This module finds the assistant's tokens for any other template.
 
 [Note: Assistant masks] The template renders the chat up to and including an answer, and the prompt for that answer
 (``add_generation_prompt=True``). The answer is the text that the model has to generate at that turn:
 
-- It starts where its own prompt ends. If the rendering does not continue the prompt (DeepSeek prompts with
-  ``<think>`` and renders answers without it), it starts behind the part of the prompt that both have, and no later
-  than the first character that changes if the answer's content changes.
-- It ends behind the special token that ends the message. A template may end a whole chat with one more (Phi-3),
-  which is not part of the answer. A message without one (GLM) is ended by the token that starts the next message,
-  because the model stops there.
-- A template with ``{% generation %}`` marks defines the tokens itself.
+- It starts at the end of its own prompt. If the rendering does not continue the prompt (DeepSeek prompts with
+  ``<think>`` and renders answers without it), it starts at the end of the part of the prompt that both have, and no
+  later than the first character that changes if the answer's content changes.
+- It ends with the special token that ends the message. A template may end a whole chat with one more (Phi-3), which
+  is not part of the answer. A template that ends messages without one is an error.
 
 Templates may render an answer differently once more messages follow (most reasoning models drop earlier reasoning).
 Training on that rendering would train the model to skip its reasoning. Answers whose rendering is still a prefix of
@@ -21,13 +19,11 @@ the whole chat share one example. Every other one ends an example of its own.
 
 import itertools
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -35,32 +31,12 @@ from shardwise.errors import ConfigError
 
 ChatMessage: TypeAlias = Mapping[str, Any]
 
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning in data sets; transformers' templates read the first two."""
 
 
 class ChatError(ConfigError):
     """The chat template cannot render a chat, or leaves out a part of an answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class _AssistantTurn:
-    """An assistant message: the chat rendered up to it, and the character ranges of the answer in it."""
-
-    text: str
-    spans: Sequence[tuple[int, int]]
-
-    @property
-    def rendering(self) -> str:
-        """The text through the end of the answer."""
-        return self.text[: self.spans[-1][1]].rstrip() if self.spans else self.text
-
-    @property
-    def said(self) -> str:
-        """The answer from its first to its last character."""
-        return self.rendering[self.spans[0][0] :] if self.spans else ""
 
 
 @dataclass(slots=True)
@@ -73,13 +49,11 @@ class _MaskedText:
 
 @dataclass(frozen=True)
 class _RenderableChat:
-    """A chat in the form that its template renders completely."""
+    """A chat in the form that its template renders completely. ``variables`` are those of the template."""
 
     template: str
-    special_tokens: Mapping[str, Any]
     messages: Sequence[ChatMessage]
     variables: Mapping[str, Any]
-    """Tools, and further variables of the template."""
 
     def render(self, messages: Sequence[ChatMessage], *, prompt: bool = False) -> str:
         """Render messages as text, with the generation prompt on request.
@@ -87,26 +61,13 @@ class _RenderableChat:
         Raises:
             ChatError: the template raises an error.
         """
-        return self._render(messages, add_generation_prompt=prompt)[0]
-
-    @property
-    def has_marks(self) -> bool:
-        """True if the template marks the assistant's tokens."""
-        return _MARK.search(self.template) is not None
-
-    def marked(self, messages: Sequence[ChatMessage]) -> _MaskedText:
-        """Render messages with the ranges that the template marks by ``{% generation %}``."""
-        text, spans = self._render(messages, return_assistant_tokens_mask=True)
-        return _MaskedText(text, spans)
-
-    def _render(self, messages: Sequence[ChatMessage], **options: bool) -> tuple[str, list[tuple[int, int]]]:
         render: Any = render_jinja_template
-        variables = {**self.special_tokens, **self.variables, **options}
+        variables = {**self.variables, "add_generation_prompt": prompt}
         try:
-            texts, spans = render(conversations=[list(messages)], chat_template=self.template, **variables)
+            [text], _ = render(conversations=[list(messages)], chat_template=self.template, **variables)
         except Exception as error:  # a template can raise anything
             raise ChatError(f"chat template: {error}. Change the row, or set chat_template_path.") from error
-        return str(texts[0]), [(start, end) for start, end in (spans[0] if spans else ())]
+        return str(text)
 
     def attempt(self, messages: Sequence[ChatMessage], *, prompt: bool = False) -> str | None:
         """Render messages. None if the template rejects them."""
@@ -147,7 +108,6 @@ class AssistantMasks:
         special = {str(token) for token in tokenizer.all_special_tokens}
         special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = tuple(sorted(special - {""}))
-        self._openings: dict[str, str] = {}
 
     def __call__(
         self,
@@ -174,14 +134,13 @@ class AssistantMasks:
         for index in reversed(range(len(messages))):
             if messages[index]["role"] != "assistant" or messages[index].get("weight") == 0:
                 continue
-            answer = self._answer(chat, index)
-            _require_complete(chat.messages[index], answer.said, f"messages[{index}]")
-            candidates = (one for one in (examples[-1], examples[0]) if one.text.startswith(answer.rendering))
-            example = next(candidates, None)
+            text, start, end = self._answer(chat, index)
+            _require_complete(chat.messages[index], text[start:end], f"messages[{index}]")
+            example = next((one for one in (examples[-1], examples[0]) if one.text.startswith(text[:end])), None)
             if example is None:
-                example = _MaskedText(answer.text)
+                example = _MaskedText(text)
                 examples.append(example)
-            example.spans += answer.spans
+            example.spans.append((start, end))
         trained = [one for one in examples if one.spans] or examples[:1]
         return [self._tokenize(one) for one in reversed(trained)]
 
@@ -198,7 +157,7 @@ class AssistantMasks:
                 raise ChatError(f"chat template: does not use {name!r}, which the row has. Set chat_template_path.")
         first: ChatError | None = None
         for form in _forms(messages):
-            chat = _RenderableChat(template, self._tokenizer.special_tokens_map, form, variables)
+            chat = _RenderableChat(template, form, {**self._tokenizer.special_tokens_map, **variables})
             try:
                 for index, message in enumerate(form):
                     _require_rendered(message, chat.text, f"messages[{index}]")
@@ -208,39 +167,44 @@ class AssistantMasks:
         assert first is not None
         raise first
 
-    def _answer(self, chat: _RenderableChat, index: int) -> _AssistantTurn:
-        """The assistant message at ``index`` as the model has to generate it at its turn."""
-        before, message = chat.messages[:index], chat.messages[index]
-        through = [*before, message]
+    def _answer(self, chat: _RenderableChat, index: int) -> tuple[str, int, int]:
+        """Return the chat through the answer at ``index``, as the model generates it, and the answer's range."""
+        before, name = chat.messages[:index], f"messages[{index}]"
+        text = chat.text if index == len(chat.messages) - 1 else chat.render(chat.messages[: index + 1])
         prompt = chat.attempt(before, prompt=True)
-        if chat.has_marks:
-            marked = chat.marked(through)
-            start = 0 if prompt is None else _common(prompt, marked.text)
-            end = self._end(chat, index, marked.text, start)
-            return _AssistantTurn(
-                marked.text, [(first, min(last, end)) for first, last in marked.spans if last > start]
-            )
-        text = chat.text if index == len(chat.messages) - 1 else chat.render(through)
-        if prompt is not None and text.startswith(prompt):
-            start = len(prompt)
-        else:
-            start = self._start(chat, index, text, prompt)
+        start = self._start(chat, index, text, prompt)
         end = self._end(chat, index, text, start)
-        if prompt is not None and _lacks_system(before, text, prompt):
+        if not text[:end].endswith(self._special):
+            raise ChatError(f"chat template: ends {name} without a special token. Set chat_template_path.")
+        if prompt is not None and not text.startswith(prompt) and _lacks_system(before, text, prompt):
             # Mistral's templates render a system message only if the chat ends with a user message.
             text, start, end = prompt + text[start:end], len(prompt), len(prompt) + end - start
-        if text[start:end].endswith(self._special):
-            return _AssistantTurn(text, [(start, end)])
-        opening = self._opening(chat, "tool" if message.get("tool_calls") else "user")
-        return _AssistantTurn(text[:end] + opening, [(start, end + len(opening))])
+        return text, start, end
+
+    def _start(self, chat: _RenderableChat, index: int, text: str, prompt: str | None) -> int:
+        if prompt is not None and text.startswith(prompt):
+            return len(prompt)
+        before, message = chat.messages[:index], chat.messages[index]
+        others = (chat.attempt([*before, _with_content(message, other)]) for other in ("x", "y"))
+        changed = min((_common(text, other) for other in others if other is not None), default=len(text))
+        if prompt is None:
+            return changed
+        previous = chat.attempt(before) if before else ""
+        if previous is None or not prompt.startswith(previous) or text.startswith(previous):
+            return min(changed, _common(text, prompt))
+        # The messages before are rendered differently: look for the prompt's own part, or its end.
+        header = prompt[len(previous) :]
+        parts = [header[:size] for size in range(len(header), 0, -1)]
+        parts = parts or [prompt[-size:] for size in range(len(prompt), 0, -1)]
+        return next((at + len(part) for part in parts if (at := text.rfind(part, 0, changed)) >= 0), changed)
 
     def _end(self, chat: _RenderableChat, index: int, text: str, start: int) -> int:
-        """The end of an answer that is the last message of ``text``, without the end of the whole chat."""
+        """Return the end of the answer that ends ``text``, without the end of the whole chat."""
         body = text[start:].rstrip()
         ending = max((token for token in self._special if body.endswith(token)), key=len, default="")
         if not ending or not body.removesuffix(ending).rstrip().endswith(self._special):
             return start + len(body)
-        # The last of two special tokens may end the chat: what stays if another message follows decides.
+        # The last of two special tokens may end the chat: it does if it is not there with another message.
         role = "tool" if chat.messages[index].get("tool_calls") else "user"
         following = chat.messages[index + 1 : index + 2] or [{"role": role, "content": "x"}]
         more = chat.attempt([*chat.messages[: index + 1], *following]) or ""
@@ -248,80 +212,26 @@ class AssistantMasks:
         ends = [kept.rfind(token) + len(token) for token in self._special if token in kept]
         return start + min(len(body), max(ends, default=len(body)))
 
-    def _start(self, chat: _RenderableChat, index: int, text: str, prompt: str | None) -> int:
-        """The start of an answer whose rendering does not continue its prompt."""
-        before, message = chat.messages[:index], chat.messages[index]
-        others = (chat.attempt([*before, _with_content(message, other)]) for other in ("x", "y"))
-        changed = min((_common(text, other) for other in others if other is not None), default=len(text))
-        previous = chat.attempt(before) if before else ""
-        if prompt is None or previous is None or not prompt.startswith(previous):
-            return changed if prompt is None else min(changed, _common(text, prompt))
-        if text.startswith(previous):
-            return min(changed, _common(text, prompt))
-        # The messages before are rendered differently: look for the prompt's own part, or its beginning.
-        header = prompt[len(previous) :]
-        for size in range(len(header), 0, -1):
-            found = text.rfind(header[:size], 0, changed)
-            if found >= 0:
-                return found + size
-        for size in range(len(prompt) if not header else 0, 0, -1):
-            found = text.rfind(prompt[-size:], 0, changed)
-            if found >= 0:
-                return found + size
-        return changed
-
-    def _opening(self, chat: _RenderableChat, role: str) -> str:
-        """Return the special token that starts the message after an answer, or "" if it starts with other text."""
-        if role not in self._openings:
-            answer: ChatMessage = {"role": "assistant", "content": "x"}
-            if role == "tool":
-                function = {"name": "x", "arguments": {}}
-                answer = {**answer, "tool_calls": [{"type": "function", "function": function}]}
-            messages = [{"role": "user", "content": "x"}, answer, {"role": role, "content": "x"}]
-            before, after = chat.attempt(messages[:2]), chat.attempt(messages)
-            shared = "" if before is None else before.rstrip()
-            rest = after[len(shared) :] if after is not None and after.startswith(shared) else ""
-            self._openings[role] = next((token for token in self._special if rest.startswith(token)), "")
-        return self._openings[role]
-
-    # Tokens
-
     def _tokenize(self, example: _MaskedText) -> dict[str, list[int]]:
-        made = self._tokenizer(example.text, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids = list(made["input_ids"])
-        mask = [0] * len(ids)
-        encoding = made.encodings[0]
-        for start, end in example.spans:
-            first, stop = _tokens_of(encoding, start, end)
-            mask[first:stop] = [1] * (stop - first)
-        return {"input_ids": ids, "assistant_masks": mask}
-
-
-def _tokens_of(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
-    """The range of tokens that have at least one of the characters ``start .. end``."""
-    found = (encoding.char_to_token(place) for place in range(start, end))
-    first = next((token for token in found if token is not None), None)
-    backwards = (encoding.char_to_token(place) for place in range(end - 1, start - 1, -1))
-    last = next((token for token in backwards if token is not None), None)
-    if first is None or last is None:
-        return 0, 0
-    # White space that a tokenizer does not count to its token, and further tokens of one character.
-    while first > 0 and (before := encoding.token_to_chars(first - 1)) is not None and before[1] > start:
-        first -= 1
-    while last + 1 < len(encoding) and (after := encoding.token_to_chars(last + 1)) is not None and after[0] < end:
-        last += 1
-    return first, last + 1
+        """Return tokens, and 1 for those that have at least one character of a span."""
+        made = self._tokenizer(
+            example.text,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        mask = [
+            int(any(first < end and max(last, first + 1) > start for start, end in example.spans))
+            for first, last in made["offset_mapping"]
+        ]
+        return {"input_ids": list(made["input_ids"]), "assistant_masks": mask}
 
 
 def _common(one: str, other: str) -> int:
-    """The length of the longest common prefix."""
-    if one.startswith(other) or other.startswith(one):
-        return min(len(one), len(other))
-    low, high = 0, min(len(one), len(other))
-    while low < high:  # comparing slices is far quicker than comparing characters
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
-    return low
+    """Return the length of the longest common prefix."""
+    shortest = min(len(one), len(other))
+    return next((place for place in range(shortest) if one[place] != other[place]), shortest)
 
 
 # Forms of messages
