@@ -75,7 +75,7 @@ def train_command(
         os.environ.update({name: str(value) for name, value in (config.own["env"] or {}).items()})
         config = without_token(config)
         ranks = nproc_per_node or _ranks_of(config)
-        outcomes = run_ranks(ranks, train_on_rank, config, observe, asks_first=True)
+        outcomes = run_ranks(ranks, train_on_rank, config, observe)
     except KeyboardInterrupt:
         click.echo("interrupted; all ranks have been ended, what was saved before is whole", err=True)
         sys.exit(130)
@@ -94,8 +94,6 @@ def _read(arguments: Sequence[str]) -> RunConfig:
         from shardwise.training.run_config import has_tenants, read_run_config, read_tenants
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'.") from error
-    from shardwise.storage.names import HubOptions, is_local, local_place
-
     config = read_run_config(arguments)
     if has_tenants(config):
         read_tenants(config)
