@@ -1,4 +1,4 @@
-"""One training of ``shardwise train`` on every rank: a model of ours in one of TRL's trainers."""
+"""A training of ``shardwise train`` on one rank: a sharded model in one of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardwise.training import setup as trl_setup
 from shardwise.training.run_config import RunConfig
 
 RUN_FOLDER: Final = ".shardwise-run"
-"""A folder in ``output_dir`` that is locked while a training runs, and says which one."""
+"""A folder in ``output_dir`` with the record of its training, locked while the training runs."""
 
 _RUN_FILE: Final = "run.json"
 
@@ -40,19 +40,19 @@ _IDENTITY: Final = (
     *("model_name_or_path", "model_revision", "dataset_name", "dataset_config", "datasets"),
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit", "bnb_4bit_quant_type"),
 )
-"""Keys that may not change when a training is resumed."""
+"""Keys that may not change when a training resumes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrlOutcome:
-    """The end of a training, on one rank.
+    """Outcome of a training on one rank.
 
     Attributes:
-        output_dir: the folder that has the model, or the checkpoints of a training that was stopped.
-        steps: optimizer steps done.
+        output_dir: folder of the model, or of the checkpoints of a training that was stopped.
+        steps: optimizer steps.
         has_stopped: whether a signal ended it before its last step.
-        metrics: the metrics returned by TRL's ``train``.
-        history: entries that the trainer logged.
+        metrics: metrics returned by TRL's ``train``.
+        history: entries logged by the trainer.
         summary: lines to print.
     """
 
@@ -105,12 +105,12 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
 
 
 def identity_of(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
-    """Return the keys that a training resumes with, without credentials in URLs, as they are recorded."""
+    """Return the keys that a resumed training must have in common, as recorded, without credentials in URLs."""
     return {"method": method, **{key: _masked(config.values.get(key)) for key in keys}}
 
 
 def _masked(value: Any) -> Any:
-    """A value of a configuration without credentials in URLs."""
+    """Return a value of a configuration without credentials in URLs."""
     if isinstance(value, str):
         return without_secrets(value) if "://" in value else value
     if isinstance(value, dict):
@@ -120,16 +120,16 @@ def _masked(value: Any) -> Any:
 
 @contextmanager
 def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*.safetensors",)) -> Iterator[None]:
-    """Hold an output folder for the time of a training. Collective: yes.
+    """Lock an output folder within the block. Collective: yes.
 
     Args:
         output: the folder.
-        identity: keys that may not differ from those of a training whose weights are there.
+        identity: keys that must be equal to those of a training whose weights are in the folder.
         weights: patterns of files in the folder that are weights of a training.
 
     Raises:
         StorageError: another training runs there.
-        ConfigError: the folder has another training, naming the key that differs.
+        ConfigError: the folder has another training. The message has the key that differs.
     """
     folder = output / RUN_FOLDER
 
@@ -150,7 +150,7 @@ def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*
             )
         written = file.with_suffix(".new")
         written.write_text(json.dumps(dict(identity), indent=2), "utf-8")
-        written.replace(file)  # a kill leaves the older record or this one
+        written.replace(file)  # atomically
 
     with World.current(call="train") as world:
         world.broadcast(folder.mkdir, parents=True, exist_ok=True)
@@ -176,22 +176,22 @@ _MEASURABLE_BYTES: Final = 10 << 20
 
 
 def peak_bytes() -> int:
-    """The peak memory of this rank: of its accelerator, or else of the process."""
+    """Return the peak memory of this rank: of its accelerator, otherwise of the process."""
     if (kind := torch_api.accelerator()) is not None:
         return int(torch_api.module_of(kind).max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class StopOnSignal(TrainerCallback):
-    """Saves a checkpoint and ends the training after the step in which a signal came.
+    """Saves a checkpoint and ends the training after the step in which a signal arrived.
 
-    The trainer makes the ranks agree on ``control`` after each step, so a signal to one rank stops all.
+    The trainer makes ranks agree on ``control`` after each step, so a signal to one rank stops all.
     """
 
     def __init__(self, request: StopRequest) -> None:
         self._request = request
         self.has_stopped = False
-        """Whether the training ended before its last step."""
+        """True if the training ended before its last step."""
 
     def on_step_end(self, *positional: Any, **_: Any) -> TrainerControl:
         """Request a checkpoint and the end."""
@@ -202,7 +202,7 @@ class StopOnSignal(TrainerCallback):
         return control
 
     def on_train_end(self, *positional: Any, **_: Any) -> None:
-        """Note whether steps are left."""
+        """Record whether steps are left."""
         state: TrainerState = positional[1]
         self.has_stopped = state.global_step < state.max_steps
 
@@ -234,7 +234,14 @@ def _estimated_bytes(config: RunConfig, ranks: int) -> int | None:
 
 
 def summary_lines(state: TrainerState, seconds: float, tokens: int, peak: str) -> Sequence[str]:
-    """Format the closing summary of a training that has passed so many tokens in so many seconds."""
+    """Return the lines that summarize a training.
+
+    Args:
+        state: state at the end.
+        seconds: duration.
+        tokens: tokens of all ranks, 0 if unknown.
+        peak: the line on memory.
+    """
     losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
     evaluated = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
     lines = [f"trained {state.global_step} steps in {seconds:.1f} s"]
@@ -247,17 +254,16 @@ def summary_lines(state: TrainerState, seconds: float, tokens: int, peak: str) -
     return [*lines, peak]
 
 
-ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that ask to stop."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
-    """True if this rank has been requested to stop. The ranks agree on it in each step."""
+    """Request of a signal to this rank to stop. The ranks agree on it after each step."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The signal that asked."""
-        self._woken: int | None = None
+        """The signal, once it has been handled."""
+        self._pipe: int | None = None
         self._has_come = False
 
     @property
@@ -267,58 +273,59 @@ class StopRequest:
     def has_come(self) -> bool:
         """Return whether a signal has arrived, handled or not.
 
-        The main thread handles none while it waits in a collective.
+        The main thread handles no signal while it waits in a collective.
         """
-        if self._woken is not None:
-            with suppress(OSError):  # there is nothing to read
-                self._has_come |= not set(ASKING).isdisjoint(os.read(self._woken, 1 << 10))
+        if self._pipe is not None:
+            with suppress(BlockingIOError):
+                self._has_come |= not set(STOP_SIGNALS).isdisjoint(os.read(self._pipe, 1 << 10))
         return self._has_come or self.is_made
 
     @contextmanager
-    def noting_arrivals(self) -> Iterator[None]:
-        """Have the system's own handler write down each signal that comes within the block, in the main thread."""
-        self._woken, written = os.pipe()
-        for end in (self._woken, written):
+    def recording_arrivals(self) -> Iterator[None]:
+        """Have Python's signal handler write the number of each signal to a pipe. Main thread only."""
+        self._pipe, written = os.pipe()
+        for end in (self._pipe, written):
             os.set_blocking(end, False)
         before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
         try:
             yield
         finally:
             signal.set_wakeup_fd(before)
-            woken, self._woken = self._woken, None
-            os.close(woken)
+            read, self._pipe = self._pipe, None
+            os.close(read)
             os.close(written)
 
 
 @contextmanager
 def stopping_on_signals() -> Iterator[StopRequest]:
-    """SIGTERM, SIGUSR1 and SIGINT request a stop. A second one ends this process with its default action.
+    """Have SIGTERM, SIGUSR1 and SIGINT request a stop within the block. A second one ends this process.
 
-    Slurm can send SIGUSR1 some time before the end (``--signal=USR1@120``).
-
-    Signals are handled on the main thread only. On another thread this does nothing.
+    Slurm can send SIGUSR1 before the end of a job (``--signal=USR1@120``). On another thread than the main thread,
+    which does not get signals, this does nothing.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
 
-    def ask(number: int, _frame: FrameType | None) -> None:
+    def request_stop(number: int, _frame: FrameType | None) -> None:
         if not request.is_made:
             request.number = number
-            if number == signal.SIGINT:  # ranks that shardwise has started get SIGTERM from a process that does it
+            if (
+                number == signal.SIGINT
+            ):  # ranks that shardwise has started get SIGTERM from a process that does this
                 acknowledge_stop()
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:
             sys.exit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in ASKING}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # who started this process keeps Ctrl-C from it, and passes it on
-            signal.signal(number, ask)
+        if handler != signal.SIG_IGN:  # else the parent process passes Ctrl-C on
+            signal.signal(number, request_stop)
     try:
-        with request.noting_arrivals():
+        with request.recording_arrivals():
             yield request
     finally:
         for number, handler in before.items():

@@ -39,14 +39,14 @@ trl: Any = _trl
 
 @dataclass(frozen=True, slots=True)
 class TrlArguments:
-    """A configuration as TRL's scripts have it.
+    """A configuration as parsed by TRL.
 
     Attributes:
         script: ``ScriptArguments``, or those of GRPO.
         training: ``SFTConfig`` or that of another trainer.
         model: ``ModelConfig``.
         mixture: ``DatasetMixtureConfig``.
-        own: our own keys.
+        own: keys of shardwise.
     """
 
     script: Any
@@ -63,11 +63,11 @@ _NAMES: Final[Mapping[TrainMethod, tuple[str, str]]] = {
     "grpo": ("GRPOConfig", "GRPOTrainer"),
     "reward": ("RewardConfig", "RewardTrainer"),
 }
-"""The config and the trainer of a method."""
+"""Config and trainer classes by method."""
 
 
 def parse(config: RunConfig) -> TrlArguments:
-    """Parse a configuration by TRL's own parser.
+    """Parse a configuration by TRL's parser.
 
     Raises:
         ConfigError: TRL or transformers rejects a value.
@@ -94,7 +94,7 @@ def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
     """Reject keys that contradict each other, before anything is loaded.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: two keys contradict each other. The message has their names.
     """
     model, training = arguments.model, arguments.training
     if method == "grpo" and training.beta and not model.use_peft:
@@ -103,11 +103,11 @@ def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
             "to 0.0, or use_peft to true."
         )
     if model.load_in_4bit and not model.use_peft:
-        raise ConfigError("load_in_4bit: needs use_peft, as packed weights are not trained. Set use_peft.")
+        raise ConfigError("load_in_4bit: packed weights are not trained. Set use_peft.")
     try:
         transformers.Trainer.get_optimizer_cls_and_kwargs(training)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"optim: {training.optim.value} cannot be made, {error}") from error
+        raise ConfigError(f"optim: {training.optim.value} cannot be created, {error}. Set another.") from error
     if arguments.own["early_stopping_patience"] and not training.load_best_model_at_end:
         raise ConfigError("early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them.")
     if training.model_init_kwargs:
@@ -117,25 +117,22 @@ def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
         )
 
 
-# The model
-
-
 def bring_up(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
-    """Load the model, sharded over all ranks, with its trained parameters. Collective: yes.
+    """Load the model, sharded over all ranks and ready to train. Collective: yes.
 
     Raises:
         ConfigError: keys contradict each other.
-        ShardwiseError: as of :func:`~shardwise.engines.pretrained_loading.from_pretrained`.
+        ShardwiseError: as for :func:`~shardwise.engines.pretrained_loading.from_pretrained`.
     """
     keywords = model_options(arguments, method)
     keywords["tuning"] = tuning = tuning_of(arguments)
     if isinstance(tuning, Full):
-        keywords["trained"] = "unchanged"  # TRL trains a model in the dtype that it is loaded in
+        keywords["trained"] = "unchanged"  # TRL trains in the dtype that is loaded
     return for_trainer(_without_secrets(from_pretrained(arguments.model.model_name_or_path, **keywords)))
 
 
 def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
-    """Mask credentials in the name that a model, and an adapter, are saved and logged with."""
+    """Mask credentials in the names with which a model and its adapters are saved and logged."""
     name = without_secrets(str(model.name_or_path))
     if name != model.name_or_path:
         model.name_or_path = name
@@ -148,7 +145,7 @@ def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
 def load_reference(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel | None:
     """Load the reference model of a preference training, sharded. None if TRL needs none. Collective: yes.
 
-    TRL would load it whole on each rank. The reference of a LoRA is the model without it.
+    TRL would load it whole on every rank. The reference of a LoRA is the model without it.
     """
     if arguments.model.use_peft or method not in ("dpo", "kto"):
         return None
@@ -187,7 +184,7 @@ def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOpt
 
 
 def _sharding(own: Mapping[str, Any]) -> Sharding:
-    """Combine our keys, or the file that ``accelerate_config`` names. Collective: yes, with replicas."""
+    """Return the sharding of the keys, or of the file ``accelerate_config``. Collective: yes, with replicas."""
     keys = ("transformer_layer_cls_to_wrap", "min_num_params", "cpu_offload")
     if own["accelerate_config"]:
         if given := [key for key in keys if own[key]]:
@@ -215,9 +212,6 @@ def tuning_of(arguments: TrlArguments) -> Tuning:
     return Freeze(**options)
 
 
-# Tokenizer and data
-
-
 def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
     """Load the processor of a vision-language model, or the tokenizer, as TRL does.
 
@@ -230,13 +224,13 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
     try:
         found: Any = kind.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
-        told = redacted(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
-        raise ConfigError(f"{told}. Check the folder, or set tokenizer_name_or_path.") from error
+        message = redacted(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
+        raise ConfigError(f"{message}. Check the folder, or set tokenizer_name_or_path.") from error
     template = getattr(arguments.training, "chat_template_path", None)
     if template and not (Path(template).is_file() and template.endswith((".jinja", ".j2"))):
         raise ConfigError(
-            f"chat_template_path: {template} is not a .jinja file. The template of another model may add tokens to "
-            "this one, which is sharded by then. Save it as a file."
+            f"chat_template_path: {template} is not a .jinja file. The template of another model may need new "
+            "tokens, which a sharded model cannot get. Save the template as a file."
         )
     if template:
         found.chat_template = Path(template).read_text("utf-8")
@@ -278,7 +272,7 @@ def load_data(
 
     train, test = dataset_loading.on_first_of_each_node(prepare, local_rank)
     if is_masked and "input_ids" in (train.column_names or ()):
-        training.assistant_only_loss = False  # TRL would look for the masks in the chat template
+        training.assistant_only_loss = False  # TRL would require marks in the chat template
     return train, test
 
 
@@ -295,9 +289,6 @@ def _lacks_masks(processor: Any) -> bool:
     return False
 
 
-# The trainer
-
-
 def make_trainer(
     arguments: TrlArguments,
     method: TrainMethod,
@@ -306,10 +297,10 @@ def make_trainer(
     processor: Any,
     data: tuple[AnyDataset, AnyDataset | None],
 ) -> Any:
-    """Make the TRL trainer of a method, with our checkpoints. Collective: yes.
+    """Make the TRL trainer of a method, with checkpoints of shardwise. Collective: yes.
 
     Raises:
-        ConfigError: TRL or transformers rejects a key, or a package that it needs is not installed.
+        ConfigError: TRL or transformers rejects a key, or a required package is not installed.
     """
     base = getattr(trl, _NAMES[method][1])
     kind = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
@@ -333,19 +324,19 @@ def make_trainer(
     except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: a tracker that is not installed
         if is_out_of_memory(error) or is_of_a_collective(error):
             raise
-        raise ConfigError(f"{method}: {base.__name__} cannot be made, {error}") from error
+        raise ConfigError(f"{method}: {base.__name__} cannot be created, {error}") from error
 
 
 def tokens_seen(trainer: Any) -> int:
-    """Return the tokens of all ranks that have passed, as TRL counts them, or the Trainer for GRPO."""
+    """Return the number of trained tokens of all ranks, as counted by TRL, or by the Trainer for GRPO."""
     return int(getattr(trainer, "_total_train_tokens", 0) or trainer.state.num_input_tokens_seen)
 
 
 def _reward_functions(script: Any) -> list[Callable[..., Any]]:
-    """Resolve names of TRL's reward functions and import paths.
+    """Return the reward functions of names in ``trl.rewards`` and of import paths.
 
     Raises:
-        ConfigError: a function cannot be found. The message has its name.
+        ConfigError: a function cannot be imported. The message has its name.
     """
     if script.reward_model_name_or_path:
         raise ConfigError("reward_model_name_or_path: would be loaded whole on every rank. Use reward_funcs.")
@@ -364,10 +355,10 @@ def _reward_functions(script: Any) -> list[Callable[..., Any]]:
 
 
 def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
-    """Check that the embeddings have a row for the token that batches are padded with.
+    """Check that the embeddings have a row for the padding token.
 
     Raises:
-        ConfigError: they have none.
+        ConfigError: they do not.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -381,7 +372,7 @@ def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
 
 
 def plan_run(config: RunConfig, ranks: int | None, **placed: Unpack[PlanOptions]) -> Estimate:
-    """Forecast a training by its configuration, with TRL's defaults. Rows are taken to have ``max_length`` tokens.
+    """Estimate a training from its configuration, with TRL's defaults and rows of ``max_length`` tokens.
 
     A pair of DPO is two rows. Generation of GRPO and reference models are not included, as a note states.
 
@@ -394,7 +385,7 @@ def plan_run(config: RunConfig, ranks: int | None, **placed: Unpack[PlanOptions]
 
     Raises:
         ConfigError: the configuration is rejected, or has no number of ranks.
-        ShardwiseError: as of :func:`~shardwise.engines.estimating.plan`.
+        ShardwiseError: as for :func:`~shardwise.engines.estimating.plan`.
     """
     ranks = ranks or config.own["num_processes"]
     if not ranks:
