@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 STOPPED = 75
-"""The exit code of a training that a signal ended with its state saved: EX_TEMPFAIL, call again to resume."""
+"""Exit code (EX_TEMPFAIL) if a signal ended the training with its state saved: call again to resume."""
 
 SOME_FAILED = 3
-"""The exit code if some of many LoRAs failed, and the others were trained."""
+"""Exit code if some of many LoRAs failed, and the others were trained."""
 
 _EPILOG = """\
 \b
@@ -77,7 +77,7 @@ def train_command(
         ranks = nproc_per_node or _ranks_of(config)
         outcomes = run_ranks(ranks, train_on_rank, config, observe)
     except KeyboardInterrupt:
-        click.echo("interrupted; all ranks have been ended, what was saved before is whole", err=True)
+        click.echo("interrupted: all ranks have ended. Earlier checkpoints are complete.", err=True)
         sys.exit(130)
     if outcomes:
         _print(outcomes[0], as_json=as_json)
@@ -85,10 +85,10 @@ def train_command(
 
 
 def _read(arguments: Sequence[str]) -> RunConfig:
-    """Read a configuration. Report a missing local model before torch is imported.
+    """Read a configuration without importing torch.
 
     Raises:
-        ShardwiseError: the configuration is invalid.
+        ShardwiseError: the configuration is invalid, or its local model does not exist.
     """
     try:
         from shardwise.training.run_config import has_tenants, read_run_config, read_tenants
@@ -98,13 +98,13 @@ def _read(arguments: Sequence[str]) -> RunConfig:
     if has_tenants(config):
         read_tenants(config)
     model = str(config.values.get("model_name_or_path", ""))
-    if model and is_local(model) and "RANK" not in os.environ:  # ranks of a launcher find out together
+    if model and is_local(model) and "RANK" not in os.environ:  # ranks of a launcher check it together
         local_place(model, HubOptions())
     return config
 
 
 def _ranks_of(config: RunConfig) -> int:
-    """Return the number of ranks to start, as ``trl sft`` finds it. Under a launcher it is 1: the ranks are there.
+    """Return the number of ranks to start, as for ``trl sft``. It is 1 under a launcher, which has started them.
 
     Raises:
         ConfigError: ``accelerate_config`` is for several machines.
@@ -121,7 +121,7 @@ def _ranks_of(config: RunConfig) -> int:
 
 
 def without_token(config: RunConfig) -> RunConfig:
-    """A configuration whose ``hub_token`` is in the environment instead: the Trainer saves its arguments."""
+    """Move ``hub_token`` from a configuration to the environment, as the Trainer saves its arguments."""
     values = dict(config.values)
     if token := values.pop("hub_token", None):
         os.environ["HF_TOKEN"] = str(token)
@@ -129,7 +129,7 @@ def without_token(config: RunConfig) -> RunConfig:
 
 
 def train_on_rank(config: RunConfig, observe: bool = False) -> TrlOutcome:  # noqa: FBT001, FBT002 - runs on a rank
-    """Train on one rank, with the environment that accelerate reads. Collective: yes."""
+    """Train on one rank, with the environment variables of accelerate. Collective: yes."""
     from shardwise.engines.observe import observe as observed
     from shardwise.execution.processes import this_place
     from shardwise.training.run_config import has_tenants
@@ -240,7 +240,7 @@ def plan_command(
 def _of_config(
     file: str, overrides: tuple[str, ...], ranks: int | None, placed: PlanOptions, given: dict[str, Any]
 ) -> Estimate:
-    """Plan the training that a file describes."""
+    """Plan the training of a configuration."""
     if unused := [name for name, value in given.items() if value]:
         raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE.")
     try:
@@ -254,7 +254,7 @@ def _of_config(
 
 
 def _of_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: dict[str, Any]) -> Estimate:
-    """Plan a load, and a training or a bank if options describe one."""
+    """Plan a load, and a training if there is a tuning."""
     if overrides:
         raise ConfigError(f"{overrides[0]}: is not an option for a model. See shardwise plan --help.")
     if ranks is None:
