@@ -1,9 +1,9 @@
 """Configuration of ``shardwise train``: keys of TRL and of shardwise, checked before torch is imported.
 
 A configuration is a YAML file as for ``trl sft --config``, with overrides ``--key value``. Its keys are the fields
-of TRL's dataclasses (``SFTConfig``, ``ModelConfig``, ``ScriptArguments``, ``DatasetMixtureConfig``). Importing these
-takes seconds, so names, types and choices are checked against the table ``keys.json``, which a test compares with
-the dataclasses.
+of TRL's dataclasses (``SFTConfig``, ``ModelConfig``, ``ScriptArguments``, ``DatasetMixtureConfig``). Importing
+them takes seconds, so names, types and choices are checked against the table ``keys.json``, which a test compares
+with the dataclasses.
 
 ``tenants:`` and ``sweep:`` train many LoRAs on one base: the keys of the file are the defaults of each tenant, and
 its entry of ``tenants`` and its point of ``sweep`` override them.
