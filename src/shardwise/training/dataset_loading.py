@@ -25,16 +25,6 @@ T = TypeVar("T")
 
 AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
-_BUILDERS: Final = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
-"""Builders of ``datasets`` by the suffix of a file."""
-
 
 def on_first_of_each_node(prepare: Callable[[], T], local_rank: int) -> T:
     """Call a function on the first rank of each node, which fills its cache, and then on all others.
@@ -65,16 +55,15 @@ def load(script: Any, mixture: Any) -> Mapping[str, AnyDataset]:
     found: Mapping[str, AnyDataset]
     if mixture.datasets:
         for entry in mixture.datasets:
-            if (builder := _builder_of(entry.path)) is not None:
-                entry.path, entry.data_files = builder, entry.path
+            if (file := Path(entry.path).absolute()).is_file():
+                entry.path, entry.data_files = str(file.parent), file.name
         whole = copy.copy(mixture)
         whole.test_split_size = None  # TRL's split has no seed, so each rank would have another
         found = _checked("datasets", get_dataset, whole)
     elif name := script.dataset_name:
-        builder = _builder_of(name)
-        options = {"path": name, "name": script.dataset_config}
-        if builder is not None:
-            options = {"path": builder, "data_files": name}
+        options: dict[str, Any] = {"path": name, "name": script.dataset_config}
+        if (file := Path(name).absolute()).is_file():  # whose suffix decides how it is read
+            options = {"path": str(file.parent), "data_files": file.name}
         found = _checked(name, datasets.load_dataset, **options, streaming=script.dataset_streaming)
     else:
         raise ConfigError("dataset_name: is missing. Set it, or datasets.")
@@ -89,13 +78,6 @@ def load(script: Any, mixture: Any) -> Mapping[str, AnyDataset]:
     return parts
 
 
-def _builder_of(name: str) -> str | None:
-    """Return the builder for a local file, or None for a folder or a name on the hub."""
-    file = Path(name)
-    suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
-    return _BUILDERS.get(suffix) if file.is_file() else None
-
-
 def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     try:
         return read(*args, **keywords)
@@ -103,8 +85,8 @@ def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) 
         raise
     except Exception as error:  # of datasets, pyarrow, the hub: any
         cause = error.__cause__ or error
-        told = redacted(f"{name_}: cannot be loaded as a data set, {cause}", name_, {})
-        raise ConfigError(f"{told}. Check the name and the rows.") from error
+        message = redacted(f"{name_}: cannot be loaded as a data set, {cause}", name_, {})
+        raise ConfigError(f"{message}. Check the name and the rows.") from error
 
 
 # Rows
