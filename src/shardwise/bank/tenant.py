@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ConstantLR
 
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
@@ -54,19 +55,6 @@ def made_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
     return optimizer
 
 
-class ConstantRate:
-    """A schedule that leaves the learning rate as it is."""
-
-    def step(self) -> None:
-        """Change nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore nothing."""
-
-
 ScheduleMaker: TypeAlias = Callable[[Optimizer], Any]
 """Makes a scheduler of an optimizer, with torch's ``step``, ``state_dict`` and ``load_state_dict``."""
 
@@ -75,9 +63,9 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 """A tenant's loss: the mean over the supervised tokens of a window, or their sum, each times its weight."""
 
 
-def unchanging(_optimizer: Optimizer) -> ConstantRate:
-    """Make the default schedule of a tenant."""
-    return ConstantRate()
+def unchanging(optimizer: Optimizer) -> ConstantLR:
+    """Make the default schedule of a tenant, which leaves the learning rate as it is."""
+    return ConstantLR(optimizer, factor=1.0, total_iters=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +187,7 @@ class Tenant:
             for key in changes
             if key not in known and key != "max_grad_norm"
         ]
-        if "lr" in changes and not isinstance(self.schedule, ConstantRate):
+        if "lr" in changes and self.options.schedule is not unchanging:
             faults.append("lr: the schedule of this tenant sets it. Create it without one")
         for key, value in changes.items():
             for number in value if isinstance(value, tuple) else (value,):
