@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from shardwise.errors import ConfigError, TrainingError
 from shardwise.models import four_bit_layers, torch_api
 from shardwise.models.four_bit_layers import weight_of_expert
 from shardwise.models.view import canonical
-from shardwise.tuning.sites import AdaptedSite, EmbeddingSite, ExpertsSite, LinearSite
+from shardwise.tuning.sites import AdaptedSite, EmbeddingSite, ExpertsSite
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,14 +300,9 @@ class SiteHooks:
                 self._removers.pop(name)()
 
     def _attach(self, site: AdaptedSite, module: nn.Module) -> Callable[[], object]:
-        match site:
-            case LinearSite() | EmbeddingSite():
-                is_embedding = isinstance(site, EmbeddingSite)
-                return hook_layer(module, site.module, self._switch, is_embedding=is_embedding).remove
-            case ExpertsSite():
-                return self._replace_forward(site.module, module)
-            case _:
-                assert_never(site)
+        if isinstance(site, ExpertsSite):
+            return self._replace_forward(site.module, module)
+        return hook_layer(module, site.module, self._switch, is_embedding=isinstance(site, EmbeddingSite)).remove
 
     def _replace_forward(self, name: str, module: nn.Module) -> Callable[[], object]:
         before, own = vars(module).get("forward"), module.forward

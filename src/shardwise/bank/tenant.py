@@ -240,22 +240,19 @@ def _pairs_of(
     keys = (site.lora_A.key, site.lora_B.key)
     A, B = (matrices[key] for key in keys)
     a_grad, b_grad = (gradients[key] for key in keys)
-    match site:
-        case sites.LinearSite():
-            return {site.module: LoraWeights(A, B, a_grad, b_grad, site.scaling, site.dropout)}
-        case sites.EmbeddingSite():
-            return {site.module: LoraWeights(A, B, a_grad, b_grad, site.scaling)}
-        case sites.ExpertsSite():
-            return {
-                expert_site(site.module, site.parameter, expert): LoraWeights(
-                    _rows_of_experts(A, site.experts)[expert],
-                    _columns_of_experts(B, site.experts)[..., expert],
-                    _rows_of_experts(a_grad, site.experts)[expert],
-                    _columns_of_experts(b_grad, site.experts)[..., expert],
-                    site.scaling,
-                )
-                for expert in range(site.experts)
-            }
+    if not isinstance(site, sites.ExpertsSite):
+        dropout = site.dropout if isinstance(site, sites.LinearSite) else 0.0
+        return {site.module: LoraWeights(A, B, a_grad, b_grad, site.scaling, dropout)}
+    return {
+        expert_site(site.module, site.parameter, expert): LoraWeights(
+            _rows_of_experts(A, site.experts)[expert],
+            _columns_of_experts(B, site.experts)[..., expert],
+            _rows_of_experts(a_grad, site.experts)[expert],
+            _columns_of_experts(b_grad, site.experts)[..., expert],
+            site.scaling,
+        )
+        for expert in range(site.experts)
+    }
 
 
 def expert_site(module: str, parameter: str, expert: int) -> str:
