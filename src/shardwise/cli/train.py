@@ -250,7 +250,7 @@ def _of_config(
         from shardwise.training.setup import plan_run
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'.") from error
-    return plan_run(config, ranks, **placed)
+    return plan_run(config, ranks, placed)
 
 
 def _of_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: dict[str, Any]) -> Estimate:

@@ -176,7 +176,7 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         KeyError, TypeError, ValueError, AttributeError: the row is malformed.
     """
-    found: dict[str, Any] = remove_none_values(dict(row))
+    found = dict(remove_none_values(row))
     if isinstance(found.get("tools"), str):
         found["tools"] = json.loads(found["tools"])
     if "conversations" in found:

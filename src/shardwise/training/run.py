@@ -225,7 +225,7 @@ def _estimated_bytes(config: RunConfig, ranks: int) -> int | None:
     if kind is None or config.method not in ("sft", "reward"):
         return None
     try:
-        made = trl_setup.plan_run(config, ranks, device=kind.type)
+        made = trl_setup.plan_run(config, ranks, {"device": kind.type})
     except Exception as error:  # the training has succeeded
         _log.warning("no estimate: %s", error)
         return None

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Unpack
+from typing import Any, Final
 
 import transformers
 import trl as _trl
@@ -371,7 +371,7 @@ def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
         )
 
 
-def plan_run(config: RunConfig, ranks: int | None, **placed: Unpack[PlanOptions]) -> Estimate:
+def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estimate:
     """Estimate a training from its configuration, with TRL's defaults and rows of ``max_length`` tokens.
 
     A pair of DPO is two rows. Generation of GRPO and reference models are not included, as a note states.
@@ -399,7 +399,6 @@ def plan_run(config: RunConfig, ranks: int | None, **placed: Unpack[PlanOptions]
     options |= {
         "hub": HubOptions(revision=arguments.model.model_revision),
         "tuning": (tuning := tuning_of(arguments)),
-        **placed,
         "optim": getattr(training.optim, "value", training.optim),
         "per_device_train_batch_size": training.per_device_train_batch_size * rows_per_example,
         "max_length": getattr(training, "max_length", None) or 0,
@@ -407,6 +406,7 @@ def plan_run(config: RunConfig, ranks: int | None, **placed: Unpack[PlanOptions]
         "gradient_checkpointing": training.gradient_checkpointing,
         "mixed_precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
     }
+    options |= placed
     if isinstance(tuning, Full):
         options["trained"] = "unchanged"
     if replicas > 1:
