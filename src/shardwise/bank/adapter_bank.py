@@ -126,10 +126,11 @@ class AdapterBank:
         """Return a new tenant, equal on all ranks and not registered yet. Collective: yes."""
         tenant = self._world.run_all(self._new, name, config, keywords)
         optimizer, schedule, options = tenant.optimizer, tenant.schedule, tenant.options
-        settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         kinds = [type(each).__qualname__ for each in (optimizer, schedule)]
         numbers = [options.max_grad_norm, options.gradient_accumulation_steps, options.seed, options.reduction]
-        digest = digest_of([name, tenant.comparable_config, *kinds, settings, schedule.state_dict(), *numbers])
+        digest = digest_of(
+            [name, tenant.comparable_config, *kinds, tenant.settings, schedule.state_dict(), *numbers]
+        )
         self._world.require_equal(digest, f"the adapter {name!r} (its config or options)")
         return tenant
 
@@ -237,7 +238,7 @@ class AdapterBank:
         }
         for tenant in stepping:
             tenant.require_changes(changes)
-            settings |= {f"{key} of {tenant.name!r}": value for key, value in tenant.settings().items()}
+            settings |= {f"{key} of {tenant.name!r}": value for key, value in tenant.comparable_settings().items()}
         return stepping, settings
 
     def _require_full(self, name: str) -> tenants.Tenant:

@@ -164,12 +164,17 @@ class Tenant:
         """The largest rank of its matrices."""
         return max(site.r for site in self.sites)
 
-    def settings(self) -> dict[str, str]:
-        """Return the settings of its next step and its counts as text, to be compared between ranks."""
-        group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of its optimizer."""
+        return {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
+
+    def comparable_settings(self) -> dict[str, str]:
+        """Return the settings of its next step and its counts as text."""
         counts = {"max_grad_norm": self.max_grad_norm, "steps": self.steps, "windows": self.windows}
         numbers = {
-            key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in group.items()
+            key: value.tolist() if isinstance(value, torch.Tensor) else value
+            for key, value in self.settings.items()
         }
         return {key: repr(value) for key, value in {**numbers, **counts}.items()}
 
@@ -179,8 +184,7 @@ class Tenant:
         Raises:
             ConfigError: a setting is unknown, or a value invalid. The message has all of them.
         """
-        group = self.optimizer.param_groups[0]
-        known = {key for key, value in group.items() if key not in ("params", "initial_lr", "foreach", "fused")}
+        known = self.settings.keys() - {"initial_lr", "foreach", "fused"}
         kind = type(self.optimizer).__name__
         faults = [
             f"{key}: {kind} has {', '.join(sorted(known))}, and there is max_grad_norm"

@@ -107,13 +107,12 @@ def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
 
 def facts_of(tenant: Tenant, base: Mapping[str, str]) -> TenantFacts:
     """Return the current facts of a tenant. Its settings and schedule are not copied."""
-    group = tenant.optimizer.param_groups[0]
     return TenantFacts(
         base=base,
         config={_site_name(site): (site.r, site.scaling, getattr(site, "dropout", 0.0)) for site in tenant.sites},
         matrices=dict(tenant.shapes),
         optimizer=class_name(tenant.optimizer),
-        settings={key: value for key, value in group.items() if key != "params"},
+        settings=tenant.settings,
         schedule=f"{type(tenant.schedule).__module__}.{type(tenant.schedule).__qualname__}",
         schedule_state=tenant.schedule.state_dict(),
         max_grad_norm=tenant.max_grad_norm,

@@ -29,25 +29,8 @@ STOPPED = 75
 SOME_FAILED = 3
 """Exit code if some of many LoRAs failed, and the others were trained."""
 
-_EPILOG = """\
-\b
-A small config.yaml, with TRL's keys:
-  model_name_or_path: Qwen/Qwen3-0.6B   # a folder, a name on the hub, or a URL
-  dataset_name: chats.jsonl             # a file, or a data set on the hub
-  output_dir: out
-  assistant_only_loss: true
-  learning_rate: 1e-5
-  save_steps: 200
-\b
-METHOD is sft (the default), dpo, kto, grpo or reward. Every key: docs/train.md.
-Whole files for several models are in recipes/. Many LoRAs: tenants: and sweep:
-(docs/many_loras.md).
-Exit codes: 0 trained; 2 an error; 3 some of many LoRAs failed; 75 stopped by SIGTERM, SIGUSR1 or Ctrl-C with
-its state saved, so that the same command resumes.
-"""
 
-
-@click.command("train", epilog=_EPILOG, context_settings={"ignore_unknown_options": True})
+@click.command("train", context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, metavar="[METHOD] [CONFIG.yaml] [--KEY VALUE]...", type=click.UNPROCESSED)
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks to start on this machine.  [default: 1]")
 @click.option("--accelerate-config", metavar="FILE", help="Shard according to a config file of accelerate.")
@@ -65,8 +48,22 @@ def train_command(
 ) -> None:
     """Fine-tune a causal language model with TRL, from a YAML file of TRL's keys and --KEY VALUE overrides.
 
-    Under torchrun, its ranks are used. With --nproc-per-node, ranks are started here.
-    """
+    METHOD is sft (the default), dpo, kto, grpo or reward. Every key: docs/train.md. Files for several models are in
+    recipes/. Many LoRAs: tenants: and sweep: (docs/many_loras.md). Under torchrun, its ranks are used. With
+    --nproc-per-node, ranks are started here.
+
+    \b
+    A small config.yaml:
+      model_name_or_path: Qwen/Qwen3-0.6B   # a folder, a name on the hub, or a URL
+      dataset_name: chats.jsonl             # a file, or a data set on the hub
+      output_dir: out
+      assistant_only_loss: true
+      learning_rate: 1e-5
+      save_steps: 200
+
+    Exit codes: 0 trained; 2 an error; 3 some of many LoRAs failed; 75 stopped by SIGTERM, SIGUSR1 or Ctrl-C with
+    its state saved, so that the same command resumes.
+    """  # noqa: D301 - click's mark of a paragraph that is not wrapped
     try:
         config = _read([*arguments, *(("--accelerate_config", accelerate_config) if accelerate_config else ())])
         if check:

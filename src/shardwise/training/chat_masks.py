@@ -89,20 +89,15 @@ class AssistantMasks:
         tokenizer: a fast tokenizer with a chat template.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or does not report character offsets.
+        ConfigError: the tokenizer does not report character offsets.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        name = tokenizer.name_or_path or type(tokenizer).__name__
         if not tokenizer.is_fast:
+            name = tokenizer.name_or_path or type(tokenizer).__name__
             raise ConfigError(
                 f"{name}: is a slow tokenizer, which reports no character offsets. assistant_only_loss needs a "
                 "fast one (tokenizer.json)."
-            )
-        if not tokenizer.chat_template:
-            raise ConfigError(
-                f"{name}: has no chat template, which rows with 'messages' need. Set chat_template_path, or use "
-                "rows with 'prompt' and 'completion'."
             )
         self._tokenizer = tokenizer
         special = {str(token) for token in tokenizer.all_special_tokens}

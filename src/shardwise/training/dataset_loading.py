@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import datasets
 from transformers import PreTrainedTokenizerBase
+from trl.data_utils import get_dataset_column_names
 from trl.scripts.utils import get_dataset
 from trl.trainer.utils import remove_none_values
 
@@ -102,7 +103,7 @@ _ROLES: Final = {
 
 def as_messages(found: AnyDataset, *, num_proc: int | None) -> AnyDataset:
     """Convert rows of ShareGPT and Alpaca to ``messages``. Other data sets are returned unchanged."""
-    names = set(columns_of(found))
+    names = set(get_dataset_column_names(found))
     is_foreign = "conversations" in names or {"instruction", "output"} <= names
     return _mapped(found, _converted, num_proc) if is_foreign else found
 
@@ -118,17 +119,6 @@ def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_pro
     return _mapped(found, partial(_tokenized, AssistantMasks(tokenizer)), num_proc)
 
 
-def is_conversational(found: AnyDataset) -> bool:
-    """Return whether rows are chats: ``messages``, or a ``prompt`` and ``completion`` that are messages."""
-    row: Mapping[str, Any] = next(iter(found))
-    return "messages" in row or isinstance(row.get("prompt"), list)
-
-
-def columns_of(found: AnyDataset) -> list[str]:
-    """Return the names of the columns of a data set, also of a streamed one."""
-    return list(found.column_names or next(iter(found)))
-
-
 Examples: TypeAlias = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
 """Makes one or more examples of a row."""
 
@@ -136,7 +126,11 @@ Examples: TypeAlias = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
 def _mapped(found: Any, examples_of: Examples, num_proc: int | None) -> AnyDataset:
     options: dict[str, Any] = {"num_proc": num_proc} if isinstance(found, datasets.Dataset) else {}
     mapped: AnyDataset = found.map(
-        partial(_batch, examples_of), batched=True, with_indices=True, remove_columns=columns_of(found), **options
+        partial(_batch, examples_of),
+        batched=True,
+        with_indices=True,
+        remove_columns=get_dataset_column_names(found),
+        **options,
     )
     return mapped
 

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import trl as _trl
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import get_dataset_column_names, is_conversational
 from trl.trainer.utils import get_peft_config
 
 from shardwise.engines.estimating import PlanOptions, plan
@@ -264,9 +266,9 @@ def load_data(
                     "dataset_train_split, dataset_test_split or test_split_size."
                 )
         parts = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
-        if images := {"image", "images"} & set(dataset_loading.columns_of(parts[0])):
+        if images := {"image", "images"} & set(get_dataset_column_names(parts[0])):
             raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column.")
-        if is_masked and dataset_loading.is_conversational(parts[0]):
+        if is_masked and is_conversational(next(iter(parts[0]))):
             parts = [dataset_loading.with_masks(part, processor, num_proc=num_proc) for part in parts]
         return parts[0], parts[1] if len(parts) > 1 else None
 
@@ -342,14 +344,12 @@ def _reward_functions(script: Any) -> list[Callable[..., Any]]:
         raise ConfigError("reward_model_name_or_path: would be loaded whole on every rank. Use reward_funcs.")
     if not script.reward_funcs:
         raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, or import paths.")
+    sys.path.insert(0, os.getcwd())
     found = []
     for name in script.reward_funcs:
-        module, _, function = name.rpartition(".")
-        if module:
-            sys.path.insert(0, os.getcwd())
         try:
-            found.append(getattr(importlib.import_module(module or "trl.rewards"), function))
-        except (ImportError, AttributeError) as error:
+            found.append(pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}"))
+        except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"reward_funcs: {name} cannot be imported, {error}. Check the path.") from error
     return found
 
