@@ -19,7 +19,7 @@ from typing import Any, Final
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from shardwise.errors import ConfigError
-from shardwise.execution.locked_folder import LockedFolder, locked_by_first_rank
+from shardwise.execution.locked_folder import locked_by_first_rank
 from shardwise.execution.processes import acknowledge_stop
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
@@ -132,34 +132,35 @@ def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*
         ConfigError: the folder has another training. The message has the key that differs.
     """
     folder = output / RUN_FOLDER
-
-    def check(_marked: LockedFolder) -> None:
-        file = folder / _RUN_FILE
-        has_weights = bool(checkpoints_in(output)) or any(any(output.glob(one)) for one in weights)
-        if has_weights and not file.is_file():
-            raise ConfigError(
-                f"output_dir: {output} has a model that this training would overwrite. Set another output_dir."
-            )
-        found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
-        differing = [key for key in identity if found.get(key) != identity[key]]
-        if differing:
-            key = differing[0]
-            raise ConfigError(
-                f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. "
-                "Set another output_dir, or remove that one."
-            )
-        written = file.with_suffix(".new")
-        written.write_text(json.dumps(dict(identity), indent=2), "utf-8")
-        written.replace(file)  # atomically
-
     with World.current(call="train") as world:
         world.broadcast(folder.mkdir, parents=True, exist_ok=True)
-        with locked_by_first_rank(world, folder, check) as held:
+        with locked_by_first_rank(world, folder) as saving:
+            world.broadcast(_record, output, identity, weights)
             try:
                 yield
             finally:
                 if world.rank == 0:
-                    held.marked.release()
+                    saving.marked.release()
+
+
+def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -> None:
+    """Write the record of a training, unless the folder has another training."""
+    file = output / RUN_FOLDER / _RUN_FILE
+    has_weights = bool(checkpoints_in(output)) or any(any(output.glob(one)) for one in weights)
+    if has_weights and not file.is_file():
+        raise ConfigError(
+            f"output_dir: {output} has a model that this training would overwrite. Set another output_dir."
+        )
+    found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
+    if differing := [key for key in identity if found.get(key) != identity[key]]:
+        key = differing[0]
+        raise ConfigError(
+            f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. Set "
+            "another output_dir, or remove that one."
+        )
+    written = file.with_suffix(".new")
+    written.write_text(json.dumps(dict(identity), indent=2), "utf-8")
+    written.replace(file)  # atomically
 
 
 def _resume_from(training: Any, output: Path) -> Any:
