@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-_HINTS = {"training_state": bool, "on_other_base": OnFault, "on_not_finite": OnFault}
+_HINTS = {"on_other_base": OnFault, "on_not_finite": OnFault}
 
 
 class TenantKeywords(TypedDict, total=False):
@@ -420,7 +420,10 @@ class AdapterBank:
         return started
 
 
-def _comparable(name: str, **options: Any) -> tuple[None, dict[str, str]]:
+def _comparable(name: str, training_state: object, **permissions: OnFault) -> tuple[None, dict[str, str]]:
     """Return the arguments that ranks must have in common, after checking their types."""
-    require_meant(_HINTS, options)
+    require_meant(_HINTS, permissions)
+    if not isinstance(training_state, bool):
+        raise ConfigError(f"training_state={training_state!r}: pass True or False")
+    options = {"training_state": training_state, **permissions}
     return None, {"the name of the adapter": name, **{key: repr(value) for key, value in options.items()}}
