@@ -30,9 +30,6 @@ from shardwise.errors import ConfigError
 TrainMethod: TypeAlias = Literal["sft", "dpo", "kto", "grpo", "reward"]
 METHODS: Final[tuple[TrainMethod, ...]] = get_args(TrainMethod)
 
-_NO_METHODS: Final = ("orpo", "cpo", "bco", "xpo", "ppo", "rloo", "prm", "gkd", "online_dpo", "nash_md")
-"""Methods of TRL that are not supported."""
-
 Spec: TypeAlias = Mapping[str, Any]
 """Types, choices and the default of a key."""
 
@@ -109,9 +106,9 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     """
     words = list(arguments)
     method = words.pop(0) if words and words[0] in METHODS else None
-    if words and words[0] in _NO_METHODS:
-        raise ConfigError(f"{words[0]}: is not supported. Use one of {', '.join(METHODS)}.")
     file = words.pop(0) if words and not words[0].startswith("--") else None
+    if file is not None and not Path(file).suffix and not Path(file).exists():
+        raise ConfigError(f"{file}: is not supported. Use one of {', '.join(METHODS)}, or a YAML file.")
     values = {} if file is None else read_yaml(Path(file))
     values |= dict(_overrides(words))
     if method is not None:
