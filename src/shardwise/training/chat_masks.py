@@ -142,7 +142,7 @@ class AssistantMasks:
     # Rendering
 
     def _chat(self, messages: Sequence[ChatMessage], variables: Mapping[str, Any]) -> _RenderableChat:
-        """The chat in the first of its forms that the template renders completely."""
+        """Return the chat in the first form that the template renders completely."""
         template = str(self._tokenizer.get_chat_template(tools=variables["tools"]))
         for name, is_used in (
             ("tools", variables["tools"] is not None),
@@ -187,7 +187,7 @@ class AssistantMasks:
         previous = chat.attempt(before) if before else ""
         if previous is None or not prompt.startswith(previous) or text.startswith(previous):
             return min(changed, _common(text, prompt))
-        # The messages before are rendered differently: look for the prompt's own part, or its end.
+        # Earlier messages are rendered differently: find the prompt's last message, or its end.
         header = prompt[len(previous) :]
         parts = [header[:size] for size in range(len(header), 0, -1)]
         parts = parts or [prompt[-size:] for size in range(len(prompt), 0, -1)]
@@ -233,10 +233,10 @@ def _common(one: str, other: str) -> int:
 
 
 def _forms(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
-    """The messages in every form that templates differ in, the most common first.
+    """Yield the messages in every form that templates need, the most common first.
 
-    Contents as strings or lists of parts, arguments of tool calls as objects or JSON, absent contents left out,
-    None or "".
+    Contents are strings or lists of parts, arguments of tool calls are objects or JSON, and absent contents are
+    left out, None or "".
     """
     usual = [_normalized(message) for message in messages]
     has_calls = any("tool_calls" in message for message in usual)
@@ -248,7 +248,7 @@ def _forms(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
 
 
 def _normalized(message: ChatMessage) -> dict[str, Any]:
-    """A message without nulls and weights, its reasoning under both of the names that templates read."""
+    """Return a message without nulls and weights, its reasoning under both names that templates read."""
     found = {key: value for key, value in message.items() if value is not None and key != "weight"}
     reasoning = next((found[name] for name in _REASONING if name in found), None)
     if reasoning is not None:
@@ -284,7 +284,7 @@ def _call_in_form(call: Mapping[str, Any], form: type) -> Mapping[str, Any]:
 
 
 def _with_content(message: ChatMessage, content: str) -> ChatMessage:
-    """An answer with another content, and neither reasoning nor tool calls."""
+    """Return an answer with another content, without reasoning and tool calls."""
     kept = {key: value for key, value in message.items() if key not in (*_REASONING, "tool_calls")}
     is_parts = isinstance(message.get("content"), list)
     return {**kept, "content": [{"type": "text", "text": content}] if is_parts else content}
@@ -300,7 +300,7 @@ def _lacks_system(messages: Sequence[ChatMessage], text: str, prompt: str) -> bo
 
 
 def _require_rendered(message: ChatMessage, text: str, name: str) -> None:
-    """Check that a text has the content and the tool calls of a message, and none of it as Python or nested JSON.
+    """Check that a text has the content and the tool calls of a message, not as a Python literal or nested JSON.
 
     Reasoning may be missing: most templates drop it from earlier messages.
     """
@@ -337,7 +337,7 @@ def _require_complete(message: ChatMessage, answer: str, name: str) -> None:
 
 
 def _has(text: str, part: str) -> bool:
-    """Return whether a text has a part, whatever white space it has."""
+    """Return whether a text contains a part, ignoring white space."""
     return part in text or "".join(part.split()) in "".join(text.split())
 
 

@@ -63,7 +63,7 @@ def load(script: Any, mixture: Any) -> Mapping[str, AnyDataset]:
         found = _checked("datasets", get_dataset, whole)
     elif name := script.dataset_name:
         options: dict[str, Any] = {"path": name, "name": script.dataset_config}
-        if (file := Path(name).absolute()).is_file():  # whose suffix decides how it is read
+        if (file := Path(name).absolute()).is_file():
             options = {"path": str(file.parent), "data_files": file.name}
         found = _checked(name, datasets.load_dataset, **options, streaming=script.dataset_streaming)
     else:
