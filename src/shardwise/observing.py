@@ -4,10 +4,21 @@
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _OBSERVERS: list[Callable[[str | None], None]] = []
+
+
+class _Phases(threading.local):
+    """The phases that a thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+_PHASES = _Phases()
 
 os.register_at_fork(after_in_child=_OBSERVERS.clear)  # a child is another process than the one that is observed
 
@@ -27,15 +38,23 @@ def observed_by(mark: Callable[[str | None], None]) -> Iterator[None]:
         _OBSERVERS.clear()
 
 
+def current_step() -> str:
+    """Return the phases that this thread is in, outermost first, as in "load, read"."""
+    return ", ".join(_PHASES.names)
+
+
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Mark the block as a phase of this thread. Costs next to nothing in a process that is not observed."""
-    observers = [*_OBSERVERS]
+    observers, names = [*_OBSERVERS], _PHASES.names
+    depth = len(names)
+    names.append(name)
     for mark in observers:
         mark(name)
     try:
         yield
     finally:
+        del names[depth:]
         for mark in observers:
             mark(None)
 

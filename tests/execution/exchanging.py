@@ -1,9 +1,9 @@
-"""What the ranks of a test world hand to each other."""
+"""Transfers between the ranks of a test world."""
 
 import torch
 
 from shardwise.execution import moving
-from shardwise.execution.moving import Handover, LocalTensor
+from shardwise.execution.moving import LocalTensor, Transfer
 from shardwise.execution.world import World
 from shardwise.models.view import raw_bytes
 from shardwise.tensors import Box
@@ -74,7 +74,7 @@ def boxes(name: str, rank: int, size: int) -> tuple[Box, ...]:
     return (Box((start, 0), (min(7, start + rows) - start, 3)),)
 
 
-def hand_over(source_of: list[int] | None, budget: int) -> tuple[list[str], dict[str, int]]:
+def transfer(source_of: list[int] | None, budget: int) -> tuple[list[str], dict[str, int]]:
     """Names of what did not arrive bitwise in all of its boxes, and the traffic. No sources: from shards."""
     world = World.current()
     everything = tensors()
@@ -91,9 +91,9 @@ def hand_over(source_of: list[int] | None, budget: int) -> tuple[list[str], dict
             wanted[name] = shards
         mine = LocalTensor.whole(tensor) if held[world.rank] else None
         into = LocalTensor.whole(found[name])
-        items.append(Handover(name, tensor.shape, tensor.dtype, held, wanted[name], mine, into))
+        items.append(Transfer(name, tensor.shape, tensor.dtype, held, wanted[name], mine, into))
     with world:
-        traffic = moving.hand_over(world, items, budget_bytes=budget, device=CPU)
+        traffic = moving.transfer(world, items, budget_bytes=budget, device=CPU)
     wrong = []
     for name, tensor in everything.items():
         expected = tensor.clone().view(-1).view(torch.uint8).fill_(1).view(tensor.dtype).view(tensor.shape)

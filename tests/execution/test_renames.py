@@ -9,9 +9,8 @@ from tests.interchange.test_commit import contents, last_mark_removed, meanwhile
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution import committing, rename_journal
 from shardwise.execution.committing import make_file
-from shardwise.execution.locked_folder import locked_by_first_rank
+from shardwise.execution.locked_folder import LockedFolder, locked_by_first_rank
 from shardwise.execution.rename_journal import as_renamed
-from shardwise.execution.saving_lock import HeldLock, take_lock
 from shardwise.execution.world import World
 from shardwise.planning.commit_plan import Renames, WrittenFiles, fresh
 from shardwise.storage.folders import FoldersWriter
@@ -30,7 +29,7 @@ def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
             for name in NAMES:
                 make_file(writer, fresh(name, saving.save_id), content)
             writer.sync_names()
-        committing.commit_written(saving.marked, WrittenFiles(dict.fromkeys(NAMES, len(content))), older)
+        committing.commit_written(saving.locked, WrittenFiles(dict.fromkeys(NAMES, len(content))), older)
 
 
 def seen(root: Path) -> int | None:
@@ -51,12 +50,12 @@ def listed(root: Path) -> list[str]:
 def test_files_count_though_another_has_carried_out_their_renames_and_died(tmp_path, done):
     """Whoever is told of a failure looks for the older files, and would find these."""
     save(1, tmp_path)
-    taken: list[HeldLock] = []
+    taken: list[LockedFolder] = []
 
     def other() -> None:
         last_mark_removed(tmp_path)
         writer = open_writer(tmp_path)
-        taken.append(take_lock(writer, "0123abcd"))
+        taken.append(LockedFolder(writer, "0123abcd"))
         (file,) = listed(tmp_path)
         if done == "all":
             rename_journal.finish(str(tmp_path), file, taken[0])

@@ -37,7 +37,7 @@ STAGES = {
     "fill": ("shardwise.engines.loading", "fill"),
     "audit": ("shardwise.engines.loading", "audit"),
     "look": ("shardwise.engines.sharding", "collect_tensors"),
-    "give": ("shardwise.execution.moving", "Exchange._given"),
+    "give": ("shardwise.execution.moving", "Exchange._source_values"),
     "take": ("shardwise.execution.moving", "Exchange._put"),
     "pack": ("shardwise.execution.replicas", "ShardSender.share"),
     "plan_reads": ("shardwise.engines.save_plan", "prepare"),

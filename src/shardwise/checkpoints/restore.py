@@ -36,7 +36,7 @@ from shardwise.errors import KeyMismatchError, ShardingError
 from shardwise.execution.memory import collected_later
 from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
 from shardwise.execution.replicas import require_alike_models
-from shardwise.execution.world import Clock, ProgressBar, World
+from shardwise.execution.world import Clock, World
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.optimizer_parsing import ParsedState, read
 from shardwise.models.rebind import Key, made_again
@@ -65,9 +65,8 @@ def restore(
     with clock.phase("open"):
         step, passed_over = world.broadcast(resolve, root, asked)
         opened = world.broadcast(open_checkpoint, root, step)
-    bar = ProgressBar("Restoring", world, 0, enabled=False)
-    with world.run_all(opened.reader) as reader, bar, torch.device("cpu"):
-        placer = ReadExecutor(reader, opened.index, options.budget_bytes, bar, world)
+    with world.run_all(opened.reader) as reader, torch.device("cpu"):
+        placer = ReadExecutor(reader, opened.index, options.budget_bytes, world)
         with clock.phase("plan"):  # nothing is changed yet
             looked, beside, base, fits = _compare_all(world, opened, reader, state, only, tolerance)
             ours = OptimizerTargets.of(looked.held, looked.bounds)
@@ -317,7 +316,9 @@ def _place(placer: ReadExecutor, opened: Opened, wanted: Mapping[str, torch.Tens
         ReadTarget(key, expressions[key], local_boxes(tensor, key), tensor.dtype, local_tensor(tensor).device)
         for key, tensor in wanted.items()
     ]
-    arrangement = plan_reads(items, opened.index, placer.reader.policy, placer.budget_bytes, placer.world.place)
+    arrangement = plan_reads(
+        items, opened.index, placer.reader.policy, placer.budget_bytes, placer.world.rank / placer.world.size
+    )
     before = dict(placer.written)
     placer.place(arrangement, [local_tensor(wanted[item.fqn]) for item in arrangement.destinations])
     for item in items:

@@ -46,7 +46,7 @@ class _LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except ShardwiseError as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), err=True)
             sys.exit(2)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002

@@ -1,9 +1,7 @@
 """Checks the arguments of a call, and opens the checkpoint it names, the same on all ranks."""
 
 import dataclasses
-import difflib
 import functools
-import inspect
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Union, cast, get
 
 import torch
 
-from shardwise.errors import ConfigError, RankMismatchError, StorageError
+from shardwise.errors import ConfigError, RankMismatchError, StorageError, nearest
 from shardwise.execution.reading import identities_of
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
@@ -68,9 +66,8 @@ def require_known(call: str, given: Mapping[str, object], hints: Mapping[str, An
     ]
     for name in strange:
         if name not in _INSTEAD:
-            near = difflib.get_close_matches(name, names, n=1)
-            remedy = f"Did you mean {near[0]!r}?" if near else "Attributes of the config go into config_overrides"
-            remedy = _option_with(name, hints) or remedy
+            remedy = _option_with(name, hints) or nearest(name, names)
+            remedy = remedy or "Attributes of the config go into config_overrides"
             raise ConfigError(f"{call}() got an unexpected keyword argument {name!r}. {remedy}")
     if strange:
         raise ConfigError(f"{call}() has no {strange[0]}. {_INSTEAD[strange[0]]}")
@@ -83,27 +80,6 @@ def _option_with(name: str, hints: Mapping[str, Any]) -> str | None:
             if dataclasses.is_dataclass(kind) and name in (item.name for item in dataclasses.fields(kind)):
                 return f"Pass {argument}={getattr(kind, '__name__', kind)}({name}=...)"
     return None
-
-
-def answer_keywords(instead: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that rejects unknown keywords of a function with the nearest one, or with advice."""
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = inspect.signature(function).parameters.keys()
-
-        @functools.wraps(function)
-        def call(*args: P.args, **keywords: P.kwargs) -> T:
-            for name in keywords.keys() - known:
-                near = difflib.get_close_matches(name, known, n=1)
-                remedy = instead.get(name) or (
-                    f"Did you mean {near[0]!r}?" if near else f"Keywords: {', '.join(known)}"
-                )
-                raise ConfigError(f"{function.__name__}() got an unexpected keyword argument {name!r}. {remedy}")
-            return function(*args, **keywords)
-
-        return call
-
-    return decorate
 
 
 def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: str = "") -> None:

@@ -21,7 +21,7 @@ from shardwise.execution.reading import ReadSchedule, ReadTarget, plan_reads
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import ModelLayout, Origin, TensorKind
-from shardwise.models import initialize, pretrained
+from shardwise.models import initialize, pretrained, torch_api
 from shardwise.models.view import TensorRef, collect_tensors, layout_of, padded_numels, reject_subclasses
 from shardwise.planning.load_memory import Available, Homes, estimate_rank
 from shardwise.planning.load_plan import Consent, Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
@@ -158,7 +158,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> N
     load.computed = load.initializers.buffers(load.buffers, seed=options.seed)
     load.plan = make_plan(load, source.index)
     load.programs = plan_initial_values(load.initializers, load.plan, options)
-    load.home, load.managers = memory.home_of(held, options.device), memory.fsdp_param_groups_of(model)
+    load.home, load.managers = memory.home_of(held, options.device), torch_api.fsdp_params(model)
     by_name = {item.fqn: item for item in held}
     load.items = destinations(load.plan, by_name, memory.devices_of(held, load.managers, load.home))
     load.shared, mode, parts = {}, options.shared_reads, load.items
@@ -167,7 +167,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> N
 
         load.shared = shared_boxes(world, by_name, load.items)
         parts = shared_parts(world, load.shared, load.items)
-    load.own = plan_reads(parts, source.index, policy, options.budget_bytes, world.place)
+    load.own = plan_reads(parts, source.index, policy, options.budget_bytes, world.rank / world.size)
     homes = Homes.of(
         load.plan,
         policy,

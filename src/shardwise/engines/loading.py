@@ -13,16 +13,16 @@ from shardwise._face import found_at
 from shardwise.conversion.expression import rows_stored
 from shardwise.engines import arguments
 from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, comparable_load_settings, prepare, tie_declared
-from shardwise.errors import KeyMismatchError, ShardingError
+from shardwise.errors import KeyMismatchError, ShardingError, answer_keywords
 from shardwise.execution.agreement import agree_on
 from shardwise.execution.audit import audit, find_unequal_tied, require_equal_buffers
 from shardwise.execution.memory import collected_later, materialize
 from shardwise.execution.reading import ReadExecutor
-from shardwise.execution.world import Clock, ProgressBar, World
+from shardwise.execution.world import Clock, World
 from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.models import pretrained
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
-from shardwise.models.pretrained import bind, mark_loaded
+from shardwise.models.pretrained import bind, mark_loaded, progress_bar
 from shardwise.models.view import (
     TensorRef,
     collect_tensors,
@@ -61,18 +61,19 @@ def carry_out(
     with clock.phase("plan"):
         load = world.run_all(ready)
         plan, held, options = load.plan, load.held, load.options
-        total_bytes, sharers = agree_on(
+        sharers = agree_on(
             world, plan, load.settings, load.estimate, load.available, check_memory=options.check_memory
         )
-    with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
+    shows_progress = options.progress and world.rank == 0
+    with progress_bar("Loading weights", plan.layout.local_nbytes, enabled=shows_progress) as bar:
         placer = ReadExecutor(
             source.reader,
             source.index,
             options.budget_bytes,
-            bar,
             world,
             source.identities,
             processors=max(1, processor_count() // sharers),
+            progress=bar,
         )
         with clock.phase("read"):
             require_equal_tied(world, plan, placer)
@@ -357,7 +358,7 @@ _ON_DEVICE = (
 )
 
 
-@arguments.answer_keywords(
+@answer_keywords(
     {
         "strict": "Pass on_missing=Initialize(only=...) and on_unexpected=Ignore(only=...), with the names",
         "map_location": _ON_DEVICE,

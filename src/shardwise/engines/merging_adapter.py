@@ -33,7 +33,7 @@ from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import MergeAdapterReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import HubOptions, shown, unsafe_name_reason
-from shardwise.storage.reading import Beside, LocalReader, open_storage
+from shardwise.storage.reading import CombinedReader, LocalReader, open_storage
 from shardwise.storage.remote import resolve
 from shardwise.storage.writing import LocalWriter
 from shardwise.tensors import DType, in_bytes_of
@@ -80,7 +80,7 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _OpenedAdapter:
     file = weights_in(folder)
     reader = stack.enter_context(LocalReader(folder))
     index = open_checkpoint(reader, weights_name=file)
-    placer = stack.enter_context(offline.placer_of(reader, index))
+    placer = offline.placer_of(reader, index)
     tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
     if not tensors:
         raise FormatError(f"{folder / file}: holds no tensors. Save the adapter again")
@@ -277,7 +277,7 @@ def _plan(
     opened, config = open_storage(found), config_of(folder, options)
     reader = stack.enter_context(opened.reader)
     index = offline.index_of(opened, config)
-    placer = stack.enter_context(offline.placer_of(reader, index))
+    placer = offline.placer_of(reader, index)
     source = offline.read_source(
         folder, config, index, placer, options, lambda built: pulled_apart(built, lora, adapter_name)
     )
@@ -286,7 +286,7 @@ def _plan(
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
     joined = beside(index, lora.index, ADAPTER)
-    both = stack.enter_context(offline.placer_of(Beside(reader, lora.reader, ADAPTER), joined))
+    both = offline.placer_of(CombinedReader(reader, lora.reader, ADAPTER), joined)
     changed: set[str] = set()
     outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
     return _PlannedEdits(source, plan, outgoing, changed)

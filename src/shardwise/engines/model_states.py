@@ -12,7 +12,7 @@ from shardwise.engines.arguments import world_of
 from shardwise.engines.loading import set_value
 from shardwise.errors import FormatError
 from shardwise.execution import state_values
-from shardwise.execution.memory import fsdp_param_groups_of, materialize, staging_device
+from shardwise.execution.memory import materialize, staging_device
 from shardwise.execution.moving import Traffic, gather
 from shardwise.execution.replicas import equal_on_all, require_alike_models
 from shardwise.execution.world import Clock, World
@@ -20,7 +20,7 @@ from shardwise.formats.opening import open_checkpoint
 from shardwise.layout import TensorKind
 from shardwise.models.initialize import Initializers
 from shardwise.models.selection import Selection, names_outside
-from shardwise.models.torch_api import in_memory
+from shardwise.models.torch_api import fsdp_params, in_memory
 from shardwise.models.view import TensorRef, canonical, collect_tensors, reject_subclasses, without_compile
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import OnDiffering
@@ -123,7 +123,7 @@ def set_model_values(
         held = world.run_all(collect_tensors, model)
         require_alike_models(world, held, [])
         names = world.broadcast(names_outside, model, held, only)
-        told = values.told(world)
+        told = values.describe(world)
         places = _places(held, names)
         of = {place.names[0]: item for place, item in places}
         matched = world.run_all(lambda: match([place for place, _ in places], told, tolerance))
@@ -136,7 +136,7 @@ def set_model_values(
     with clock.phase("exchange"):
         home = staging_device(held, [item.tensor for item in held])
         awaiting = [*taking.values(), *(item for item, _ in computed)]
-        world.run_all(lambda: materialize(awaiting, fsdp_param_groups_of(model), home))
+        world.run_all(lambda: materialize(awaiting, fsdp_params(model), home))
         targets = {name: item.tensor for name, item in taking.items()}
         traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
         recomputed = world.run_all(_fill, initializers, computed, home)

@@ -6,8 +6,7 @@ import json
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,12 +22,13 @@ from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import Outgoing, stream_out
-from shardwise.execution.world import ProgressBar, World
+from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex, parse_object
 from shardwise.formats.opening import dequantized_index, open_checkpoint
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import pretrained
+from shardwise.models.pretrained import progress_bar
 from shardwise.models.revert import Output, revert
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import collect_tensors, layout_of
@@ -104,14 +104,9 @@ class OfflineModel:
         }
 
 
-@contextmanager
-def placer_of(
-    reader: StorageReader, index: CheckpointIndex, advance: ProgressBar | None = None
-) -> Iterator[ReadExecutor]:
+def placer_of(reader: StorageReader, index: CheckpointIndex) -> ReadExecutor:
     """Reads a checkpoint's tensors, on this process alone."""
-    world = World(0, 1)
-    with ProgressBar("", world, 0, enabled=False) as silent:
-        yield ReadExecutor(reader, index, BUDGET_BYTES, advance or silent, world)
+    return ReadExecutor(reader, index, BUDGET_BYTES, World(0, 1))
 
 
 def read_source(
@@ -211,14 +206,14 @@ def write_out(
     plan = plan_save(
         outgoing.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=secrets.token_hex(4)
     )
-    with ProgressBar(label, World(0, 1), plan.nbytes, enabled=True) as bar:
+    with progress_bar(label, plan.nbytes, enabled=True) as bar:
         streamed = stream_out(
             writer,
             plan,
-            outgoing.values,
+            outgoing,
             companions=companions,
             check=check,
-            advance=bar.advance,
+            advance=bar.update,
         )
     return streamed, plan.names
 

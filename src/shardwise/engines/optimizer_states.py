@@ -100,7 +100,7 @@ def set_optimizer_values(
         held, bounds = _looked_at(world, model, optimizers)
         ours = OptimizerTargets.of(held, bounds)
         given, values = take_apart(ours)
-        told = values.told(world)
+        told = values.describe(world)
         fitting = fit(world, ours, given, told, tolerance)
         matched = fitting.matched
     with clock.phase("exchange"):

@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError, FormatError, RankMismatchError, Storag
 from shardwise.execution.agreement import require_same_settings
 from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
-from shardwise.execution.world import Clock, MismatchedRanks, ProgressBar, World
+from shardwise.execution.world import Clock, MismatchedRanks, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -30,7 +30,7 @@ from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import file_space
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
-from shardwise.storage.reading import Beside, LocalReader, OpenStorage, open_storage
+from shardwise.storage.reading import CombinedReader, LocalReader, OpenStorage, open_storage
 from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Adapter, Tuned
 from shardwise.tuning.modes import Full
@@ -215,7 +215,7 @@ def _with_adapter(
     both = replace(
         source,
         index=beside(source.index, found.index, inside),
-        reader=Beside(source.reader, reader, inside),
+        reader=CombinedReader(source.reader, reader, inside),
         identities={
             **source.identities,
             **{f"{inside}/{file}": identity for file, identity in found.identities.items()},
@@ -311,24 +311,23 @@ def decide_ties(
     if not pairs:
         return set(), 0
     offers = built.bindings.offers
-    with ProgressBar("Comparing ties", world, 0, enabled=False) as bar:
-        placer = ReadExecutor(source.reader, source.index, options.budget_bytes, bar, world)
+    placer = ReadExecutor(source.reader, source.index, options.budget_bytes, world)
 
-        def differing() -> set[str]:
-            return {
-                name
-                for name, first in pairs
-                if not are_equal(
-                    offers[name][0],
-                    offers[first][0],
-                    built.layout.by_name[name].dtype,
-                    placer,
-                    world.rank,
-                    world.size,
-                )
-            }
+    def differing() -> set[str]:
+        return {
+            name
+            for name, first in pairs
+            if not are_equal(
+                offers[name][0],
+                offers[first][0],
+                built.layout.by_name[name].dtype,
+                placer,
+                world.rank,
+                world.size,
+            )
+        }
 
-        untied = world.map_reduce(differing, lambda told: set[str]().union(*told))
+    untied = world.map_reduce(differing, lambda told: set[str]().union(*told))
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
     return untied, placer.read_bytes
 

@@ -4,23 +4,27 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from shardwise.engines import save_plan
-from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
-from shardwise.errors import ConfigError, StorageError
+from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.errors import ConfigError, StorageError, answer_keywords
 from shardwise.execution.committing import CommitState, begin_save, commit_save, undo_save
 from shardwise.execution.memory import home_of
 from shardwise.execution.replicas import ShardSender, agree_on_shares
 from shardwise.execution.saving_lock import new_save_id, require_lock
-from shardwise.execution.world import Clock, ProgressBar, World
+from shardwise.execution.world import Clock, World
 from shardwise.execution.write import Emitter, write_by_owners
 from shardwise.models import revert
 from shardwise.models.four_bit_layers import is_in_four_bits
+from shardwise.models.pretrained import progress_bar
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import without_compile
 from shardwise.planning.load_plan import OnDiffering
@@ -89,7 +93,8 @@ def _write_and_commit(
             has_owners = _has_owners(world, writer)
             world.broadcast(begin)
             world.run_all(require_lock, writer, plan.save_id)
-        with ProgressBar("Saving weights", world, plan.nbytes, enabled=options.progress) as bar:
+        shows_progress = options.progress and world.rank == 0
+        with progress_bar("Saving weights", plan.nbytes // world.size, enabled=shows_progress) as bar:
             emitter = Emitter(writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world)
             with clock.phase("write"):
                 if has_owners:
@@ -163,7 +168,7 @@ def _write_by_owners(
     emitter: Emitter,
     ready: save_plan.PreparedSave,
     options: save_plan.SaveOptions,
-    progress: ProgressBar,
+    progress: tqdm,
 ) -> None:
     """Collective: yes."""
     written = write_by_owners(
@@ -172,7 +177,6 @@ def _write_by_owners(
         ready.plan.files,
         {key: output.expression for key, output in ready.outputs.items()},
         ShardSender({name: item for item in ready.held for name in item.names}, ready.shares.by_name, world.rank),
-        ready.shares.by_name,
         budget_bytes=options.budget_bytes,
         device=home_of(ready.held, None),
         progress=progress,
@@ -244,7 +248,8 @@ def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
     """
     keys, files = list(plan.entries), [file.name for file in plan.files]
     own = [emitter.sums.get(key, 0) for key in keys] + [emitter.written_bytes.get(name, 0) for name in files]
-    total = world.sum_integers(own)
+    unsigned = np.array([value % (1 << 64) for value in own], dtype=np.uint64)
+    total = world.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64)).tolist()
     for file, written in zip(plan.files, total[len(keys) :], strict=True):
         wanted = file.nbytes - len(file.header)
         if written != wanted:

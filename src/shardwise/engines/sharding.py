@@ -188,7 +188,7 @@ def _move(
         groups = world.run_all(wrap_without_values, model, held, bounds, sharding, supply)
         arrivals = world.run_all(IncomingShards, model, supply)
     with clock.phase("exchange"):
-        handovers = world.run_all(arrivals.handovers, world)
+        handovers = world.run_all(arrivals.transfers, world)
         traffic = distribute(
             world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
         )

@@ -26,6 +26,7 @@ from shardwise.engines.optimizer_states import collect_optimizers
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution import committing, rename_journal
 from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
+from shardwise.execution.saving_lock import LOCK_FILE
 from shardwise.execution.state_values import StateOptions, require_same_call
 from shardwise.execution.torch_saves import flattened, write_distributed_folder, write_rank_files, write_whole_file
 from shardwise.execution.world import World
@@ -207,7 +208,7 @@ def _write(
         return path, nbytes
     with locked_by_first_rank(world, place.folder, rename_journal.tidy, rename_journal.undo) as saving:
         path, nbytes, written = _written(world, saving, place, kind, state, home, options)
-        world.broadcast(lambda: committing.commit_written(saving.marked, written, _older(place, kind, written)))
+        world.broadcast(lambda: committing.commit_written(saving.locked, written, _older(place, kind, written)))
     return path, nbytes
 
 
@@ -326,7 +327,7 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
         seen = world.all_gather(_names_in, work)
         names = sorted({name for told in seen for name in told})
         carried |= {name.rpartition("/")[0] for name in names} - {""}
-        world.broadcast(lambda: _commit_state(saving.marked, work, names))
+        world.broadcast(lambda: _commit_state(saving.locked, work, names))
 
 
 def newest_in(place: Path) -> Path | None:
@@ -366,7 +367,7 @@ def _numbered(place: Path) -> list[tuple[int, Path]]:
 
 def _require_new(marked: LockedFolder) -> None:
     root = marked.writer.root
-    others = [name for name in os.listdir(root) if name not in marked.files]
+    others = [name for name in os.listdir(root) if name != LOCK_FILE]
     if others:
         raise StorageError(
             f"{root}: exists already. Set accelerator.project_configuration.iteration to the number that is to "

@@ -27,7 +27,7 @@ from shardwise.execution.rename_journal import home_of, lists_in, tidy, undo
 from shardwise.execution.saved_trees import read_objects
 from shardwise.execution.stream_out import Outgoing
 from shardwise.execution.torch_saves import Levels, flattened, load_plain, nested
-from shardwise.execution.world import ProgressBar, World
+from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.distributed import holds_optimizer, open_state, read_metadata
@@ -36,7 +36,7 @@ from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.torch_files import TorchFileContents, read_torch_file
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
-from shardwise.models.pretrained import assign_keys
+from shardwise.models.pretrained import assign_keys, progress_bar
 from shardwise.models.torch_api import to_torch
 from shardwise.planning.commit_plan import WrittenFiles, fresh, look_at_folder
 from shardwise.planning.load_memory import stored_tensors
@@ -131,7 +131,7 @@ def merge_weights(
                 f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which "
                 "would be lost with it. Merge it without removing it"
             )
-        placer = stack.enter_context(offline.placer_of(reader, index))
+        placer = offline.placer_of(reader, index)
         if is_optimizer:
             named = optimizer_outputs(reader, index, placer, base=base, dtype=dtype)
         else:
@@ -222,7 +222,7 @@ def _write_torch_file(
     named.outgoing.require_bounded()
     written = WrittenTensors(bytes_by_file={named.torch_file: nbytes})
     with (
-        ProgressBar("Merging", World(0, 1), nbytes, enabled=True) as bar,
+        progress_bar("Merging", nbytes, enabled=True) as bar,
         locked_by_first_rank(World(0, 1), writer.root, tidy, undo) as saving,
     ):
         file = fresh(named.torch_file, saving.save_id)
@@ -236,10 +236,10 @@ def _write_torch_file(
                 writer.write(file, starts[tuple(map(str, way))] + at, [content])
                 written.add(key, at, content)
                 at += content.nbytes
-                bar.advance(content.nbytes)
+                bar.update(content.nbytes)
         writer.sync(file)
         writer.sync_names()
-        commit_written(saving.marked, WrittenFiles({named.torch_file: contents.file_nbytes}), [], companions)
+        commit_written(saving.locked, WrittenFiles({named.torch_file: contents.file_nbytes}), [], companions)
     return written
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.conversion.computed import Copy, pieces
+from shardwise.conversion.computed import Copy, copies_from_shards
 from shardwise.conversion.expression import Expression, Stored
 from shardwise.formats.contract import TensorEntry
 from shardwise.formats.peft_adapter import TRAINING_KEY, training_file
@@ -172,7 +172,7 @@ def arrange_writes(
     segments: list[tuple[str, Segment]] = []
     for entry, expression in saved:
         leaf = Stored(entry.key, entry.shape, entry.dtype)
-        for piece in pieces(expression, held):
+        for piece in copies_from_shards(expression, held):
             name = piece.leaf.key
             back = Copy(leaf, piece.target, piece.source)
             found = segments_of(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import resource
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -82,7 +81,6 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         reference = trl_setup.load_reference(arguments, config.method)
         trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data)
         stop = StopOnSignal(request)
-        trainer.is_asked_to_stop = request.has_come
         trainer.add_callback(stop)
         done = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
         if not stop.has_stopped:
@@ -140,7 +138,7 @@ def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*
                 yield
             finally:
                 if world.rank == 0:
-                    saving.marked.release()
+                    saving.locked.release()
 
 
 def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -> None:
@@ -264,37 +262,10 @@ class StopRequest:
     def __init__(self) -> None:
         self.number: int | None = None
         """The signal, once it has been handled."""
-        self._pipe: int | None = None
-        self._has_come = False
 
     @property
     def is_made(self) -> bool:
         return self.number is not None
-
-    def has_come(self) -> bool:
-        """Return whether a signal has arrived, handled or not.
-
-        The main thread handles no signal while it waits in a collective.
-        """
-        if self._pipe is not None:
-            with suppress(BlockingIOError):
-                self._has_come |= not set(STOP_SIGNALS).isdisjoint(os.read(self._pipe, 1 << 10))
-        return self._has_come or self.is_made
-
-    @contextmanager
-    def recording_arrivals(self) -> Iterator[None]:
-        """Have Python's signal handler write the number of each signal to a pipe. Main thread only."""
-        self._pipe, written = os.pipe()
-        for end in (self._pipe, written):
-            os.set_blocking(end, False)
-        before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(before)
-            read, self._pipe = self._pipe, None
-            os.close(read)
-            os.close(written)
 
 
 @contextmanager
@@ -312,9 +283,7 @@ def stopping_on_signals() -> Iterator[StopRequest]:
     def request_stop(number: int, _frame: FrameType | None) -> None:
         if not request.is_made:
             request.number = number
-            if (
-                number == signal.SIGINT
-            ):  # ranks that shardwise has started get SIGTERM from a process that does this
+            if number == signal.SIGINT:  # started ranks get SIGTERM from a process that has acknowledged it
                 acknowledge_stop()
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -326,8 +295,7 @@ def stopping_on_signals() -> Iterator[StopRequest]:
         if handler != signal.SIG_IGN:  # else the parent process passes Ctrl-C on
             signal.signal(number, request_stop)
     try:
-        with request.recording_arrivals():
-            yield request
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
