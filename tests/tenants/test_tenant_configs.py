@@ -21,7 +21,7 @@ def read(folder: Path, **values: Any) -> RunConfig:
 
 
 def test_common_keys_are_defaults_of_each_tenant(tmp_path: Path) -> None:
-    tenants = {"ada": {"lora_r": 4, "num_train_epochs": 2}, "bob": {"datasets": [{"path": "x"}]}}
+    tenants = {"ada": {"lora_r": 4, "num_train_epochs": 2}, "bob": {"datasets": [{"path": "x"}], "interleave": [1]}}
     config = read(tmp_path, tenants=tenants, lora_alpha=7)
     assert has_tenants(config)
     found = read_tenants(config)
@@ -35,7 +35,7 @@ def test_common_keys_are_defaults_of_each_tenant(tmp_path: Path) -> None:
         "use_peft": True,
     }
     assert found["bob"].values["max_steps"] == 5
-    assert found["bob"].values["datasets"] == [{"path": "x"}]
+    assert (found["ada"].own["interleave"], found["bob"].own["interleave"]) == (None, [1])
 
 
 def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.training import tiny
 
 from shardwise.errors import ConfigError
 from shardwise.training import dataset_loading
-from shardwise.training.dataset_loading import to_messages
+from shardwise.training.dataset_loading import MalformedRowError, to_messages
 
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
@@ -33,8 +33,8 @@ def mixture(*entries: dict[str, Any], **further: Any) -> Any:
     return SimpleNamespace(**{"datasets": found, "streaming": False, "test_split_size": None, **further})
 
 
-def load(name: str | None, mixed: Any | None = None) -> Any:
-    return dataset_loading.load(script(name), mixed or mixture())
+def load(name: str | None, mixed: Any | None = None, weights: list[float] | None = None) -> Any:
+    return dataset_loading.load(script(name), mixed or mixture(), weights, 0)
 
 
 def write(file: Path, count: int, say: str) -> str:
@@ -53,21 +53,28 @@ def test_a_local_file_is_a_data_set(tmp_path: Path) -> None:
     assert len(parts["train"]) == 2
 
 
-def test_data_sets_are_mixed(tmp_path: Path) -> None:
+def test_weights_interleave_data_sets(tmp_path: Path) -> None:
     names = [write(tmp_path / f"{say}.jsonl", 40, say) for say in "ab"]
+    rows = load(None, mixture(*({"path": name} for name in names)), [3.0, 1.0])["train"]["text"]
+    assert sorted(rows) == sorted(f"{say}{number}" for say in "ab" for number in range(40))
+    assert sum(row.startswith("a") for row in rows[:40]) > 24
     together = load(None, mixture(*({"path": name} for name in names)))["train"]["text"]
     assert [row[0] for row in together] == ["a"] * 40 + ["b"] * 40
-    first, second = (load(None, mixture(*({"path": name} for name in names), test_split_size=0.25)) for _ in "12")
-    assert first["test"]["text"] == second["test"]["text"], "each rank has the same"
-    assert (len(first["train"]), len(first["test"])) == (60, 20)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [(None, "dataset_name: is missing"), ("no/such", "no/such: cannot be loaded")]
+    ("name", "mixed", "weights", "message"),
+    [
+        (None, None, None, "dataset_name: is missing"),
+        ("no/such", None, None, "no/such: cannot be loaded"),
+        ("x", None, [1.0], "interleave: needs datasets"),
+        (None, mixture({"path": "x"}), [1.0, 2.0], "interleave: has 2 weights for 1 datasets"),
+        (None, mixture({"path": "x", "fraction": 0.5}), [1.0], "interleave: contradicts fraction"),
+    ],
 )
-def test_what_cannot_be_loaded_is_named(name: Any, message: str) -> None:
+def test_what_cannot_be_loaded_is_named(name: Any, mixed: Any, weights: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(name)
+        load(name, mixed, weights)
 
 
 def test_a_file_with_a_broken_row_is_named(tmp_path: Path) -> None:
@@ -80,8 +87,9 @@ def test_a_file_with_a_broken_row_is_named(tmp_path: Path) -> None:
     "row",
     [
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+        {"conversations": json.dumps([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}])},
         {"instruction": "Hi", "input": "", "output": "Ho"},
-        {"instruction": "Hi", "input": None, "output": "Ho"},
+        {"instruction": "Hi", "input": None, "output": "Ho", "history": []},
         {"messages": [{**message, "tool_calls": None} for message in ASKED]},
     ],
 )
@@ -89,28 +97,44 @@ def test_other_layouts_become_messages(row: dict[str, Any]) -> None:
     assert to_messages(row) == {"messages": ASKED}
 
 
-def test_tools_and_systems_of_sharegpt() -> None:
+def test_calls_tools_and_systems_of_sharegpt() -> None:
+    call = {"name": "weather", "arguments": {"city": "Paris"}}
     row = {
         "system": "Be kind.",
-        "conversations": [{"from": "human", "value": "Rain?"}, {"from": "gpt", "value": "No."}],
+        "conversations": [
+            {"from": "human", "value": "Rain?"},
+            {"from": "function_call", "value": json.dumps(call)},
+            {"from": "observation", "value": "dry"},
+            {"from": "gpt", "value": "No."},
+        ],
         "tools": json.dumps([{"name": "weather"}]),
     }
     found = to_messages(row)
-    assert [message["role"] for message in found["messages"]] == ["system", "user", "assistant"]
-    assert found["tools"] == [{"name": "weather"}]
+    assert [message["role"] for message in found["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert found["messages"][2]["tool_calls"] == [{"type": "function", "function": call}]
+    assert found["tools"] == [{"type": "function", "function": {"name": "weather"}}]
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"conversations": ["x"]}, "row 1 of the data set: TypeError"),
-        ({"conversations": [{"from": "nobody", "value": "x"}]}, r"row 1 of the data set: KeyError\('nobody'\)"),
-        ({"instruction": "x", "output": None}, r"row 1 of the data set: KeyError\('output'\)"),
+        ({"conversations": "["}, "conversations: is a string that is not valid JSON"),
+        ({"messages": "7"}, "messages: is not a list of messages"),
+        ({"conversations": [{"from": "nobody", "value": "x"}]}, "has the speaker 'nobody'"),
+        ({"instruction": "x"}, "output: is missing"),
+        ({"instruction": "x", "output": "y", "history": [1]}, "history: is not a list of pairs"),
+        ({"conversations": [{"from": "function_call", "value": "x"}]}, "is not a function call in JSON"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        dataset_loading.as_messages(datasets.Dataset.from_list([row]), num_proc=None)
+    with pytest.raises(MalformedRowError, match=message):
+        to_messages(row)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -124,6 +148,7 @@ def test_chats_are_tokenized_with_masks(streaming: bool) -> None:
         for one in found
     ]
     assert trained == ["(thought)Ho<|im_end|>"] * 3
+    assert dataset_loading.is_conversational(rows)
 
 
 def test_only_completions_are_trained_of_prompts_with_completions() -> None:

@@ -1,5 +1,7 @@
 """Configurations of ``shardwise train``: TRL's keys, checked without torch."""
 
+import json
+import re
 import subprocess
 import sys
 import time
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.training import run_config
 from shardwise.training.run_config import METHODS, OWN_KEYS, keys_of, read_run_config
 
 
@@ -57,6 +60,8 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ),
         ("datasets:\n- name: a", r"datasets\[0\]: .* has no path"),
         ("beta: 0.1", r"beta: is a key of dpo, kto, grpo, not of sft"),
+        ("training:\n  epochs: 3", r"training.epochs: sections were removed. Use num_train_epochs."),
+        ("log:\n  tracker_options: {}", r"log.tracker_options: sections were removed. Remove it"),
         ("a: [", r"is not valid YAML"),
         ("- a", r"is not a mapping of keys to values"),
     ],
@@ -64,6 +69,15 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_run_config([config(tmp_path, text)])
+
+
+def test_new_keys_of_sections_are_keys_and_those_of_the_changelog() -> None:
+    changelog = (Path(__file__).parents[2] / "CHANGELOG.md").read_text("utf-8")
+    known = set().union(*map(keys_of, METHODS))
+    for old, new in json.loads((Path(run_config.__file__).parent / "sections.json").read_text("utf-8")).items():
+        line = next(line for line in changelog.splitlines() if f"`{old}`" in line)
+        assert new is None or line.replace("`", "") == f"| {old} | {new} |"
+        assert new is None or known & set(re.findall(r"\w+", new)), new
 
 
 def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Data sets of a training: loaded, mixed and, where TRL cannot mask assistant tokens, tokenized with masks.
 
-``datasets`` and TRL read, shuffle, mix and cache. This module adds names of local files, conversion to
-``messages``, and assistant masks.
+``datasets`` reads, shuffles, mixes and caches. Ours are names of local files, weights of an interleaved mixture,
+conversion to ``messages``, and assistant masks.
 """
 
 import copy
@@ -13,18 +13,25 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import datasets
 from transformers import PreTrainedTokenizerBase
-from trl.data_utils import get_dataset_column_names
-from trl.scripts.utils import get_dataset
-from trl.trainer.utils import remove_none_values
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.execution.world import World
 from shardwise.storage.names import redacted
-from shardwise.training.chat_masks import AssistantMasks
+from shardwise.training.chat_masks import AssistantMasks, ChatError
 
 T = TypeVar("T")
 
 AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
+
+_BUILDERS: Final = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+"""Builders of ``datasets`` by the suffix of a file."""
 
 
 def on_first_of_each_node(prepare: Callable[[], T], local_rank: int) -> T:
@@ -43,39 +50,79 @@ def on_first_of_each_node(prepare: Callable[[], T], local_rank: int) -> T:
     return found
 
 
-def load(script: Any, mixture: Any) -> Mapping[str, AnyDataset]:
+def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) -> Mapping[str, AnyDataset]:
     """Load the data sets that TRL's ``ScriptArguments`` and ``DatasetMixtureConfig`` name, by split.
 
     Args:
         script: ``dataset_name``, ``dataset_config``, ``dataset_streaming``. A name may also be a local file.
         mixture: ``datasets``, which replaces ``dataset_name``, ``streaming``, ``test_split_size``.
+        weights: of the entries of ``datasets``, to interleave them. None concatenates them as TRL does.
+        seed: of the interleaving.
 
     Raises:
         ConfigError: a data set cannot be loaded, or settings contradict each other. The message names them.
     """
-    found: Mapping[str, AnyDataset]
     if mixture.datasets:
         for entry in mixture.datasets:
-            if (file := Path(entry.path).absolute()).is_file():
-                entry.path, entry.data_files = str(file.parent), file.name
+            if (builder := _builder_of(entry.path)) is not None:
+                entry.path, entry.data_files = builder, entry.path
+        if weights is not None:
+            return _interleaved(mixture, weights, seed)
+        from trl.scripts.utils import get_dataset
+
         whole = copy.copy(mixture)
-        whole.test_split_size = None  # TRL's split has no seed, so each rank would have another
-        found = _checked("datasets", get_dataset, whole)
-    elif name := script.dataset_name:
-        options: dict[str, Any] = {"path": name, "name": script.dataset_config}
-        if (file := Path(name).absolute()).is_file():
-            options = {"path": str(file.parent), "data_files": file.name}
-        found = _checked(name, datasets.load_dataset, **options, streaming=script.dataset_streaming)
-    else:
+        whole.test_split_size = None  # TRL's split has no seed, so that each rank would have another
+        mixed: Mapping[str, AnyDataset] = _checked("datasets", get_dataset, whole)
+        return mixed if mixture.test_split_size is None else _split(mixed["train"], mixture.test_split_size)
+    if weights is not None:
+        raise ConfigError("interleave: needs datasets, whose weights it lists. Write datasets: [{path: ...}, ...].")
+    name = script.dataset_name
+    if not name:
         raise ConfigError("dataset_name: is missing. Set it, or datasets.")
-    train = found.get("train")
-    if mixture.test_split_size is None or "test" in found or train is None:
-        return found
-    if isinstance(train, datasets.IterableDataset):
+    if builder := _builder_of(name):
+        options = {"path": builder, "data_files": name}
+    else:
+        options = {"path": name, "name": script.dataset_config}
+    found: Mapping[str, AnyDataset] = _checked(
+        name, datasets.load_dataset, **options, streaming=script.dataset_streaming
+    )
+    if mixture.test_split_size is not None and "test" not in found:
+        return _split(found["train"], mixture.test_split_size)
+    return found
+
+
+def _builder_of(name: str) -> str | None:
+    """Return the builder for a local file, or None for a folder or a name on the hub."""
+    file = Path(name)
+    suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
+    return _BUILDERS.get(suffix) if file.is_file() else None
+
+
+def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[str, AnyDataset]:
+    if len(weights) != len(mixture.datasets) or not all(weight > 0 for weight in weights):
+        raise ConfigError(
+            f"interleave: has {len(weights)} weights for {len(mixture.datasets)} datasets. Give each one above 0."
+        )
+    if any(entry.fraction is not None for entry in mixture.datasets):
+        raise ConfigError("interleave: contradicts fraction of datasets. Remove one of them.")
+    parts = []
+    for entry in mixture.datasets:
+        options = {key: getattr(entry, key) for key in ("path", "name", "data_dir", "data_files", "split")}
+        part = _checked(entry.path, datasets.load_dataset, **options, streaming=mixture.streaming)
+        parts.append(part if entry.columns is None else part.select_columns(entry.columns))
+    shares = [weight / sum(weights) for weight in weights]
+    mixed = datasets.interleave_datasets(
+        parts, probabilities=shares, seed=seed, stopping_strategy="all_exhausted_without_replacement"
+    )
+    return {"train": mixed} if mixture.test_split_size is None else _split(mixed, mixture.test_split_size)
+
+
+def _split(found: AnyDataset, size: float) -> Mapping[str, AnyDataset]:
+    if isinstance(found, datasets.IterableDataset):
         raise ConfigError(
             "test_split_size: cannot split a streamed data set. Set dataset_test_split, or do not stream."
         )
-    parts: Mapping[str, AnyDataset] = train.train_test_split(test_size=mixture.test_split_size, seed=0)
+    parts: Mapping[str, AnyDataset] = found.train_test_split(test_size=size, seed=0)
     return parts
 
 
@@ -86,26 +133,16 @@ def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) 
         raise
     except Exception as error:  # of datasets, pyarrow, the hub: any
         cause = error.__cause__ or error
-        message = redacted(f"{name_}: cannot be loaded as a data set, {cause}", name_, {})
-        raise ConfigError(f"{message}. Check the name and the rows.") from error
+        told = redacted(f"{name_}: cannot be loaded as a data set, {cause}", name_, {})
+        raise ConfigError(f"{told}. Check the name and the rows.") from error
 
 
 # Rows
 
-_ROLES: Final = {
-    "human": "user",
-    "gpt": "assistant",
-    "observation": "tool",
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
-}
-"""Roles of chat templates by ShareGPT's names."""
-
 
 def as_messages(found: AnyDataset, *, num_proc: int | None) -> AnyDataset:
     """Convert rows of ShareGPT and Alpaca to ``messages``. Other data sets are returned unchanged."""
-    names = set(get_dataset_column_names(found))
-    is_foreign = "conversations" in names or {"instruction", "output"} <= names
-    return _mapped(found, _converted, num_proc) if is_foreign else found
+    return _mapped(found, lambda row: [to_messages(row)], num_proc) if is_foreign(columns_of(found)) else found
 
 
 def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None) -> AnyDataset:
@@ -114,42 +151,45 @@ def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_pro
     Rows have ``messages``, or ``prompt`` and ``completion`` as messages, of which the completion is trained on.
 
     Raises:
-        ConfigError: a chat cannot be used. The message has the number of the row.
+        ConfigError: naming the row whose chat cannot be used.
     """
     return _mapped(found, partial(_tokenized, AssistantMasks(tokenizer)), num_proc)
 
 
-Examples: TypeAlias = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
-"""Makes one or more examples of a row."""
+def is_conversational(found: AnyDataset) -> bool:
+    """Return whether rows are chats: ``messages``, or a ``prompt`` and ``completion`` that are messages."""
+    row: Mapping[str, Any] = next(iter(found))
+    return "messages" in row or isinstance(row.get("prompt"), list)
 
 
-def _mapped(found: Any, examples_of: Examples, num_proc: int | None) -> AnyDataset:
+def columns_of(found: AnyDataset) -> list[str]:
+    """Names of the columns of a data set, also of a streamed one."""
+    return list(found.column_names or next(iter(found)))
+
+
+def _mapped(
+    found: Any, examples_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], num_proc: int | None
+) -> AnyDataset:
+    """Replace each row by its one or more examples."""
     options: dict[str, Any] = {"num_proc": num_proc} if isinstance(found, datasets.Dataset) else {}
     mapped: AnyDataset = found.map(
-        partial(_batch, examples_of),
-        batched=True,
-        with_indices=True,
-        remove_columns=get_dataset_column_names(found),
-        **options,
+        partial(_batch, examples_of), batched=True, with_indices=True, remove_columns=columns_of(found), **options
     )
     return mapped
 
 
 def _batch(
-    examples_of: Examples, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]
+    examples_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
+    batch: Mapping[str, Sequence[Any]],
+    indices: Sequence[int],
 ) -> dict[str, list[Any]]:
     made: list[Mapping[str, Any]] = []
     for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
         try:
             made += examples_of(dict(zip(batch, values, strict=True)))
-        except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = str(error) if isinstance(error, ConfigError) else repr(error)
-            raise ConfigError(f"row {index + 1} of the data set: {reason}") from error
+        except (MalformedRowError, ChatError) as error:
+            raise ConfigError(f"row {index + 1} of the data set: {error}") from error
     return {name: [one.get(name) for one in made] for name in dict.fromkeys(key for one in made for key in one)}
-
-
-def _converted(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return [to_messages(row)]
 
 
 def _tokenized(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -158,28 +198,114 @@ def _tokenized(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mappin
         context = [{**message, "weight": 0} for message in chat.get("prompt", ())]
         chat["messages"] = [*context, *chat.get("completion", ())]
     if not any(message["role"] == "assistant" for message in chat["messages"]):
-        raise ConfigError("messages: none has the role 'assistant'. Add one, or remove the row.")
+        raise MalformedRowError("messages: none has the role 'assistant'. Add one, or remove the row.")
     return masks(chat["messages"], chat.get("tools"), chat.get("chat_template_kwargs"))
 
 
-def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a row of ShareGPT or Alpaca to ``messages``, and parse ``tools`` in JSON.
+_ROLES: Final = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response", "function"), "tool"),
+    **{name: name for name in ("system", "developer")},
+}
+"""Roles of chat templates by the names that ShareGPT has for speakers."""
 
-    Null values at any depth are removed: Arrow fills the structs of a column with the keys of all of them.
+_JSON_COLUMNS: Final = ("messages", "conversations", "conversation", "tools", "history", "chat_template_kwargs")
+"""Columns that some data sets keep as JSON in a string."""
+
+
+class MalformedRowError(ConfigError):
+    """A row of a data set cannot be used."""
+
+
+def is_foreign(columns: Sequence[str]) -> bool:
+    """Return whether rows with these columns have to be converted to ``messages``."""
+    names = set(columns)
+    return bool(names & {"conversations", "conversation"}) or {"instruction", "output"} <= names
+
+
+def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a row of ShareGPT, Alpaca or ``messages`` to ``messages``, with ``tools`` as function schemas.
+
+    A key of None counts as absent. Other columns are kept. Arrow fills structs of one column with the keys of all
+    of them. None values are removed at any depth, except for the content of a message with tool calls.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: the row is malformed.
+        MalformedRowError: naming the key that is malformed.
     """
-    found = dict(remove_none_values(row))
-    if isinstance(found.get("tools"), str):
-        found["tools"] = json.loads(found["tools"])
-    if "conversations" in found:
-        turns = [(turn["from"], turn["value"]) for turn in found.pop("conversations")]
-    elif "instruction" in found and "messages" not in found:
-        asked = "\n".join(filter(None, (found.pop("instruction"), found.pop("input", ""))))
-        turns = [("human", asked), ("gpt", found.pop("output"))]
+    found = {key: _parsed(key, _without_nulls(value)) for key, value in row.items() if value is not None}
+    if "messages" in found:
+        turns = found.pop("messages")
+    elif "conversations" in found or "conversation" in found:
+        turns = found.pop("conversations", None) or found.pop("conversation", None)
+    elif "instruction" in found:
+        return _from_alpaca(found)
     else:
         return found
-    if system := found.pop("system", ""):
-        turns.insert(0, ("system", system))
-    return {**found, "messages": [{"role": _ROLES[speaker], "content": content} for speaker, content in turns]}
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise MalformedRowError("messages: is not a list of messages. Write [{role: ..., content: ...}, ...].")
+    messages = [_message(turn, f"messages[{index}]") for index, turn in enumerate(turns)]
+    if isinstance(system := found.pop("system", None), str) and system:
+        messages.insert(0, {"role": "system", "content": system})
+    if tools := found.pop("tools", None):
+        found["tools"] = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return {**found, "messages": messages}
+
+
+def _parsed(key: str, value: Any) -> Any:
+    if key not in _JSON_COLUMNS or not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise MalformedRowError(f"{key}: is a string that is not valid JSON, {error}. Correct the row.") from error
+
+
+def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if "role" in turn:
+        return dict(turn)
+    speaker = turn.get("from")
+    if speaker not in _ROLES:
+        raise MalformedRowError(f"{name}: has the speaker {speaker!r}. Use one of {', '.join(_ROLES)}.")
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    said = turn.get("value", "")
+    if speaker != "function_call":
+        return {"role": _ROLES[speaker], "content": said, **rest}
+    try:
+        calls = json.loads(said) if isinstance(said, str) else said
+        calls = [
+            {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
+            for call in (calls if isinstance(calls, list) else [calls])
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise MalformedRowError(
+            f"{name}: is not a function call in JSON. Write {{name: ..., arguments: ...}}."
+        ) from error
+    return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
+
+
+def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
+    """The input on the line behind the instruction, the output as its answer, pairs of ``history`` before both."""
+    messages = []
+    if system := row.pop("system", None):
+        messages.append({"role": "system", "content": system})
+    history = row.pop("history", None) or []
+    try:
+        for asked, answered in history:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    except (TypeError, ValueError) as error:
+        raise MalformedRowError("history: is not a list of pairs. Write [[question, answer], ...].") from error
+    if "output" not in row:
+        raise MalformedRowError("output: is missing beside 'instruction'. Add it.")
+    asked = "\n".join(text for text in (row.pop("instruction"), row.pop("input", None)) if text)
+    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": row.pop("output")}]
+    return {**row, "messages": messages}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        kept = {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        if "content" in value and value["content"] is None and kept.get("tool_calls"):
+            kept["content"] = None
+        return kept
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

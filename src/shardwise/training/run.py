@@ -8,7 +8,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +82,7 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data)
         stop = StopOnSignal(request)
         trainer.add_callback(stop)
+        guard_trackers(trainer)
         done = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
         if not stop.has_stopped:
             trainer.save_model(str(output))
@@ -204,6 +205,26 @@ class StopOnSignal(TrainerCallback):
         """Record whether steps are left."""
         state: TrainerState = positional[1]
         self.has_stopped = state.global_step < state.max_steps
+
+
+def guard_trackers(trainer: Any) -> None:
+    """Have an experiment tracker (``WandbCallback``, ...) that fails end nothing: it is not called again."""
+    for tracker in trainer.callback_handler.callbacks:
+        if type(tracker).__module__.startswith("transformers.integrations"):
+            events = [name for name in dir(tracker) if name.startswith("on_")]
+            vars(tracker).update({name: _guarded(tracker, getattr(tracker, name), events) for name in events})
+
+
+def _guarded(tracker: TrainerCallback, call: Callable[..., Any], events: Sequence[str]) -> Callable[..., Any]:
+    def guarded(*positional: Any, **keywords: Any) -> Any:
+        try:
+            return call(*positional, **keywords)
+        except Exception as error:
+            _log.warning("%s: failed, %s. The training continues without it.", type(tracker).__name__, error)
+            vars(tracker).update(dict.fromkeys(events, lambda *_, **__: None))
+            return None
+
+    return guarded
 
 
 def peak_line(estimate: int | None = None) -> str:

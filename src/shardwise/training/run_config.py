@@ -45,6 +45,7 @@ OWN_KEYS: Final[Mapping[str, Spec]] = {
     "trainable_layers": {"types": ["int"], "default": 0},
     "trainable_modules": {"types": ["list", "null"]},
     "extra_modules": {"types": ["list", "null"]},
+    "interleave": {"types": ["list", "null"]},
     "tenants": {"types": ["dict", "null"]},
     "sweep": {"types": ["dict", "null"]},
     "tokens_per_pass": {"types": ["int"], "default": 4096},
@@ -134,6 +135,18 @@ def _table() -> Mapping[str, Mapping[str, Spec]]:
     return found
 
 
+@cache
+def _sections() -> Mapping[str, str | None]:
+    """Return the keys that replace those of former sections, by the former ones. None if there is none."""
+    text = resources.files("shardwise.training").joinpath("sections.json").read_text("utf-8")
+    return dict(json.loads(text))
+
+
+def _section_fault(name: str) -> str:
+    new = _sections().get(name)
+    return f"{name}: sections were removed. " + (f"Use {new}." if new else "Remove it, there is no such key.")
+
+
 def keys_of(method: TrainMethod) -> Mapping[str, Spec]:
     """Return all keys of a method, with those of shardwise."""
     return {**_table()["all"], **_table()[method], **OWN_KEYS}
@@ -144,6 +157,8 @@ def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     specs = keys_of(method)
     if others := [name for name in METHODS if key not in specs and key in keys_of(name)]:
         yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method."
+    elif isinstance(value, dict) and key not in specs and any(name.startswith(f"{key}.") for name in _sections()):
+        yield from (_section_fault(f"{key}.{name}") for name in value)
     elif faults := [f"{key}: {fault}" for fault in _key_faults(key, value, specs, method)]:
         yield from faults
     elif key in _REJECTED and value:
@@ -258,7 +273,7 @@ TENANT_KEYS: Final = frozenset(
     {
         *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "use_rslora"),
         *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field"),
-        *("datasets", "test_split_size", "assistant_only_loss", "completion_only_loss"),
+        *("datasets", "interleave", "test_split_size", "assistant_only_loss", "completion_only_loss"),
         *("max_length", "truncation_mode", "shuffle_dataset", "seed", "data_seed"),
         *("learning_rate", "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
         *("max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
@@ -297,7 +312,7 @@ _VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
 
 _REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
     "num_train_epochs": ("max_steps",),
-    "dataset_name": ("datasets",),
+    "dataset_name": ("datasets", "interleave"),
 }
 """Keys of the file that a tenant's own key replaces."""
 

@@ -254,7 +254,7 @@ def load_data(
     is_masked = method == "sft" and training.assistant_only_loss and _lacks_masks(processor)
 
     def prepare() -> tuple[AnyDataset, AnyDataset | None]:
-        found = dataset_loading.load(script, arguments.mixture)
+        found = dataset_loading.load(script, arguments.mixture, arguments.own["interleave"], training.seed)
         names = [
             script.dataset_train_split,
             *([script.dataset_test_split] if training.eval_strategy != "no" else []),
