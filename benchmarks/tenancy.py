@@ -301,8 +301,8 @@ def take_products(width: int, tenants: int, tokens: int, lora_rank: int, repeats
                 start = time.perf_counter()
                 for _ in range(10):
                     out, x_grad = torch.zeros_like(x), torch.zeros_like(x)
-                    kept = backend.add(parts, x, out)
-                    backend.lead_back(parts, x, kept, g, x_grad)
+                    kept = backend.forward_rows(parts, x, out)
+                    backend.backward_rows(parts, x, kept, g, x_grad)
                 synchronize()
                 if repeat:
                     own[name].append((time.perf_counter() - start) / 10)

@@ -1,9 +1,9 @@
-"""An ordinary accelerate loop on a model that shardwise has brought up shard by shard.
+"""An ordinary accelerate loop on a model that shardwise has loaded in shards.
 
     torchrun --nproc-per-node 2 examples/accelerate_loop.py
     accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 examples/accelerate_loop.py
 
-With a checkpoint of one's own: ``... accelerate_loop.py --model Qwen/Qwen3-0.6B``. Without, a small model is made.
+With your checkpoint: ``... accelerate_loop.py --model Qwen/Qwen3-0.6B``. Otherwise a small model is created.
 """
 
 import argparse
@@ -22,7 +22,7 @@ BATCH_SIZE, LENGTH = 4, 32
 
 
 def small_model(folder: Path) -> None:
-    """A checkpoint of random weights."""
+    """Write a checkpoint of random weights."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -30,7 +30,7 @@ def small_model(folder: Path) -> None:
 
 
 def train(checkpoint: str, output: Path, steps: int) -> list[float]:
-    """A few steps, a state saved in the middle and gone back to, and the model saved; the losses."""
+    """Train a few steps, save a state and load it again, and save the model. Return the losses."""
     accelerator = Accelerator(cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=2)
     model = shardwise.from_pretrained(checkpoint, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -60,12 +60,12 @@ def train(checkpoint: str, output: Path, steps: int) -> list[float]:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--model", help="a folder or an id of the hub")
+    arguments.add_argument("--model", help="a folder or a name on the hub")
     arguments.add_argument("--output", type=Path, help="a folder that all ranks see")
     arguments.add_argument("--steps", type=int, default=6)
     options = arguments.parse_args()
     with shardwise.integrations.accelerate(), tempfile.TemporaryDirectory() as own:
-        accelerator = Accelerator(cpu=not torch.accelerator.is_available())  # which starts the process group
+        accelerator = Accelerator(cpu=not torch.accelerator.is_available())  # starts the process group
         shared = [own]
         if dist.is_initialized():
             dist.broadcast_object_list(shared)  # one folder for all ranks

@@ -1,4 +1,4 @@
-"""A small model that is trained, killed, resumed on other ranks, saved and loaded back."""
+"""A training of a small model that is killed, resumed on another number of ranks, saved and loaded."""
 
 import os
 import shutil
@@ -30,11 +30,11 @@ _TIMEOUT_S = 300
 
 @click.command()
 @click.option("--out", default="demo-out", show_default=True, type=click.Path(path_type=Path), help="A folder.")
-@click.option("--steps", default=_STEPS, show_default=True, type=click.IntRange(2), help="Of the training.")
+@click.option("--steps", default=_STEPS, show_default=True, type=click.IntRange(2), help="Steps of the training.")
 def main(*, out: Path, steps: int) -> None:
-    """Make a small model, train it on two ranks, kill them, resume on one, save it, and load it back.
+    """Create a small model, train it on two ranks, kill them, resume on one rank, save the model, and load it.
 
-    Needs no network, no GPU and no model: everything is made in the folder OUT, in about a minute.
+    Needs no network, no GPU and no model: everything is created in the folder OUT, in about a minute.
     """
     begun = time.monotonic()
     try:
@@ -51,7 +51,7 @@ def main(*, out: Path, steps: int) -> None:
 
 
 def run_demo(out: Path, steps: int) -> list[str]:
-    """Run all parts of the demo; returns what is not as it should be."""
+    """Run all parts of the demo. Return failures."""
     _heading("1. A small Qwen3 with random weights and its tokenizer, written by transformers")
     import small_model as example
 
@@ -60,9 +60,9 @@ def run_demo(out: Path, steps: int) -> list[str]:
     click.echo(f"   {written.parameters:,} parameters in {len(written.files)} safetensors files")
     config, every = write_config(out, steps), min(_SAVE_STEPS, steps - 1)
 
-    _heading(f"2. shardwise train on 2 ranks, killed behind the checkpoint of step {every}")
+    _heading(f"2. shardwise train on 2 ranks, killed after the checkpoint of step {every}")
     _train_and_kill(_command(config, ranks=2), out / "trained" / f"checkpoint-{every}")
-    click.echo(f"   killed; checkpoint-{every} is whole")
+    click.echo(f"   killed; checkpoint-{every} is complete")
 
     _heading("3. The same command on 1 rank: resumes, and saves the model")
     done = _finish(_command(config, ranks=1))
@@ -83,7 +83,7 @@ def run_demo(out: Path, steps: int) -> list[str]:
 
 
 def differing_tensors(folder: str) -> list[str]:
-    """Names of tensors that do not have transformers' values. Runs on a rank."""
+    """Return the names of tensors that differ from transformers'. Runs on a rank."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -126,7 +126,7 @@ def _train_and_kill(command: Sequence[str], checkpoint: Path) -> None:
     """Run a training until it has a checkpoint, and kill all of its processes.
 
     Raises:
-        ConfigError: it ends without one.
+        ConfigError: it ends without a checkpoint.
     """
     with subprocess.Popen(command, start_new_session=True, env={**os.environ, **_QUIET}) as process:
         try:
@@ -141,7 +141,7 @@ def _train_and_kill(command: Sequence[str], checkpoint: Path) -> None:
 
 
 def _finish(command: Sequence[str]) -> str:
-    """Run a command to its end; returns what failed, or ""."""
+    """Run a command to its end. Return the failure, or ""."""
     code = subprocess.run(command, check=False, timeout=_TIMEOUT_S, env={**os.environ, **_QUIET}).returncode
     return f"{' '.join(command[2:])}: has ended with exit code {code}" if code else ""
 
@@ -151,15 +151,15 @@ def _heading(text: str) -> None:
 
 
 def prepare_folder(out: Path) -> None:
-    """Make an empty folder for the demo, removing what an earlier one left there.
+    """Make an empty folder for the demo, removing the files of an earlier demo.
 
     Raises:
-        ConfigError: the folder has something else, or cannot be written.
+        ConfigError: the folder has other files, or cannot be written.
     """
     mark = out / _MARK
     try:
         if out.is_dir() and any(out.iterdir()) and not mark.is_file():
-            raise ConfigError(f"{out}: is not empty, and no demo made it. Give another folder with --out.")
+            raise ConfigError(f"{out}: is not empty, and not of an earlier demo. Give another folder with --out.")
         out.mkdir(parents=True, exist_ok=True)
         mark.touch()
         for made in ("start", "trained"):

@@ -1,9 +1,9 @@
-"""A LoRA that is being trained, merged and handed to an inference engine in the same process.
+"""A LoRA that is trained, merged and passed to an inference engine in the same process.
 
     torchrun --nproc-per-node 2 examples/engine_weights.py --output trained/engine
 
-The engine here is a model of transformers that takes tensors as models of vLLM do, by ``load_weights``. With vLLM
-it is the engine's own; over its weight updates, ``weight_source(model, only=MergedAdapter())``. See docs/vllm.md.
+The engine here is a transformers model with the method ``load_weights`` of vLLM's models. With vLLM, pass its own,
+or use its weight updates with ``weight_source(model, only=MergedAdapter())``. See docs/vllm.md.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from shardwise.options import MergedAdapter
 
 
 class Engine:
-    """What answers: whole on every rank."""
+    """An inference engine, whole on every rank."""
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
@@ -66,8 +66,8 @@ def main() -> None:
     tensors = load_into(engine.load_weights, model, only=MergedAdapter())
     with torch.no_grad():
         difference = (engine.model(question).logits - model(question).logits).abs().max()
-    assert tensors == len(list(engine.model.parameters())), "each of the engine's has come"
-    assert difference < 1e-4, "the engine answers as the model does"
+    assert tensors == len(list(engine.model.parameters())), "all tensors of the engine"
+    assert difference < 1e-4, "the engine computes the same logits"
 
     shardwise.save_adapter(model, options.output / "adapter")
     dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""Full fine-tuning by the Hugging Face Trainer, each rank holding its own shards alone.
+"""Full fine-tuning by the Hugging Face Trainer, with a model in shards.
 
     torchrun --nproc-per-node 2 examples/trainer_full.py --output trained/full
 
-A small model is made first. Begun again with more --steps, it goes on from the newest checkpoint, on any number of
-ranks that divides 8. Saved are checkpoints that transformers loads, and the last model in ``last``.
+A small model is created first. Started again with more --steps, the training resumes from the newest checkpoint, on
+any number of ranks that divides 8. transformers loads the checkpoints and the final model in ``last``.
 """
 
 import argparse
@@ -61,9 +61,9 @@ def main() -> None:
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         processing_class=tokenizer,
     )
-    was_begun = any((options.output / "run").glob("checkpoint-*/shardwise.trainer.json"))
+    has_checkpoint = any((options.output / "run").glob("checkpoint-*/shardwise.trainer.json"))
     dist.barrier()
-    trainer.train(resume_from_checkpoint=was_begun)
+    trainer.train(resume_from_checkpoint=has_checkpoint)
     trainer.save_model(str(options.output / "last"))
     dist.destroy_process_group()
 

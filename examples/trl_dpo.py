@@ -1,9 +1,9 @@
-"""DPO by TRL on a sharded model: a LoRA, compared with the model as it was, or all of it, with a second model.
+"""DPO by TRL on a sharded model: a LoRA, whose reference is the base, or a full training with a reference model.
 
     torchrun --nproc-per-node 2 examples/trl_dpo.py --output trained/dpo
     torchrun --nproc-per-node 2 examples/trl_dpo.py --output trained/dpo-full --full
 
-A small model is made first.
+A small model is created first.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> None:
         write_model(start, train_tokenizer(CHATS, 600), seed=0)
     dist.barrier()
 
-    # What is preferred to each answer: the same in the other order of words.
+    # Each answer is preferred to itself with the words in reverse order.
     pairs = []
     for line in CHATS.read_text("utf-8").splitlines():
         *prompt, answer = json.loads(line)["messages"]

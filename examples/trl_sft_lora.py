@@ -1,8 +1,8 @@
-"""A LoRA by TRL's SFTTrainer on a sharded model; the adapter is saved as PEFT loads it.
+"""A LoRA by TRL's SFTTrainer on a sharded model. The adapter is saved in PEFT's format.
 
     torchrun --nproc-per-node 2 examples/trl_sft_lora.py --output trained/sft
 
-A small model is made first.
+A small model is created first.
 """
 
 import argparse

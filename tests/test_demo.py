@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError
 
 def test_what_no_demo_has_made_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    with pytest.raises(ConfigError, match="is not empty, and no demo made it"):
+    with pytest.raises(ConfigError, match="is not empty, and not of an earlier demo"):
         prepare_folder(tmp_path)
     prepare_folder(tmp_path / "new")
     (tmp_path / "new" / "trained").mkdir()
@@ -27,6 +27,6 @@ def test_the_demo_trains_is_killed_resumes_and_loads_what_it_saved(tmp_path: Pat
     command = [sys.executable, "examples/demo.py", "--out", str(tmp_path / "demo"), "--steps", "12"]
     done = subprocess.run(command, check=False, timeout=280, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "killed; checkpoint-11 is whole" in done.stdout
+    assert "killed; checkpoint-11 is complete" in done.stdout
     assert "trained 12 steps" in done.stdout
     assert "fingerprints equal to what was saved" in done.stdout

@@ -1,4 +1,4 @@
-"""A small model with its tokenizer, for the demo and for examples: made from nothing, without a network."""
+"""A small model with its tokenizer for the demo and the examples, created without a network."""
 
 import json
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(chats: Path, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer, trained on the messages of a JSON lines file."""
+    """Return a byte-level BPE tokenizer, trained on the messages of a JSON lines file."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -65,15 +65,14 @@ def train_tokenizer(chats: Path, vocab_size: int) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True, slots=True)
 class WrittenModel:
-    """A checkpoint that transformers has written."""
+    """A checkpoint written by transformers. ``parameters`` is the number of elements, tied ones once."""
 
     parameters: int
-    """Elements, tied ones once."""
     files: tuple[str, ...]
 
 
 def write_model(directory: Path, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> WrittenModel:
-    """A Qwen3 of random weights with its tokenizer, by transformers' own ``save_pretrained``, in several files."""
+    """Write a Qwen3 of random weights and its tokenizer by ``save_pretrained``, in several files."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -85,7 +84,7 @@ def write_model(directory: Path, tokenizer: PreTrainedTokenizerBase, *, seed: in
         head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        initializer_range=0.05,  # wider than usual: so small a model then learns in a minute
+        initializer_range=0.05,  # larger than usual, so that a small model learns in a minute
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -99,7 +98,7 @@ def write_model(directory: Path, tokenizer: PreTrainedTokenizerBase, *, seed: in
 
 
 def load_by_transformers(directory: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer, by transformers alone."""
+    """Load a model and its tokenizer by transformers."""
     with _without_bars():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
@@ -110,7 +109,7 @@ def load_by_transformers(directory: str) -> tuple[PreTrainedModel, PreTrainedTok
 def answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, *, max_tokens: int = 32
 ) -> str:
-    """What the model says, taking the likeliest token each time. Collective: yes, over the model's ranks."""
+    """Return an answer by greedy decoding. Collective: yes, over the model's ranks."""
     asked: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
     )
@@ -127,7 +126,7 @@ def answer(
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """transformers' progress bars are off meanwhile."""
+    """Disable transformers' progress bars within the block."""
     before = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,6 +1,6 @@
-"""``python -m shardwise``: the command, where its script is not on the path, or a launcher starts modules."""
+"""``python -m shardwise``."""
 
 from shardwise.cli import main
 
-if __name__ == "__main__":  # processes that ranks are forked from import it by another name
+if __name__ == "__main__":  # started ranks import this module by another name
     main(prog_name="shardwise")

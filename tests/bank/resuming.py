@@ -70,7 +70,8 @@ def go_on(base: Path, folder: Path) -> dict[str, Any]:
     bank = bank_of(base, {})
     tenants = {name: own for name, own in members().items() if name in ON_RANKS}
     started = {
-        name: bank.load(name, folder / name, schedule=own.schedule or unchanging) for name, own in tenants.items()
+        name: bank.load(name, folder / name, optimizer=own.optimizer, schedule=own.schedule or unchanging)
+        for name, own in tenants.items()
     }
     half = told_of(bank, tenants, [])
     told = train(bank, tenants, ALL - HALF, first=HALF, **where())

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.bank import adapter_bank
+from shardwise.bank import stepping
 from shardwise.bank.tenant import TenantStart
 from shardwise.execution import control_channel
 
@@ -112,7 +112,7 @@ def test_ranks_step_alike(worlds, base):
 
 
 def test_a_state_dict_of_pefts_begins_anew(base):
-    """It has matrices alone, and with adapters on embeddings those of the base, which stay as they are."""
+    """It has matrices alone. Embeddings of the base, which PEFT adds on request, are refused."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with zoo.silenced():
         model = get_peft_model(model, LoraConfig(**recipes()["cy"].config))
@@ -123,12 +123,16 @@ def test_a_state_dict_of_pefts_begins_anew(base):
     members = {"cy": recipes()["cy"]}
     bank = bank_of(base, members)
     own = adapter(bank, "cy")
-    assert state.keys() > own.keys()
+    with pytest.raises(
+        shardwise.ConfigError, match=r"base_layer.weight: \(64, 32\) in the state, not there in the"
+    ):
+        bank.load_state_dict("cy", state)
+    state = {key: state[key] for key in own}
     train(bank, members, 4)
     assert bank.load_state_dict("cy", state) == TenantStart(reason="the state has matrices alone")
-    require_equal(adapter(bank, "cy"), {key: state[key] for key in own})
+    require_equal(adapter(bank, "cy"), state)
     fresh = bank_of(base, members)
-    fresh.load_state_dict("cy", {key: state[key] for key in own})
+    fresh.load_state_dict("cy", state)
     for each in (bank, fresh):
         train(each, members, 3)
     require_equal(adapter(bank, "cy"), adapter(fresh, "cy"))
@@ -148,7 +152,7 @@ def test_other_state_dicts_are_refused_by_name(base):
         "shape": ({**own, first: own[first][1:]}, rf"{first}: \(3, 32\) in the state, \(4, 32\) in the adapter"),
         "numbers": ({**own, first: own[first].int()}, rf"{first}: is a Tensor of torch.int32 on cpu; a whole"),
         "nothing": ({}, "it has no adapter, .*; nor is it matrices alone"),
-        "list": ([], "the state of 'ada' is a list. Pass what state_dict gave"),
+        "list": ([], "the state of 'ada' is a list. Pass the result of state_dict"),
     }.values():
         with pytest.raises(shardwise.ConfigError, match=match):
             bank.load_state_dict("ada", state)
@@ -207,7 +211,7 @@ def step_with(seat: Seat, base: str, how: str) -> dict[str, Any]:
     bank = bank_of(Path(base), members)
     train(bank, members, 1, rank=seat.rank, size=seat.size)
     bank.forward_backward([("ada", rows_for("ada", ADA, 1))])
-    own = adapter_bank.sum_all
+    own = stepping.sum_all
 
     def struck(world: Any, values: Any) -> Any:
         if seat.rank == 1 and how == "killed":
@@ -220,7 +224,7 @@ def step_with(seat: Seat, base: str, how: str) -> dict[str, Any]:
     seat.leaves = seat.rank == 0 and how == "the store goes"
     late = how == "the store goes" and seat.rank == 1
     with (
-        mock.patch.object(adapter_bank, "sum_all", struck),
+        mock.patch.object(stepping, "sum_all", struck),
         mock.patch.object(control_channel, "_FIRST_POLL_S", 0.3 if late else 0.0001),
         mock.patch.object(control_channel, "_LAST_POLL_S", 0.3 if late else 0.05),
     ):

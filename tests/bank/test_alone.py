@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 import shardwise
 from shardwise import Sharding
 from shardwise.bank.backends import dropped, row_keys
-from shardwise.bank.calls import EntryRows, FusedPass
-from shardwise.bank.rows import PassPlan, rows_of
+from shardwise.bank.calls import FusedPass, RowCall
+from shardwise.bank.rows import PassPlan, facts_of, rows_of
 from shardwise.errors import TrainingError
 
 MICRO_BATCHES = 3 * STEPS
@@ -162,12 +162,10 @@ def two_in_flight(bank: Any, members: dict[str, Recipe], *, mixed_up: bool = Fal
     passes = []
     for number in (0, 1):
         order = tenants[:: 1 if number == 0 else -1]
-        entries = [
-            EntryRows(t, rows_of("", rows_for(t.name, members[t.name], number), vocab_size=64, longest=64), 0)
-            for t in order
-        ]
-        plan = PassPlan(16, tuple(range(len(entries))))
-        passes.append(FusedPass(plan, entries, torch.device("cpu"), "loop", is_training=True))
+        rows = [rows_of("", rows_for(t.name, members[t.name], number), vocab_size=64, longest=64) for t in order]
+        agreed = [facts_of(t.name, own) for t, own in zip(order, rows, strict=True)]
+        call = RowCall(bank._base, rows, order, agreed)
+        passes.append(FusedPass(call, PassPlan(16, tuple(range(len(rows)))), is_training=True))
     for each in passes:
         each.forward(bank._model, bank._switch)
     if mixed_up:
@@ -211,7 +209,7 @@ def test_a_layer_that_the_backward_pass_goes_by_is_named(base):
     bank.forward_backward([("ada", rows_for("ada", recipe, 0))])
     before = bank._tenants["ada"].gradient.clone()
     cut = bank._model.model.layers[0].register_forward_hook(lambda module, args, output: output.detach())
-    with pytest.raises(TrainingError, match=r"has not come to model.layers.0.self_attn.q_proj: the loss does not"):
+    with pytest.raises(TrainingError, match=r"has not reached model.layers.0.self_attn.q_proj: the loss does not"):
         bank.forward_backward([("ada", rows_for("ada", recipe, 1))])
     cut.remove()
     assert bank._tenants["ada"].gradient.equal(before)

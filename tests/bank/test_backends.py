@@ -107,6 +107,7 @@ def pairs(*ranks: int, width: int = OUT) -> list[RoutedSegment]:
 def test_what_is_chosen_and_why(choice, ranks, width, dtype, why):
     parts = pairs(*ranks, width=width)
     rows = parts[-1].stop
-    backend, told = choose_backend(choice, parts, torch.ones(rows, IN), torch.ones(rows, width, dtype=dtype))
+    x, out = torch.ones(rows, IN), torch.ones(rows, width, dtype=dtype)
+    backend, told = choose_backend(choice, parts, x, out, GroupedProducts())
     assert told == why
     assert isinstance(backend, GroupedProducts) == why.startswith("grouped")

@@ -248,7 +248,7 @@ def states_and_files(base: Path, folder: Path) -> dict[str, Any]:
     bank = bank_of(base, members)
     train(bank, members, 6, **here())
     bank.save("eve", folder)
-    bank.load("again", folder)
+    bank.load("again", folder, optimizer=members["eve"].optimizer)
     create(bank, "twin", members["cy"])
     state = bank.state_dict("cy")
     bank.load_state_dict("twin", state)

@@ -108,7 +108,7 @@ def test_values_that_are_not_finite_are_refused(base, tmp_path, what):
     state = bank.state_dict("ada")
     fresh = bank_of(base, {})
     named = "lora_A" if what == "matrices" else "exp_avg"
-    match = rf"{named}.* has 1 values of \d+ that are not finite. Take them by on_not_finite=Ignore\(\)"
+    match = rf"{named}.* has 1 values of \d+ that are not finite. Accept them by on_not_finite=Ignore\(\)"
     with pytest.raises(shardwise.FormatError, match=match):
         fresh.load("ada", tmp_path)
     assert fresh.names == ()
@@ -119,7 +119,9 @@ def test_values_that_are_not_finite_are_refused(base, tmp_path, what):
         other.load_state_dict("ada", state)
     require_equal(adapter(other, "ada"), before)
     other.load_state_dict("ada", state, on_not_finite=Ignore())
-    with pytest.raises(shardwise.ConfigError, match=r"on_not_finite='no': pass 'error' or Ignore\(\)"):
+    with pytest.raises(
+        shardwise.ConfigError, match=r"on_not_finite='no' is not known. Pass one of 'error', Ignore"
+    ):
         other.load_state_dict("ada", state, on_not_finite="no")
 
 

@@ -81,7 +81,7 @@ def test_experts_that_are_not_fused_as_known_are_refused(base):
     model = shardwise.from_pretrained(base)
     model.model.layers[0].mlp.experts.has_post_expert_norm = True
     bank = shardwise.AdapterBank(model)
-    with pytest.raises(ConfigError, match=r"layers.0.mlp.experts: experts with norms of their own"):
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.experts: experts with their own norms"):
         banking.create(bank, "ada", members()["ada"])
     with pytest.raises(ConfigError, match=r"lora_dropout"):
         bank.add_adapter("x", Recipe({"target_modules": [], "target_parameters": BOTH, "lora_dropout": 0.1}).lora())

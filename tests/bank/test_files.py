@@ -36,9 +36,12 @@ def trained_and_saved(base: Path, folder: Path, *, experts: bool = False) -> dic
         values.mul_(2)
     changed = [values.clone() for values in shards]
     for name in members:
-        told = bank.load(
-            f"{name}-again", folder / name, schedule=members[name].schedule or unchanging, on_other_base=Ignore()
-        )
+        keywords = {
+            "optimizer": members[name].optimizer,
+            "schedule": members[name].schedule or unchanging,
+            "on_other_base": Ignore(),
+        }
+        told = bank.load(f"{name}-again", folder / name, **keywords)
         assert told == TenantStart(bank._tenants[name].steps, bank._tenants[name].windows, 0, 0)
         require_equal(adapter(bank, f"{name}-again"), adapter(bank, name))
     assert all(one.equal(other) for one, other in zip(shards, changed, strict=True)), "nothing writes to the base"

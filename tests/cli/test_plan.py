@@ -127,11 +127,17 @@ def test_a_training_that_does_not_fit_exits_with_2(checkpoint):
     arguments = [checkpoint, "--batch=2", "--seq=16", "--ranks=1", "--device=cpu", "--tuning=full"]
     fitting = invoke(*arguments, "--memory=1GiB")
     assert fitting.exit_code == 0
-    assert re.match(r"fits: \d+\.\d+ [KM]iB of 1\.00 GiB on a rank\n", fitting.stdout)
+    verdict = re.match(r"fits: \d+\.\d+ [KM]iB of 1\.00 GiB on a rank, largest batch (\d+)\n", fitting.stdout)
+    assert verdict
+    most = int(verdict[1])
+    arguments[1] = f"--batch={most}"
+    assert invoke(*arguments, "--memory=1GiB").stdout.startswith("fits: ")
+    arguments[1] = f"--batch={most + 1}"
+    assert invoke(*arguments, "--memory=1GiB").exit_code == 2
     result = invoke(*arguments, "--memory=100KB")
     assert result.exit_code == 2
-    assert result.stdout.startswith("does not fit: ")
-    assert re.search(r"--memory: the plan does not fit: .* of 97\.66 KiB on a rank\.", result.stderr)
+    assert re.match(r"does not fit: .* on a rank, no batch fits\n", result.stdout)
+    assert re.search(r"--memory: the plan does not fit: .* of 97\.66 KiB on a rank, no batch fits\.", result.stderr)
     assert "peak " in result.stdout
 
 

@@ -80,7 +80,7 @@ def test_recorded_trainings(
 ) -> None:
     """Peaks within a tenth, and 64 MiB for libraries; states within a hundredth."""
     monkeypatch.setattr(
-        estimating.estimates, "trl_logits_bytes", lambda tokens, words, *_, **__: 12 * min(tokens, 512) * words
+        estimating.estimates, "trl_logits_bytes", lambda tokens, head: 12 * min(tokens, 512) * head.vocab_size
     )
     is_nested, ranks = "nested" in cell["trained"], cell["ranks"]
     options: dict[str, Any] = {
@@ -136,3 +136,17 @@ def test_checkpointing_and_accumulation() -> None:
     activations = [phase.host["activations"] for phase in (plain.phases[1], again.phases[1])]
     assert activations[1] < activations[0] / 5
     assert summed.phases[1].host["gradients"] == summed.gradient_bytes
+
+
+@pytest.mark.parametrize("tuning", [Full(), LORA], ids=["full", "lora"])
+def test_the_largest_batch_fits_and_one_more_row_does_not(tuning: Any) -> None:
+    limit = 4 << 30
+    step: Any = {"max_length": 512, "tuning": tuning}
+    made = planned("36m", 2, **step, per_device_train_batch_size=3, memory_bytes=limit)
+    assert made.training is not None
+    most = made.training.largest_batch
+    assert most is not None
+    assert made.verdict(limit).endswith(f"on a rank, largest batch {most}")
+    peaks = [planned("36m", 2, **step, per_device_train_batch_size=rows).peak_bytes for rows in (most, most + 1)]
+    assert peaks[0] <= limit < peaks[1]
+    assert planned("36m", 2, **step, per_device_train_batch_size=3).training.largest_batch is None  # type: ignore[union-attr]

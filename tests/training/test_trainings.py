@@ -141,8 +141,8 @@ def test_a_base_in_four_bits(folder: Path) -> None:
         ({"early_stopping_patience": 2}, "early_stopping_patience: needs load_best_model_at_end"),
         ({"dataset_name": "images.jsonl"}, "images: training on images is not supported"),
         ({"model_name_or_path": "padded"}, "pad_token: has the id 269, and the model has embeddings for 0 to 259"),
-        ({"report_to": "wandb"}, "sft: SFTTrainer cannot be made, WandbCallback requires wandb"),
-        ({"optim": "adamw_torch_8bit"}, "optim: adamw_torch_8bit cannot be made, You need to have `torchao"),
+        ({"report_to": "wandb"}, "sft: SFTTrainer cannot be created, WandbCallback requires wandb"),
+        ({"optim": "adamw_torch_8bit"}, "optim: adamw_torch_8bit cannot be created, You need to have `torchao"),
     ],
 )
 def test_what_cannot_be_is_one_error_on_all_ranks(folder: Path, further: dict[str, Any], message: str) -> None:

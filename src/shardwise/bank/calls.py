@@ -1,12 +1,12 @@
-"""Calls with rows of many tenants: check, exchange, plan passes, run them, or roll everything back."""
+"""Calls with rows of many tenants: check them, plan passes, run them, or roll everything back."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,10 @@ from shardwise.models.gradients import forget_pass
 from shardwise.models.torch_api import sent
 from shardwise.models.view import root_of
 
-T = TypeVar("T")
-R = TypeVar("R")
-
 
 @dataclass(frozen=True, slots=True)
 class SharedBase:
-    """The base of a bank, the ranks it is on, and how adapters on it are computed."""
+    """The base of a bank, its ranks, and how adapters on it are computed."""
 
     world: World
     model: PreTrainedModel
@@ -58,12 +55,12 @@ class SharedBase:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a row."""
+        """Maximum number of tokens in a row."""
         found = getattr(self.model.config, "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else 1 << 30
 
     def recover(self) -> None:
-        """Have FSDP2 forget a pass that was broken off. Collective: no."""
+        """Reset FSDP2 after an interrupted pass. Collective: no."""
         root = root_of(self.model)
         if root is not None:
             forget_pass(root)
@@ -71,22 +68,55 @@ class SharedBase:
 
 @dataclass
 class RowCall:
-    """One call with rows: the rows of this rank, and the facts of all ranks."""
+    """A call with rows. Its lists have an item for each entry of the call.
+
+    Attributes:
+        base: the base.
+        rows: rows of this rank.
+        tenants: tenants, None for the base without an adapter.
+        agreed: counts of the rows of all ranks.
+        chosen: how adapters were computed, with the number of layers.
+        logprobs: results by entry.
+    """
 
     base: SharedBase
-    rows: list[list[TenantRow]]
-    tenants: list[Tenant | None]
-    agreed: list[AgreedRows]
+    rows: list[list[TenantRow]] = field(default_factory=list)
+    tenants: list[Tenant | None] = field(default_factory=list)
+    agreed: list[AgreedRows] = field(default_factory=list)
     chosen: Counter[str] = field(default_factory=Counter)
     logprobs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
-    def train(self) -> tuple[dict[int, float], int]:
-        """Add to the gradients of the tenants: passes, forward and backward. Collective: yes.
-
-        Returns: the sums of all ranks' losses by entry, and how many passes there were.
+    def check(
+        self,
+        batches: Sequence[tuple[str | None, RowTensors]],
+        tenants: Mapping[str, Tenant],
+        *,
+        is_training: bool,
+    ) -> list[AgreedRows]:
+        """Check the batches of this rank. Return counts of their rows.
 
         Raises:
-            ShardwiseError: the same on every rank, naming the tenants. Gradients are as before the call.
+            ConfigError: a batch or a tenant is invalid.
+        """
+        _require_pairs(batches)
+        self.tenants = [None if name is None else tenant_of(tenants, name) for name, _ in batches]
+        if is_training:
+            _require_trainable(self.tenants)
+        for tenant, (name, batch) in zip(self.tenants, batches, strict=True):
+            has_weights = tenant is None or tenant.options.reduction == "sum"
+            who = "the base" if name is None else repr(name)
+            limits = {"vocab_size": self.base.vocab_size, "longest": self.base.longest}
+            self.rows.append(rows_of(who, batch, **limits, may_have_weights=has_weights))
+        return [facts_of(name, own) for (name, _), own in zip(batches, self.rows, strict=True)]
+
+    def train(self) -> tuple[dict[int, float], int]:
+        """Accumulate the gradients of the tenants by forward and backward passes. Collective: yes.
+
+        Returns:
+            The losses of all ranks, summed by entry, and the number of passes.
+
+        Raises:
+            ShardwiseError: the same on every rank. A note names the tenants. Gradients are restored.
         """
         before = [
             (tenant.gradient, tenant.gradient.clone() if tenant.window.micro_batches else None)
@@ -94,40 +124,42 @@ class RowCall:
             if tenant is not None
         ]
         try:
-            return self._together(self._train, _added_up)
+            return self._run(is_training=True)
         except BaseException:
             for gradient, kept in before:
                 gradient.zero_() if kept is None else gradient.copy_(kept)
             raise
 
-    def look(self) -> None:
-        """Forward passes alone. Collective: yes.
+    def evaluate(self) -> None:
+        """Run forward passes alone. Collective: yes.
 
         Raises:
-            ShardwiseError: the same on every rank, naming the tenants.
+            ShardwiseError: the same on every rank. A note names the tenants.
         """
+        self._run(is_training=False)
 
-        def passes() -> None:
-            with _evaluating(self.base.model):
-                for each in self._passes(is_training=False):
-                    each.forward(self.base.model, self.base.switch)
-                    self._note(each)
-
-        self._together(passes, lambda _: None)
-
-    def _together(self, passes: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
-        """Carry out passes on all ranks, and combine their results. See [Note: In step]."""
+    def _run(self, *, is_training: bool) -> tuple[dict[int, float], int]:
+        """Run passes on all ranks, and sum their results. See [Note: In step]."""
         base = self.base
         root: Any = root_of(base.model)
         try:
-            with in_step(base.world, root, base.recover) as keeper:
-                return base.world.map_reduce(keeper.run, conclude, passes)
+            with in_step(base.world, root, base.recover) as resync:
+                own = self._train if is_training else self._evaluate
+                return base.world.map_reduce(resync.run, _summed, own)
         except BaseException as error:
             base.recover()
             if isinstance(error, ShardwiseError):
                 names = ", ".join(repr(entry.name) for entry in self.agreed if sum(entry.rows))
                 error.add_note(f"This was a pass of {names}; all of it is discarded.")
             raise
+
+    def _evaluate(self) -> tuple[dict[int, float], int]:
+        passes = self._passes(is_training=False)
+        with _evaluating(self.base.model):
+            for each in passes:
+                each.forward(self.base.model, self.base.switch)
+                self._note(each)
+        return {}, len(passes)
 
     def _train(self) -> tuple[dict[int, float], int]:
         base, sums = self.base, dict[int, float]()
@@ -139,22 +171,15 @@ class RowCall:
         with no_random_numbers(base.device):
             for each in passes:
                 each.forward(base.model, base.switch)
-                sums |= each.backward(base.switch, {number: scales[number] for number in each.spans})
+                sums |= each.backward(base.switch, scales)
                 each.route.require_reached()
                 self._note(each)
         return sums, len(passes)
 
     def _passes(self, *, is_training: bool) -> list[FusedPass]:
-        base = self.base
         ranks = {tenant.name: tenant.rank for tenant in self.tenants if tenant is not None}
-        entries = [
-            EntryRows(tenant, own, sum(entry.rows[: base.world.rank]))
-            for tenant, own, entry in zip(self.tenants, self.rows, self.agreed, strict=True)
-        ]
-        return [
-            FusedPass(plan, entries, base.device, base.backend, is_training=is_training)
-            for plan in plan_passes(self.agreed, ranks, multiple=base.pad_to, longest=base.longest)
-        ]
+        plans = plan_passes(self.agreed, ranks, multiple=self.base.pad_to, longest=self.base.longest)
+        return [FusedPass(self, plan, is_training=is_training) for plan in plans]
 
     def _note(self, done: FusedPass) -> None:
         assert done.logprobs is not None
@@ -191,60 +216,39 @@ def open_call(
     *,
     is_training: bool,
 ) -> RowCall:
-    """The rows of a call, checked on all ranks, and counted. Collective: yes.
+    """Return a call with the rows of this rank, checked and counted on all ranks. Collective: yes.
 
     Raises:
         ConfigError, RankMismatchError: the same on every rank.
     """
-    rows: list[list[TenantRow]] = []
-    found: list[Tenant | None] = []
-
-    def check() -> list[AgreedRows]:
-        _require_pairs(batches)
-        found.extend(None if name is None else tenant_of(tenants, name) for name, _ in batches)
-        if is_training:
-            _require_trainable(found)
-        for tenant, (name, batch) in zip(found, batches, strict=True):
-            takes_weights = tenant is None or tenant.options.reduction == "sum"
-            who = "the base" if name is None else repr(name)
-            rows.append(
-                rows_of(
-                    who, batch, vocab_size=base.vocab_size, longest=base.longest, may_have_weights=takes_weights
-                )
-            )
-        return [facts_of(name, own) for (name, _), own in zip(batches, rows, strict=True)]
-
-    agreed = base.world.map_reduce(check, agreed_rows)
-    return RowCall(base, rows, found, agreed)
+    call = RowCall(base)
+    call.agreed = base.world.map_reduce(call.check, agreed_rows, batches, tenants, is_training=is_training)
+    return call
 
 
 def _require_pairs(batches: object) -> None:
-    """Raises ConfigError unless it is a list of names with rows."""
+    """Raise ConfigError unless ``batches`` is a list of (name, rows)."""
     entries: Any = batches if isinstance(batches, Sequence) and not isinstance(batches, str) else [None]
     for entry in entries:
         is_pair = isinstance(entry, tuple | list) and len(entry) == 2
         if not is_pair or not isinstance(entry[0], str | None):
-            raise ConfigError(f"batches: is a {type(batches).__name__}, not a list of (name, rows). Pass that.")
+            raise ConfigError(f"batches: is a {type(batches).__name__}, not a list of (name, rows). Pass one.")
 
 
 def tenant_of(tenants: Mapping[str, Tenant], name: str) -> Tenant:
-    """Raises ConfigError if there is no tenant of this name."""
+    """Return the tenant of this name, or raise ConfigError."""
     if name not in tenants:
         raise ConfigError(f"no adapter named {name!r}. Adapters: {', '.join(tenants) or 'none'}")
     return tenants[name]
 
 
 def _require_trainable(tenants: Sequence[Tenant | None]) -> None:
-    """Refuse to train a tenant twice in a call, or past its window.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Raise ConfigError for the base, for a tenant that is named twice, and for one whose window is full."""
     names = [tenant.name for tenant in tenants if tenant is not None]
     if len(names) < len(tenants):
-        raise ConfigError("the adapter None is the base, which is not trained. Name an adapter")
+        raise ConfigError("None is the base, which is not trained. Name an adapter")
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{', '.join(map(repr, twice))} is named twice. Give a tenant's rows as one batch")
+        raise ConfigError(f"{', '.join(map(repr, twice))} is named twice. Pass a tenant's rows as one batch")
     for tenant in tenants:
         if tenant is None:
             continue
@@ -257,11 +261,9 @@ def _require_trainable(tenants: Sequence[Tenant | None]) -> None:
 
 
 def is_scaled_at_once(tenant: Tenant | None) -> bool:
-    """Return whether the number of tokens in a tenant's window is fixed before its first backward pass.
+    """Return whether the loss of a tenant is divided by its tokens before the backward pass.
 
-    It is of one micro-batch.
-
-    Its gradients are then those of a mean, product by product. Otherwise the sum is divided at the end.
+    That is possible for a mean over a window of one micro-batch. Otherwise the gradient is divided at the end.
     """
     return (
         tenant is not None
@@ -270,50 +272,33 @@ def is_scaled_at_once(tenant: Tenant | None) -> bool:
     )
 
 
-def _added_up(told: Sequence[tuple[dict[int, float], int]]) -> tuple[dict[int, float], int]:
-    """Sums of all ranks' losses by entry, and the passes, which are as many on each."""
+def _summed(results: Sequence[tuple[dict[int, float], int]]) -> tuple[dict[int, float], int]:
+    """Sum the losses of all ranks by entry. The number of passes is equal on all."""
     sums: dict[int, float] = {}
-    for own, _ in told:
-        for number, value in own.items():
+    for losses, _ in results:
+        for number, value in losses.items():
             sums[number] = sums.get(number, 0.0) + value
-    return sums, told[0][1]
-
-
-@dataclass(frozen=True, slots=True)
-class EntryRows:
-    """Rows of one entry of a call on this rank."""
-
-    tenant: Tenant | None
-    rows: Sequence[TenantRow]
-    first: int
-    """How many rows of the entry lower ranks have."""
+    return sums, results[0][1]
 
 
 class FusedPass:
-    """A micro-batch of many tenants on its way through the base. It owns its route ([Note: A route])."""
+    """A pass of a micro-batch of many tenants through the base. It owns its route ([Note: A route])."""
 
-    def __init__(
-        self,
-        plan: PassPlan,
-        entries: Sequence[EntryRows],
-        device: torch.device,
-        choice: BackendChoice,
-        *,
-        is_training: bool,
-    ) -> None:
+    def __init__(self, call: RowCall, plan: PassPlan, *, is_training: bool) -> None:
+        base = call.base
         self.spans: dict[int, slice] = {}
         own: list[tuple[Tenant, slice]] = []
         keys = [torch.empty(0, dtype=torch.int64)]
         rows: list[TenantRow] = []
         for number in plan.entries:
-            entry = entries[number]
-            span = slice(len(rows), len(rows) + len(entry.rows))
-            rows.extend(entry.rows)
+            tenant, first = call.tenants[number], sum(call.agreed[number].rows[: base.world.rank])
+            span = slice(len(rows), len(rows) + len(call.rows[number]))
+            rows.extend(call.rows[number])
             self.spans[number] = span
-            if entry.tenant is not None:
-                key = key_of(entry.tenant.options.seed, entry.tenant.windows, entry.tenant.window.micro_batches)
-                keys.append(row_keys(key, entry.first, len(entry.rows)))
-                own.append((entry.tenant, span))
+            if tenant is not None:
+                key = key_of(tenant.options.seed, tenant.windows, tenant.window.micro_batches)
+                keys.append(row_keys(key, first, len(call.rows[number])))
+                own.append((tenant, span))
         shape = (max(len(rows), 1), plan.tokens)
         self.input_ids = torch.zeros(shape, dtype=torch.int64)
         self.attention_mask = torch.zeros(shape, dtype=torch.int64)
@@ -325,15 +310,15 @@ class FusedPass:
             self.attention_mask[number, :length] = 1
             self.labels[number, :length] = row.labels
             self.weights[number, :length] = row.weights
-        if not rows:  # this rank's shards are needed all the same
+        if not rows:  # this rank takes part in FSDP2's all-gathers
             self.attention_mask[:] = 1
-        self.device = device
-        anchor = torch.zeros((), device=device, requires_grad=True)
-        on_device = sent(torch.cat(keys), device)  # of tenants' rows, which come first
+        self.device = base.device
+        anchor = torch.zeros((), device=self.device, requires_grad=True)
+        on_device = sent(torch.cat(keys), self.device)  # of tenants' rows, which come first
         members = tuple(TenantRows(tenant, at.start, at.stop, on_device[at]) for tenant, at in own)
-        self.route = BatchRouting(shape[0], shape[1], members, choice, anchor, is_training)
+        self.route = BatchRouting(shape[0], shape[1], members, base.backend, anchor, is_training)
         self.logprobs: torch.Tensor | None = None
-        """(rows, tokens - 1), float32: of each label, given what stands before it; 0 where there is none."""
+        """Log probability of each label, (rows, tokens - 1), float32. 0 for ignored labels."""
 
     def forward(self, model: nn.Module, switch: ActiveRouting) -> None:
         """Collective: as the model is."""
@@ -351,18 +336,19 @@ class FusedPass:
         self.logprobs = -losses.view(following.shape)
 
     def backward(self, switch: ActiveRouting, scales: Mapping[int, float]) -> dict[int, float]:
-        """Add to the gradients of the tenants, each token's loss times its weight and the scale of its entry.
+        """Accumulate the gradients of the tenants: of each token's loss, times its weight and its entry's scale.
 
-        There is no sum over tenants that one of them could spoil: every token's loss has a gradient of its own.
+        The losses are not summed over tenants, so that one that is not finite affects no other tenant.
 
         Collective: as the model is.
 
-        Returns: by entry, the sum of the weighted losses of this rank's rows.
+        Returns:
+            The sum of the weighted losses of this rank's rows by entry.
         """
         logprobs = self.logprobs
         assert logprobs is not None
         if not logprobs.requires_grad:
-            raise TrainingError("the loss depends on no adapter of these tenants. Look at their targets")
+            raise TrainingError("the loss depends on no adapter of these tenants. Check their targets")
         weights = self.weights[:, 1:].clone()
         weights[self.labels[:, 1:] == IGNORED] = 0
         scaled = weights.clone()

@@ -1,4 +1,4 @@
-"""Keeps ranks in step when one of them leaves a pass that the others wait in.
+"""Synchronizes ranks after one of them has failed in a pass in which the others wait for it.
 
 [Note: In step] FSDP2 gathers the groups of a base in one order on every rank, and a gather waits for all ranks. A
 rank that fails in a pass therefore leaves the others waiting in their next gather. So each rank records its
@@ -22,32 +22,32 @@ from shardwise.execution.world import World
 from shardwise.models.gradients import Gather, gather_zeros, seeing_gathers
 
 Recover: TypeAlias = Callable[[], object]
-"""Has FSDP2 forget a pass that was broken off on this rank."""
+"""Resets FSDP2 after a pass that was interrupted on this rank."""
 
 T = TypeVar("T")
 
-_LOOK_S = 0.02
-"""Between two looks whether another rank has failed."""
+_POLL_S = 0.02
+"""Interval of checks for a failure of another rank."""
 
 
 @contextmanager
 def in_step(world: World, root: nn.Module | None, recover: Recover) -> Iterator[CollectiveResync]:
-    """A block in which all ranks pass through a base, and then meet. See [Note: In step].
+    """Synchronize the passes of all ranks through a base within the block. See [Note: In step].
 
     Args:
         world: the ranks.
         root: the outermost FSDP2 module, or None if nothing is gathered.
-        recover: has FSDP2 forget a pass that was broken off on this rank.
+        recover: resets FSDP2 after a pass that was interrupted on this rank.
     """
-    keeper = CollectiveResync(world, root if world.size > 1 else None, recover)
+    resync = CollectiveResync(world, root if world.size > 1 else None, recover)
     try:
-        yield keeper
+        yield resync
     finally:
-        keeper.end()
+        resync.end()
 
 
 class CollectiveResync:
-    """Synchronization of one block of a rank with the others. See :func:`in_step`."""
+    """State of one block of :func:`in_step` on this rank."""
 
     def __init__(self, world: World, root: nn.Module | None, recover: Recover) -> None:
         self._world, self._root, self._recover = world, root, recover
@@ -64,7 +64,7 @@ class CollectiveResync:
         self._has_ended.set()
 
     def run(self, passes: Callable[[], T]) -> T:
-        """Passes through the base. To be called in a phase, at the end of which all ranks meet.
+        """Run passes through the base, in a phase of all ranks.
 
         Raises:
             Exception: as raised by ``passes``, after this rank is in step with the others.
@@ -87,8 +87,8 @@ class CollectiveResync:
             self._gathered.append(gather)
 
     def _watch(self) -> None:
-        """On a thread of its own."""
-        while not self._has_ended.wait(_LOOK_S):
+        """Wait for a failure of another rank. Runs on its own thread."""
+        while not self._has_ended.wait(_POLL_S):
             try:
                 self._world.check()
             except Stopped:
@@ -99,8 +99,8 @@ class CollectiveResync:
         with self._lock:
             self._is_stopping = True
         try:
-            with World.current(self._world.group, self._world.timeouts, "/in step", "forward_backward") as beside:
-                self._longest = beside.all_reduce_object(self._gathered, longest)
+            with World.current(self._world.group, self._world.timeouts, "/in step", "forward_backward") as world:
+                self._longest = world.all_reduce_object(self._gathered, longest)
         except Exception as error:
             self._fault = error
         self._is_settled.set()
@@ -117,10 +117,10 @@ class CollectiveResync:
 
 
 def longest(gathered: Sequence[list[Gather]]) -> list[Gather]:
-    """The most that a rank has gathered, of all of which the others' are beginnings.
+    """Return the longest record of gathers.
 
     Raises:
-        RankMismatchError: they are not.
+        RankMismatchError: another record is not a prefix of it.
     """
     most = max(gathered, key=len)
     for rank, own in enumerate(gathered):

@@ -1,17 +1,17 @@
-"""Saving of a tenant in PEFT's format with its training state, and reading it.
+"""Tenants in PEFT's files, with their training state.
 
-[Note: Lent tensors] Both work on models, not on buffers. So the adapter's outline, a PEFT model on meta, borrows
-real tensors: the tenant's matrices as its own, and the base's parameters (shards) as the base's. Nothing is copied,
-and the outline is thrown away afterwards. A PEFT file with adapters on embeddings also has the embeddings. When it
-is read, these are read into scratch tensors, so the base is never written. The state of the training is lent in the
-same way, to a module that has nothing else (see [Note: Named by the adapter]).
+[Note: Lent tensors] Saves and reads work on models, not on buffers. So the adapter's outline, a PEFT model on meta,
+borrows real tensors: the tenant's matrices, and the base's parameters (shards). Nothing is copied, and the outline
+is discarded afterwards. A PEFT file with adapters on embeddings also has the embeddings. They are read into scratch
+tensors, so the base is never written. The training state is lent in the same way to a module that has nothing else
+(see [Note: Named by the adapter]).
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from shardwise.models.build import build_on_meta
 from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.models.torch_api import original_class
 from shardwise.models.view import collect_tensors
-from shardwise.planning.matching import OnFault, Tolerance
+from shardwise.planning.matching import Tolerance
 from shardwise.storage.reading import LocalReader
 from shardwise.tuning import peft_compat
 from shardwise.tuning.sites import AdapterOutline, name_in_base, outline_adapter
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def outlined(model: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
-    """Outline the adapter that PEFT would put into a model, by another model of its class, on meta."""
+    """Return the outline of the adapter that PEFT would add to a model, from a model of its class on meta."""
     kind: Any = original_class(model)
     return outline_adapter(build_on_meta(kind, copy.deepcopy(model.config), torch.float32, Path()), config)
 
@@ -62,12 +62,12 @@ def config_of(folder: str | os.PathLike[str]) -> LoraConfig:
     weights_in(Path(folder))
     config = peft_compat.config_in(os.fspath(folder))
     config.inference_mode = False
-    config.init_lora_weights = True  # how it began once plays no role
+    config.init_lora_weights = True  # the matrices are read
     return config
 
 
 def with_lent_tensors(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
-    """A model of PEFT's that is the base and this tenant. See [Note: Lent tensors]."""
+    """Return a PEFT model of the base and this tenant. See [Note: Lent tensors]."""
     outline = outlined(model, tenant.config)
     own = {matrix.fqn: tenant.matrices[matrix.key] for matrix in outline.matrices()}
     base = {name: item.tensor for item in collect_tensors(model) for name in item.names}
@@ -79,82 +79,37 @@ def with_lent_tensors(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
     return outline.model
 
 
-def names_of_peft(model: PreTrainedModel, tenant: Tenant) -> set[str]:
-    """Return the names of all tensors that PEFT saves for a tenant: matrices, and embeddings that have adapters."""
-    whole = with_lent_tensors(model, tenant)
-    return set(names_outside(whole, collect_tensors(whole), AdapterOnly()))
-
-
-# ── saving ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def agree(world: World, name: str, training_state: object, on_not_finite: OnFault | None = None) -> None:
-    """Raises ConfigError for an invalid value, RankMismatchError if ranks differ. Collective: yes."""
-
-    def check() -> tuple[str, str, str]:
-        if not isinstance(training_state, bool):
-            raise ConfigError(f"training_state={training_state!r}: pass True or False")
-        if on_not_finite is not None:
-            states.require_on_fault(on_not_finite)
-        return name, repr(training_state), repr(on_not_finite)
-
-    world.require_equal(world.run_all(check), "the adapter that is saved or loaded, or what of it,")
-
-
-def beside(world: World, tenant: Tenant, base: Mapping[str, str], dtype: torch.dtype | None) -> TrainingBeside:
-    """Return the training state to save with matrices that are cast to ``dtype``. Collective: yes.
+def training_of(tenant: Tenant, base: Mapping[str, str], dtype: torch.dtype | None) -> TrainingBeside:
+    """Return the training state to save with matrices that are cast to ``dtype``. Collective: within a window, yes.
 
     Raises:
         ConfigError: the optimizer or the schedule has a value that is not plain data.
     """
-    gradient = world.run_all(states.window_gradient, tenant)
-
-    def made() -> TrainingBeside:
-        tensors = states.training_tensors(tenant, gradient)
-        if dtype not in (None, tenant.flat.dtype):  # what is trained is not what is served
-            tensors[states.MATRICES] = tenant.flat.detach()
-        return TrainingBeside(
-            _module_of(tensors), tenant_facts.to_text(tenant_facts.facts_of(tenant, base), repr(tenant.name))
-        )
-
-    return world.run_all(made)
+    tensors = states.training_tensors(tenant)
+    if dtype not in (None, tenant.flat.dtype):
+        tensors[states.MATRICES] = tenant.flat.detach()
+    text = tenant_facts.to_text(tenant_facts.facts_of(tenant, base), repr(tenant.name))
+    return TrainingBeside(_module_of(tensors), text)
 
 
 def _module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A module whose parameters have these names."""
+    """Return a module whose parameters have these names, with or without "optimizer." in front."""
     root = nn.Module()
+    root.optimizer = nn.Module()
     for name, values in tensors.items():
-        *path, last = name.split(".")
-        module = root
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        module.register_parameter(last, nn.Parameter(values, requires_grad=False))
+        path, _, last = name.rpartition(".")
+        root.get_submodule(path).register_parameter(last, nn.Parameter(values, requires_grad=False))
     return root
 
 
-# ── reading ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def find_training(
-    world: World, name: str, folder: str | os.PathLike[str], on_not_finite: OnFault, *, training_state: bool
-) -> states.StoredTraining | TenantStart:
-    """Verify a folder against the record of its save, and read the training state from it.
-
-    Collective: yes. The first rank reads all files once.
+def find_training(folder: Path, *, training_state: bool) -> states.StoredTraining | TenantStart:
+    """Verify a folder against the record of its save, and read the training state. All files are read once.
 
     Raises:
-        ConfigError, RankMismatchError: ``training_state`` or ``on_not_finite`` is invalid, or ranks differ.
         FormatError: a file is damaged or invalid, or the training file that the adapter names is missing or has no
             checksums.
-        StorageError: it could not be read.
+        StorageError: the folder cannot be read.
     """
-    agree(world, name, training_state, on_not_finite)
-    return world.broadcast(_found, Path(folder), training_state=training_state)
-
-
-def _found(folder: Path, *, training_state: bool) -> states.StoredTraining | TenantStart:
     adapter = weights_in(folder)
     with LocalReader(folder) as reader:
         file = training_beside(reader, adapter) if training_state else None
@@ -177,40 +132,40 @@ def _found(folder: Path, *, training_state: bool) -> states.StoredTraining | Ten
 
 
 def read_tenant(
-    world: World, model: PreTrainedModel, tenant: Tenant, folder: Path, found: states.StoredTraining | TenantStart
-) -> Callable[[Mapping[str, torch.Tensor]], None]:
-    """Return a function that fills a tenant's matrices, and tensors of its training, from a folder.
-
-    Collective: yes, and so is the function.
+    world: World,
+    model: PreTrainedModel,
+    tenant: Tenant,
+    folder: Path,
+    found: states.StoredTraining | TenantStart,
+    targets: Mapping[str, torch.Tensor],
+) -> None:
+    """Read a tenant's matrices and the tensors of its training from a folder. Collective: yes.
 
     Raises:
         KeyMismatchError: the stored tensors do not match the config.
-        FormatError, StorageError, RankMismatchError, RankLostError: as of a load.
+        FormatError, StorageError, RankMismatchError, RankLostError: as for a load.
     """
-
-    def fill(targets: Mapping[str, torch.Tensor]) -> None:
-        whole = world.run_all(lambda: _with_scratch(with_lent_tensors(model, tenant), set(tenant.shapes)))
-        _read(world, whole, folder, world.run_all(weights_in, folder), AdapterOnly())
-        if isinstance(found, states.StoredTraining):
-            _read(world, world.run_all(_module_of, targets), folder, Path(found.what).name, None)
-
-    return fill
+    whole = world.run_all(_with_scratch, model, tenant)
+    _read(world, whole, folder, world.run_all(weights_in, folder), AdapterOnly())
+    if isinstance(found, states.StoredTraining):
+        _read(world, world.run_all(_module_of, targets), folder, Path(found.what).name, None)
 
 
 def _read(world: World, module: nn.Module, folder: Path, file: str, only: AdapterOnly | None) -> None:
-    """Give a module the values of a file, all of them. Collective: yes."""
+    """Read all tensors of a file into a module. Collective: yes."""
     options = StateOptions()
     with torch.device("cpu"), torch.no_grad(), ExitStack() as stack:
         values = stored_values(world, str(folder), file, options, stack)
         set_model_values(world, module, values, only=only, tolerance=Tolerance(), options=options, clock=Clock())
 
 
-def _with_scratch(whole: nn.Module, own: set[str]) -> nn.Module:
-    """Return the same tensors with other memory for the base's tensors that PEFT saves with the adapter."""
+def _with_scratch(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
+    """Return a PEFT model of the tenant, with scratch memory for the base's tensors that its file has."""
+    whole = with_lent_tensors(model, tenant)
     held = collect_tensors(whole)
     by_name = {name: item for item in held for name in item.names}
     for key, fqn in names_outside(whole, held, AdapterOnly()).items():
-        if key not in own:
+        if key not in tenant.shapes:
             item = by_name[fqn]
             item.install(nn.Parameter(torch.empty_like(item.tensor), requires_grad=False))
     return whole

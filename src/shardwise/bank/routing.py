@@ -1,16 +1,16 @@
 """Routes rows of a pass to the adapters of their tenants, by hooks on layers and experts.
 
-[Note: A route] A micro-batch owns its route, which does not change. It is on the bank's switch during the forward
-pass of this micro-batch and during its backward pass, which the bank also runs. So activations that are computed
-again meet the rows they met at first, whoever recomputes them, in whatever thread, and however many other
-micro-batches have been run meanwhile. With no route on the switch, the base is as if there were no bank.
+[Note: A route] A micro-batch owns its route, which does not change. The route is active during the forward and the
+backward pass of this micro-batch, both of which the bank runs. So recomputed activations use the same rows as the
+first time, in any thread, and whatever other micro-batches have run meanwhile. Without an active route, the base
+computes as if there were no bank.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,25 +32,37 @@ from shardwise.errors import ConfigError, TrainingError
 from shardwise.models import four_bit_layers, torch_api
 from shardwise.models.four_bit_layers import weight_of_expert
 from shardwise.models.view import canonical
-from shardwise.tuning.sites import AdaptedSite, EmbeddingSite, ExpertsSite, LinearSite
+from shardwise.tuning.sites import AdaptedSite, EmbeddingSite, ExpertsSite
 
 
 @dataclass(frozen=True, slots=True)
 class TenantRows:
-    """The rows ``start <= i < stop`` of a micro-batch are a tenant's."""
+    """Rows ``start <= i < stop`` of a micro-batch, which belong to one tenant.
+
+    ``keys`` are those of the rows, for dropout: (rows,), on the device.
+    """
 
     tenant: Tenant
     start: int
     stop: int
     keys: torch.Tensor
-    """Of its rows, for dropout: (rows,), on the device."""
 
 
 @dataclass(slots=True)
 class BatchRouting:
-    """The rows of a micro-batch: (rows, tokens), and whose they are, in order. Rows of nobody come last.
+    """The tenants of the rows of a micro-batch.
 
-    ``is_training`` is off for evaluation: there is no dropout, and no backward pass to wait for.
+    Attributes:
+        rows: number of rows.
+        tokens: tokens of a row, with padding.
+        members: rows of each tenant, in order. Rows without an adapter come last.
+        choice: how adapters are computed.
+        anchor: see [Note: Straight into the buffer].
+        is_training: False for evaluation, without dropout and without a backward pass.
+        grouped: batched products of this micro-batch.
+        chosen: how adapters were computed, with the number of layers.
+        passed: sites that the forward pass has reached.
+        reached: sites that the backward pass has reached.
     """
 
     rows: int
@@ -62,11 +74,10 @@ class BatchRouting:
     grouped: GroupedProducts = field(default_factory=GroupedProducts)
     chosen: Counter[str] = field(default_factory=Counter)
     passed: set[str] = field(default_factory=set)
-    """Sites that the forward pass has come to, and those that the backward pass has."""
     reached: set[str] = field(default_factory=set)
 
-    def parts(self, site: str, step: int) -> list[RoutedSegment]:
-        """The tenants that have an adapter there. ``step``: how many rows of the input each row has there."""
+    def segments(self, site: str, step: int) -> list[RoutedSegment]:
+        """Return the rows with an adapter at a site, whose input has ``step`` rows for each row of the batch."""
         found = []
         for member in self.members:
             pair = member.tenant.pairs.get(site)
@@ -77,18 +88,18 @@ class BatchRouting:
 
     def linear(self, site: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.require_rows(site, x)
-        parts = self.parts(site, x.shape[:-1].numel() // self.rows)
+        segments = self.segments(site, x.shape[:-1].numel() // self.rows)
         backend, why = (
-            choose_backend(self.choice, parts, x, y, self.grouped) if parts else (SegmentLoop(), "no rows")
+            choose_backend(self.choice, segments, x, y, self.grouped) if segments else (SegmentLoop(), "no rows")
         )
         self.chosen[why] += 1
-        return self.note(site, adapt(self.anchor, x, y, parts, backend))
+        return self.note(site, adapt(self.anchor, x, y, segments, backend))
 
     def embedding(self, site: str, ids: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
         column = ids.unsqueeze(-1)
         self.require_rows(site, column)
-        parts = self.parts(site, ids.numel() // self.rows)
-        return self.note(site, adapt(self.anchor, column, y, parts, EmbeddingLoop(factor)))
+        segments = self.segments(site, ids.numel() // self.rows)
+        return self.note(site, adapt(self.anchor, column, y, segments, EmbeddingLoop(factor)))
 
     def bounds(self) -> list[int]:
         """Return where the rows of each member begin, and where those of the last end."""
@@ -99,7 +110,7 @@ class BatchRouting:
         return [member.tenant.pairs.get(site) for member in self.members]
 
     def note(self, site: str, y: torch.Tensor) -> torch.Tensor:
-        """Have it written down when the gradient of ``y`` comes."""
+        """Record that the forward pass has reached a site, and when the backward pass does."""
         if self.is_training:
             self.passed.add(site)
         if y.requires_grad:
@@ -107,31 +118,31 @@ class BatchRouting:
         return y
 
     def require_rows(self, site: str, x: torch.Tensor) -> None:
-        """Reject an input whose rows cannot be identified: batch first, or rows and tokens in one dimension."""
+        """Raise TrainingError unless an input is (rows, tokens, ...) or (rows * tokens, width)."""
         if tuple(x.shape[:2]) != (self.rows, self.tokens) and (x.ndim != 2 or len(x) != self.rows * self.tokens):
             raise TrainingError(
                 f"{site} is called with a tensor of shape {tuple(x.shape)}, in which the {self.rows} rows of "
-                f"{self.tokens} tokens cannot be told apart. Remove it from the targets"
+                f"{self.tokens} tokens cannot be identified. Remove it from the targets"
             )
 
     def require_reached(self) -> None:
-        """Refuse a backward pass that has passed an adapter by: it would train on nothing, without a word.
+        """Check that the backward pass has reached every adapter that the forward pass has.
 
         Raises:
-            TrainingError: naming the sites.
+            TrainingError: it has not. The message has the sites.
         """
         if missed := sorted(self.passed - self.reached):
             more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
             raise TrainingError(
-                f"the backward pass has not come to {', '.join(missed[:3])}{more}: the loss does not depend on "
-                "its output, or activations are recomputed with use_reentrant=True. Take it out of the "
+                f"the backward pass has not reached {', '.join(missed[:3])}{more}: the loss does not depend on "
+                "its output, or activations are recomputed with use_reentrant=True. Remove it from the "
                 "targets, or recompute with use_reentrant=False"
             )
 
 
 @dataclass(slots=True)
 class ActiveRouting:
-    """The route that is on, if any. Autograd may look from a thread of its own, so this is no context variable."""
+    """The active route, if any. Autograd reads it from other threads, so it is not a context variable."""
 
     route: BatchRouting | None = None
 
@@ -145,11 +156,9 @@ class ActiveRouting:
 
 
 def hook_layer(module: nn.Module, site: str, switch: ActiveRouting, *, is_embedding: bool) -> RemovableHandle:
-    """Add adapters to the output of a linear layer or an embedding.
+    """Add adapters to the output of a linear layer or an embedding, by a hook.
 
-    ``remove()`` of the returned handle removes the hook.
-
-    The hook comes before FSDP2's own, where the layer is a group by itself: it belongs to the layer.
+    If the layer is a group of FSDP2, the hook runs before FSDP2's.
     """
 
     def add(own: nn.Module, args: Sequence[Any], keywords: dict[str, Any], output: torch.Tensor) -> Any:
@@ -166,20 +175,16 @@ def hook_layer(module: nn.Module, site: str, switch: ActiveRouting, *, is_embedd
 _UP = ("gate_up_proj", "up_proj")
 
 
-_KNOWN = (*_UP, "down_proj")
-
-
-def require_fused_experts(name: str, module: nn.Module, parameter: str) -> str:
+def fault_of_experts(name: str, module: nn.Module, parameter: str) -> str:
     """Return the reason why the experts of a module cannot have adapters, or ""."""
-    experts: Any = module
-    if parameter not in _KNOWN or not four_bit_layers.are_fused_experts(module):
+    if parameter not in (*_UP, "down_proj") or not four_bit_layers.are_fused_experts(module):
         return (
-            f"{name}.{parameter}: a parameter of a {type(module).__name__}, and only those of fused experts as "
-            "transformers has them (gate_up_proj, up_proj, down_proj) can have adapters. Take it out of "
+            f"{name}.{parameter}: is a parameter of a {type(module).__name__}. Of parameters, only those of fused "
+            "experts of transformers (gate_up_proj, up_proj, down_proj) can have adapters. Remove it from "
             "target_parameters"
         )
-    if getattr(experts, "has_post_expert_norm", False) or four_bit_layers.are_parted_experts(module):
-        return f"{name}: experts with norms of their own or on ranks of their own cannot have adapters yet"
+    if getattr(module, "has_post_expert_norm", False) or four_bit_layers.are_parted_experts(module):
+        return f"{name}: experts with their own norms, or distributed over ranks, cannot have adapters"
     return ""
 
 
@@ -222,7 +227,7 @@ def adapted_experts(
 
 
 def _bounds(route: BatchRouting, chosen: torch.Tensor, tokens: torch.Tensor, experts: int) -> list[list[int]]:
-    """Return where, of sorted pairs (expert, token), those of each expert begin, those of each member, and the end.
+    """Return the bounds of each expert and, within it, of each member in sorted pairs (expert, token).
 
     The host waits for the device once.
     """
@@ -247,62 +252,57 @@ def _product(
     found = rows @ weight if module.is_transposed else F.linear(rows, weight)
     if module.has_bias:
         found = found + getattr(module, f"{parameter}_bias")[expert]
-    parts = [
+    segments = [
         RoutedSegment(pair, cuts[number], cuts[number + 1])
         for number, pair in enumerate(route.pairs(expert_site(name, parameter, expert)))
         if pair is not None and cuts[number] < cuts[number + 1]
     ]
-    return adapt(route.anchor, rows, found, parts, SegmentLoop()) if parts else found
+    return adapt(route.anchor, rows, found, segments, SegmentLoop()) if segments else found
 
 
 class SiteHooks:
-    """The layers of a base that are listening, and for how many tenants. No parameter is touched."""
+    """Hooks on the layers of a base, with the number of tenants that use each. No parameter is changed."""
 
     def __init__(self, model: nn.Module, switch: ActiveRouting) -> None:
         self._modules = {canonical(name): module for name, module in model.named_modules(remove_duplicate=False)}
         self._switch = switch
         self._used: Counter[str] = Counter()
-        self._take_off: dict[str, Callable[[], object]] = {}
+        self._removers: dict[str, Callable[[], object]] = {}
 
     def require_fitting(self, sites: Sequence[AdaptedSite]) -> None:
-        """Refuse sites that the base cannot serve.
+        """Check that the base can serve all sites.
 
         Raises:
-            ConfigError: naming each.
+            ConfigError: it cannot. The message has each site.
         """
         experts = [site for site in sites if isinstance(site, ExpertsSite)]
-        reasons = (require_fused_experts(one.module, self._modules[one.module], one.parameter) for one in experts)
-        faults = [why for why in reasons if why]
+        reasons = (fault_of_experts(one.module, self._modules[one.module], one.parameter) for one in experts)
+        faults = [reason for reason in reasons if reason]
         seen: dict[nn.Module, str] = {}
         for site in sites:
             module, place = self._modules[site.module], site.module
             if not isinstance(site, ExpertsSite) and seen.setdefault(module, place) != place:
-                faults.append(f"{place} and {seen[module]} are one layer; target one of the two")
+                faults.append(f"{place} and {seen[module]} are one layer. Target one of the two")
         if faults:
-            raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(faults))
+            raise ConfigError("this LoRA cannot be trained in a bank:\n  " + "\n  ".join(faults))
 
     def add(self, sites: Sequence[AdaptedSite]) -> None:
         for name in sorted({site.module for site in sites}):
             self._used[name] += 1
-            if name not in self._take_off:
+            if name not in self._removers:
                 site = next(site for site in sites if site.module == name)
-                self._take_off[name] = self._put_on(site, self._modules[name])
+                self._removers[name] = self._attach(site, self._modules[name])
 
     def remove(self, sites: Sequence[AdaptedSite]) -> None:
         for name in {site.module for site in sites}:
             self._used[name] -= 1
             if not self._used[name]:
-                self._take_off.pop(name)()
+                self._removers.pop(name)()
 
-    def _put_on(self, site: AdaptedSite, module: nn.Module) -> Callable[[], object]:
-        match site:
-            case LinearSite() | EmbeddingSite():
-                is_embedding = isinstance(site, EmbeddingSite)
-                return hook_layer(module, site.module, self._switch, is_embedding=is_embedding).remove
-            case ExpertsSite():
-                return self._replace_forward(site.module, module)
-            case _:
-                assert_never(site)
+    def _attach(self, site: AdaptedSite, module: nn.Module) -> Callable[[], object]:
+        if isinstance(site, ExpertsSite):
+            return self._replace_forward(site.module, module)
+        return hook_layer(module, site.module, self._switch, is_embedding=isinstance(site, EmbeddingSite)).remove
 
     def _replace_forward(self, name: str, module: nn.Module) -> Callable[[], object]:
         before, own = vars(module).get("forward"), module.forward
@@ -314,10 +314,10 @@ class SiteHooks:
                 return found
             return adapted_experts(route, name, module, *args, **keywords)
 
-        def take_off() -> None:
+        def remove_forward() -> None:
             del module.forward
             if before is not None:
                 module.forward = before
 
         module.forward = forward
-        return take_off
+        return remove_forward

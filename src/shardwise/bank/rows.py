@@ -1,11 +1,11 @@
-"""Checks the rows of tenants and the base, and deals rows to forward passes.
+"""Checks of the rows of tenants and of the base, and the plan of forward passes.
 
 [Note: Own lengths] A tenant's rows are padded to its own longest row on all ranks, rounded up to a multiple, never
-to another tenant's. Tenants whose rows come out alike go through the base together, others in a pass of their own.
-So the shapes of a tenant do not depend on other tenants, and products have enough rows that their rounding does not
-either (with fewer than 16 rows it would).
+to another tenant's. Tenants with equal padded lengths share a pass through the base. So the shapes of a tenant do
+not depend on other tenants, and products have enough rows that their rounding does not either (with fewer than 16
+rows it would).
 
-[Note: What couples rows] Nearly all of a transformer computes each row of a batch for itself. Exceptions:
+[Note: What couples rows] Nearly all of a transformer computes each row of a batch independently. Exceptions:
 normalization over the batch, rotary embeddings whose frequencies depend on the longest row (dynamic, longrope),
 losses and capacities of routers, which count all tokens, and draws from torch's random generator, which depend on
 the number of rows.
@@ -26,11 +26,11 @@ from shardwise.models.torch_api import is_compiled_in_place, normalizes_over_row
 from shardwise.models.view import canonical
 
 IGNORED: Final = -100
-"""The label of tokens that are not trained on."""
+"""The label of tokens that are not supervised."""
 
 RowTensors: TypeAlias = Mapping[str, torch.Tensor]
-"""``input_ids`` (rows, tokens); optionally ``attention_mask``, ``labels`` (-100 where nothing is learned; not
-shifted, as transformers has it; by default all tokens) and ``weights`` (of the labels), all of that shape."""
+"""``input_ids`` (rows, tokens); optionally ``attention_mask``, ``labels`` (not shifted, -100 for tokens without
+supervision; default: all tokens) and ``weights`` of the labels, all of that shape."""
 
 _KEYS = ("input_ids", "attention_mask", "labels", "weights")
 _INTEGERS = (torch.int64, torch.int32)
@@ -48,28 +48,28 @@ class TenantRow:
 def rows_of(
     who: str, batch: RowTensors, *, vocab_size: int, longest: int, may_have_weights: bool = True
 ) -> list[TenantRow]:
-    """The rows of a batch, cut to their own lengths.
+    """Return the rows of a batch without padding.
 
     Args:
-        who: whose they are, for errors.
-        batch: see :data:`RowTensors`. May have no rows.
-        vocab_size: token ids are below it.
-        longest: the most tokens a row may have.
-        may_have_weights: whether the tenant's loss takes any.
+        who: the tenant, for errors.
+        batch: see :data:`RowTensors`. It may have no rows.
+        vocab_size: size of the vocabulary.
+        longest: maximum number of tokens in a row.
+        may_have_weights: whether the tenant's loss has weights.
 
     Raises:
         ConfigError: the batch is invalid. The message has the reason.
     """
     ids = _require_tensors(who, batch)
     if "weights" in batch and not may_have_weights:
-        raise ConfigError(f"{who}: weights need reduction='sum'. The mean over tokens takes none")
+        raise ConfigError(f"{who}: weights need reduction='sum'. The mean over tokens has none")
     ids = ids.cpu().long()
     mask = (
         batch["attention_mask"].cpu() != 0 if "attention_mask" in batch else torch.ones_like(ids, dtype=torch.bool)
     )
     lengths = mask.sum(1)
     if bool((mask != (torch.arange(ids.shape[1]) < lengths.unsqueeze(1))).any()):
-        raise ConfigError(f"{who}: attention_mask must have padding at the end of rows alone")
+        raise ConfigError(f"{who}: attention_mask has padding elsewhere than at the end of rows. Pad on the right")
     if len(ids) and (int(lengths.min()) < 2 or int(lengths.max()) > longest):
         raise ConfigError(
             f"{who}: rows have {int(lengths.min())} to {int(lengths.max())} tokens. They may have 2 to {longest}"
@@ -91,7 +91,7 @@ def rows_of(
 
 
 def _require_tensors(who: str, batch: Any) -> torch.Tensor:
-    """Return the token ids of tensors of one shape under valid names, or raise ConfigError."""
+    """Return the token ids of a batch. Raise ConfigError unless it is tensors of one shape under valid names."""
     is_known = isinstance(batch, Mapping) and set(_KEYS).issuperset(batch)
     ids = batch.get("input_ids") if is_known else None
     if (
@@ -102,18 +102,17 @@ def _require_tensors(who: str, batch: Any) -> torch.Tensor:
     ):
         raise ConfigError(
             f"{who}: the rows are not a dict of tensors of one shape (rows, tokens). Pass input_ids (integers), "
-            "and as needed attention_mask, labels (integers), weights."
+            "and optionally attention_mask, labels (integers) and weights."
         )
     return ids
 
 
 @dataclass(frozen=True, slots=True)
 class AgreedRows:
-    """Rows of one entry of a call: those of one rank, or of all together."""
+    """Counts of the rows of one entry of a call, on one rank or on all. ``rows`` are numbers of rows by rank."""
 
     name: str | None
     rows: tuple[int, ...]
-    """By rank."""
     longest: int
     num_supervised_tokens: int
 
@@ -123,18 +122,18 @@ def facts_of(name: str | None, rows: Sequence[TenantRow]) -> AgreedRows:
     return AgreedRows(name, (len(rows),), max((len(row.input_ids) for row in rows), default=0), learned)
 
 
-def agreed_rows(told: Sequence[Sequence[AgreedRows]]) -> list[AgreedRows]:
-    """Combine the rows of all ranks.
+def agreed_rows(counts: Sequence[Sequence[AgreedRows]]) -> list[AgreedRows]:
+    """Combine the counts of all ranks.
 
     Raises:
         RankMismatchError: ranks have named other tenants, or in another order.
     """
-    names = [[facts.name for facts in own] for own in told]
+    names = [[facts.name for facts in own] for own in counts]
     for rank, own in enumerate(names):
         if own != names[0]:
             raise RankMismatchError(
                 f"rank {rank} has rows of {own}, and rank 0 of {names[0]}. Name the same tenants in the same order "
-                "on every rank, with a batch of no rows where there are none"
+                "on every rank, if needed with a batch of no rows"
             )
     return [
         AgreedRows(
@@ -143,13 +142,13 @@ def agreed_rows(told: Sequence[Sequence[AgreedRows]]) -> list[AgreedRows]:
             max(facts.longest for facts in entries),
             sum(facts.num_supervised_tokens for facts in entries),
         )
-        for entries in zip(*told, strict=True)
+        for entries in zip(*counts, strict=True)
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """One pass through the base: how long its rows are, and the entries of the call that are in it, in order."""
+    """A pass through the base: the padded length of its rows, and the numbers of its entries of the call."""
 
     tokens: int
     entries: tuple[int, ...]
@@ -158,15 +157,16 @@ class PassPlan:
 def plan_passes(
     agreed: Sequence[AgreedRows], ranks: Mapping[str, int], *, multiple: int, longest: int
 ) -> list[PassPlan]:
-    """Passes for the entries that have rows on any rank, the same on every rank. See [Note: Own lengths].
+    """Plan passes for the entries that have rows on any rank, equal on every rank. See [Note: Own lengths].
 
-    Entries of equal rank are adjacent, so that they can be computed at once. Those without an adapter come last.
+    Entries of equal LoRA rank are adjacent, so that they can be computed by one product. Those without an adapter
+    come last.
 
     Args:
         agreed: the entries of a call.
-        ranks: of each tenant's matrices.
-        multiple: of which rows' lengths are.
-        longest: the most tokens a row may have, padding included.
+        ranks: LoRA ranks by tenant.
+        multiple: lengths are rounded up to a multiple of it.
+        longest: maximum number of tokens in a row, padding included.
     """
     lengths: dict[int, list[int]] = {}
     for number, entry in enumerate(agreed):
@@ -185,14 +185,14 @@ _BY_LONGEST_ROW = ("dynamic", "longrope")
 
 
 def require_base(model: nn.Module, ranks: int) -> PreTrainedModel:
-    """Refuse a model that cannot be the base of many adapters.
+    """Return a model that can be the base of many adapters.
 
     Raises:
-        ConfigError: naming everything that is wrong.
+        ConfigError: it cannot. The message has all reasons.
     """
     if hasattr(model, "peft_config") or not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"{type(model).__name__} is not a model of transformers without adapters. Bring the base up by "
+            f"{type(model).__name__} is not a transformers model without adapters. Load the base by "
             "shardwise.from_pretrained without tuning="
         )
     faults = [*_headless(model), *_compiled(model), *_by_modules(model), *_by_config(model), *_placed(model, ranks)]
@@ -205,17 +205,17 @@ def require_base(model: nn.Module, ranks: int) -> PreTrainedModel:
 
 def _headless(model: PreTrainedModel) -> Iterator[str]:
     if model.get_output_embeddings() is None:
-        yield f"{type(model).__name__} gives no logits of tokens. Take the class with the head (...ForCausalLM)"
+        yield f"{type(model).__name__} has no language model head. Use the class with the head (...ForCausalLM)"
     if getattr(model.config, "is_encoder_decoder", False):
-        yield "it has an encoder of its own, for which a bank has no rows. Take a causal language model"
+        yield "it has an encoder, for which a bank has no rows. Use a causal language model"
 
 
 def _compiled(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if is_compiled_in_place(module):
             yield (
-                f"{canonical(name) or 'the model'} is compiled, and would not notice adapters that come later. "
-                "Bring it up without compile"
+                f"{canonical(name) or 'the model'} is compiled, and would not see adapters that are added later. "
+                "Load it without compiling"
             )
             return
 
@@ -228,8 +228,8 @@ def _by_modules(model: nn.Module) -> Iterator[str]:
         found = {str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])}
         if both := sorted(found.intersection(_BY_LONGEST_ROW)):
             yield (
-                f"{canonical(name)} has {both[0]} rotary embeddings, which follow from the longest row of all "
-                "tenants. Set rope_type to another in the config"
+                f"{canonical(name)} has {both[0]} rotary embeddings, which depend on the longest row of all "
+                "tenants. Set another rope_type in the config"
             )
 
 
@@ -237,12 +237,12 @@ def _by_config(model: nn.Module) -> Iterator[str]:
     for config in _configs(model):
         if getattr(config, "output_router_logits", False):
             yield (
-                "config.output_router_logits is on, and a router's loss is counted over all tenants' tokens. Set "
+                "config.output_router_logits is true, and a router's loss counts the tokens of all tenants. Set "
                 "it to false"
             )
         for key, value in vars(config).items():
             if key in ("expert_capacity", "capacity_factor") and value:
-                yield f"config.{key}={value}: an expert that is full drops tokens, of any tenant"
+                yield f"config.{key}={value}: a full expert drops tokens of any tenant. Set it to None"
 
 
 def _placed(model: nn.Module, ranks: int) -> Iterator[str]:
@@ -252,7 +252,7 @@ def _placed(model: nn.Module, ranks: int) -> Iterator[str]:
             if len(split) > 1 or parameter.device_mesh.size() != ranks:
                 yield (
                     f"{canonical(name)} is {parameter.placements} on a mesh of {parameter.device_mesh.size()} of "
-                    f"{ranks} ranks. Every rank must have rows of its own: shard over all of them by FSDP2 alone"
+                    f"{ranks} ranks, and every rank must have its own rows. Shard over all of them by FSDP2 alone"
                 )
                 return
 
@@ -262,14 +262,14 @@ def no_random_numbers(device: torch.device) -> Iterator[None]:
     """Check that torch's random generators have the same state after the block as before.
 
     Raises:
-        TrainingError: they are not: something in the base draws.
+        TrainingError: the base has drawn random numbers.
     """
     before = _states(device)
     yield
     if not all(one.equal(other) for one, other in zip(before, _states(device), strict=True)):
         raise TrainingError(
             "the base has drawn random numbers (dropout in training mode, jitter of a router), which depend on the "
-            "other tenants. Call model.eval(), or set them to 0. Adapters have dropout of their own (lora_dropout)"
+            "other tenants. Call model.eval(), or set them to 0. Adapters have their own dropout (lora_dropout)"
         )
 
 

@@ -13,9 +13,9 @@ from shardwise.execution.world import World
 
 
 def sum_all(world: World, tensors: Sequence[torch.Tensor]) -> None:
-    """Sum each tensor over the ranks, in place. Collective: yes, once for each.
+    """Sum each tensor over the ranks, in place. Collective: one all-reduce for each tensor.
 
-    Each has a sum of its own: in a joint one, the order of its ranks would depend on the others. Called in a phase
+    In one all-reduce of all, the order of a tensor's summands would depend on the other tensors. Called in a phase
     of ``world``: if another rank fails or is lost meanwhile, all ranks raise the same error.
     """
     if world.size > 1:
@@ -25,16 +25,20 @@ def sum_all(world: World, tensors: Sequence[torch.Tensor]) -> None:
             world.wait_for(work)
 
 
-def step_together(tenants: Sequence[Tenant], scales: Sequence[float]) -> list[tuple[bool, float]]:
-    """Step each tenant with its gradient times its scale, unless that is not finite. Then clear the gradients.
+def step_together(world: World, tenants: Sequence[Tenant], scales: Sequence[float]) -> list[tuple[bool, float]]:
+    """Sum the gradients over the ranks, scale them, step each tenant whose gradient is finite, and clear them.
 
-    The same bits as one after the other. The host waits for the device once.
+    Bitwise equal to stepping one after the other. The host waits for the device once. Collective: yes.
 
-    Returns, for each, whether it was taken, and the norm before it was clipped.
+    Returns:
+        For each tenant whether its step was taken, and the norm of its gradient before it was clipped.
 
     Raises:
         Exception: as raised by the schedule of a tenant, after the steps of all.
     """
+    if not tenants:
+        return []
+    sum_all(world, [tenant.gradient for tenant in tenants])
     for tenant, scale in zip(tenants, scales, strict=True):
         if scale != 1.0:
             tenant.gradient.mul_(scale)
@@ -54,7 +58,7 @@ def step_together(tenants: Sequence[Tenant], scales: Sequence[float]) -> list[tu
 
 
 def _step_schedules(tenants: Sequence[Tenant]) -> None:
-    """Step the schedule of each tenant, and then raise the first error: it changes no other tenant."""
+    """Step all schedules, and then raise the first error, so that it affects no other tenant."""
     failures: list[Exception] = []
     for tenant in tenants:
         tenant.steps += 1
@@ -67,23 +71,20 @@ def _step_schedules(tenants: Sequence[Tenant]) -> None:
 
 
 def _step_all(optimizers: Sequence[Optimizer]) -> None:
-    """Step optimizers, those of one class with equal settings by one call.
-
-    On an accelerator, torch steps all parameters of an optimizer by a few kernels.
-    """
+    """Step optimizers. Those of one class with equal settings are stepped by one call, in fewer kernels."""
     alike: dict[str, list[Optimizer]] = {}
     for optimizer in optimizers:
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         alike.setdefault(f"{type(optimizer).__name__} {settings}", []).append(optimizer)
     for first, *others in alike.values():
         with _lent(first, others):
-            for optimizer in (first, *others):  # the others have nothing to step, and count
+            for optimizer in (first, *others):  # the others have no parameters, but count their steps
                 optimizer.step()
 
 
 @contextmanager
 def _lent(first: Optimizer, others: Sequence[Optimizer]) -> Iterator[None]:
-    """Give one optimizer the parameters and states of others, in the block."""
+    """Move the parameters and states of others to one optimizer, within the block."""
     parameters = first.param_groups[0]["params"]
     lent = [other.param_groups[0]["params"] for other in others]
     try:

@@ -1,9 +1,8 @@
-"""One tenant: its name, its matrices in one flat buffer, their gradient in another, its optimizer, its window."""
+"""A tenant: its matrices in one flat buffer, their gradient in another, its optimizer and its window."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ConstantLR
 
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
@@ -36,72 +36,36 @@ def adamw(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
 
 
-def maker_of(name: str, settings: Mapping[str, Any]) -> OptimizerMaker | None:
-    """Return a function that makes a torch optimizer of this class with these settings, or None for other classes.
-
-    Raises:
-        ConfigError: the settings make no sense.
-    """
-    kind: Any = next((each for each in _ELEMENTWISE if name == f"torch.optim.{each.__name__}"), None)
-    if kind is None:
-        return None
-    known = {key: value for key, value in settings.items() if key in inspect.signature(kind).parameters}
-
-    def make(parameters: list[nn.Parameter]) -> Optimizer:
-        made: Optimizer = kind(parameters, **known)
-        return made
-
-    try:
-        make([nn.Parameter(torch.zeros(1))])
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigError(f"{name} cannot be made with the settings that were saved: {error}") from error
-    return make
-
-
 def made_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
     """Make the optimizer of a tenant's flat parameter.
 
     Raises:
-        ConfigError: the optimizer is not one that is elementwise, or has other parameters.
+        ConfigError: the optimizer is not known to be elementwise, or has other parameters.
     """
     optimizer = make([flat])
     kind = type(optimizer)
     if kind not in _ELEMENTWISE:
         known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
         raise ConfigError(
-            f"{kind.__module__}.{kind.__qualname__} is not known to treat each element for itself, and a tenant's "
-            f"matrices are one flat buffer. Take one of {known}"
+            f"{kind.__module__}.{kind.__qualname__} is not known to be elementwise, and a tenant has one flat "
+            f"parameter. Use one of {known}"
         )
     if len(optimizer.param_groups) != 1 or [id(one) for one in optimizer.param_groups[0]["params"]] != [id(flat)]:
-        raise ConfigError(
-            f"{kind.__qualname__} must be made of the parameter it is given, in one group, and of no other"
-        )
+        raise ConfigError(f"{kind.__qualname__} must have the given parameter in one group, and no other parameter")
     return optimizer
 
 
-class ConstantRate:
-    """A schedule that leaves the learning rate as it is."""
-
-    def step(self) -> None:
-        """Change nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore nothing."""
-
-
 ScheduleMaker: TypeAlias = Callable[[Optimizer], Any]
-"""Makes what has ``step``, ``state_dict`` and ``load_state_dict``, as torch's schedulers."""
+"""Makes a scheduler of an optimizer, with torch's ``step``, ``state_dict`` and ``load_state_dict``."""
 
 
 Reduction: TypeAlias = Literal["mean", "sum"]
-"""A tenant's loss: the mean over the tokens it learns in a window, or the sum over them, each times its weight."""
+"""A tenant's loss: the mean over the supervised tokens of a window, or their sum, each times its weight."""
 
 
-def unchanging(_optimizer: Optimizer) -> ConstantRate:
-    return ConstantRate()
+def unchanging(optimizer: Optimizer) -> ConstantLR:
+    """Make the default schedule of a tenant, which leaves the learning rate as it is."""
+    return ConstantLR(optimizer, factor=1.0, total_iters=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +73,13 @@ class TenantOptions:
     """Options of a tenant's training.
 
     Attributes:
-        optimizer: makes its optimizer of the one flat parameter it is given, elementwise.
+        optimizer: makes an elementwise optimizer of the tenant's one flat parameter.
         schedule: makes the learning rate scheduler, which is stepped with the optimizer.
         max_grad_norm: gradients with a larger norm are scaled down to it. Infinity for no limit.
-        gradient_accumulation_steps: how many micro-batches (calls of ``forward_backward``) make a window, after
-            which it steps.
+        gradient_accumulation_steps: micro-batches (calls of ``forward_backward``) of a window, at whose end it
+            steps.
         reduction: reduction of the losses of its tokens.
-        seed: seeds the initial matrices and the dropout.
+        seed: seed of the initial matrices and of dropout.
     """
 
     optimizer: OptimizerMaker = adamw
@@ -128,15 +92,15 @@ class TenantOptions:
     def __post_init__(self) -> None:
         faults = []
         if not self.max_grad_norm > 0:
-            faults.append(f"max_grad_norm={self.max_grad_norm}: it is above 0. Leave it out for no limit")
+            faults.append(f"max_grad_norm={self.max_grad_norm}: is not above 0. Leave it out for no limit")
         if not _is_integer(self.gradient_accumulation_steps) or self.gradient_accumulation_steps < 1:
-            faults.append(f"accumulation={self.gradient_accumulation_steps!r}: a window has 1 micro-batch or more")
+            faults.append(f"gradient_accumulation_steps={self.gradient_accumulation_steps!r}: pass 1 or more")
         if self.reduction not in get_args(Reduction):
             faults.append(f"reduction={self.reduction!r}: pass 'mean' or 'sum'")
         if not _is_integer(self.seed):
-            faults.append(f"seed={self.seed!r}: it is an integer")
+            faults.append(f"seed={self.seed!r}: is not an integer")
         if faults:
-            raise ConfigError("the tenant cannot be trained so\n  " + "\n  ".join(faults))
+            raise ConfigError("invalid options of a tenant:\n  " + "\n  ".join(faults))
 
 
 def _is_integer(value: object) -> bool:
@@ -145,17 +109,16 @@ def _is_integer(value: object) -> bool:
 
 @dataclass(slots=True)
 class TenantWindow:
-    """Counts of a tenant since its last step."""
+    """Counts of a tenant since its last step, on all ranks."""
 
     micro_batches: int = 0
     num_supervised_tokens: int = 0
-    """On all ranks."""
 
 
 class Tenant:
-    """An adapter and all that is its own.
+    """An adapter and its training.
 
-    Memory: four numbers of float32 for each trained one, with AdamW.
+    Memory: with AdamW, 16 bytes for each trained number.
     """
 
     def __init__(
@@ -171,7 +134,7 @@ class Tenant:
         self.options = options
         self.config = copy.deepcopy(config)
         self.comparable_config = peft_compat.comparable_text(config)
-        """Its config, in words that are the same in every process."""
+        """The config as text that is equal in every process."""
         self.sites = outline.sites
         self.shapes = {matrix.key: matrix.shape for matrix in outline.matrices()}
         count = sum(math.prod(shape) for shape in self.shapes.values())
@@ -193,42 +156,42 @@ class Tenant:
         self.max_grad_norm = options.max_grad_norm
         self.window = TenantWindow()
         self.windows = 0
-        """Windows that are over, whether or not the step was taken."""
+        """Completed windows, whether or not their step was taken."""
         self.steps = 0
 
     @property
     def rank(self) -> int:
-        """The greatest of its sites."""
+        """The largest rank of its matrices."""
         return max(site.r for site in self.sites)
 
     @property
-    def trained_count(self) -> int:
-        return self.flat.numel()
+    def settings(self) -> dict[str, Any]:
+        """Settings of its optimizer."""
+        return {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
 
-    def settings(self) -> dict[str, str]:
-        """Return settings of its next step, and how many it has taken: the same on every rank."""
-        group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
+    def comparable_settings(self) -> dict[str, str]:
+        """Return the settings of its next step and its counts as text."""
         counts = {"max_grad_norm": self.max_grad_norm, "steps": self.steps, "windows": self.windows}
         numbers = {
-            key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in group.items()
+            key: value.tolist() if isinstance(value, torch.Tensor) else value
+            for key, value in self.settings.items()
         }
         return {key: repr(value) for key, value in {**numbers, **counts}.items()}
 
     def require_changes(self, changes: Mapping[str, Any]) -> None:
-        """Refuse changes of settings that are not there, or cannot be so.
+        """Check changes of settings.
 
         Raises:
-            ConfigError: naming each.
+            ConfigError: a setting is unknown, or a value invalid. The message has all of them.
         """
-        group = self.optimizer.param_groups[0]
-        known = {key for key, value in group.items() if key not in ("params", "initial_lr", "foreach", "fused")}
+        known = self.settings.keys() - {"initial_lr", "foreach", "fused"}
         kind = type(self.optimizer).__name__
         faults = [
             f"{key}: {kind} has {', '.join(sorted(known))}, and there is max_grad_norm"
             for key in changes
             if key not in known and key != "max_grad_norm"
         ]
-        if "lr" in changes and not isinstance(self.schedule, ConstantRate):
+        if "lr" in changes and self.options.schedule is not unchanging:
             faults.append("lr: the schedule of this tenant sets it. Create it without one")
         for key, value in changes.items():
             for number in value if isinstance(value, tuple) else (value,):
@@ -236,10 +199,10 @@ class Tenant:
                 if not is_number or (key == "max_grad_norm" and number == 0):
                     faults.append(f"{key}={value!r} is not a valid value")
         if faults:
-            raise ConfigError(f"the step of {self.name!r} cannot be changed so\n  " + "\n  ".join(faults))
+            raise ConfigError(f"invalid settings for the step of {self.name!r}:\n  " + "\n  ".join(faults))
 
     def change(self, changes: Mapping[str, Any]) -> None:
-        """Change settings of the optimizer, or ``max_grad_norm``, permanently."""
+        """Change settings of the optimizer, or ``max_grad_norm``, for this and all later steps."""
         settings = dict(changes)
         self.max_grad_norm = float(settings.pop("max_grad_norm", self.max_grad_norm))
         self.optimizer.param_groups[0].update(settings)
@@ -252,12 +215,13 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """A tenant's matrices at one site, float32: views of its flat buffer, and of that of its gradient."""
+    """A tenant's matrices at one site and their gradients, float32: views of its flat buffers.
+
+    ``A`` is (r, in), ``B`` is (out, r).
+    """
 
     A: torch.Tensor
-    """(r, in)"""
     B: torch.Tensor
-    """(out, r)"""
     a_grad: torch.Tensor
     b_grad: torch.Tensor
     scaling: float
@@ -280,22 +244,19 @@ def _pairs_of(
     keys = (site.lora_A.key, site.lora_B.key)
     A, B = (matrices[key] for key in keys)
     a_grad, b_grad = (gradients[key] for key in keys)
-    match site:
-        case sites.LinearSite():
-            return {site.module: LoraWeights(A, B, a_grad, b_grad, site.scaling, site.dropout)}
-        case sites.EmbeddingSite():
-            return {site.module: LoraWeights(A, B, a_grad, b_grad, site.scaling)}
-        case sites.ExpertsSite():
-            return {
-                expert_site(site.module, site.parameter, expert): LoraWeights(
-                    _rows_of_experts(A, site.experts)[expert],
-                    _columns_of_experts(B, site.experts)[..., expert],
-                    _rows_of_experts(a_grad, site.experts)[expert],
-                    _columns_of_experts(b_grad, site.experts)[..., expert],
-                    site.scaling,
-                )
-                for expert in range(site.experts)
-            }
+    if not isinstance(site, sites.ExpertsSite):
+        dropout = site.dropout if isinstance(site, sites.LinearSite) else 0.0
+        return {site.module: LoraWeights(A, B, a_grad, b_grad, site.scaling, dropout)}
+    return {
+        expert_site(site.module, site.parameter, expert): LoraWeights(
+            _rows_of_experts(A, site.experts)[expert],
+            _columns_of_experts(B, site.experts)[..., expert],
+            _rows_of_experts(a_grad, site.experts)[expert],
+            _columns_of_experts(b_grad, site.experts)[..., expert],
+            site.scaling,
+        )
+        for expert in range(site.experts)
+    }
 
 
 def expert_site(module: str, parameter: str, expert: int) -> str:
@@ -317,10 +278,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def require_name(name: object) -> str:
-    """A name that is safe as that of a folder, of a file, and in a log.
+    """Return a tenant's name that is safe as the name of a folder or file, and in a log.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the name is not safe.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name or name.endswith("."):
         raise ConfigError(
@@ -332,57 +293,72 @@ def require_name(name: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TenantLoss:
-    """Outcome of a micro-batch for one tenant."""
+    """Outcome of a micro-batch for one tenant.
+
+    Attributes:
+        loss: of the rows of all ranks, by the tenant's ``reduction``.
+        num_supervised_tokens: of the rows of all ranks.
+        logprobs: log probability of each label of this rank's rows, (tokens - 1,) for each row.
+    """
 
     loss: float
-    """Of all ranks' rows: the mean over the tokens that are learned, or the sum with weights."""
     num_supervised_tokens: int
-    """On all ranks."""
     logprobs: list[torch.Tensor]
-    """Of this rank's rows, one tensor (tokens - 1,) for each: of each label, given what stands before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedLosses:
-    """Outcome of a call of ``forward_backward``."""
+    """Outcome of a call of ``forward_backward``.
+
+    Attributes:
+        tenants: by name.
+        passes: number of passes through the base. Tenants whose rows have one length share a pass.
+        backends: how adapters were computed and why, with the number of layers on this rank.
+    """
 
     tenants: dict[str, TenantLoss]
     passes: int
-    """Through the base; tenants whose rows have one length share a pass."""
     backends: dict[str, int]
-    """How adapters were computed and why, to how many layers were on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantStep:
-    """Outcome of a call of ``optim_step``, the same on every rank."""
+    """Outcome of a call of ``optim_step``, equal on every rank.
+
+    Attributes:
+        is_taken: False if the gradient was not finite. Matrices, moments and schedule are then unchanged.
+        grad_norm: norm of the gradient before it was clipped.
+        num_supervised_tokens: of the window, on all ranks.
+        learning_rate: learning rate of the step.
+    """
 
     is_taken: bool
-    """False where the gradient was not finite: matrices, moments and schedule are as before."""
     grad_norm: float
-    """Before it was clipped."""
     num_supervised_tokens: int
     learning_rate: float
-    """That the step was taken with."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantStart:
-    """Position from which the training of a loaded tenant continues, or the reason why it begins anew."""
+    """Position from which the training of a loaded tenant continues, or the reason why it starts anew.
+
+    Attributes:
+        steps: optimizer steps.
+        windows: completed windows, whether or not their step was taken.
+        micro_batches: micro-batches of the open window.
+        num_supervised_tokens: supervised tokens of the open window, on all ranks.
+        base: comparison of the base with the one it was trained on, as text.
+        reason: why optimizer, schedule and counts start anew. "" if they continue.
+    """
 
     steps: int = 0
     windows: int = 0
-    """That are over, whether or not their step was taken."""
     micro_batches: int = 0
-    """In the window that is open."""
     num_supervised_tokens: int = 0
-    """In it, on all ranks."""
     base: str = field(default="", compare=False)
-    """How the base compares with the one it was trained on, in words."""
     reason: str = ""
-    """Why optimizer, schedule and counts begin anew; empty where they go on."""
 
     @property
     def is_resumed(self) -> bool:
-        """True if the state of a training was read."""
+        """True if a training state was restored."""
         return not self.reason

@@ -1,4 +1,4 @@
-"""Facts of a tenant's training that are no tensors, as JSON: written, read and checked."""
+"""State of a tenant's training except for tensors, as JSON that is validated when it is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from shardwise.bank.tenant import Tenant, maker_of
+from shardwise.bank.tenant import Tenant
 from shardwise.checkpoints import base_identity as bases
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.world import World
@@ -23,12 +23,23 @@ from shardwise.models.optimizer_parsing import class_name
 from shardwise.models.torch_api import original_class
 from shardwise.models.view import canonical, collect_tensors
 from shardwise.storage.names import shown
-from shardwise.tuning.sites import ExpertsSite
+from shardwise.tuning.sites import AdaptedSite, ExpertsSite
 
 _FORMAT = "shardwise tenant 1"
 
+_BASE_KEYS = {"name", "architecture", "shapes", "identity"}
 
-_MOST = 1 << 53
+_KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+
+_MAX_COUNT = 1 << 53
+_MAX_DEPTH = 32
+
+_KEY_TYPES = (str, int, float, bool)
+
+_FLOATS = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
+
+_OF, _IS = "of", "is"
+"""Keys of a value that JSON has no type for: the name of the type, and the value as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +49,20 @@ class TenantFacts:
     Attributes:
         base: "name", as PEFT has it, "architecture", a digest of the names and "shapes" of its
             parameters, and its "identity" as JSON ([Note: The identity of a base]).
-        config: by layer, (rank, scaling, dropout).
-        matrices: their shapes, in the order in which they lie in flat tensors.
-        optimizer: its class.
-        settings: of its one group.
-        schedule: its class.
-        schedule_state: the ``state_dict`` of the schedule.
-        max_grad_norm: as it was changed last.
-        gradient_accumulation_steps: how many micro-batches make a window.
-        reduction: the class of it.
+        config: (rank, scaling, dropout) by layer.
+        matrices: shapes, in the order of the matrices in flat tensors.
+        optimizer: class of the optimizer.
+        settings: settings of its parameter group.
+        schedule: class of the schedule.
+        schedule_state: ``state_dict`` of the schedule.
+        max_grad_norm: the current limit.
+        gradient_accumulation_steps: micro-batches of a window.
+        reduction: reduction of the loss.
         seed: seed of the dropout.
-        windows: that are over.
-        steps: that were taken.
-        micro_batches: of the window that is open.
-        num_supervised_tokens: in it, on all ranks.
+        windows: completed windows, whether or not their step was taken.
+        steps: optimizer steps.
+        micro_batches: micro-batches of the open window.
+        num_supervised_tokens: supervised tokens of the open window, on all ranks.
     """
 
     base: Mapping[str, str]
@@ -71,19 +82,9 @@ class TenantFacts:
     num_supervised_tokens: int
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a resumed tenant that are used unless others are passed.
-
-        Raises:
-            ConfigError: no optimizer of torch's has such settings.
-        """
-        make = maker_of(self.optimizer, self.settings)
-        return {
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "reduction": self.reduction,
-            "seed": self.seed,
-            "max_grad_norm": float(self.max_grad_norm),
-            **({} if make is None else {"optimizer": make}),
-        }
+        """Return the options of a resumed tenant that are used unless others are passed."""
+        names = ("gradient_accumulation_steps", "reduction", "seed", "max_grad_norm")
+        return {name: getattr(self, name) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy by name."""
@@ -105,13 +106,12 @@ def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
 
 def facts_of(tenant: Tenant, base: Mapping[str, str]) -> TenantFacts:
     """Return the current facts of a tenant. Its settings and schedule are not copied."""
-    group = tenant.optimizer.param_groups[0]
     return TenantFacts(
         base=base,
-        config={_named(site): (site.r, site.scaling, getattr(site, "dropout", 0.0)) for site in tenant.sites},
+        config={_site_name(site): (site.r, site.scaling, getattr(site, "dropout", 0.0)) for site in tenant.sites},
         matrices=dict(tenant.shapes),
         optimizer=class_name(tenant.optimizer),
-        settings={key: value for key, value in group.items() if key != "params"},
+        settings=tenant.settings,
         schedule=f"{type(tenant.schedule).__module__}.{type(tenant.schedule).__qualname__}",
         schedule_state=tenant.schedule.state_dict(),
         max_grad_norm=tenant.max_grad_norm,
@@ -125,12 +125,12 @@ def facts_of(tenant: Tenant, base: Mapping[str, str]) -> TenantFacts:
     )
 
 
-def _named(site: Any) -> str:
-    return f"{site.module}.{site.parameter}" if isinstance(site, ExpertsSite) else str(site.module)
+def _site_name(site: AdaptedSite) -> str:
+    return f"{site.module}.{site.parameter}" if isinstance(site, ExpertsSite) else site.module
 
 
 def to_text(facts: TenantFacts, whose: str) -> str:
-    """Return the facts as JSON text.
+    """Return the facts as JSON. ``whose`` names the tenant in errors.
 
     Raises:
         ConfigError: the optimizer or the schedule has a value that is not plain data.
@@ -143,7 +143,7 @@ def facts_in(text: str, what: str) -> TenantFacts:
     """Parse facts from untrusted text. ``what`` names it in errors.
 
     Raises:
-        FormatError: it is no such text.
+        FormatError: the text is not of this format.
     """
     content = parse_object(text.encode("utf-8", "surrogatepass"), what=what)
     if content.pop("format", None) != _FORMAT:
@@ -155,8 +155,8 @@ def sound_facts(values: Mapping[str, Any], what: str) -> TenantFacts:
     """Validate untrusted facts. ``what`` names them in errors.
 
     Raises:
-        FormatError: a value is not there, unknown, or none that it can be. Only the types of values that are
-            compared with the tenant's own are checked.
+        FormatError: a value is missing, unknown or invalid. Of values that are compared with the tenant's own
+            later, only the type is checked.
     """
     kinds = {field.name: _KINDS.get(str(field.type), (dict,)) for field in fields(TenantFacts)}
     if kinds.keys() != values.keys():
@@ -167,13 +167,13 @@ def sound_facts(values: Mapping[str, Any], what: str) -> TenantFacts:
     for name, value in values.items():
         is_sound = type(value) in kinds[name]
         if kinds[name] == (int,) and name != "seed":
-            is_sound = is_sound and 0 <= value < _MOST
+            is_sound = is_sound and 0 <= value < _MAX_COUNT
         elif kinds[name] == (dict,) and name != "schedule_state":
             is_sound = is_sound and all(isinstance(key, str) for key in value)
         if not is_sound:
             raise FormatError(f"{what}: {name} is {shown(repr(value))}. The file is corrupt. Save it again")
     base = values["base"]
-    if base.keys() != _OF_A_BASE or not all(isinstance(told, str) for told in base.values()):
+    if base.keys() != _BASE_KEYS or not all(isinstance(value, str) for value in base.values()):
         raise FormatError(f"{what}: base is {shown(repr(base))}. The file is corrupt. Save it again")
     if values["micro_batches"] > values["gradient_accumulation_steps"] or values["steps"] > values["windows"]:
         raise FormatError(f"{what}: its counts contradict each other. The file is corrupt. Save it again")
@@ -184,32 +184,14 @@ def _few(names: Collection[str]) -> str:
     return ", ".join(shown(name) for name in sorted(names)[:8]) or "nothing"
 
 
-_OF_A_BASE = {"name", "architecture", "shapes", "identity"}
-
-
-_KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
-
-
-_MOST_LEVELS = 32
-
-
-_KEYS = (str, int, float, bool)
-
-
-_FLOATS = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
-
-
-_OF, _IS = "of", "is"
-
-
 def to_json(value: Any, what: str, level: int = 0) -> Any:
-    """A value in lists, objects, texts and numbers. Floats keep their bits, as do tensors of one (a learning rate).
+    """Convert a value to lists, objects, strings and numbers. Floats and tensors of one float keep their bits.
 
     Raises:
-        ConfigError: it has a value that is not plain data.
+        ConfigError: a value is not plain data.
     """
-    if level > _MOST_LEVELS:
-        raise ConfigError(f"{what} is nested more than {_MOST_LEVELS} levels deep, and cannot be saved")
+    if level > _MAX_DEPTH:
+        raise ConfigError(f"{what} is nested more than {_MAX_DEPTH} levels deep, and cannot be saved")
     if isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype in _FLOATS.values():
         return {_OF: str(value.dtype), _IS: to_json(value.item(), what)}
     kind = type(value)
@@ -220,14 +202,14 @@ def to_json(value: Any, what: str, level: int = 0) -> Any:
     if kind in (list, tuple):
         items = [to_json(item, f"{what}[{number}]", level + 1) for number, item in enumerate(value)]
         return items if kind is list else {_OF: "tuple", _IS: items}
-    if kind in (dict, OrderedDict, Counter) and all(type(key) in _KEYS for key in value):
+    if kind in (dict, OrderedDict, Counter) and all(type(key) in _KEY_TYPES for key in value):
         pairs = [(to_json(key, what), to_json(item, f"{what}[{key!r}]", level + 1)) for key, item in value.items()]
         if kind is dict and all(type(key) is str for key in value) and value.keys() != {_OF, _IS}:
             return dict(pairs)
         return {_OF: "Counter" if kind is Counter else "dict", _IS: [list(pair) for pair in pairs]}
     raise ConfigError(
         f"{what} is a {kind.__module__}.{kind.__qualname__}, and a saved training holds plain data only (dicts, "
-        "lists, tuples, texts, numbers): have its state_dict give that, or save with training_state=False"
+        "lists, tuples, texts, numbers): have its state_dict return that, or save with training_state=False"
     )
 
 
@@ -235,11 +217,11 @@ def from_json(value: Any, what: str, level: int = 0) -> Any:
     """Return the value that :func:`to_json` was given.
 
     Raises:
-        FormatError: :func:`to_json` cannot have written it. ``what`` names it.
+        FormatError: the value is not a result of :func:`to_json`. ``what`` names it.
     """
-    if level > _MOST_LEVELS:
+    if level > _MAX_DEPTH:
         raise FormatError(
-            f"{what} is nested more than {_MOST_LEVELS} levels deep. The file is corrupt. Save it again"
+            f"{what} is nested more than {_MAX_DEPTH} levels deep. The file is corrupt. Save it again"
         )
     if isinstance(value, list):
         return [from_json(item, what, level + 1) for item in value]
@@ -262,4 +244,4 @@ def from_json(value: Any, what: str, level: int = 0) -> Any:
 
 
 def _is_pair(item: object) -> bool:
-    return isinstance(item, list) and len(item) == 2 and type(item[0]) in _KEYS
+    return isinstance(item, list) and len(item) == 2 and type(item[0]) in _KEY_TYPES

@@ -1,4 +1,4 @@
-"""``shardwise COMMAND``: commands are imported when they are called, so that each starts quickly."""
+"""``shardwise COMMAND``. The module of a command is imported when the command is called."""
 
 import importlib
 import sys
@@ -25,7 +25,7 @@ _MODULES = {
     "report": "bench",
     "plan": "train",
 }
-"""Of commands that have no module of their name."""
+"""Modules of commands that have another name."""
 
 
 class _LazyGroup(click.Group):

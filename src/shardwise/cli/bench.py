@@ -1,4 +1,4 @@
-"""``shardwise bench startup``: several ways to bring up a model, compared."""
+"""``shardwise bench startup`` and ``shardwise report``."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def bench_command() -> None:
 def startup_command(*, as_json: bool, **options: Any) -> None:
     """Bring MODEL up for training on N ranks of this machine, in each of several ways, and compare.
 
-    MODEL is a folder, or the name of a repository of the Hugging Face hub. Each arm has fresh processes, which are
-    observed while they load, wrap and create an optimizer. An arm that takes more memory than there is, or lacks a
-    package, is left out. Exits with 1 if our own arm needs more than its shards, its budget and 32 MiB for each
-    rank, and with 2 if nothing could be measured.
+    MODEL is a folder, or the name of a repository of the Hugging Face hub. Each arm has new processes, which are
+    observed while they load, wrap and create an optimizer. An arm that needs more memory than available, or a
+    package that is not installed, is skipped. Exits with 1 if shardwise's arm needs more than its shards, its
+    budget and 32 MiB for each rank, and with 2 if nothing could be measured.
     """
     from shardwise.startup import StartupOptions, compare_startup
 
@@ -82,7 +82,7 @@ def _start(ranks: int, *arguments: str, timeout_s: float) -> list[ArmOnRank]:
 
 
 def _require_config(model: str) -> None:
-    """Reject a checkpoint that transformers has no model for. Raises ShardwiseError."""
+    """Raise ShardwiseError unless a checkpoint names a model of transformers."""
     from shardwise.cli.checkpoints import read_config_facts
     from shardwise.storage.remote import resolve
 
@@ -102,7 +102,7 @@ def report_command(runs: Sequence[Path], *, output: Path | None) -> None:
     """Draw RUN, the folder of a training or of shardwise.observe, and others compared with it.
 
     Memory of each rank, phases, and curves of the training, as one page that needs no network, and as PNGs. A run
-    may be under way, ended, or killed.
+    may still be running, or have been killed.
     """
     from shardwise.pictures import draw_report
 

@@ -24,10 +24,10 @@ from shardwise.storage.remote import resolve
 @click.argument("model")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's signature
-    """Open MODEL, a directory, again: structure, coverage, and the checksums recorded when it was saved.
+    """Check the structure and coverage of MODEL, and the checksums recorded when it was saved.
 
-    MODEL may be a model, an adapter, or checkpoints of a training, of which the newest is read (or one of them).
-    Exits with 1 when something differs, with 2 when the model cannot be opened.
+    MODEL is the folder of a model, an adapter, a checkpoint of a training, or several of these, of which the newest
+    is read. Exits with 1 when something differs, with 2 when MODEL cannot be opened.
     """
     from shardwise.checkpoints.folder import verify
 
@@ -48,7 +48,7 @@ def generate_command(model: str, prompt: str, max_new_tokens: int) -> None:
     MODEL is a model, or a folder with an adapter, whose config names the base. The whole model is loaded into this
     process. PROMPT is a user's message if there is a chat template, otherwise a text to continue.
     """
-    if is_local(model):  # a wrong path is an error before the imports
+    if is_local(model):  # before the imports
         local_place(model, HubOptions())
     from shardwise.engines.generating import generate
 
@@ -154,7 +154,7 @@ def _show(index: CheckpointIndex, config: dict[str, object], *, as_json: bool, w
 
 
 def _adapter_in(folder: Path) -> str | None:
-    """The file of an adapter that has its folder for itself, as ``last/`` of a LoRA does."""
+    """Return the file of an adapter if the folder has no model."""
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return None
     return next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
@@ -166,7 +166,8 @@ def _adapter_in(folder: Path) -> str | None:
 def read_config_facts(folder: Path) -> dict[str, object]:
     """Read facts from the top level of ``config.json`` and ``adapter_config.json``. Empty without them.
 
-    Raises :class:`FormatError` for a file that is not a JSON object.
+    Raises:
+        FormatError: a file is not a JSON object.
     """
     found = {"config.json": _CONFIG_FACTS, ADAPTER_CONFIG: _ADAPTER_FACTS}
     return {
@@ -182,7 +183,7 @@ def _read_config(file: Path) -> dict[str, object]:
     try:
         if file.stat().st_size > _MAX_CONFIG_BYTES:
             raise ValueError(f"it has more than {_MAX_CONFIG_BYTES} bytes")
-        # Not our strict parser: transformers writes Infinity into the configurations of state space models.
+        # json accepts Infinity, which transformers writes into the configurations of state space models.
         config = json.loads(file.read_text("utf-8"))
         if not isinstance(config, dict):
             raise ValueError(f"it is a JSON {type(config).__name__}, not an object")
@@ -194,7 +195,7 @@ def _read_config(file: Path) -> dict[str, object]:
 
 
 def bytes_per_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:
-    """The bytes of all tensors of each dtype, most first."""
+    """Return the bytes of all tensors of each dtype, in descending order."""
     totals: Counter[str] = Counter()
     for tensor in tensors:
         totals[tensor.dtype.label] += tensor.nbytes
@@ -245,7 +246,7 @@ def _parameters(tensors: Iterable[StoredTensor]) -> int:
 
 
 def _natural(key: str) -> list[tuple[str, int]]:
-    """A sort key that puts layer 2 before layer 10."""
+    """Return a sort key by which layer 2 comes before layer 10."""
     parts = _DIGITS.split(shown(key))
     return [(word, int(number)) for word, number in zip(parts[::2], [*parts[1::2], "0"], strict=True)]
 
@@ -279,7 +280,7 @@ def _print_summary(index: CheckpointIndex, config: dict[str, object]) -> None:
 
 
 def _print_groups(tensors: Iterable[StoredTensor]) -> None:
-    """Print tensors, those that are alike but for numbers in their keys, such as those of equal layers, as one."""
+    """Print a line for tensors that differ only in numbers in their keys, such as those of equal layers."""
     alike: dict[tuple[tuple[int, ...], str], list[StoredTensor]] = defaultdict(list)
     for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.key)):
         alike[tensor.shape, tensor.dtype.label].append(tensor)

@@ -1,13 +1,8 @@
-"""Finds the ranks of a command: those of a launcher, by the environment, or those of an option.
-
-Commands whose work is done by ranks give it to :func:`run_ranks`. The variables that torchrun sets are read here
-and nowhere else.
-"""
+"""The ranks of a command: those of a launcher, by the environment variables of torchrun, or new ones."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapping[str, int] | None:
-    """Return rank and world size as set by a launcher such as torchrun, or None if this process was started alone.
+    """Return the numbers set by a launcher such as torchrun, or None if there is no launcher.
 
     Raises:
-        ConfigError: the environment contradicts ``--nproc-per-node``, or is incomplete or makes no sense.
+        ConfigError: the environment contradicts ``--nproc-per-node``, or is incomplete or invalid.
     """
     if "RANK" not in environment:
         return None
@@ -33,8 +28,8 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapp
     bad += [] if environment.get("MASTER_ADDR") else ["MASTER_ADDR="]
     numbers = {} if bad else {name: int(text) for name, text in found.items()}
     if bad or numbers["RANK"] >= numbers["WORLD_SIZE"] or numbers["MASTER_PORT"] >= 1 << 16:
-        told = ", ".join(bad or [f"{name}={text}" for name, text in found.items()])
-        raise ConfigError(f"RANK is in the environment, with {told}. Set what torchrun sets, or unset RANK")
+        values = ", ".join(bad or [f"{name}={text}" for name, text in found.items()])
+        raise ConfigError(f"RANK is in the environment, with {values}. Set what torchrun sets, or unset RANK")
     if nproc_per_node > 1:
         raise ConfigError(
             f"--nproc-per-node={nproc_per_node}, but the ranks have been started already (RANK is set in the "
@@ -43,17 +38,11 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapp
     return numbers
 
 
-def run_ranks(
-    nproc_per_node: int,
-    function: RankFunction,
-    *args: Any,
-    asks_first: bool = False,
-) -> list[Any]:
-    """Call ``function(*args)`` on every rank.
+def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any) -> list[Any]:
+    """Call ``function(*args)`` on every rank of the launcher, or on new ranks, which get the first signal.
 
-    Returns the values of all ranks, in order, on the process that prints the result, and an empty list in the other
-    processes of a launcher. For ``asks_first`` see
-    :func:`~shardwise.execution.processes.run_spawned`.
+    Return the values by rank in the process that prints the result, and an empty list in the other processes of a
+    launcher.
 
     Raises:
         ConfigError: as :func:`read_launch`.
@@ -67,23 +56,18 @@ def run_ranks(
         return [function(*args)]
     from shardwise.execution.processes import run_spawned
 
-    return run_spawned(nproc_per_node, function, *args, asks_first=asks_first)
+    return run_spawned(nproc_per_node, function, *args, asks_first=True)
 
 
-def run_fresh(
-    size: int,
-    function: RankFunction,
-    *args: Any,
-    timeout_s: float = math.inf,
-) -> list[Any]:
-    """Call ``function(*args)`` on ``size`` new processes (also if it is one). Return the values by rank.
+def run_fresh(size: int, function: RankFunction, *args: Any, timeout_s: float) -> list[Any]:
+    """Call ``function(*args)`` in ``size`` new processes. Return the values by rank.
 
     Raises:
         ConfigError: this process is itself one that a launcher started.
         ShardwiseError: as raised by the function or by a rank that exited, or RanksLateError after ``timeout_s``.
     """
     if read_launch(os.environ) is not None:
-        raise ConfigError("this command starts its ranks itself (RANK is set): call it without torchrun")
+        raise ConfigError("this command starts its own ranks, and RANK is set. Start it without torchrun")
     from shardwise.execution.processes import run_spawned
 
     return run_spawned(size, function, *args, timeout_s=timeout_s)

@@ -24,30 +24,13 @@ if TYPE_CHECKING:
 
 
 STOPPED = 75
-"""The exit code of a training that a signal ended with its state saved: EX_TEMPFAIL, call again to resume."""
+"""Exit code (EX_TEMPFAIL) if a signal ended the training with its state saved: call again to resume."""
 
 SOME_FAILED = 3
-"""The exit code if some of many LoRAs failed, and the others were trained."""
-
-_EPILOG = """\
-\b
-A small config.yaml, with TRL's keys:
-  model_name_or_path: Qwen/Qwen3-0.6B   # a folder, a name on the hub, or a URL
-  dataset_name: chats.jsonl             # a file, or a data set on the hub
-  output_dir: out
-  assistant_only_loss: true
-  learning_rate: 1e-5
-  save_steps: 200
-\b
-METHOD is sft (the default), dpo, kto, grpo or reward. Every key: docs/train.md.
-Whole files for several models are in recipes/. Many LoRAs: tenants: and sweep:
-(docs/many_loras.md).
-Exit codes: 0 trained; 2 an error; 3 some of many LoRAs failed; 75 stopped by SIGTERM, SIGUSR1 or Ctrl-C with
-its state saved, so that the same command resumes.
-"""
+"""Exit code if some of many LoRAs failed, and the others were trained."""
 
 
-@click.command("train", epilog=_EPILOG, context_settings={"ignore_unknown_options": True})
+@click.command("train", context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, metavar="[METHOD] [CONFIG.yaml] [--KEY VALUE]...", type=click.UNPROCESSED)
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks to start on this machine.  [default: 1]")
 @click.option("--accelerate-config", metavar="FILE", help="Shard according to a config file of accelerate.")
@@ -65,8 +48,22 @@ def train_command(
 ) -> None:
     """Fine-tune a causal language model with TRL, from a YAML file of TRL's keys and --KEY VALUE overrides.
 
-    Under torchrun, its ranks are used. With --nproc-per-node, ranks are started here.
-    """
+    METHOD is sft (the default), dpo, kto, grpo or reward. Every key: docs/train.md. Files for several models are in
+    recipes/. Many LoRAs: tenants: and sweep: (docs/many_loras.md). Under torchrun, its ranks are used. With
+    --nproc-per-node, ranks are started here.
+
+    \b
+    A small config.yaml:
+      model_name_or_path: Qwen/Qwen3-0.6B   # a folder, a name on the hub, or a URL
+      dataset_name: chats.jsonl             # a file, or a data set on the hub
+      output_dir: out
+      assistant_only_loss: true
+      learning_rate: 1e-5
+      save_steps: 200
+
+    Exit codes: 0 trained; 2 an error; 3 some of many LoRAs failed; 75 stopped by SIGTERM, SIGUSR1 or Ctrl-C with
+    its state saved, so that the same command resumes.
+    """  # noqa: D301 - click's mark of a paragraph that is not wrapped
     try:
         config = _read([*arguments, *(("--accelerate_config", accelerate_config) if accelerate_config else ())])
         if check:
@@ -75,9 +72,9 @@ def train_command(
         os.environ.update({name: str(value) for name, value in (config.own["env"] or {}).items()})
         config = without_token(config)
         ranks = nproc_per_node or _ranks_of(config)
-        outcomes = run_ranks(ranks, train_on_rank, config, observe, asks_first=True)
+        outcomes = run_ranks(ranks, train_on_rank, config, observe)
     except KeyboardInterrupt:
-        click.echo("interrupted; all ranks have been ended, what was saved before is whole", err=True)
+        click.echo("interrupted: all ranks have ended. Earlier checkpoints are complete.", err=True)
         sys.exit(130)
     if outcomes:
         _print(outcomes[0], as_json=as_json)
@@ -85,28 +82,26 @@ def train_command(
 
 
 def _read(arguments: Sequence[str]) -> RunConfig:
-    """Read a configuration. Report a missing local model before torch is imported.
+    """Read a configuration without importing torch.
 
     Raises:
-        ShardwiseError: the configuration is invalid.
+        ShardwiseError: the configuration is invalid, or its local model does not exist.
     """
     try:
         from shardwise.training.run_config import has_tenants, read_run_config, read_tenants
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'.") from error
-    from shardwise.storage.names import HubOptions, is_local, local_place
-
     config = read_run_config(arguments)
     if has_tenants(config):
         read_tenants(config)
     model = str(config.values.get("model_name_or_path", ""))
-    if model and is_local(model) and "RANK" not in os.environ:  # ranks of a launcher find out together
+    if model and is_local(model) and "RANK" not in os.environ:  # ranks of a launcher check it together
         local_place(model, HubOptions())
     return config
 
 
 def _ranks_of(config: RunConfig) -> int:
-    """Return the number of ranks to start, as ``trl sft`` finds it. Under a launcher it is 1: the ranks are there.
+    """Return the number of ranks to start, as for ``trl sft``. It is 1 under a launcher, which has started them.
 
     Raises:
         ConfigError: ``accelerate_config`` is for several machines.
@@ -123,7 +118,7 @@ def _ranks_of(config: RunConfig) -> int:
 
 
 def without_token(config: RunConfig) -> RunConfig:
-    """A configuration whose ``hub_token`` is in the environment instead: the Trainer saves its arguments."""
+    """Move ``hub_token`` from a configuration to the environment, as the Trainer saves its arguments."""
     values = dict(config.values)
     if token := values.pop("hub_token", None):
         os.environ["HF_TOKEN"] = str(token)
@@ -131,7 +126,7 @@ def without_token(config: RunConfig) -> RunConfig:
 
 
 def train_on_rank(config: RunConfig, observe: bool = False) -> TrlOutcome:  # noqa: FBT001, FBT002 - runs on a rank
-    """Train on one rank, with the environment that accelerate reads. Collective: yes."""
+    """Train on one rank, with the environment variables of accelerate. Collective: yes."""
     from shardwise.engines.observe import observe as observed
     from shardwise.execution.processes import this_place
     from shardwise.training.run_config import has_tenants
@@ -225,10 +220,13 @@ def plan_command(
     limit = None if memory is None else in_bytes_of(memory)
     if sys.stderr.isatty():
         click.echo("planning; importing torch and transformers takes some seconds ...", err=True)
+    placed: PlanOptions = {"nodes": nodes, "device": device}
+    if limit is not None:
+        placed["memory_bytes"] = limit
     if model.endswith((".yaml", ".yml")):
-        made = _of_config(model, overrides, ranks, nodes, device, given)
+        made = _of_config(model, overrides, ranks, placed, given)
     else:
-        made = _of_model(model, overrides, ranks, {**given, "nodes": nodes, "device": device})
+        made = _of_model(model, overrides, ranks, {**given, **placed})
     if limit is not None and not as_json:
         click.echo(made.verdict(limit))
     click.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
@@ -237,9 +235,9 @@ def plan_command(
 
 
 def _of_config(
-    file: str, overrides: tuple[str, ...], ranks: int | None, nodes: int, device: str, given: dict[str, Any]
+    file: str, overrides: tuple[str, ...], ranks: int | None, placed: PlanOptions, given: dict[str, Any]
 ) -> Estimate:
-    """Plan the training that a file describes."""
+    """Plan the training of a configuration."""
     if unused := [name for name, value in given.items() if value]:
         raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE.")
     try:
@@ -249,40 +247,31 @@ def _of_config(
         from shardwise.training.setup import plan_run
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'.") from error
-    return plan_run(config, ranks=ranks, nodes=nodes, device=device)
+    return plan_run(config, ranks, placed)
 
 
 def _of_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: dict[str, Any]) -> Estimate:
-    """Plan a load, and a training or a bank if options describe one."""
+    """Plan a load, and a training if there is a tuning."""
     if overrides:
         raise ConfigError(f"{overrides[0]}: is not an option for a model. See shardwise plan --help.")
     if ranks is None:
         raise ConfigError("--ranks: is missing. Give the number of processes.")
-    if is_local(model):  # told before seconds of imports
+    found = {name: value for name, value in given.items() if value is not None}
+    if "tuning" not in found and {"per_device_train_batch_size", "max_length"} & found.keys():
+        raise ConfigError("--batch and --seq need --tuning. Give that, too.")
+    if "mesh" in found:
+        found["mesh"] = parse_mesh(found["mesh"])
+    if is_local(model):
         local_place(model, HubOptions())
-    from shardwise.engines.estimating import plan
-
-    return plan(model, ranks=ranks, **_options(given))
-
-
-def _options(given: dict[str, Any]) -> PlanOptions:
-    from shardwise.engines.estimating import tuning_named
+    from shardwise.engines.estimating import plan, tuning_named
     from shardwise.engines.sharding import sharding_named
 
-    found = {name: value for name, value in given.items() if value is not None}
     wrap, param_dtype = found.pop("wrap", "auto"), found.pop("param_dtype", None)
     found["sharding"] = sharding_named(wrap, param_dtype=param_dtype, offload=found.pop("offload"))
     found["hub"] = HubOptions(revision=found.pop("revision", None))
-    found.setdefault("dtype", "auto")
-    if "mesh" in found:
-        found["mesh"] = parse_mesh(found["mesh"])
-    tuning = found.pop("tuning", None)
-    if tuning is None and {"per_device_train_batch_size", "max_length"} & found.keys():
-        raise ConfigError("--batch and --seq need --tuning. Give that, too.")
-    if tuning is not None:
-        found["tuning"] = tuning_named(tuning)
-    options: Any = found
-    return options  # type: ignore[no-any-return]
+    if "tuning" in found:
+        found["tuning"] = tuning_named(found["tuning"])
+    return plan(model, ranks=ranks, **{"dtype": "auto", **found})
 
 
 def parse_mesh(text: str) -> dict[str, int]:

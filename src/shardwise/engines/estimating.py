@@ -1,7 +1,7 @@
 """Forecasts the memory of a load and of a training from configs and headers, and records the memory in use."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from shardwise.models.wrap import Sharding, prepare_blocks
 from shardwise.planning import estimates
 from shardwise.planning.load_memory import Homes, largest_computation
 from shardwise.planning.load_plan import LoadPlan, plan_load
-from shardwise.report.estimate import Estimate
+from shardwise.report.estimate import Estimate, GroupEstimate, TrainingEstimate
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.names import is_url
 from shardwise.tensors import DType
@@ -61,6 +61,7 @@ class PlanOptions(outlines.FilledOptions, total=False):
         gradient_accumulation_steps: micro-batches of a step.
         gradient_checkpointing: whether the blocks are recomputed, as the Trainer has it.
         mixed_precision: autocast of the Trainer, "no" (default), "bf16" or "fp16".
+        memory_bytes: memory of each rank, for which ``training.largest_batch`` is computed.
     """
 
     mesh: Mapping[str, int]
@@ -75,6 +76,7 @@ class PlanOptions(outlines.FilledOptions, total=False):
     gradient_accumulation_steps: int
     gradient_checkpointing: bool
     mixed_precision: Literal["no", "bf16", "fp16"]
+    memory_bytes: int
 
 
 def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[PlanOptions]) -> Estimate:
@@ -132,8 +134,7 @@ def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
     trained = [tensor for tensor in world.first.tensors if estimates.is_trained(tensor)]
     training = None
     if "tuning" in options:
-        step = _step(tuned, world, options, sharding)
-        training = estimates.estimate_training(world, groups, step, homes, param_dtype=param_dtype is not None)
+        training = _training(tuned, world, groups, homes, options)
     notes = [*tuned.notes, *(f"{name} = {other}: {_STORED_TWICE}" for name, other in twice)]
     if (needed := largest_computation(plan)) > budget_bytes:
         notes.append(f"a conversion needs budget_bytes={needed:,}; a load with {budget_bytes:,} refuses it")
@@ -187,38 +188,44 @@ def mesh_of(ranks: int, options: PlanOptions) -> MeshShape:
 # Training
 
 
-def _step(tuned: Tuned, world: WorldLayout, options: PlanOptions, sharding: Sharding) -> estimates.Step:
-    """Return a training step, with activations if the batch size is given."""
+def _training(
+    tuned: Tuned, world: WorldLayout, groups: Sequence[GroupEstimate], homes: Homes, options: PlanOptions
+) -> TrainingEstimate:
+    """Forecast a training step: with activations if the batch is given, with the largest batch if the memory is."""
+    sharding = options.get("sharding", Sharding())
     rows, tokens = options.get("per_device_train_batch_size", 0), options.get("max_length", 0)
-    optim = options.get("optim", "adamw_torch_fused")
     accumulates = options.get("gradient_accumulation_steps", 1) > 1
-    if not (rows and tokens):
-        return estimates.Step(optim, accumulates=accumulates)
-    precision = options.get("mixed_precision", "no")
-    autocast = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    param_dtype = sharding.mp_policy.param_dtype if world.mesh.ranks > 1 else None
-    base: Any = tuned.base
-    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
-    logits = 0
-    if head is not None:
-        vocab_size, hidden = head.weight.shape[-2:]
-        itemsize = (autocast or param_dtype or head.weight.dtype).itemsize
-        on_cpu, trained = options.get("device", "cuda") == "cpu", head.weight.requires_grad
-        logits = estimates.trl_logits_bytes(
-            rows * tokens, vocab_size, hidden, itemsize, on_cpu=on_cpu, trained=trained
-        )
-    recomputed = True if options.get("gradient_checkpointing") else sharding.activation_checkpointing
-    prepare_blocks(base, replace(sharding, activation_checkpointing=recomputed))
-    activations = _traced(tuned, world, (rows, tokens), param_dtype, autocast)
-    return estimates.Step(optim, rows, tokens, accumulates, logits, activations)
+    step = estimates.Step(options.get("optim", "adamw_torch_fused"), accumulates=accumulates)
+    memory_bytes = options.get("memory_bytes") if rows and tokens else None
+    if rows and tokens:
+        recomputed = True if options.get("gradient_checkpointing") else sharding.activation_checkpointing
+        prepare_blocks(tuned.base, replace(sharding, activation_checkpointing=recomputed))
+        param_dtype = sharding.mp_policy.param_dtype if world.mesh.ranks > 1 else None
+        head = _head(tuned.base, param_dtype, options)
+        sizes = [rows] if memory_bytes is None else [rows, 2 * rows]
+        traced = [_traced(tuned, world, (size, tokens), param_dtype, options) for size in sizes]
+        step = replace(step, batch_size=rows, max_length=tokens, head=head, activations=traced[0], twice=traced[-1])
+    is_cast = sharding.mp_policy.param_dtype is not None
+    return estimates.estimate_training(world, groups, step, homes, param_dtype=is_cast, memory_bytes=memory_bytes)
+
+
+def _autocast(options: PlanOptions) -> torch.dtype | None:
+    dtypes = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes[options.get("mixed_precision", "no")]
+
+
+def _head(base: Any, param_dtype: torch.dtype | None, options: PlanOptions) -> estimates.Head | None:
+    module = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    if module is None:
+        return None
+    vocab_size, hidden = module.weight.shape[-2:]
+    itemsize = (_autocast(options) or param_dtype or module.weight.dtype).itemsize
+    on_cpu = options.get("device", "cuda") == "cpu"
+    return estimates.Head(vocab_size, hidden, itemsize, on_cpu=on_cpu, trained=module.weight.requires_grad)
 
 
 def _traced(
-    tuned: Tuned,
-    world: WorldLayout,
-    size: tuple[int, int],
-    param_dtype: torch.dtype | None,
-    autocast: torch.dtype | None,
+    tuned: Tuned, world: WorldLayout, size: tuple[int, int], param_dtype: torch.dtype | None, options: PlanOptions
 ) -> Activations:
     try:
         blocks = repeated_blocks(tuned.base)
@@ -227,7 +234,13 @@ def _traced(
     in_root = {*world.groups[-1].parameters, *world.whole}
     try:
         return trace_activations(
-            tuned.model, tuned.base, blocks, size, param_dtype=param_dtype, autocast=autocast, in_root=in_root
+            tuned.model,
+            tuned.base,
+            blocks,
+            size,
+            param_dtype=param_dtype,
+            autocast=_autocast(options),
+            in_root=in_root,
         )
     except Exception as error:  # of a model's own code
         first = str(error).strip().partition("\n")[0]

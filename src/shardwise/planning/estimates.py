@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Final
 
 from shardwise.conversion.expression import Expression, stored_leaves
@@ -117,6 +117,25 @@ def optimizer_bytes(world: WorldLayout, optim: str, position: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Head:
+    """A language model head, whose logits TRL computes in tiles.
+
+    Attributes:
+        vocab_size: size of the vocabulary.
+        hidden: size of the hidden states.
+        itemsize: bytes of an element of the compute dtype.
+        on_cpu: whether torch reduces the tiles, with copies in float32, instead of a Triton kernel.
+        trained: whether the head has a gradient, which is accumulated in float32.
+    """
+
+    vocab_size: int
+    hidden: int
+    itemsize: int
+    on_cpu: bool
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """The settings of a training step.
 
@@ -125,24 +144,47 @@ class Step:
         batch_size: rows of a forward pass.
         max_length: tokens per row.
         accumulates: whether there is gradient accumulation. Sharded gradients then persist between micro-batches.
-        logits_bytes: memory of the loss and its logits.
+        head: the language model head. None for a model without one.
         activations: memory of activations as traced.
+        twice: the same for twice as many rows.
     """
 
     optim: str
     batch_size: int = 0
     max_length: int = 0
     accumulates: bool = False
-    logits_bytes: int = 0
+    head: Head | None = None
     activations: Activations = field(default_factory=Activations)
+    twice: Activations = field(default_factory=Activations)
+
+    @property
+    def logits_bytes(self) -> int:
+        """Memory of the loss and its logits."""
+        return 0 if self.head is None else trl_logits_bytes(self.batch_size * self.max_length, self.head)
+
+    def with_rows(self, rows: int) -> Step:
+        """Return the step with another number of rows. Activations grow linearly with it."""
+        share = rows / self.batch_size - 1
+        sizes = zip(astuple(self.activations), astuple(self.twice), strict=True)
+        activations = Activations(*(round(once + (twice - once) * share) for once, twice in sizes))
+        return replace(self, batch_size=rows, activations=activations)
 
 
 _ON_HOST: Final = ("weights", "optimizer", "gradients", "optimizer step")
 """Terms that CPU offload moves to the host."""
 
 
+_MOST_ROWS: Final = 1 << 20
+
+
 def estimate_training(
-    world: WorldLayout, groups: Sequence[GroupEstimate], step: Step, homes: Homes, *, param_dtype: bool
+    world: WorldLayout,
+    groups: Sequence[GroupEstimate],
+    step: Step,
+    homes: Homes,
+    *,
+    param_dtype: bool,
+    memory_bytes: int | None = None,
 ) -> TrainingEstimate:
     """Forecast the memory of a training step on rank 0, which has the largest shards.
 
@@ -152,31 +194,33 @@ def estimate_training(
         step: settings of the training step.
         homes: placement of tensors.
         param_dtype: whether shards are cast before they are gathered.
+        memory_bytes: memory of a rank, for which the largest batch is computed. None to compute none.
     """
     padded = {t.fqn: world.spreads[t.fqn].padded_numel * t.dtype.bits // 8 for t in world.first.tensors}
-    weights = sum(padded.values())
     trained = [tensor for tensor in world.first.tensors if is_trained(tensor)]
-    gradients = sum(padded[tensor.fqn] for tensor in trained)
     states = [optimizer_bytes(world, step.optim, position) for position in range(world.mesh.shard_size)]
     root_names = set(world.groups[-1].parameters) | set(world.whole)
-    in_blocks = sum(padded[tensor.fqn] for tensor in trained if tensor.fqn not in root_names)
-    base = {"weights": weights, "optimizer": states[0]}
     local = [padded[tensor.fqn] for tensor in trained]
     sizes = _GroupSizes.of(world, groups, homes)
-    cast = sizes.root // world.mesh.shard_size if param_dtype or homes.offloads_shards else 0
-    moments = _moments(sizes, step, gradients, in_blocks, cast)
-    moments.append(
-        ("optimizer step", {"gradients": gradients, "optimizer step": _step_bytes(step.optim, local, homes)})
+    fixed = _FixedSizes(
+        groups=sizes,
+        homes=homes,
+        weights=sum(padded.values()),
+        optimizer=states[0],
+        gradients=sum(local),
+        in_blocks=sum(padded[tensor.fqn] for tensor in trained if tensor.fqn not in root_names),
+        cast=sizes.root // world.mesh.shard_size if param_dtype or homes.offloads_shards else 0,
+        update=_step_bytes(step.optim, local, homes),
     )
-    ranks = range(world.mesh.ranks)
     return TrainingEstimate(
         step.optim,
         step.batch_size,
         step.max_length,
-        weights,
-        gradients,
-        tuple(states[world.mesh.position(rank)] for rank in ranks),
-        tuple(_placed(phase, {**base, **terms}, homes) for phase, terms in moments),
+        fixed.weights,
+        fixed.gradients,
+        tuple(states[world.mesh.position(rank)] for rank in range(world.mesh.ranks)),
+        fixed.phases(step),
+        None if memory_bytes is None else fixed.largest_batch(step, memory_bytes),
     )
 
 
@@ -213,32 +257,71 @@ class _GroupSizes:
         )
 
 
-def _moments(
-    sizes: _GroupSizes, step: Step, gradients: int, in_blocks: int, cast: int
-) -> list[tuple[str, dict[str, int]]]:
-    """Return the candidates for the peak of a step, by phase and term."""
-    found, earlier = step.activations, gradients if step.accumulates else 0
-    gathered, ended = sizes.root + sizes.block, max(in_blocks, earlier)
-    loss = {"activations": found.kept + found.loss, "logits": step.logits_bytes, "gradients": earlier}
-    backward = {"activations": found.kept + found.backward, "gradients": earlier}
-    return [
-        ("forward", {"gathered groups": sizes.root + max(sizes.root, cast, 2 * sizes.block), "gradients": earlier}),
-        ("loss", {"gathered groups": gathered, **loss}),
-        (
-            "backward",
-            {"gathered groups": gathered + sizes.block, **backward, "whole gradients": sizes.whole + sizes.summed},
-        ),
-        (
-            "end of backward",
-            {
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FixedSizes:
+    """Bytes on rank 0 that do not depend on the number of rows.
+
+    Attributes:
+        groups: gathered groups.
+        homes: placement of tensors.
+        weights: parameters and buffers, padding included.
+        optimizer: optimizer states.
+        gradients: sharded gradients.
+        in_blocks: those of blocks.
+        cast: shards of the root in the dtype that is gathered.
+        update: temporary tensors of the optimizer's step.
+    """
+
+    groups: _GroupSizes
+    homes: Homes
+    weights: int
+    optimizer: int
+    gradients: int
+    in_blocks: int
+    cast: int
+    update: int
+
+    def largest_batch(self, step: Step, memory_bytes: int) -> int:
+        """Return the most rows that fit, by bisection. 0 if one does not."""
+        fitting, most = 0, _MOST_ROWS
+        while fitting < most:
+            rows = (fitting + most + 1) // 2
+            peak = max(phase.bytes_on(self.homes.device) for phase in self.phases(step.with_rows(rows)))
+            fitting, most = (rows, most) if peak <= memory_bytes else (fitting, rows - 1)
+        return fitting
+
+    def phases(self, step: Step) -> tuple[PhaseMemory, ...]:
+        """Return the candidates for the peak of a step."""
+        sizes, found, earlier = self.groups, step.activations, self.gradients if step.accumulates else 0
+        gathered, ended = sizes.root + sizes.block, max(self.in_blocks, earlier)
+        terms: dict[str, dict[str, int]] = {
+            "forward": {
+                "gathered groups": sizes.root + max(sizes.root, self.cast, 2 * sizes.block),
+                "gradients": earlier,
+            },
+            "loss": {
+                "gathered groups": gathered,
+                "activations": found.kept + found.loss,
+                "logits": step.logits_bytes,
+                "gradients": earlier,
+            },
+            "backward": {
+                "gathered groups": gathered + sizes.block,
+                "activations": found.kept + found.backward,
+                "gradients": earlier,
+                "whole gradients": sizes.whole + sizes.summed,
+            },
+            "end of backward": {
                 "gathered groups": gathered,
                 "activations": found.last,
                 "gradients": ended,
                 "whole gradients": sizes.summed,
             },
-        ),
-        ("reduction of the root", {"gradients": ended, "whole gradients": sizes.root_sum}),
-    ]
+            "reduction of the root": {"gradients": ended, "whole gradients": sizes.root_sum},
+            "optimizer step": {"gradients": self.gradients, "optimizer step": self.update},
+        }
+        base = {"weights": self.weights, "optimizer": self.optimizer}
+        return tuple(_placed(phase, {**base, **own}, self.homes) for phase, own in terms.items())
 
 
 def _step_bytes(optim: str, local: Sequence[int], homes: Homes) -> int:
@@ -261,19 +344,8 @@ _TOKEN_CHUNK, _VOCAB_CHUNK = 4096, 32768
 """Of TRL's fused language model head (``trl.kernels.chunked_logprob``)."""
 
 
-def trl_logits_bytes(
-    tokens: int, vocab_size: int, hidden: int, itemsize: int, *, on_cpu: bool, trained: bool
-) -> int:
-    """Return the memory of TRL's loss, which computes logits in tiles.
-
-    Args:
-        tokens: number of tokens in a micro-batch.
-        vocab_size: size of the vocabulary.
-        hidden: size of the hidden states.
-        itemsize: bytes of an element of the compute dtype.
-        on_cpu: whether torch reduces the tiles, with copies in float32, instead of a Triton kernel.
-        trained: whether the head has a gradient, which is accumulated in float32.
-    """
-    tile = min(tokens, _TOKEN_CHUNK) * min(vocab_size, _VOCAB_CHUNK)
-    head = vocab_size * hidden * 4 if trained and itemsize < 4 else 0
-    return tile * (itemsize + (5 * 4 if on_cpu else 0)) + tokens * hidden * 4 + head
+def trl_logits_bytes(tokens: int, head: Head) -> int:
+    """Return the memory of TRL's loss for so many tokens of a micro-batch. Logits are computed in tiles."""
+    tile = min(tokens, _TOKEN_CHUNK) * min(head.vocab_size, _VOCAB_CHUNK)
+    gradient = head.vocab_size * head.hidden * 4 if head.trained and head.itemsize < 4 else 0
+    return tile * (head.itemsize + (5 * 4 if head.on_cpu else 0)) + tokens * head.hidden * 4 + gradient

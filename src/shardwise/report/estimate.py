@@ -63,6 +63,7 @@ class TrainingEstimate:
         gradient_bytes: sharded gradients of the trained parameters.
         optimizer_bytes: optimizer states, by rank.
         phases: peaks of forward, loss, backward and optimizer step.
+        largest_batch: most rows of a forward pass that fit into the given memory. None if it is not given.
     """
 
     optim: str
@@ -72,6 +73,7 @@ class TrainingEstimate:
     gradient_bytes: int
     optimizer_bytes: tuple[int, ...]
     phases: tuple[PhaseMemory, ...]
+    largest_batch: int | None = None
 
     def worst(self, device: str) -> PhaseMemory:
         """The phase with the highest peak on ``device``."""
@@ -161,16 +163,20 @@ class Estimate(Report):
     @property
     def peak_bytes(self) -> int:
         """Peak memory of the fullest rank, on the device that holds the shards, in the load and the training."""
-        on_host = self.device == "cpu"
-        peaks = [rank.host_bytes if on_host else rank.device_bytes for rank in self.ranks]
-        if self.training is not None:
-            peaks.append(self.training.worst(self.device).bytes_on(self.device))
-        return max(peaks)
+        in_training = 0 if self.training is None else self.training.worst(self.device).bytes_on(self.device)
+        return max(self._load_bytes, in_training)
+
+    @property
+    def _load_bytes(self) -> int:
+        return max(rank.host_bytes if self.device == "cpu" else rank.device_bytes for rank in self.ranks)
 
     def verdict(self, memory_bytes: int) -> str:
-        """Say whether a rank with ``memory_bytes`` suffices."""
+        """Return whether a rank with ``memory_bytes`` suffices, as text."""
         word = "fits" if self.peak_bytes <= memory_bytes else "does not fit"
-        return f"{word}: {in_bytes(self.peak_bytes)} of {in_bytes(memory_bytes)} on a rank"
+        most = None if self.training is None else self.training.largest_batch
+        fits_any = bool(most) and self._load_bytes <= memory_bytes
+        batch = "" if most is None else f", largest batch {most}" if fits_any else ", no batch fits"
+        return f"{word}: {in_bytes(self.peak_bytes)} of {in_bytes(memory_bytes)} on a rank{batch}"
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as plain JSON values, with totals in ``summary``."""

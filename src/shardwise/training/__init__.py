@@ -1,4 +1,4 @@
-"""``shardwise train``: TRL's trainers with models of ours, from a configuration of TRL."""
+"""``shardwise train``: TRL's trainers with sharded models, from a configuration of TRL."""
 
 from shardwise.errors import require_versions
 

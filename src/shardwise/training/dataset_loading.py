@@ -4,6 +4,7 @@
 conversion to ``messages``, and assistant masks.
 """
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -69,8 +70,10 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
             return _interleaved(mixture, weights, seed)
         from trl.scripts.utils import get_dataset
 
-        mixed: Mapping[str, AnyDataset] = _checked("datasets", get_dataset, mixture)
-        return mixed
+        whole = copy.copy(mixture)
+        whole.test_split_size = None  # TRL's split has no seed, so that each rank would have another
+        mixed: Mapping[str, AnyDataset] = _checked("datasets", get_dataset, whole)
+        return mixed if mixture.test_split_size is None else _split(mixed["train"], mixture.test_split_size)
     if weights is not None:
         raise ConfigError("interleave: needs datasets, whose weights it lists. Write datasets: [{path: ...}, ...].")
     name = script.dataset_name

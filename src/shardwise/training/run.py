@@ -1,4 +1,4 @@
-"""One training of ``shardwise train`` on every rank: a model of ours in one of TRL's trainers."""
+"""A training of ``shardwise train`` on one rank: a sharded model in one of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Final
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from shardwise.errors import ConfigError
-from shardwise.execution.locked_folder import LockedFolder, locked_by_first_rank
+from shardwise.execution.locked_folder import locked_by_first_rank
 from shardwise.execution.processes import acknowledge_stop
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
@@ -29,27 +29,29 @@ from shardwise.training import setup as trl_setup
 from shardwise.training.run_config import RunConfig
 
 RUN_FOLDER: Final = ".shardwise-run"
-"""A folder in ``output_dir`` that is locked while a training runs, and says which one."""
+"""A folder in ``output_dir`` with the record of its training, locked while the training runs."""
 
 _RUN_FILE: Final = "run.json"
+
+_log = logging.getLogger(__name__)
 
 _IDENTITY: Final = (
     *("model_name_or_path", "model_revision", "dataset_name", "dataset_config", "datasets"),
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit", "bnb_4bit_quant_type"),
 )
-"""Keys that may not change when a training is resumed."""
+"""Keys that may not change when a training resumes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrlOutcome:
-    """The end of a training, on one rank.
+    """Outcome of a training on one rank.
 
     Attributes:
-        output_dir: the folder that has the model, or the checkpoints of a training that was stopped.
-        steps: optimizer steps done.
+        output_dir: folder of the model, or of the checkpoints of a training that was stopped.
+        steps: optimizer steps.
         has_stopped: whether a signal ended it before its last step.
-        metrics: the metrics returned by TRL's ``train``.
-        history: entries that the trainer logged.
+        metrics: metrics returned by TRL's ``train``.
+        history: entries logged by the trainer.
         summary: lines to print.
     """
 
@@ -78,16 +80,17 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         trl_setup.require_pad_token(model, processor)
         reference = trl_setup.load_reference(arguments, config.method)
         trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data)
-        guard_trackers(trainer)
         stop = StopOnSignal(request)
         trainer.add_callback(stop)
+        guard_trackers(trainer)
         done = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
         if not stop.has_stopped:
             trainer.save_model(str(output))
             if arguments.training.push_to_hub:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
         state = trainer.state
-        summary = summary_lines(state, done.metrics["train_runtime"], trl_setup.tokens_seen(trainer))
+        peak = peak_line(_estimated_bytes(config, world.size))
+        summary = summary_lines(state, done.metrics["train_runtime"], trl_setup.tokens_seen(trainer), peak)
         if hasattr(trainer, "end"):  # since transformers 5.18
             trainer.end()
     return TrlOutcome(
@@ -101,12 +104,12 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
 
 
 def identity_of(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
-    """Return the keys that a training resumes with, without credentials in URLs, as they are recorded."""
+    """Return the keys that a resumed training must have in common, as recorded, without credentials in URLs."""
     return {"method": method, **{key: _masked(config.values.get(key)) for key in keys}}
 
 
 def _masked(value: Any) -> Any:
-    """A value of a configuration without credentials in URLs."""
+    """Return a value of a configuration without credentials in URLs."""
     if isinstance(value, str):
         return without_secrets(value) if "://" in value else value
     if isinstance(value, dict):
@@ -116,46 +119,47 @@ def _masked(value: Any) -> Any:
 
 @contextmanager
 def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*.safetensors",)) -> Iterator[None]:
-    """Hold an output folder for the time of a training. Collective: yes.
+    """Lock an output folder within the block. Collective: yes.
 
     Args:
         output: the folder.
-        identity: keys that may not differ from those of a training whose weights are there.
+        identity: keys that must be equal to those of a training whose weights are in the folder.
         weights: patterns of files in the folder that are weights of a training.
 
     Raises:
         StorageError: another training runs there.
-        ConfigError: the folder has another training, naming the key that differs.
+        ConfigError: the folder has another training. The message has the key that differs.
     """
     folder = output / RUN_FOLDER
-
-    def check(_marked: LockedFolder) -> None:
-        file = folder / _RUN_FILE
-        has_weights = bool(checkpoints_in(output)) or any(any(output.glob(one)) for one in weights)
-        if has_weights and not file.is_file():
-            raise ConfigError(
-                f"output_dir: {output} has a model that this training would overwrite. Set another output_dir."
-            )
-        found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
-        differing = [key for key in identity if found.get(key) != identity[key]]
-        if differing:
-            key = differing[0]
-            raise ConfigError(
-                f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. "
-                "Set another output_dir, or remove that one."
-            )
-        written = file.with_suffix(".new")
-        written.write_text(json.dumps(dict(identity), indent=2), "utf-8")
-        written.replace(file)  # a kill leaves the older record or this one
-
     with World.current(call="train") as world:
         world.broadcast(folder.mkdir, parents=True, exist_ok=True)
-        with locked_by_first_rank(world, folder, check) as held:
+        with locked_by_first_rank(world, folder) as saving:
+            world.broadcast(_record, output, identity, weights)
             try:
                 yield
             finally:
                 if world.rank == 0:
-                    held.locked.release()
+                    saving.locked.release()
+
+
+def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -> None:
+    """Write the record of a training, unless the folder has another training."""
+    file = output / RUN_FOLDER / _RUN_FILE
+    has_weights = bool(checkpoints_in(output)) or any(any(output.glob(one)) for one in weights)
+    if has_weights and not file.is_file():
+        raise ConfigError(
+            f"output_dir: {output} has a model that this training would overwrite. Set another output_dir."
+        )
+    found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
+    if differing := [key for key in identity if found.get(key) != identity[key]]:
+        key = differing[0]
+        raise ConfigError(
+            f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. Set "
+            "another output_dir, or remove that one."
+        )
+    written = file.with_suffix(".new")
+    written.write_text(json.dumps(dict(identity), indent=2), "utf-8")
+    written.replace(file)  # atomically
 
 
 def _resume_from(training: Any, output: Path) -> Any:
@@ -167,26 +171,27 @@ def _resume_from(training: Any, output: Path) -> Any:
     return True if FolderKind.COMPLETE in kinds else None
 
 
+_MEASURABLE_BYTES: Final = 10 << 20
+"""The smallest difference of two peaks that is shown."""
+
+
 def peak_bytes() -> int:
-    """The peak memory of this rank: of its accelerator, or else of the process."""
+    """Return the peak memory of this rank: of its accelerator, otherwise of the process."""
     if (kind := torch_api.accelerator()) is not None:
         return int(torch_api.module_of(kind).max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-_log = logging.getLogger(__name__)
-
-
 class StopOnSignal(TrainerCallback):
-    """Saves a checkpoint and ends the training after the step in which a signal came.
+    """Saves a checkpoint and ends the training after the step in which a signal arrived.
 
-    The trainer makes the ranks agree on ``control`` after each step, so a signal to one rank stops all.
+    The trainer makes ranks agree on ``control`` after each step, so a signal to one rank stops all.
     """
 
     def __init__(self, request: StopRequest) -> None:
         self._request = request
         self.has_stopped = False
-        """Whether the training ended before its last step."""
+        """True if the training ended before its last step."""
 
     def on_step_end(self, *positional: Any, **_: Any) -> TrainerControl:
         """Request a checkpoint and the end."""
@@ -197,13 +202,13 @@ class StopOnSignal(TrainerCallback):
         return control
 
     def on_train_end(self, *positional: Any, **_: Any) -> None:
-        """Note whether steps are left."""
+        """Record whether steps are left."""
         state: TrainerState = positional[1]
         self.has_stopped = state.global_step < state.max_steps
 
 
 def guard_trackers(trainer: Any) -> None:
-    """Have an experiment tracker (``WandbCallback``, ...) that fails end nothing: it is called no more."""
+    """Have an experiment tracker (``WandbCallback``, ...) that fails end nothing: it is not called again."""
     for tracker in trainer.callback_handler.callbacks:
         if type(tracker).__module__.startswith("transformers.integrations"):
             events = [name for name in dir(tracker) if name.startswith("on_")]
@@ -222,30 +227,62 @@ def _guarded(tracker: TrainerCallback, call: Callable[..., Any], events: Sequenc
     return guarded
 
 
-def summary_lines(state: TrainerState, seconds: float, tokens: int) -> Sequence[str]:
-    """Format the closing summary of a training that has passed so many tokens in so many seconds."""
+def peak_line(estimate: int | None = None) -> str:
+    """Format the peak memory of this rank, and its estimate in bytes if there is one that differs."""
+    line = f"peak memory of a rank: {peak_bytes() / 2**30:.2f} GiB"
+    if estimate is None or abs(estimate - peak_bytes()) < _MEASURABLE_BYTES:
+        return line
+    return f"{line}, estimated {estimate / 2**30:.2f} GiB"
+
+
+def _estimated_bytes(config: RunConfig, ranks: int) -> int | None:
+    """Return the estimated peak of a rank on its accelerator, or None. Collective: yes, with replicas.
+
+    There is none on the CPU, where the peak of a process includes its libraries, and none of methods that generate
+    or have a reference model.
+    """
+    kind = torch_api.accelerator()
+    if kind is None or config.method not in ("sft", "reward"):
+        return None
+    try:
+        made = trl_setup.plan_run(config, ranks, {"device": kind.type})
+    except Exception as error:  # the training has succeeded
+        _log.warning("no estimate: %s", error)
+        return None
+    has_activations = made.training is not None and made.training.batch_size > 0
+    return made.peak_bytes if has_activations else None
+
+
+def summary_lines(state: TrainerState, seconds: float, tokens: int, peak: str) -> Sequence[str]:
+    """Return the lines that summarize a training.
+
+    Args:
+        state: state at the end.
+        seconds: duration.
+        tokens: tokens of all ranks, 0 if unknown.
+        peak: the line on memory.
+    """
     losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
     evaluated = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
     lines = [f"trained {state.global_step} steps in {seconds:.1f} s"]
     if losses:
-        lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
+        lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}, best {min(losses):.4f}")
     if evaluated:
         lines.append(f"best evaluation loss: {min(evaluated):.4f}")
     if tokens:
         lines.append(f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
-    return [*lines, f"peak memory of a rank: {peak_bytes() / 2**30:.2f} GiB"]
+    return [*lines, peak]
 
 
-ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that ask to stop."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
-    """True if this rank has been requested to stop. The ranks agree on it in each step."""
+    """Request of a signal to this rank to stop. The ranks agree on it after each step."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The signal that asked."""
+        """The signal, once it has been handled."""
 
     @property
     def is_made(self) -> bool:
@@ -254,31 +291,30 @@ class StopRequest:
 
 @contextmanager
 def stopping_on_signals() -> Iterator[StopRequest]:
-    """SIGTERM, SIGUSR1 and SIGINT request a stop. A second one ends this process with its default action.
+    """Have SIGTERM, SIGUSR1 and SIGINT request a stop within the block. A second one ends this process.
 
-    Slurm can send SIGUSR1 some time before the end (``--signal=USR1@120``).
-
-    Signals are handled on the main thread only. On another thread this does nothing.
+    Slurm can send SIGUSR1 before the end of a job (``--signal=USR1@120``). On another thread than the main thread,
+    which does not get signals, this does nothing.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
 
-    def ask(number: int, _frame: FrameType | None) -> None:
+    def request_stop(number: int, _frame: FrameType | None) -> None:
         if not request.is_made:
             request.number = number
-            if number == signal.SIGINT:  # ranks that shardwise has started get SIGTERM from a process that does it
+            if number == signal.SIGINT:  # started ranks get SIGTERM from a process that has acknowledged it
                 acknowledge_stop()
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:
             sys.exit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in ASKING}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # who started this process keeps Ctrl-C from it, and passes it on
-            signal.signal(number, ask)
+        if handler != signal.SIG_IGN:  # else the parent process passes Ctrl-C on
+            signal.signal(number, request_stop)
     try:
         yield request
     finally:

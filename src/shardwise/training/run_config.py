@@ -1,12 +1,12 @@
-"""Configuration of ``shardwise train``: TRL's keys and a few of our own, checked before torch is imported.
+"""Configuration of ``shardwise train``: keys of TRL and of shardwise, checked before torch is imported.
 
-A configuration is a YAML file as ``trl sft --config`` takes it, with overrides ``--key value``. Its keys are the
-fields of TRL's dataclasses (``SFTConfig``, ``ModelConfig``, ``ScriptArguments``, ``DatasetMixtureConfig``). Their
-import takes seconds, so names, types and choices are checked against the table ``keys.json``, which a test compares
+A configuration is a YAML file as for ``trl sft --config``, with overrides ``--key value``. Its keys are the fields
+of TRL's dataclasses (``SFTConfig``, ``ModelConfig``, ``ScriptArguments``, ``DatasetMixtureConfig``). Importing
+them takes seconds, so names, types and choices are checked against the table ``keys.json``, which a test compares
 with the dataclasses.
 
-With ``tenants:`` and ``sweep:`` it is many LoRAs on one base: the keys of the whole file are the defaults of each,
-its own entry of ``tenants`` and its point of ``sweep`` override them.
+``tenants:`` and ``sweep:`` train many LoRAs on one base: the keys of the file are the defaults of each tenant, and
+its entry of ``tenants`` and its point of ``sweep`` override them.
 """
 
 import difflib
@@ -29,9 +29,6 @@ from shardwise.errors import ConfigError
 
 TrainMethod: TypeAlias = Literal["sft", "dpo", "kto", "grpo", "reward"]
 METHODS: Final[tuple[TrainMethod, ...]] = get_args(TrainMethod)
-
-_NO_METHODS: Final = ("orpo", "cpo", "bco", "xpo", "ppo", "rloo", "prm", "gkd", "online_dpo", "nash_md")
-"""Methods of TRL that are not supported."""
 
 Spec: TypeAlias = Mapping[str, Any]
 """Types, choices and the default of a key."""
@@ -73,7 +70,7 @@ _REJECTED: Final[Mapping[str, str]] = {
     "auto_find_batch_size": "a rank that runs out of memory would retry alone. Set per_device_train_batch_size.",
     "use_vllm": "TRL would gather the whole model for vLLM. Remove it.",
 }
-"""Keys that cannot be honored if they are set, with the reason and the remedy."""
+"""Keys that are rejected if they are set, with the reason and the remedy."""
 
 OPTIMIZERS: Final = frozenset(
     {
@@ -89,9 +86,9 @@ class RunConfig:
     """A configuration whose names, types and choices are valid.
 
     Attributes:
-        source: the file it was read from, for messages.
-        method: the TRL trainer that is used.
-        values: TRL's keys that were set.
+        source: its file, for messages.
+        method: name of the TRL trainer.
+        values: keys of TRL that are set.
         own: all keys of ``OWN_KEYS``.
     """
 
@@ -105,13 +102,14 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     """Read ``[METHOD] [CONFIG.yaml] [--key value ...]``.
 
     Raises:
-        ConfigError: the file cannot be read, or naming every key that is unknown or has an invalid value.
+        ConfigError: the file cannot be read, or keys are unknown or have invalid values. The message has all of
+            them.
     """
     words = list(arguments)
     method = words.pop(0) if words and words[0] in METHODS else None
-    if words and words[0] in _NO_METHODS:
-        raise ConfigError(f"{words[0]}: is not supported. Use one of {', '.join(METHODS)}.")
     file = words.pop(0) if words and not words[0].startswith("--") else None
+    if file is not None and not Path(file).suffix and not Path(file).exists():
+        raise ConfigError(f"{file}: is not supported. Use one of {', '.join(METHODS)}, or a YAML file.")
     values = {} if file is None else read_yaml(Path(file))
     values |= dict(_overrides(words))
     if method is not None:
@@ -139,7 +137,7 @@ def _table() -> Mapping[str, Mapping[str, Spec]]:
 
 @cache
 def _sections() -> Mapping[str, str | None]:
-    """The new keys by the keys in sections that configurations once had. None if there is no new key."""
+    """Return the keys that replace those of former sections, by the former ones. None if there is none."""
     text = resources.files("shardwise.training").joinpath("sections.json").read_text("utf-8")
     return dict(json.loads(text))
 
@@ -150,12 +148,12 @@ def _section_fault(name: str) -> str:
 
 
 def keys_of(method: TrainMethod) -> Mapping[str, Spec]:
-    """All keys of a method: TRL's and our own."""
+    """Return all keys of a method, with those of shardwise."""
     return {**_table()["all"], **_table()[method], **OWN_KEYS}
 
 
 def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
-    """Describe the fault of a key, if it has one."""
+    """Yield the faults of a key and its value."""
     specs = keys_of(method)
     if others := [name for name in METHODS if key not in specs and key in keys_of(name)]:
         yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method."
@@ -178,7 +176,7 @@ def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
 
 
 def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> Iterator[str]:
-    """Describe a key that is unknown, or a value that is not one of its types and choices."""
+    """Yield a fault if a key is unknown, or a value has none of its types and choices."""
     if key not in specs:
         near = difflib.get_close_matches(key, specs, n=1)
         yield f"is not a key of {whose}." + (f" Did you mean {near[0]}?" if near else "")
@@ -190,7 +188,7 @@ def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> 
         or kind in types
         or (kind == "int" and "float" in types)
         or (kind == "str" and "list" in types)
-        or (kind == "str" and _is_number(value, types))  # YAML reads 1e-4 as a string
+        or (kind == "str" and _is_number(value, types))  # YAML 1.1 reads 1e-4 as a string
     )
     if not fits:
         expected = " or ".join(name for name in types if name != "null") + (" or null" if "null" in types else "")
@@ -216,8 +214,8 @@ def _shown(value: Any) -> str:
 
 
 def trl_accelerate_config(name: str) -> Path:
-    """Return a file of accelerate: a path, or the name of one that TRL ships (``fsdp2``)."""
-    trl = find_spec("trl")  # which does not import it
+    """Return the path of an accelerate config: a path, or the name of one that TRL ships (``fsdp2``)."""
+    trl = find_spec("trl")  # does not import it
     if Path(name).is_file() or trl is None or trl.origin is None:
         return Path(name)
     shipped = Path(trl.origin).parent / "accelerate_configs" / f"{name}.yaml"
@@ -225,10 +223,10 @@ def trl_accelerate_config(name: str) -> Path:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """Read a mapping.
+    """Read a YAML file of keys and values.
 
     Raises:
-        ConfigError: the file cannot be read, or has another form.
+        ConfigError: the file cannot be read, or is not a mapping.
     """
     try:
         found = yaml.safe_load(file.read_text("utf-8"))
@@ -242,14 +240,14 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def _value_of(key: str, text: str) -> Any:
-    """Read a value of the command line. YAML reads ``no`` as False, which is a string for ``save_strategy``."""
+    """Parse a value of the command line. YAML reads ``no`` as False, which is a string for ``save_strategy``."""
     value = yaml.safe_load(text)
     types = next((specs[key]["types"] for specs in (OWN_KEYS, *_table().values()) if key in specs), ())
     return text if isinstance(value, bool) and types and "bool" not in types else value
 
 
 def _overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Read ``--key value``, ``--key=value``, ``--key v1 v2`` and ``--flag``, as TRL's parser takes them."""
+    """Parse ``--key value``, ``--key=value``, ``--key v1 v2`` and ``--flag``, as TRL's parser does."""
     groups: list[list[str]] = []
     for word in words:
         if word.startswith("--"):
@@ -297,7 +295,7 @@ _SHARED_KEYS: Final = frozenset(
         *("cpu_offload", "tokens_per_pass", "tenants", "sweep", "env"),
     }
 )
-"""Keys that hold for all tenants."""
+"""Keys that are common to all tenants."""
 
 _VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "method": ("sft",),
@@ -310,13 +308,13 @@ _VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     ),
     "save_strategy": ("no", "steps", "epoch"),
 }
-"""Values that are supported. Optimizers treat each number for itself: a tenant's matrices are one flat tensor."""
+"""Supported values. Optimizers are elementwise, because a tenant's matrices are one flat tensor."""
 
 _REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
     "num_train_epochs": ("max_steps",),
     "dataset_name": ("datasets", "interleave"),
 }
-"""Keys of the whole file that a tenant's own key makes void."""
+"""Keys of the file that a tenant's own key replaces."""
 
 _MOST_TENANTS: Final = 1024
 
@@ -327,11 +325,11 @@ _SHORT: Final[Mapping[str, str]] = {
     "lora_dropout": "dropout",
     "weight_decay": "wd",
 }
-"""Short forms of keys in the names of a sweep's tenants."""
+"""Abbreviations of keys in the names of a sweep's tenants."""
 
 
 def has_tenants(config: RunConfig) -> bool:
-    """Return whether a configuration trains many LoRAs."""
+    """Return whether a configuration has ``tenants`` or ``sweep``."""
     return config.own["tenants"] is not None or config.own["sweep"] is not None
 
 
@@ -339,7 +337,7 @@ def read_tenants(config: RunConfig) -> dict[str, RunConfig]:
     """Expand a configuration of many LoRAs to one configuration for each, by name.
 
     Raises:
-        ConfigError: naming every key that is invalid, or not supported with many LoRAs.
+        ConfigError: keys are invalid, or not supported with many LoRAs. The message has all of them.
     """
     overrides, faults = _expanded(config)
     ours = {key: value for key, value in config.own.items() if value != OWN_KEYS[key].get("default")}
@@ -351,7 +349,7 @@ def read_tenants(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def _expanded(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The overrides of each tenant, by name, and faults."""
+    """Return the overrides of each tenant by name, and faults."""
     given: Mapping[str, Any] = config.own["tenants"] or {}
     sweep: Mapping[str, Any] = config.own["sweep"] or {}
     faults = [fault for name, own in given.items() for fault in _tenant_faults(name, own)]
@@ -401,7 +399,7 @@ def _override_faults(key: str, value: Any) -> Iterator[str]:
 
 
 def _unsupported(key: str, value: Any) -> Iterator[str]:
-    """Describe a key or a value that a single training takes and a bank does not."""
+    """Yield a fault if a key or value is supported in a single training only."""
     if key not in TENANT_KEYS and key not in _SHARED_KEYS:
         yield f"{key}: is not supported with tenants. Remove it."
     elif key in _VALUES and value not in _VALUES[key]:
@@ -409,7 +407,7 @@ def _unsupported(key: str, value: Any) -> Iterator[str]:
 
 
 def _of_tenant(config: RunConfig, name: str, own: Mapping[str, Any]) -> RunConfig:
-    """The configuration of one tenant as a training of its own, in a folder of its name."""
+    """Return the configuration of one tenant, as of a single training in a folder with its name."""
     void = {key for given in own for key in _REPLACED.get(given, ())} - own.keys()
     values = {key: value for key, value in config.values.items() if key not in void}
     values |= {key: value for key, value in own.items() if key not in OWN_KEYS}
@@ -420,6 +418,6 @@ def _of_tenant(config: RunConfig, name: str, own: Mapping[str, Any]) -> RunConfi
 
 
 def _word(key: str, value: Any) -> str:
-    """A value as a part of a name: ``r8``, ``lr0.0001``, ``cosine``."""
+    """Return a value as a component of a name: ``r8``, ``lr0.0001``, ``cosine``."""
     text = re.sub(r"[^A-Za-z0-9_.-]+", "-", str(value)).strip("-.")[-40:]
     return text if text[:1].isalpha() and isinstance(value, str) else _SHORT.get(key, key) + text

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import trl as _trl
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import get_dataset_column_names, is_conversational
 from trl.trainer.utils import get_peft_config
 
 from shardwise.engines.estimating import PlanOptions, plan
@@ -39,14 +41,14 @@ trl: Any = _trl
 
 @dataclass(frozen=True, slots=True)
 class TrlArguments:
-    """A configuration as TRL's scripts have it.
+    """A configuration as parsed by TRL.
 
     Attributes:
         script: ``ScriptArguments``, or those of GRPO.
         training: ``SFTConfig`` or that of another trainer.
         model: ``ModelConfig``.
         mixture: ``DatasetMixtureConfig``.
-        own: our own keys.
+        own: keys of shardwise.
     """
 
     script: Any
@@ -63,11 +65,11 @@ _NAMES: Final[Mapping[TrainMethod, tuple[str, str]]] = {
     "grpo": ("GRPOConfig", "GRPOTrainer"),
     "reward": ("RewardConfig", "RewardTrainer"),
 }
-"""The config and the trainer of a method."""
+"""Config and trainer classes by method."""
 
 
 def parse(config: RunConfig) -> TrlArguments:
-    """Parse a configuration by TRL's own parser.
+    """Parse a configuration by TRL's parser.
 
     Raises:
         ConfigError: TRL or transformers rejects a value.
@@ -94,7 +96,7 @@ def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
     """Reject keys that contradict each other, before anything is loaded.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: two keys contradict each other. The message has their names.
     """
     model, training = arguments.model, arguments.training
     if method == "grpo" and training.beta and not model.use_peft:
@@ -103,11 +105,11 @@ def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
             "to 0.0, or use_peft to true."
         )
     if model.load_in_4bit and not model.use_peft:
-        raise ConfigError("load_in_4bit: needs use_peft, as packed weights are not trained. Set use_peft.")
+        raise ConfigError("load_in_4bit: packed weights are not trained. Set use_peft.")
     try:
         transformers.Trainer.get_optimizer_cls_and_kwargs(training)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"optim: {training.optim.value} cannot be made, {error}") from error
+        raise ConfigError(f"optim: {training.optim.value} cannot be created, {error}. Set another.") from error
     if arguments.own["early_stopping_patience"] and not training.load_best_model_at_end:
         raise ConfigError("early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them.")
     if training.model_init_kwargs:
@@ -117,25 +119,22 @@ def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
         )
 
 
-# The model
-
-
 def bring_up(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
-    """Load the model, sharded over all ranks, with its trained parameters. Collective: yes.
+    """Load the model, sharded over all ranks and ready to train. Collective: yes.
 
     Raises:
         ConfigError: keys contradict each other.
-        ShardwiseError: as of :func:`~shardwise.engines.pretrained_loading.from_pretrained`.
+        ShardwiseError: as for :func:`~shardwise.engines.pretrained_loading.from_pretrained`.
     """
     keywords = model_options(arguments, method)
     keywords["tuning"] = tuning = tuning_of(arguments)
     if isinstance(tuning, Full):
-        keywords["trained"] = "unchanged"  # TRL trains a model in the dtype that it is loaded in
+        keywords["trained"] = "unchanged"  # TRL trains in the dtype that is loaded
     return for_trainer(_without_secrets(from_pretrained(arguments.model.model_name_or_path, **keywords)))
 
 
 def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
-    """Mask credentials in the name that a model, and an adapter, are saved and logged with."""
+    """Mask credentials in the names with which a model and its adapters are saved and logged."""
     name = without_secrets(str(model.name_or_path))
     if name != model.name_or_path:
         model.name_or_path = name
@@ -148,7 +147,7 @@ def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
 def load_reference(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel | None:
     """Load the reference model of a preference training, sharded. None if TRL needs none. Collective: yes.
 
-    TRL would load it whole on each rank. The reference of a LoRA is the model without it.
+    TRL would load it whole on every rank. The reference of a LoRA is the model without it.
     """
     if arguments.model.use_peft or method not in ("dpo", "kto"):
         return None
@@ -187,7 +186,7 @@ def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOpt
 
 
 def _sharding(own: Mapping[str, Any]) -> Sharding:
-    """Combine our keys, or the file that ``accelerate_config`` names. Collective: yes, with replicas."""
+    """Return the sharding of the keys, or of the file ``accelerate_config``. Collective: yes, with replicas."""
     keys = ("transformer_layer_cls_to_wrap", "min_num_params", "cpu_offload")
     if own["accelerate_config"]:
         if given := [key for key in keys if own[key]]:
@@ -215,9 +214,6 @@ def tuning_of(arguments: TrlArguments) -> Tuning:
     return Freeze(**options)
 
 
-# Tokenizer and data
-
-
 def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
     """Load the processor of a vision-language model, or the tokenizer, as TRL does.
 
@@ -230,13 +226,13 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
     try:
         found: Any = kind.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
-        told = redacted(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
-        raise ConfigError(f"{told}. Check the folder, or set tokenizer_name_or_path.") from error
+        message = redacted(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
+        raise ConfigError(f"{message}. Check the folder, or set tokenizer_name_or_path.") from error
     template = getattr(arguments.training, "chat_template_path", None)
     if template and not (Path(template).is_file() and template.endswith((".jinja", ".j2"))):
         raise ConfigError(
-            f"chat_template_path: {template} is not a .jinja file. The template of another model may add tokens to "
-            "this one, which is sharded by then. Save it as a file."
+            f"chat_template_path: {template} is not a .jinja file. The template of another model may need new "
+            "tokens, which a sharded model cannot get. Save the template as a file."
         )
     if template:
         found.chat_template = Path(template).read_text("utf-8")
@@ -270,15 +266,15 @@ def load_data(
                     "dataset_train_split, dataset_test_split or test_split_size."
                 )
         parts = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
-        if images := {"image", "images"} & set(dataset_loading.columns_of(parts[0])):
+        if images := {"image", "images"} & set(get_dataset_column_names(parts[0])):
             raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column.")
-        if is_masked and dataset_loading.is_conversational(parts[0]):
+        if is_masked and is_conversational(next(iter(parts[0]))):
             parts = [dataset_loading.with_masks(part, processor, num_proc=num_proc) for part in parts]
         return parts[0], parts[1] if len(parts) > 1 else None
 
     train, test = dataset_loading.on_first_of_each_node(prepare, local_rank)
     if is_masked and "input_ids" in (train.column_names or ()):
-        training.assistant_only_loss = False  # TRL would look for the masks in the chat template
+        training.assistant_only_loss = False  # TRL would require marks in the chat template
     return train, test
 
 
@@ -295,9 +291,6 @@ def _lacks_masks(processor: Any) -> bool:
     return False
 
 
-# The trainer
-
-
 def make_trainer(
     arguments: TrlArguments,
     method: TrainMethod,
@@ -306,10 +299,10 @@ def make_trainer(
     processor: Any,
     data: tuple[AnyDataset, AnyDataset | None],
 ) -> Any:
-    """Make the TRL trainer of a method, with our checkpoints. Collective: yes.
+    """Make the TRL trainer of a method, with checkpoints of shardwise. Collective: yes.
 
     Raises:
-        ConfigError: TRL or transformers rejects a key, or a package that it needs is not installed.
+        ConfigError: TRL or transformers rejects a key, or a required package is not installed.
     """
     base = getattr(trl, _NAMES[method][1])
     kind = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
@@ -333,41 +326,39 @@ def make_trainer(
     except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: a tracker that is not installed
         if is_out_of_memory(error) or is_of_a_collective(error):
             raise
-        raise ConfigError(f"{method}: {base.__name__} cannot be made, {error}") from error
+        raise ConfigError(f"{method}: {base.__name__} cannot be created, {error}") from error
 
 
 def tokens_seen(trainer: Any) -> int:
-    """Return the tokens of all ranks that have passed, as TRL counts them, or the Trainer for GRPO."""
+    """Return the number of trained tokens of all ranks, as counted by TRL, or by the Trainer for GRPO."""
     return int(getattr(trainer, "_total_train_tokens", 0) or trainer.state.num_input_tokens_seen)
 
 
 def _reward_functions(script: Any) -> list[Callable[..., Any]]:
-    """Resolve names of TRL's reward functions and import paths.
+    """Return the reward functions of names in ``trl.rewards`` and of import paths.
 
     Raises:
-        ConfigError: a function cannot be found. The message has its name.
+        ConfigError: a function cannot be imported. The message has its name.
     """
     if script.reward_model_name_or_path:
         raise ConfigError("reward_model_name_or_path: would be loaded whole on every rank. Use reward_funcs.")
     if not script.reward_funcs:
         raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, or import paths.")
+    sys.path.insert(0, os.getcwd())
     found = []
     for name in script.reward_funcs:
-        module, _, function = name.rpartition(".")
-        if module:
-            sys.path.insert(0, os.getcwd())
         try:
-            found.append(getattr(importlib.import_module(module or "trl.rewards"), function))
-        except (ImportError, AttributeError) as error:
+            found.append(pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}"))
+        except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"reward_funcs: {name} cannot be imported, {error}. Check the path.") from error
     return found
 
 
 def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
-    """Check that the embeddings have a row for the token that batches are padded with.
+    """Check that the embeddings have a row for the padding token.
 
     Raises:
-        ConfigError: they have none.
+        ConfigError: they do not.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -380,21 +371,26 @@ def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
         )
 
 
-def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, device: str = "cuda") -> Estimate:
-    """Forecast a training by its configuration, with TRL's defaults. Rows are taken to have ``max_length`` tokens.
+def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estimate:
+    """Estimate a training from its configuration, with TRL's defaults and rows of ``max_length`` tokens.
 
     A pair of DPO is two rows. Generation of GRPO and reference models are not included, as a note states.
+
+    Args:
+        config: the configuration.
+        ranks: number of ranks. None for its ``num_processes``.
+        placed: ``nodes``, ``device`` and ``memory_bytes``.
 
     Collective: no.
 
     Raises:
         ConfigError: the configuration is rejected, or has no number of ranks.
-        ShardwiseError: as of :func:`~shardwise.engines.estimating.plan`.
+        ShardwiseError: as for :func:`~shardwise.engines.estimating.plan`.
     """
     ranks = ranks or config.own["num_processes"]
     if not ranks:
         raise ConfigError("num_processes: is missing. Set it, or give --ranks.")
-    replicas = config.own["dp_replicate_size"]
+    replicas, rows_per_example = config.own["dp_replicate_size"], 2 if config.method == "dpo" else 1
     on_one = RunConfig(config.source, config.method, config.values, {**config.own, "dp_replicate_size": 1})
     arguments = parse(on_one)
     training = arguments.training
@@ -403,15 +399,14 @@ def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, dev
     options |= {
         "hub": HubOptions(revision=arguments.model.model_revision),
         "tuning": (tuning := tuning_of(arguments)),
-        "nodes": nodes,
-        "device": device,
         "optim": getattr(training.optim, "value", training.optim),
-        "per_device_train_batch_size": training.per_device_train_batch_size * (2 if config.method == "dpo" else 1),
+        "per_device_train_batch_size": training.per_device_train_batch_size * rows_per_example,
         "max_length": getattr(training, "max_length", None) or 0,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "gradient_checkpointing": training.gradient_checkpointing,
         "mixed_precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
     }
+    options |= placed
     if isinstance(tuning, Full):
         options["trained"] = "unchanged"
     if replicas > 1:
@@ -420,4 +415,7 @@ def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, dev
     notes = ["generation is not included"] if config.method == "grpo" else []
     if config.method in ("dpo", "kto") and isinstance(tuning, Full):
         notes = ["the reference model is not included: its weights and gathered groups are those of the model"]
-    return replace(made, notes=(*made.notes, *notes))
+    estimate = made.training
+    if estimate is not None and estimate.largest_batch is not None:
+        estimate = replace(estimate, largest_batch=estimate.largest_batch // rows_per_example)
+    return replace(made, notes=(*made.notes, *notes), training=estimate)

@@ -1,4 +1,4 @@
-"""Rows of tenants: tokenized, in the order of their steps, and as micro-batches within a budget of tokens."""
+"""Rows of tenants: tokenized, shuffled, and batched within a budget of tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokenizedRows:
     Attributes:
         rows: with ``input_ids`` and ``labels``.
         lengths: of the rows in tokens.
-        num_supervised_tokens: labels of all rows that are predicted.
+        num_supervised_tokens: supervised labels of all rows.
     """
 
     rows: datasets.Dataset
@@ -50,7 +50,7 @@ class TokenizedRows:
 def tokenized(
     arguments: trl_setup.TrlArguments, processor: Any, local_rank: int
 ) -> tuple[TokenizedRows, TokenizedRows | None]:
-    """Load the rows of a tenant to train and to evaluate on, as ``SFTTrainer`` prepares them. Collective: yes.
+    """Load a tenant's rows for training and evaluation, prepared as by ``SFTTrainer``. Collective: yes.
 
     Raises:
         ConfigError: a data set or a row cannot be used.
@@ -72,16 +72,16 @@ def _prepared(rows: Any, arguments: trl_setup.TrlArguments, processor: Any) -> T
     if completion_only is None:
         completion_only = {"prompt", "completion"} <= set(rows.column_names)
     try:
-        stand_in: Any = SimpleNamespace(
+        trainer: Any = SimpleNamespace(
             _tokenizer=tokenizer,
             completion_only_loss=completion_only,
             chat_template=get_training_chat_template(processor)
             if args.assistant_only_loss and not is_marked
             else None,
         )
-        # Ranks take turns outside of this function, with errors that all of them learn of.
+        # on_first_of_each_node orders the ranks instead, and raises errors on all of them.
         with mock.patch.object(sft_trainer, "global_then_local_main_first", nullcontext):
-            found = sft_trainer.SFTTrainer._prepare_dataset(stand_in, rows, processor, args, False, None, "tenant")
+            found = sft_trainer.SFTTrainer._prepare_dataset(trainer, rows, processor, args, False, None, "tenant")
     except ShardwiseError:
         raise
     except Exception as error:  # of datasets, pyarrow, Jinja: any
@@ -90,17 +90,17 @@ def _prepared(rows: Any, arguments: trl_setup.TrlArguments, processor: Any) -> T
     found = found.select([number for number, ids in enumerate(found["input_ids"]) if len(ids) > 1])
     if not len(found):
         raise ConfigError("the data set has no row to train on. Check its rows and max_length.")
-    learned = sum(len(labels) - 1 - labels[1:].count(-100) for labels in found["labels"])
-    return TokenizedRows(found, [len(ids) for ids in found["input_ids"]], learned)
+    supervised = sum(len(labels) - 1 - labels[1:].count(-100) for labels in found["labels"])
+    return TokenizedRows(found, [len(ids) for ids in found["input_ids"]], supervised)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows that pass through the base at once.
+    """A micro-batch.
 
     Attributes:
         rows: numbers of the rows, by rank.
-        tokens: of each row with its padding.
+        tokens: padded length of a row.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -108,7 +108,7 @@ class MicroBatch:
 
     @property
     def cost(self) -> int:
-        """Tokens of the rank with the most rows, with padding."""
+        """Tokens, with padding, on the rank with the most rows."""
         return max(map(len, self.rows)) * self.tokens
 
 
@@ -117,9 +117,9 @@ class TokenBudget:
     """Limits of a pass through the base on one rank.
 
     Attributes:
-        tokens: the most tokens, with padding.
-        pad_to: the multiple that rows are padded to.
-        longest: the most tokens of a row.
+        tokens: maximum number of tokens, with padding.
+        pad_to: rows are padded to a multiple of it.
+        longest: maximum number of tokens in a row.
     """
 
     tokens: int
@@ -131,10 +131,10 @@ class TokenBudget:
         return min(-(-tokens // self.pad_to) * self.pad_to, self.longest)
 
     def rows_at_once(self, rows: TokenizedRows) -> int:
-        """Count rows as long as the longest that fit.
+        """Return the number of rows of the maximum length that fit into a pass.
 
         Raises:
-            ConfigError: none does.
+            ConfigError: none fits.
         """
         most = max(rows.lengths)
         if most > self.longest or self.padded(most) > self.tokens:
@@ -147,7 +147,7 @@ class TokenBudget:
     def micro_batches(
         self, rows: TokenizedRows, order: Sequence[int], at_once: int, ranks: int
     ) -> Iterator[MicroBatch]:
-        """Deal rows to ranks, ``at_once`` consecutive rows to each."""
+        """Distribute rows to ranks, ``at_once`` consecutive rows to each."""
         for start in range(0, len(order), at_once * ranks):
             dealt = tuple(
                 tuple(order[first : first + at_once]) for first in range(start, start + at_once * ranks, at_once)
@@ -157,14 +157,14 @@ class TokenBudget:
 
 @dataclass
 class StepOrder:
-    """The rows of each step: those of the Trainer's seedable sampler, from a position on.
+    """The rows of each step, in the order of the Trainer's seedable sampler.
 
     Attributes:
-        count: the number of rows.
-        rows_per_step: of all ranks.
-        seed: of the order. Each epoch has another.
-        epoch: epochs that are over.
-        offset: rows of this epoch that are over.
+        count: number of rows.
+        rows_per_step: rows of a step on all ranks.
+        seed: seed of the first epoch. That of each later epoch is one more.
+        epoch: completed epochs.
+        offset: completed rows of this epoch.
     """
 
     count: int
@@ -187,11 +187,11 @@ class StepOrder:
 
     @property
     def epochs(self) -> float:
-        """Epochs that are over, with the fraction of this one."""
+        """Completed epochs, with the fraction of this one."""
         return self.epoch + self.offset / self.count
 
     def steps_left(self, epochs: float) -> int:
-        """Count the steps up to so many epochs."""
+        """Return the number of steps until ``epochs`` are completed."""
         per_epoch = math.ceil(self.count / self.rows_per_step)
         of_this = math.ceil((self.count - self.offset) / self.rows_per_step)
         return max(of_this + math.ceil((epochs - self.epoch - 1) * per_epoch), 0)

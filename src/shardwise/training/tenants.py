@@ -1,4 +1,4 @@
-"""One training of many LoRAs on one base: tenants in turns, those whose rows have one length in one pass."""
+"""A training of many LoRAs on one base. Tenants take turns, and share a pass if their rows have one length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardwise.execution.world import World
 from shardwise.report.names import table_lines
 from shardwise.storage.writing import open_writer
 from shardwise.training import setup as trl_setup
-from shardwise.training.run import TrlOutcome, held, identity_of, peak_bytes, stopping_on_signals
+from shardwise.training.run import TrlOutcome, held, identity_of, peak_line, stopping_on_signals
 from shardwise.training.run_config import RunConfig, read_tenants
 from shardwise.training.setup import TrlArguments
 from shardwise.training.tenant_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows, tokenized
@@ -43,7 +43,7 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     """Train many LoRAs from a configuration. Collective: yes, over the default process group.
 
     Returns:
-        The outcome. Its ``metrics`` are those of each tenant, by name, ranked by evaluation loss.
+        The outcome. Its ``metrics`` are by tenant, ranked by evaluation loss.
 
     Raises:
         ShardwiseError: the same on every rank, if the configuration, the data or the base cannot be used.
@@ -74,10 +74,10 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
 def _joined(
     parsed: Mapping[str, trl_setup.TrlArguments], processor: Any, tokens_per_pass: int, local_rank: int
 ) -> list[TenantTraining]:
-    """Read the rows of all tenants, load the base, and make them tenants of a bank. Collective: yes.
+    """Read the rows of all tenants, load the base, and add the tenants to a bank. Collective: yes.
 
     Raises:
-        ConfigError: naming the tenant.
+        ConfigError: a tenant cannot be trained. The message has its name.
     """
     rows = {}
     for name, own in parsed.items():
@@ -102,7 +102,7 @@ def _joined(
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Name the tenant in errors of the block."""
+    """Add the name of the tenant to errors of the block."""
     try:
         yield
     except ConfigError as error:
@@ -110,18 +110,18 @@ def _named(name: str) -> Iterator[None]:
 
 
 def train_in_turns(tenants: Sequence[TenantTraining], budget: int, request: Any) -> tuple[bool, dict[str, str]]:
-    """Train tenants to their ends, or until a signal comes. Collective: yes.
+    """Train tenants until they are done or a signal requests a stop. Collective: yes.
 
-    The first of the queue and those behind it that fit into its pass share it, and go to the end of the queue. A
-    tenant whose loss or gradient is not finite ends alone.
+    The first tenant of the queue and later ones that fit share a pass, and move to the end of the queue. A tenant
+    whose loss or gradient is not finite ends alone.
 
     Args:
         tenants: in the order of their first turns.
-        budget: tokens of a pass on one rank.
-        request: of a signal.
+        budget: maximum number of tokens of a pass on one rank.
+        request: the request to stop.
 
     Returns:
-        Whether a signal ended it, and the failures by name.
+        Whether a signal ended the training, and failures by tenant.
 
     Raises:
         ShardwiseError: a pass failed, or a rank is lost. The newest checkpoints are complete.
@@ -161,7 +161,7 @@ def train_in_turns(tenants: Sequence[TenantTraining], budget: int, request: Any)
 
 
 def next_pass(waiting: Sequence[TenantTraining], budget: int) -> list[TenantTraining]:
-    """Choose the first tenant and those behind it whose rows have its length and fit into a pass."""
+    """Choose the first tenant and later ones whose rows have the same length and fit into a pass."""
     batches = {one.name: one.next_micro_batch() for one in waiting}
     leader = next((one for one in waiting if batches[one.name].cost), waiting[0])
     taken, left = [], budget
@@ -175,7 +175,7 @@ def next_pass(waiting: Sequence[TenantTraining], budget: int) -> list[TenantTrai
 
 
 def _place(numbers: Mapping[str, Any]) -> tuple[bool, bool, float]:
-    """Order tenants: by evaluation loss first, then those without by loss, then failures."""
+    """Return a sort key: tenants by evaluation loss, then those without one by loss, then failures."""
     eval_loss: float | None = numbers.get("eval_loss")
     return "failure" in numbers, eval_loss is None, numbers.get("loss", 0.0) if eval_loss is None else eval_loss
 
@@ -188,19 +188,18 @@ def _summary(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]
         rows.append((str(place), name, f"{one['steps']}/{one['max_steps']}", *losses))
     lines = table_lines(("", "tenant", "steps", "loss", "evaluation loss"), rows)
     lines += [f"{name}: failed in {one['failure']}" for name, one in ranked.items() if "failure" in one]
-    seconds, peak = time.monotonic() - begun, peak_bytes() / 2**30
-    return [*lines, f"{len(ranked)} tenants in {seconds:.1f} s, peak memory of a rank: {peak:.2f} GiB"]
+    return [*lines, f"{len(ranked)} tenants in {time.monotonic() - begun:.1f} s, {peak_line()}"]
 
 
 STATE_FILE: Final = "trainer_state.json"
-"""The Trainer's state. It is written last: a checkpoint without it does not count."""
+"""State of the Trainer. It is written last, so a checkpoint without it is incomplete."""
 
 _POSITION: Final = "StepOrder"
 
 
 @dataclass(frozen=True, slots=True)
 class BankOfTenants:
-    """State that all tenants share."""
+    """Objects that all tenants share."""
 
     world: World
     bank: AdapterBank
@@ -209,12 +208,12 @@ class BankOfTenants:
 
 
 class TenantTraining:
-    """A tenant of a bank with its training configuration. Its methods raise the same on every rank.
+    """The training of one tenant of a bank. Its methods raise the same errors on every rank.
 
     Args:
-        name: of the tenant.
+        name: name of the tenant.
         arguments: its configuration.
-        rows: to train on.
+        rows: rows to train on.
         held_out: rows to evaluate on.
         shared: the bank.
 
@@ -248,10 +247,10 @@ class TenantTraining:
         self._losses: list[float] = []
 
     def join(self) -> None:
-        """Become a tenant of the bank, from the newest checkpoint if there is one. Collective: yes.
+        """Add the tenant to the bank, from the newest checkpoint if there is one. Collective: yes.
 
         Raises:
-            ShardwiseError: it cannot be as configured, or the checkpoint is one of another training.
+            ShardwiseError: the configuration is invalid, or the checkpoint belongs to another training.
         """
         steps, state = self._shared.world.broadcast(_newest, self._folder)
         if state is not None:
@@ -304,11 +303,11 @@ class TenantTraining:
 
     @property
     def is_in_step(self) -> bool:
-        """True if a part of a step's rows has passed."""
+        """True if some, but not all micro-batches of a step have passed."""
         return bool(0 < len(self._window) < self._micro_batches)
 
     def next_micro_batch(self) -> MicroBatch:
-        """Return the rows of its next pass, the same on every rank."""
+        """Return the rows of the next pass, equal on every rank."""
         if not self._left:
             ranks, at_once = self._shared.world.size, self._at_once
             self._left.extend(
@@ -319,17 +318,17 @@ class TenantTraining:
         return self._left[0]
 
     def next_tensors(self) -> RowTensors:
-        """Return the rows of its next pass on this rank."""
+        """Return the rows of the next pass on this rank."""
         return self._rows.tensors(self.next_micro_batch().rows[self._shared.world.rank])
 
     def note_pass(self, loss: TenantLoss) -> None:
-        """Record that its micro-batch has passed."""
+        """Record that the micro-batch has passed."""
         self._left.popleft()
         self._window.append(loss)
 
     @property
     def is_at_step(self) -> bool:
-        """True if all of a step's rows have passed."""
+        """True if all micro-batches of a step have passed."""
         return bool(self._window) and not self.is_in_step
 
     def proceed(self, step: TenantStep | None) -> None:
@@ -342,22 +341,22 @@ class TenantTraining:
             self._note_step(step)
         elif not self.is_done:
             return
-        if self._held_out is not None and (self.is_done or self._is_time("eval")):
+        if self._held_out is not None and (self.is_done or self._is_due("eval")):
             self._evaluate(self._held_out)
-        if self.is_done or self._is_time("save"):
+        if self.is_done or self._is_due("save"):
             self.save_checkpoint()
         if self.is_done:
             self._finish()
 
-    def _is_time(self, kind: str) -> bool:
+    def _is_due(self, kind: str) -> bool:
         strategy = getattr(self.args, f"{kind}_strategy")
         if strategy == "epoch":
             return self._order.offset == 0
         return strategy == "steps" and not self.state.global_step % getattr(self.state, f"{kind}_steps")
 
     def _note_step(self, step: TenantStep) -> None:
-        learned = sum(one.num_supervised_tokens for one in self._window)
-        loss = sum(one.loss * one.num_supervised_tokens for one in self._window) / max(learned, 1)
+        tokens = sum(one.num_supervised_tokens for one in self._window)
+        loss = sum(one.loss * one.num_supervised_tokens for one in self._window) / max(tokens, 1)
         self._window = []
         if not step.is_taken or not math.isfinite(loss):
             raise TrainingError(
@@ -391,7 +390,7 @@ class TenantTraining:
         self._log(eval_loss=world.all_reduce_object(own, math.fsum) / rows.num_supervised_tokens)
 
     def save_checkpoint(self) -> None:
-        """Save a checkpoint between two steps, unless there is one of this step. Collective: yes."""
+        """Save a checkpoint, unless there is one of this step. Collective: yes."""
         step = self.state.global_step
         if step <= self._saved_step:
             return
@@ -401,7 +400,7 @@ class TenantTraining:
         self._saved_step = step
 
     def _commit(self, place: Path) -> None:
-        """Write the state of the Trainer, by which a checkpoint counts, and remove the oldest checkpoints."""
+        """Complete a checkpoint with the state of the Trainer, and remove the oldest checkpoints."""
         epoch, offset = self._position
         position = {_POSITION: {"count": self._order.count, "epoch": epoch, "offset": offset}}
         content = json.dumps({**asdict(self.state), "stateful_callbacks": position}, indent=2, sort_keys=True)
@@ -413,7 +412,7 @@ class TenantTraining:
             shutil.rmtree(old)
 
     def _finish(self) -> None:
-        """Save the adapter, and leave the bank."""
+        """Save the adapter, and delete the tenant from the bank."""
         tokenizer, options = self._shared.processor, SaveOptions(progress=False)
         self.bank.save(self.name, self._folder, training_state=False, tokenizer=tokenizer, options=options)
         self.bank.delete_adapter(self.name)
