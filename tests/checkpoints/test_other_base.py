@@ -34,6 +34,11 @@ def replace_values(base: Path, *names: str) -> None:
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
 
 
+def change_config(base: Path, **settings: object) -> None:
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | settings))
+
+
 def identity(run: str) -> dict[str, dict[str, object]]:
     return json.loads(Path(run, "step-1", facts.FACTS).read_text())["base"]
 
@@ -51,9 +56,10 @@ def test_a_base_is_the_same_on_any_number_of_ranks(worlds, base, tmp_path):
 
 def test_what_several_ranks_hold_counts_once():
     model = torch.nn.Linear(30, 20, dtype=torch.float16)
-    samples = BaseSamples.of(collect_tensors(model))
+    samples = BaseSamples.of(model, collect_tensors(model))
     once = samples.fingerprints()
-    nothing = BaseSamples.of(collect_tensors(torch.nn.Linear(30, 20, device="meta"))).fingerprints()
+    other = torch.nn.Linear(30, 20, device="meta")
+    nothing = BaseSamples.of(other, collect_tensors(other)).fingerprints()
     before = samples.identity([once])
     assert samples.identity([once, nothing, once]) == before
     assert samples.identity([nothing]).samples == {}
@@ -84,15 +90,23 @@ def test_weights_that_were_replaced_in_place_are_refused_on_all_ranks(worlds, ba
     assert (kind, "1 differ" in text) == ("KeyMismatchError", True)
 
 
-def test_a_base_with_other_values_is_refused_with_the_first_names(base, tmp_path):
+def test_a_base_of_another_config_is_refused(base, tmp_path):
     bases.save(str(base), str(tmp_path / "run"))
-    replace_values(base)
+    change_config(base, use_cache=False, pad_token_id=1, transformers_version="5.0", attention_dropout=0.5)
+    assert bases.restore(str(base), str(tmp_path / "run")) == SAME
+    change_config(base, rope_parameters={"rope_theta": 500.0, "rope_type": "default"}, rms_norm_eps=1e-3)
     kind, text = bases.restore(str(base), str(tmp_path / "run"))
     assert kind == "KeyMismatchError"
+    assert "config: rms_norm_eps was 1e-06, is 0.001; rope_parameters.rope_theta was 10000.0, is 500.0\n" in text
+    assert "values" not in text
+    told = bases.restore(str(base), str(tmp_path / "run"), only=("config",))
+    assert told.startswith("another, as allowed (rms_norm_eps was 1e-06")
+    replace_values(base)
+    kind, text = bases.restore(str(base), str(tmp_path / "run"))
     assert "25 differ" in text
     assert "and 20 more" in text
     told = bases.restore(str(base), str(tmp_path / "run"), only=("*",))
-    assert told.startswith("another, as allowed (of 25 tensors sampled, 25 differ")
+    assert "25 differ" in told
 
 
 def test_a_base_in_another_dtype_is_not_compared_by_values_and_told(base, tmp_path):
@@ -126,7 +140,7 @@ def test_a_checkpoint_without_the_identity_of_its_base_is_damaged(base, tmp_path
     del content["sha256"]
     for identity, message in (
         (None, "has an invalid value: base"),
-        ({"samples": {"x": "float32 gg"}}, "holds no identity of a base"),
+        ({"config": {}, "samples": {"x": "float32 gg"}}, "holds no identity of a base"),
     ):
         content["base"] = identity
         file.write_text(json.dumps({**content, "sha256": facts._seal(content)}))

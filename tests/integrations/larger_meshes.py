@@ -1,6 +1,6 @@
 """Meshes of context, tensor and expert parallelism, on ranks. Importable, for spawned processes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,10 +126,12 @@ def refusals(checkpoint: str) -> dict[str, str]:
         accelerator = accelerator_of(cp_size=2)
         model = shardwise.from_pretrained(checkpoint, dtype=torch.float32).train()
         model, _ = accelerator.prepare(model, optimizer_of(model))
-        told["no ring"] = _said(lambda: _split(accelerator, model, rows(2)))
+        told["no ring"] = _said(lambda: _split(accelerator, model, rows(2), range(3)))
+        told["no positions"] = _said(lambda: _split(accelerator, model, rows(2), (0, 1)))
+        told["no labels"] = _said(lambda: _split(accelerator, model, rows(2), (0, 2)))
         theirs = plain(checkpoint)
-        theirs.set_attn_implementation("eager")
-        told["eager, sharded by accelerate"] = _said(lambda: accelerator.prepare(theirs, optimizer_of(theirs)))
+        theirs, _ = accelerator.prepare(theirs, optimizer_of(theirs))
+        told["no positions, sharded by accelerate"] = _said(lambda: _split(accelerator, theirs, rows(2), (0, 1)))
         eager = shardwise.from_pretrained(checkpoint, attn_implementation="eager")
         told["eager"] = _said(lambda: accelerator.prepare(eager, optimizer_of(eager)))
         grid = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
@@ -143,14 +145,14 @@ def refusals(checkpoint: str) -> dict[str, str]:
     return told
 
 
-def _split(accelerator: Accelerator, model: nn.Module, given: Any) -> None:
-    """Call a model with tokens, labels and positions within ``maybe_context_parallel``."""
+def _split(accelerator: Accelerator, model: nn.Module, given: Any, passed: Iterable[int]) -> None:
+    """Call a model with some of tokens, labels and positions within ``maybe_context_parallel``."""
     split = list(given)
     with accelerator.maybe_context_parallel(
         buffers=split, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(split)
     ):
         names = ("input_ids", "shift_labels", "position_ids")
-        model(**dict(zip(names, split, strict=True)), labels=split[1], use_cache=False)
+        model(**{names[each]: split[each] for each in passed}, labels=split[1], use_cache=False)
 
 
 def _said(action: Callable[[], object]) -> str:

@@ -63,8 +63,10 @@ def test_what_would_train_on_other_values_than_it_says_is_refused_by_name(worlds
     assert found == other
     expected = {
         "no ring": "NotImplementedError: Operator aten._scaled_dot_product_flash_attention_for_cpu",
+        "no positions": "ConfigError: FSDPLlamaForCausalLM without position_ids: it would make them from",
+        "no positions, sharded by accelerate": "ConfigError: FSDPLlamaForCausalLM without position_ids",
+        "no labels": "ConfigError: FSDPLlamaForCausalLM without shift_labels: it would make them from",
         "eager": "ConfigError: FSDPLlamaForCausalLM with attn_implementation='eager': under context parallelism",
-        "eager, sharded by accelerate": "ConfigError: LlamaForCausalLM with attn_implementation='eager': under",
         "mesh": "ShardingError: LlamaForCausalLM cannot be sharded on the mesh dp=2, tp=1: fully_shard",
         "part": "trained on a mesh that has not all of the 2 ranks",
         "sp": "ConfigError: ParallelismConfig(sp_size=2): only DeepSpeed splits sequences so",

@@ -8,7 +8,7 @@ import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -93,14 +93,14 @@ class TenantFacts:
 
 def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
     """Return the identity of a base. Collective: yes (two small exchanges)."""
-    samples = world.run_all(lambda: bases.BaseSamples.of(bases.base_of(collect_tensors(model), {})))
+    samples = world.run_all(lambda: bases.BaseSamples.of(model, bases.base_of(collect_tensors(model), {})))
     identity = world.map_reduce(samples.fingerprints, samples.identity)
     shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
     return {
         "name": str(getattr(model, "name_or_path", "") or ""),
         "architecture": original_class(model).__name__,
         "shapes": hashlib.sha256(repr(shapes).encode()).hexdigest()[:32],
-        "identity": json.dumps({"samples": dict(identity.samples)}),
+        "identity": json.dumps(asdict(identity)),
     }
 
 

@@ -1,23 +1,25 @@
-"""Identity of the base that an adapter was trained on: fingerprints of samples of its values.
+"""Identity of the base that an adapter was trained on: its config, and fingerprints of samples of its values.
 
-[Note: The identity of a base] A checkpoint of an adapter does not hold the base. It records fingerprints of
-samples: the first 16 x 16 elements (256 of a vector) of at most 256 frozen parameters, chosen by name. A
-fingerprint is a sum over elements, so each rank sums over its own shard, and the total is the same for any number
-of ranks and any sharding. Elements on several ranks are counted once. Names and shapes of all parameters are
-compared by a digest in the checkpoint's header. Buffers and other adapters are not part of a base. Codes of nested
-scales are left out, because their last bit depends on the machine.
+[Note: The identity of a base] A checkpoint of an adapter does not hold the base. It records the config without keys
+that change between loads, and fingerprints of samples: the first 16 x 16 elements (256 of a vector) of at most 256
+frozen parameters, chosen by name. A fingerprint is a sum over elements, so each rank sums over its own shard, and
+the total is the same for any number of ranks and any sharding. Elements on several ranks are counted once. Names
+and shapes of all parameters are compared by a digest in the checkpoint's header. Buffers and other adapters are not
+part of a base. Codes of nested scales are left out, because their last bit depends on the machine.
 """
 
 import hashlib
 import heapq
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, Self
 
 import numpy as np
 import torch
+from torch import nn
 
 from shardwise.errors import FormatError, RankMismatchError
 from shardwise.layout import TensorKind, place_of
@@ -34,9 +36,15 @@ _MAX_SHOWN: Final = 5
 _SAMPLE: Final = re.compile(r"[a-z0-9_]{1,32} [0-9a-f]{16}")
 _INTEGER_BY_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_IGNORED_KEYS: Final = re.compile(
+    r"_.*|output_.*|.*_token_id|.*_coef|.*drop.*|initializer_.*|transformers_version|(torch_)?dtype|name_or_path"
+    r"|architectures|auto_map|use_cache|return_dict|id2label|label2id|problem_type|quantization_config|torchscript"
+    r"|tokenizer_class|gradient_checkpointing|chunk_size_feed_forward|loss_type|task_specific_params|pruned_heads"
+)
+"""Keys of a config about its origin, its loading or its training."""
+
 ALLOW_OTHER_BASE: Final = (
-    "Load the base that it was trained on, or pass on_other_base=Ignore() (in a configuration "
-    "checkpoints.on_other_base=ignore) to continue with this one."
+    "Load the base that it was trained on, or pass on_other_base=Ignore() to continue with this one."
 )
 """Advice for a base that is refused."""
 
@@ -46,9 +54,11 @@ class BaseIdentity:
     """Identity of a base in addition to the names and shapes of its parameters. Plain data, the same on every rank.
 
     Attributes:
+        config: the model's config as JSON. Empty if it has none.
         samples: "dtype fingerprint" of each sampled parameter, by FQN.
     """
 
+    config: Mapping[str, Any]
     samples: Mapping[str, str]
 
     @classmethod
@@ -58,11 +68,15 @@ class BaseIdentity:
         Raises:
             FormatError: the JSON is not an identity.
         """
-        samples = values.get("samples") if isinstance(values, dict) else None
-        if isinstance(samples, dict) and all(
-            isinstance(text, str) and _SAMPLE.fullmatch(text) for text in samples.values()
+        config, samples = (
+            (values.get("config"), values.get("samples")) if isinstance(values, dict) else (None, None)
+        )
+        if (
+            isinstance(config, dict)
+            and isinstance(samples, dict)
+            and all(isinstance(text, str) and _SAMPLE.fullmatch(text) for text in samples.values())
         ):
-            return cls(samples)
+            return cls(config, samples)
         raise FormatError(f"{what}: holds no identity of a base. It is corrupt. Take another checkpoint")
 
 
@@ -84,7 +98,8 @@ def compare_bases(
 ) -> BaseMatch:
     """Compare the base of a checkpoint with the current one.
 
-    ``on_other_base`` may allow "shapes" and "values". Values in another dtype are not compared.
+    ``on_other_base`` may allow "config", "shapes" and "values". Keys that only one config has, as another version
+    of transformers does, and values in another dtype are not compared.
     """
     pairs = {
         name: (text.split(), current.samples[name].split())
@@ -94,6 +109,8 @@ def compare_bases(
     cast = {name: (old[0], new[0]) for name, (old, new) in pairs.items() if old[0] != new[0]}
     found: dict[str, str] = {}
     notes: list[str] = []
+    if settings := list(_differing(saved.config, current.config)):
+        found["config"] = _first_of(settings, "; ")
     if not are_shapes_same:
         dtypes = [f"{name} was {old}, is {new}" for name, (old, new) in cast.items()]
         found["shapes"] = "frozen parameters have other names or shapes"
@@ -115,7 +132,34 @@ def _first_of(items: Sequence[str], separator: str) -> str:
     return separator.join([*items[:_MAX_SHOWN], *more])
 
 
+def _differing(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in sorted(saved.keys() & current.keys()):
+        old, new = saved[key], current[key]
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differing(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key} was {old!r:.80}, is {new!r:.80}"
+
+
 # The current base
+
+
+def base_config(model: nn.Module) -> dict[str, Any]:
+    """Return the model's config as JSON, without keys that do not describe the base. Empty without a config."""
+    config: Any = getattr(model, "config", None)
+    values = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
+    if not isinstance(values, Mapping):
+        return {}
+    text = json.dumps(dict(values), default=lambda value: type(value).__name__, skipkeys=True)
+    return _of_the_base(json.loads(text, parse_constant=str))  # JSON elsewhere has no infinite numbers
+
+
+def _of_the_base(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _of_the_base(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if not _IGNORED_KEYS.fullmatch(key)
+    }
 
 
 def base_of(held: Sequence[TensorRef], stored: Mapping[str, object]) -> list[TensorRef]:
@@ -133,20 +177,22 @@ def base_of(held: Sequence[TensorRef], stored: Mapping[str, object]) -> list[Ten
 
 @dataclass(frozen=True, slots=True)
 class BaseSamples:
-    """Samples of a base's values on this rank, valid as long as its tensors are.
+    """Config of a base, and samples of its values on this rank, valid as long as its tensors are.
 
     Attributes:
+        config: its config, of :func:`base_config`.
         dtypes: dtypes of the sampled tensors, by FQN.
         numels: numbers of elements sampled of each.
         local: the sampled elements that this rank holds, and the weights of their fingerprints.
     """
 
+    config: Mapping[str, Any]
     dtypes: Mapping[str, str]
     numels: Mapping[str, int]
     local: Mapping[tuple[str, Box], tuple[torch.Tensor, Any]]
 
     @classmethod
-    def of(cls, base: Sequence[TensorRef]) -> Self:
+    def of(cls, model: nn.Module, base: Sequence[TensorRef]) -> Self:
         """Choose samples. Collective: no."""
         chosen = heapq.nsmallest(
             _MAX_TENSORS,
@@ -170,7 +216,7 @@ class BaseSamples:
                     view = strided_view(local_tensor(item.tensor), place_of(box, held))
                     local[item.fqn, box] = view, weights[at]
         dtypes = {item.fqn: str(item.tensor.dtype).removeprefix("torch.") for item in chosen}
-        return cls(dtypes, numels, local)
+        return cls(base_config(model), dtypes, numels, local)
 
     def fingerprints(self) -> dict[tuple[str, Box], int]:
         """Return the fingerprints of the samples on this rank, for :meth:`identity`. Collective: no."""
@@ -199,4 +245,4 @@ class BaseSamples:
             for name, dtype in self.dtypes.items()
             if numels[name] == self.numels[name]  # elements on meta are on no rank
         }
-        return BaseIdentity(samples)
+        return BaseIdentity(self.config, samples)

@@ -212,7 +212,7 @@ class Checkpointer:
             on_unexpected: ``Ignore(only=...)`` for additional parts of the checkpoint.
             on_mismatched: ``Ignore(only=...)`` for parts of another shape or kind.
             on_other_base: ``Ignore()`` allows an adapter to resume on a base other than its own.
-                ``Ignore(only=...)`` allows differences in "shapes" (and names) or "values".
+                ``Ignore(only=...)`` allows differences in "config", "shapes" (and names) or "values".
 
         Raises:
             ConfigError: an argument is not supported.

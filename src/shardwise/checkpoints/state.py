@@ -112,7 +112,7 @@ class CollectedState:
     @cached_property
     def base(self) -> BaseSamples:
         """Samples of the parameters that are not stored."""
-        return BaseSamples.of(base_of(self.held, self.stored))
+        return BaseSamples.of(self.model, base_of(self.held, self.stored))
 
     @cached_property
     def others_of(self) -> dict[KeyPath, KeyPath]:

@@ -107,6 +107,16 @@ def is_context_parallel(accelerator: Any) -> bool:
     return config is not None and bool(config.cp_size > 1)
 
 
+def context_of(accelerator: Any) -> Any:
+    """Return the context of ``maybe_context_parallel``, or None before the first ``prepare``."""
+    return getattr(accelerator, "_cp_context", None)
+
+
+def set_context(accelerator: Any, context: Any) -> None:
+    """Replace the context of ``maybe_context_parallel``."""
+    accelerator._cp_context = context
+
+
 def prepared_counts(accelerator: Any) -> tuple[int, int]:
     """Return the numbers of models and of optimizers that an accelerator has prepared."""
     return len(accelerator._models), len(accelerator._optimizers)

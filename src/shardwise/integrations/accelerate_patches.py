@@ -28,12 +28,12 @@ from shardwise.execution.world import World
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations import pending
 from shardwise.integrations.accelerate_state import load_state, save_state
+from shardwise.integrations.context_parallel import SplitSequences, require_split
 from shardwise.interchange import accelerate_writing as writing
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
 from shardwise.interchange.accelerate_writing import LinkedFolder, WorkFolder
 from shardwise.models.build import loading_door, placing_door
 from shardwise.models.gradients import average_replicated_gradients, clip_gradients, require_synchronized
-from shardwise.models.pretrained import attention_of, outermost_pretrained
 from shardwise.models.rebind import bind_optimizers, plain_optimizer
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.models.view import collect_tensors, is_sharded, without_compile
@@ -159,23 +159,16 @@ def prepare_objects(
 
 
 def prepare_context_parallel(original: compat.Original, accelerator: Any, *objects: Any) -> Any:
-    """Replace accelerate's preparation for context parallelism: check the models' attention before.
-
-    torch replaces ``scaled_dot_product_attention`` only. Others would attend to this rank's part of a sequence.
-
-    Raises:
-        ConfigError: a model uses another attention.
-    """
+    """Replace accelerate's preparation for context parallelism: its own, and checks of models and their inputs."""
+    split = compat.context_of(accelerator)
+    result = original(accelerator, *objects)
+    if not isinstance(split, SplitSequences):
+        split = SplitSequences(compat.context_of(accelerator))
+    compat.set_context(accelerator, split)
     for item in objects:
-        models = outermost_pretrained(without_compile(item)) if isinstance(item, nn.Module) else []
-        for _, inner in models:
-            if (attention := attention_of(inner)) != "sdpa":
-                raise ConfigError(
-                    f"{type(inner).__name__} with attn_implementation={attention!r}: under context parallelism "
-                    "every rank would attend to its part of a sequence only. Load it with "
-                    "attn_implementation='sdpa'."
-                )
-    return original(accelerator, *objects)
+        if isinstance(item, nn.Module):
+            require_split(item, split)
+    return result
 
 
 def begin_state(original: compat.Original, state: Any, *args: Any, **keywords: Any) -> None:

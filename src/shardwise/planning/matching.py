@@ -28,7 +28,7 @@ OnFault: TypeAlias = OnUnexpected
 class Tolerance:
     """Consents to differences between a state and a model. Ignored tensors keep their values.
 
-    ``base`` applies to the "shapes" and "values" of the base model that a checkpoint requires.
+    ``base`` applies to the "config", "shapes" and "values" of the base model that a checkpoint requires.
     """
 
     missing: OnFault = "error"

@@ -1,0 +1,75 @@
+"""Checks of models and inputs under accelerate's context parallelism.
+
+Within ``maybe_context_parallel`` each rank has a chunk of every sequence, and torch replaces
+``scaled_dot_product_attention``. Positions and labels that a model makes by itself are then those of the chunk, and
+other attentions see the chunk alone: the loss is wrong, without an error.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.models.pretrained import attention_of, outermost_pretrained
+from shardwise.models.view import without_compile
+
+
+class _Splits(Protocol):
+    def __call__(self, **buffers: Any) -> AbstractContextManager[None]: ...
+
+
+class SplitSequences:
+    """accelerate's context for split sequences, and a hook that refuses a model's inputs while it is entered.
+
+    Args:
+        split: a function that returns the context.
+    """
+
+    def __init__(self, split: _Splits) -> None:
+        self._split = split
+        self._is_entered = False
+
+    @contextmanager
+    def __call__(self, **buffers: Any) -> Iterator[None]:
+        with self._split(**buffers):
+            self._is_entered = True
+            try:
+                yield
+            finally:
+                self._is_entered = False
+
+    def require_inputs(self, model: nn.Module, _args: Any, inputs: dict[str, Any]) -> None:
+        """Refuse inputs that the model would complete from its part of the sequence.
+
+        Raises:
+            ConfigError: naming the input.
+        """
+        if not self._is_entered:
+            return
+        makes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+        needed = ["position_ids"] * makes_positions + ["shift_labels"] * (inputs.get("labels") is not None)
+        if missing := [name for name in needed if inputs.get(name) is None]:
+            raise ConfigError(
+                f"{type(model).__name__} without {' and '.join(missing)}: it would make them from this rank's "
+                "part of the sequence. Make them from whole sequences, add them to the buffers of "
+                "maybe_context_parallel, and pass them to the model."
+            )
+
+
+def require_split(model: nn.Module, split: SplitSequences) -> None:
+    """Check a model's attention now, and its inputs whenever the context is entered.
+
+    Raises:
+        ConfigError: the attention is not torch's ``scaled_dot_product_attention``.
+    """
+    for _, inner in outermost_pretrained(without_compile(model)):
+        attention = attention_of(inner)
+        if attention != "sdpa":
+            raise ConfigError(
+                f"{type(inner).__name__} with attn_implementation={attention!r}: under context parallelism every "
+                "rank would attend to its own part of a sequence only. Load it with attn_implementation='sdpa'."
+            )
+        inner.register_forward_pre_hook(split.require_inputs, with_kwargs=True)
