@@ -30,6 +30,7 @@ from shardwise.models import pretrained
 from shardwise.models.policies import (
     UNUSED_BY_FSDP2,
     Classes,
+    Grouping,
     Matching,
     MinSize,
     WrapPolicy,
@@ -196,7 +197,7 @@ def wrap(
     if mesh is None:
         raise ShardingError("there is no mesh to shard the model on. Pass one, or initialize torch.distributed")
     grouping = group_parameters(model, sharding.wrap, kept_whole)
-    _require_supported(model, mesh)
+    _require_shardable(model, grouping, mesh)
     shard_size = mesh.size(mesh.ndim - 1)
     _require_divisor(sharding.reshard_after_forward, shard_size)
     options: dict[str, Any] = {
@@ -255,15 +256,23 @@ _NOT_DATA_PARALLEL = frozenset({"tp", "ep", "pp", "cp", "sp"})
 """Names that accelerate and transformers have for axes whose ranks share the rows of a batch."""
 
 
-def _require_supported(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Reject a mesh that ``fully_shard`` does not take."""
+def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
+    """Reject what ``fully_shard`` would fail on after it has wrapped some blocks."""
+    axes = describe_mesh(mesh)
     if mesh.ndim > 2 or _NOT_DATA_PARALLEL.intersection(mesh.mesh_dim_names or ()):
         raise ShardingError(
-            f"{type(model).__name__} cannot be sharded on the mesh {describe_mesh(mesh)}: fully_shard takes one "
-            "axis (shard) or two (replicate, shard). For tensor and expert parallelism, shard on their axes "
-            "yourself, then fully_shard on the others, and call shardwise.load. For context parallelism, pass a "
-            "mesh whose axes dp_shard and cp are flattened into one."
+            f"{type(model).__name__} cannot be sharded on the mesh {axes}: fully_shard takes one axis (shard) or "
+            "two (replicate, shard). For tensor and expert parallelism, shard on their axes yourself, then "
+            "fully_shard on the others, and call shardwise.load. For context parallelism, pass a mesh whose axes "
+            "dp_shard and cp are flattened into one."
         )
+    for name, parameter in model.named_parameters():
+        if parameter not in grouping.whole and not parameter.is_contiguous():
+            raise ShardingError(
+                f"{canonical(name)} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
+                f"cannot be sharded on the mesh {axes}: fully_shard takes contiguous parameters only. Have the "
+                "model's class make it contiguous"
+            )
 
 
 def _require_divisor(reshard_after_forward: bool | int, shard_size: int) -> None:  # noqa: FBT001 - FSDP2's own
