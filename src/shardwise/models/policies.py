@@ -54,11 +54,6 @@ class Matching:
 
     function: Callable[..., bool]
 
-    def __repr__(self) -> str:
-        """Return the same text on all ranks, without addresses of memory."""
-        name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
-        return f"Matching(function={name})"
-
 
 UNUSED_BY_FSDP2: Final = {
     **dict.fromkeys(
