@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from shardwise.errors import ShardingError
 from shardwise.layout import (
     Activations,
     GroupLayout,
@@ -95,6 +96,11 @@ class _Spreader:
                 boxes = local_boxes(tensor, item.fqn)
                 self.made[key] = Spread((boxes,) * self.mesh.shard_size, tensor.numel())
             return self.made[key], "whole"
+        if not tensor.is_contiguous():
+            raise ShardingError(
+                f"{item.fqn} has shape {shape} and strides {tuple(tensor.stride())}: fully_shard "
+                "takes contiguous parameters only. Have the model's class make it contiguous"
+            )
         dim = shard_dim(tensor.shape, self.mesh.shard_size)
         placements = (*[Replicate()] * (len(self.mesh.sizes) - 1), Shard(dim))
         key = (shape, dim)

@@ -16,7 +16,6 @@ from torch import nn
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.models import pretrained
 from shardwise.models.torch_api import SHARDS_INTEGERS, parameters_of
-from shardwise.models.view import canonical
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +53,6 @@ class Matching:
     """
 
     function: Callable[..., bool]
-
-    def __repr__(self) -> str:
-        """Return the same text on all ranks, without addresses of memory."""
-        name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
-        return f"Matching(function={name})"
 
 
 UNUSED_BY_FSDP2: Final = {
@@ -268,7 +262,7 @@ def group_parameters(
     Needs no mesh and no process group, and does not change the model.
 
     Raises:
-        ShardingError: the policy matches nothing, or ``fully_shard`` would reject a parameter.
+        ShardingError: the policy matches nothing.
     """
     inside = _Inside.of(model)
     whole = {**_unshardable(inside), **kept_whole}
@@ -280,14 +274,8 @@ def group_parameters(
     owners = inside.owners(groups)
     members: dict[str, list[nn.Parameter]] = {name: [] for name in ["", *(names[0] for names in groups)]}
     for parameter, names in inside.names.items():
-        if parameter in whole:
-            continue
-        if not parameter.is_contiguous():
-            raise ShardingError(
-                f"{canonical(names[0])} has shape {tuple(parameter.shape)} and strides {parameter.stride()}: "
-                "fully_shard takes contiguous parameters only. Have the model's class make it contiguous"
-            )
-        members[owners[names[0]]].append(parameter)
+        if parameter not in whole:
+            members[owners[names[0]]].append(parameter)
     blocks = tuple(Group(tuple(names), tuple(members[names[0]])) for names in groups)
     return Grouping(blocks, Group(("",), tuple(members[""])), whole)
 

@@ -7,7 +7,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -30,6 +30,7 @@ from shardwise.models import pretrained
 from shardwise.models.policies import (
     UNUSED_BY_FSDP2,
     Classes,
+    Grouping,
     Matching,
     MinSize,
     WrapPolicy,
@@ -116,8 +117,18 @@ class Sharding:
 def comparable_settings(sharding: Sharding) -> dict[str, str]:
     """Return the settings that must be equal on all ranks, as text by name."""
     mesh = None if sharding.mesh is None else sharding.mesh.mesh.tolist()
-    policies = {item.name: repr(getattr(sharding, item.name)) for item in fields(sharding) if item.name != "mesh"}
-    return {"mesh": repr(mesh), **policies}
+    names = [item.name for item in fields(sharding) if item.name != "mesh"]
+    return {"mesh": repr(mesh), **{name: _comparable(getattr(sharding, name)) for name in names}}
+
+
+def _comparable(value: object) -> str:
+    """Return ``repr``, with the names of functions instead of their addresses, which differ between ranks."""
+    if isinstance(value, type) or not (is_dataclass(value) or callable(value)):
+        return repr(value)
+    if is_dataclass(value):
+        parts = ", ".join(f"{item.name}={_comparable(getattr(value, item.name))}" for item in fields(value))
+        return f"{type(value).__name__}({parts})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:
@@ -196,7 +207,7 @@ def wrap(
     if mesh is None:
         raise ShardingError("there is no mesh to shard the model on. Pass one, or initialize torch.distributed")
     grouping = group_parameters(model, sharding.wrap, kept_whole)
-    _require_supported(model, mesh)
+    _require_shardable(model, grouping, mesh)
     shard_size = mesh.size(mesh.ndim - 1)
     _require_divisor(sharding.reshard_after_forward, shard_size)
     options: dict[str, Any] = {
@@ -255,15 +266,23 @@ _NOT_DATA_PARALLEL = frozenset({"tp", "ep", "pp", "cp", "sp"})
 """Names that accelerate and transformers have for axes whose ranks share the rows of a batch."""
 
 
-def _require_supported(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Reject a mesh that ``fully_shard`` does not take."""
+def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
+    """Reject what ``fully_shard`` would fail on after it has wrapped some blocks."""
+    axes = describe_mesh(mesh)
     if mesh.ndim > 2 or _NOT_DATA_PARALLEL.intersection(mesh.mesh_dim_names or ()):
         raise ShardingError(
-            f"{type(model).__name__} cannot be sharded on the mesh {describe_mesh(mesh)}: fully_shard takes one "
-            "axis (shard) or two (replicate, shard). For tensor and expert parallelism, shard on their axes "
-            "yourself, then fully_shard on the others, and call shardwise.load. For context parallelism, pass a "
-            "mesh whose axes dp_shard and cp are flattened into one."
+            f"{type(model).__name__} cannot be sharded on the mesh {axes}: fully_shard takes one axis (shard) or "
+            "two (replicate, shard). For tensor and expert parallelism, shard on their axes yourself, then "
+            "fully_shard on the others, and call shardwise.load. For context parallelism, pass a mesh whose axes "
+            "dp_shard and cp are flattened into one."
         )
+    for name, parameter in model.named_parameters():
+        if parameter not in grouping.whole and not parameter.is_contiguous():
+            raise ShardingError(
+                f"{canonical(name)} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
+                f"cannot be sharded on the mesh {axes}: fully_shard takes contiguous parameters only. Have the "
+                "model's class make it contiguous"
+            )
 
 
 def _require_divisor(reshard_after_forward: bool | int, shard_size: int) -> None:  # noqa: FBT001 - FSDP2's own
