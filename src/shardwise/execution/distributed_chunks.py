@@ -36,10 +36,10 @@ from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading import LocalReader
 from shardwise.tensors import Box, ByteRange, Strided, numel
 
-KeyPath: TypeAlias = tuple[str | int, ...]
+StatePath: TypeAlias = tuple[str | int, ...]
 """The keys that lead to a value, as in ``("optimizer", "state", FQN, "step")``. Numbers are indices of lists."""
 
-KeyPathT = TypeVar("KeyPathT", bound=KeyPath)
+StatePathT = TypeVar("StatePathT", bound=StatePath)
 
 _FORMAT_VERSION = "1.0.0"
 """The version that torch 2.11 to 2.13 write."""
@@ -57,7 +57,7 @@ def data_file(rank: int, number: int = 0) -> str:
     return f"__{rank}_{number}.distcp"
 
 
-def key_of(path: KeyPath) -> str:
+def key_of(path: StatePath) -> str:
     """Return torch's name for the value at this path."""
     return ".".join(map(str, path))
 
@@ -107,9 +107,9 @@ class TensorsPlan:
     ``aliases`` are further names of tensors that have several, with the keys of their first ones.
     """
 
-    tensors: Mapping[str, tuple[KeyPath, tuple[int, ...], torch.dtype]]
+    tensors: Mapping[str, tuple[StatePath, tuple[int, ...], torch.dtype]]
     by_rank: tuple[tuple[ArchivedChunk, ...], ...]
-    aliases: Mapping[KeyPath, str]
+    aliases: Mapping[StatePath, str]
 
     @property
     def state_bytes(self) -> int:
@@ -124,10 +124,10 @@ class TensorsPlan:
 
 @collected_later()
 def plan_tensors(
-    tensors: Mapping[KeyPathT, torch.Tensor],
+    tensors: Mapping[StatePathT, torch.Tensor],
     facts: Sequence[Mapping[str, TensorFacts]],
     buffers: Collection[str] = (),
-    aliases: Mapping[KeyPathT, KeyPathT] | None = None,
+    aliases: Mapping[StatePathT, StatePathT] | None = None,
 ) -> TensorsPlan:
     """Distribute the tensors over the ranks' files.
 
@@ -144,7 +144,7 @@ def plan_tensors(
     held = held_by_rank(facts)
     ends = [0] * len(facts)
     files: list[list[ArchivedChunk]] = [[] for _ in facts]
-    planned: dict[str, tuple[KeyPath, tuple[int, ...], torch.dtype]] = {}
+    planned: dict[str, tuple[StatePath, tuple[int, ...], torch.dtype]] = {}
     for number, (path, tensor) in enumerate(tensors.items()):
         key, shape, dtype = key_of(path), tuple(tensor.shape), tensor.dtype
         planned[key] = path, shape, dtype
@@ -170,7 +170,7 @@ def _lay_out(
 
 @collected_later()
 def metadata_of(
-    plan: TensorsPlan, values: Sequence[Mapping[KeyPathT, int]], name: Callable[[int], str] = data_file
+    plan: TensorsPlan, values: Sequence[Mapping[StatePathT, int]], name: Callable[[int], str] = data_file
 ) -> bytes:
     """Return the file ``.metadata``.
 
@@ -183,7 +183,7 @@ def metadata_of(
         name: function of a rank that returns the name of its file.
     """
     described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
-    paths: dict[str, KeyPath] = {}
+    paths: dict[str, StatePath] = {}
     places: dict[dcp.MetadataIndex, object] = {}
     chunks: dict[str, list[dcp.ChunkStorageMetadata]] = {key: [] for key in plan.tensors}
     for rank, archived in enumerate(plan.by_rank):
