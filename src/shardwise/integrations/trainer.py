@@ -27,6 +27,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.state import TrainState, describe_selection, generator_states, restore_generators
@@ -103,6 +104,8 @@ class ShardwiseTrainer(_Trainer):
         self._events = AgreedEvents(self.callback_handler.call_event, world, lambda: bool(self.is_in_train))
         vars(self.callback_handler)["call_event"] = self._events
         self._saved_step: int | None = None
+        if isinstance(reference := getattr(self, "ref_model", None), FSDPModule):
+            reference.set_reshard_after_forward(True, recurse=False)  # no backward pass frees its root group
         self._on_other_base: OnFault = "error"
         self._numbers: dict[str, Any] | None = None
         """States of generators of random numbers, to be set once the data are where they were."""
