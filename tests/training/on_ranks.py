@@ -2,14 +2,19 @@
 
 import json
 import os
+import runpy
 import signal
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+import transformers
 from tests.training import tiny
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from shardwise.cli.train import train_on_rank, without_token
@@ -77,6 +82,21 @@ def write_wide(folder: Path) -> Path:
     return folder / "wide"
 
 
+def write_vision(folder: Path) -> Path:
+    """A model for images, with its processor."""
+    from tests.integrations.runs import vision
+    from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+    sizes = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
+    template = tiny.MARKED.replace("m.content", "m.content[0].text")  # TRL gives a processor lists of parts
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(**sizes), tiny.tokenizer(template), patch_size=4, chat_template=template
+    )
+    vision().save_pretrained(folder / "vision")
+    processor.save_pretrained(folder / "vision")
+    return folder / "vision"
+
+
 def letters(completions: list[Any], **_: Any) -> list[float]:
     """Rewards of GRPO that are different for nearly all answers."""
     return [float(sum(map(ord, one[0]["content"])) % 97) for one in completions]
@@ -100,6 +120,32 @@ def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
     with mock.patch.object(torch, "multinomial", quantile) if values.get("method") == "grpo" else nullcontext():
         outcome = train_on_rank(without_token(read_run_config(words({**COMMON, **values}))))
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
+
+
+def shares_of_reference(values: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:
+    """Train on this rank; the elements of each parameter of the reference, and those that this rank holds.
+
+    Before the first step, and after the last.
+    """
+    train_by_transformers = transformers.Trainer.train
+    found = []
+
+    def look(trainer: Any, *positional: Any, **keywords: Any) -> Any:
+        found.append(_shares(trainer.ref_model))
+        done = train_by_transformers(trainer, *positional, **keywords)
+        found.append(_shares(trainer.ref_model))
+        return done
+
+    with mock.patch.object(transformers.Trainer, "train", look):
+        train(values)
+    return found
+
+
+def _shares(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    return {
+        name: (each.numel(), (each.to_local() if isinstance(each, DTensor) else each).numel())
+        for name, each in model.named_parameters()
+    }
 
 
 class Terminated(TrainerCallback):
@@ -149,6 +195,34 @@ def by_trl(values: dict[str, Any], adapter: str | None = None) -> list[float]:
     )
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def by_script(file: Path, place: Path, adapter: Path | None = None) -> None:
+    """Run TRL's script for SFT in this process and a folder. A LoRA begins with stored values."""
+    from peft import get_peft_model, load_peft_weights, set_peft_model_state_dict
+    from trl.trainer import sft_trainer
+
+    def with_stored_values(*positional: Any, **keywords: Any) -> Any:
+        made = get_peft_model(*positional, **keywords)
+        set_peft_model_state_dict(made, load_peft_weights(str(adapter), device="cpu"))
+        return made
+
+    dist.destroy_process_group()
+    place.mkdir()
+    os.chdir(place)
+    maker = with_stored_values if adapter else get_peft_model
+    with (
+        mock.patch.object(sft_trainer, "get_peft_model", maker),
+        mock.patch.object(sys, "argv", ["sft.py", "--config", str(file)]),
+    ):
+        runpy.run_module("trl.scripts.sft", run_name="__main__")
+
+
+def by_command(words: list[str], place: Path) -> TrlOutcome:
+    """Do on this rank, in a folder, what ``shardwise train`` does on each."""
+    place.mkdir(exist_ok=True)
+    os.chdir(place)
+    return train_on_rank(without_token(read_run_config(words)))
 
 
 def initial_adapter(values: dict[str, Any], folder: str) -> None:

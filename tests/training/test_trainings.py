@@ -100,6 +100,29 @@ def test_a_method_trains_on_two_ranks_as_on_one(folder: Path, kind: str) -> None
     assert two == pytest.approx(one, abs=1e-5)
 
 
+def test_grpo_of_a_full_model_trains_on_two_ranks_as_on_one(folder: Path) -> None:
+    """The loss is 0 in a step that has generated, and another one in the step that trains on that once more."""
+    values = keys(folder, **PREFERENCES["grpo"], num_iterations=2, max_steps=4, output_dir=str(folder / "grpo"))
+    values["dataset_name"] = str(folder / "prompts.jsonl")
+    one, two = losses(1, values), losses(2, values)
+    assert len(set(one)) > 2
+    assert two == pytest.approx(one, abs=1e-5)
+    alone, both = (load_file(folder / f"grpo-{ranks}" / "model.safetensors") for ranks in (1, 2))
+    assert all(torch.allclose(both[name], alone[name], atol=1e-5) for name in alone)
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_the_reference_of_a_full_training_is_sharded(folder: Path, method: str) -> None:
+    """Also between the steps, and after them: each rank holds its part of every parameter."""
+    values = keys(folder, method=method, output_dir=str(folder / f"reference-{method}"))
+    values["dataset_name"] = str(folder / PREFERENCES[method]["dataset_name"])
+    before, after = zip(*run_world(2, on_ranks.shares_of_reference, values), strict=True)
+    for first, second in (before, after):
+        assert len(first) > 10
+        for name, (elements, held) in first.items():
+            assert held == elements // 2 == elements - second[name][1], name
+
+
 def test_masks_that_trl_has_not_train_what_its_marks_do(folder: Path) -> None:
     values = keys(folder, assistant_only_loss=True, output_dir=str(folder / "marked"))
     marked = losses(1, values)

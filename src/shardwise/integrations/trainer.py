@@ -27,6 +27,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.state import TrainState, describe_selection, generator_states, restore_generators
@@ -99,6 +100,8 @@ class ShardwiseTrainer(_Trainer):
         world = World.current(call="the Trainer's callbacks")
         vars(self.callback_handler)["call_event"] = AgreedEvents(self.callback_handler.call_event, world, self)
         self._saved_step: int | None = None
+        if isinstance(reference := getattr(self, "ref_model", None), FSDPModule):
+            reference.set_reshard_after_forward(True, recurse=False)  # no backward pass frees its root group
         self._on_other_base: OnFault = "error"
         self._generators: dict[str, Any] | None = None
         """States of random generators, to be set once the position in the data is restored."""
