@@ -3,6 +3,7 @@
 Parameters are matched by identity. (On meta, all ``data_ptr()`` are 0.)
 """
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from torch.optim import Optimizer
 from shardwise.errors import ConfigError, KeyMismatchError, ShardingError
 from shardwise.models.torch_api import splitting_dim
 from shardwise.models.view import TensorRef, local_tensor
+
+_log = logging.getLogger(__name__)
 
 Scalar: TypeAlias = torch.Tensor | int | float | bool | str | None
 """State other than tensors of the parameter's shape, such as counts of steps."""
@@ -270,7 +273,9 @@ def require_steps_shards(optimizers: Iterable[Optimizer]) -> None:
 
 
 def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Check the optimizer of these parameters. Collective: no. The result is the same on every rank.
+    """Check the optimizer of these parameters. Warn about those whose state torchao does not quantize.
+
+    Collective: no. The result is the same on every rank.
 
     Raises:
         ShardingError: it does not step shards, or is torchao's and shards have several sizes.
@@ -280,6 +285,9 @@ def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch
         require_steps_shards([optimizer])
     if _library(type(optimizer)) != "torchao":
         return
+    block: int = vars(optimizer)["block_size"]
+    whose = f"torchao's {type(optimizer).__name__}"
+    left = []
     for name, each in sharded.items():
         splits = [
             (each.shape[dim], int(size))
@@ -289,10 +297,17 @@ def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch
         numel = each.numel() // math.prod(count for _, count in splits)
         if numel >= _LEAST and any(length % count for length, count in splits):
             raise ShardingError(
-                f"torchao's {type(optimizer).__name__}: {name}, of shape {tuple(each.shape)}, is cut into shards "
-                "of several sizes, and a compiled step takes those of one size. Train on a number of ranks that "
-                "divides it, or use AdamW."
+                f"{whose}: {name}, of shape {tuple(each.shape)}, is cut into shards of several sizes, and a "
+                "compiled step takes those of one size. Train on a number of ranks that divides it, or use AdamW."
             )
+        if numel < _LEAST or numel % block:
+            left.append(name)
+    if left:
+        _log.warning(
+            "%s: keeps 32 bits of %d of %d parameters, such as %s, whose shards have fewer than %d elements or no "
+            "multiple of %d",
+            *(whose, len(left), len(sharded), left[0], _LEAST, block),
+        )
 
 
 _LEAST = 4096
