@@ -1,4 +1,4 @@
-"""accelerate's files begin to count in one step: whatever dies when, one save is there, whole, and nothing else."""
+"""Two saves of accelerate's files at once, and saves over files of torch. Crashes: ``tests/torture``."""
 
 import os
 from contextlib import ExitStack, contextmanager
@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.harness import EffectLog, assert_old_or_new, recorded, states_after_crash
 from torch import nn
 
 import shardwise
@@ -40,10 +39,6 @@ def seed_in(root: Path) -> int | None:
     return next(seed for seed in range(9) if all(map(torch.equal, found.parameters(), model(seed).parameters())))
 
 
-def contents(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
 @contextmanager
 def meanwhile(call, act):
     """``act`` happens before some call of a writer, once."""
@@ -68,63 +63,6 @@ def meanwhile(call, act):
 def last_mark_removed(root: Path) -> None:
     for mark in root.rglob(MARK):
         mark.unlink()  # whose process lives on in this test
-
-
-@pytest.mark.parametrize("older", [True, False], ids=["over an older one", "the first"])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_crash_leaves_one_model_or_the_other_and_the_next_save_leaves_nothing_else(tmp_path, form, older):
-    root, log = tmp_path / "out", EffectLog(tmp_path / "log")
-    root.mkdir()
-    if older:
-        save(1, root, form)
-    before = contents(root)
-    with recorded(log, root):
-        save(2, root, form)
-    assert seed_in(root) == 2
-    effects = log.effects()
-    seen = set()
-    for number, state in enumerate(states_after_crash(before, effects, samples=1)):
-        place = tmp_path / str(number)
-        state.put_into(place)
-        last_mark_removed(place)
-        found = seed_in(place)
-        seen.add(found)
-        assert found in ((1, 2) if older else (None, 2)), state.what
-        assert found == 2 or state.completed < len(effects), state.what
-        if number % 20 == 0:
-            save(3, place, form)
-            assert seed_in(place) == 3, state.what
-            left = {name.rpartition("/")[2] for name in contents(place)}
-            assert not [name for name in left if name.startswith(".") and name != ".metadata"], state.what
-            assert len(left) == len(contents(root)), (state.what, left)
-    assert seen == {1 if older else None, 2}
-
-
-def optimizer_of(net: nn.Module, kind: str) -> torch.optim.Optimizer:
-    if kind == "SGD":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        net(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-        return optimizer
-    return torch.optim.AdamW(net.parameters(), lr=0.5)  # before its first step
-
-
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_a_file_without_tensors_is_synced_before_it_is_named(tmp_path, kind):
-    """No byte of a tensor is written, and all the same there is something to be lost."""
-    root, log = tmp_path / "out", EffectLog(tmp_path / "log")
-    net = model(1)
-    optimizer = optimizer_of(net, kind)
-    with recorded(log, root):
-        shardwise.save_accelerate_optimizer(net, optimizer, root, "full")
-    whole = (root / "optimizer.bin").read_bytes()
-    assert torch.load(root / "optimizer.bin", weights_only=True)["param_groups"][0]["lr"] == 0.5
-
-    def look(reader):
-        names = reader.list()
-        return reader.read("optimizer.bin", 0, reader.size("optimizer.bin")) if "optimizer.bin" in names else None
-
-    assert assert_old_or_new({}, log.effects(), look, old=None, new=whole, samples=4) > 10
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -40,14 +40,22 @@ class TestMemoryAtUrl(StorageWriterSuite):
 
 
 class TestBucket(StorageWriterSuite):
-    @pytest.fixture
-    def storage(self) -> Iterator[WritableStorage]:
+    @pytest.fixture(scope="class")
+    def bucket(self) -> Iterator[str]:
+        gc.collect()
+        gc.freeze()  # a collection after each test is then quick
         with objects.bucket("s3") as url:
+            yield url
+        gc.unfreeze()
 
-            def contents() -> dict[str, bytes]:
-                # A file on its way is named so in a folder; in a bucket it has no name.
-                return {k: v for k, v in files_of(objects.behind(f"{url}/to")).items() if not k.endswith("#1")}
+    @pytest.fixture
+    def storage(self, bucket: str) -> Iterator[WritableStorage]:
+        url = f"{bucket}/{next(_numbers)}"
 
-            yield WritableStorage(lambda: ObjectWriter(f"{url}/to"), contents)
-            gc.collect()
-            assert contents() == files_of(objects.behind(f"{url}/to"))
+        def contents() -> dict[str, bytes]:
+            # A file on its way is named so in a folder; in a bucket it has no name.
+            return {k: v for k, v in files_of(objects.behind(url)).items() if not k.endswith("#1")}
+
+        yield WritableStorage(lambda: ObjectWriter(url), contents)
+        gc.collect()
+        assert contents() == files_of(objects.behind(url))

@@ -14,7 +14,7 @@ from tests.torture.verbs import IN_MEMORY
 KILLS = 200
 
 SAVES = ("one file", "several files", "one and several")
-CASES = [(kind, "disk") for kind in KINDS] + [(kind, store) for store in ("s3", "az") for kind in SAVES]
+CASES = [(kind, "disk") for kind in KINDS] + [(kind, "s3") for kind in SAVES]
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Two saves of one folder, at any moment of each other: one of them counts, whole, and the other one is told."""
 
-import itertools
 import os
 import shutil
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from shardwise.storage.writing import open_writer
 
 ONE, SEVERAL = "1GB", "6KB"
 MARK = "shardwise.saving"
-_numbers = itertools.count()
 
 
 def save(seed, target, size=ONE):
@@ -90,12 +88,10 @@ def is_write(name, *_):
     return name == "write"
 
 
-@pytest.fixture(params=["folder", "memory", "bucket"])
+@pytest.fixture(params=["folder", "bucket"])
 def target(request, tmp_path):
     if request.param == "folder":
         yield tmp_path / "saved"
-    elif request.param == "memory":
-        yield f"memory://two-saves-{next(_numbers)}"
     else:
         with objects.bucket("s3") as url:
             yield f"{url}/saved"
@@ -126,8 +122,10 @@ def test_the_second_is_refused_and_the_first_counts(target, size, monkeypatch):
 
 
 @pytest.mark.parametrize("at", [is_write, is_last_step], ids=["while writing", "at the last step"])
-@pytest.mark.parametrize("older", [ONE, SEVERAL])
-@pytest.mark.parametrize(("size", "theirs"), [(ONE, ONE), (ONE, SEVERAL), (SEVERAL, ONE), (SEVERAL, SEVERAL)])
+@pytest.mark.parametrize(
+    ("older", "size", "theirs"),
+    [(ONE, ONE, SEVERAL), (ONE, SEVERAL, ONE), (SEVERAL, ONE, ONE), (SEVERAL, SEVERAL, SEVERAL)],
+)
 def test_one_whose_mark_was_taken_away_does_not_harm_the_one_that_counts(
     target, older, size, theirs, at, monkeypatch
 ):
@@ -324,9 +322,3 @@ def test_a_folder_is_made_to_last_by_whoever_finds_it(tmp_path, monkeypatch):
     )
     save(1, tmp_path / "run")
     assert str(tmp_path) in synced
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _tidy():
-    yield
-    shutil.rmtree("two-saves", ignore_errors=True)
