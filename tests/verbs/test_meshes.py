@@ -14,9 +14,8 @@ WAYS = [
     Way("hsdp", shared_reads="always"),
     Way("flat", "memory"),
     Way("ep", shared_reads="always"),
-    Way("tp"),
-    Way("shard1", "http"),
-    Way("flat", "bucket"),
+    pytest.param(Way("tp"), marks=pytest.mark.slow),
+    pytest.param(Way("shard1", "http"), marks=pytest.mark.slow),
 ]
 
 
