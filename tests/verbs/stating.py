@@ -277,7 +277,7 @@ def without_values() -> tuple[str, str]:
 
 def staged(budget: int) -> int:
     """The most that one gathering stages on this rank, while the state is much more."""
-    model: Any = sharding.Wide()
+    model: Any = sharding.Wide(2)
     shardwise.shard(model)
     most = 0
     begin = Exchange._step

@@ -221,9 +221,9 @@ def test_an_optimizer_that_cannot_be_bound_is_refused_by_name(worlds, fault, kin
 
 
 def test_only_the_source_ever_holds_more_than_its_shards(worlds):
-    budget, slack = 16 << 20, 12 << 20
-    source, *others = worlds(3).run(sharding.memory, budget)
-    model = 192 << 20
+    budget, slack, blocks = 16 << 20, 12 << 20, 12
+    source, *others = worlds(3).run(sharding.memory, budget, blocks)
+    model = blocks * (8 << 20)
     assert source["shards"] == pytest.approx(model / 3, rel=0.01)
     assert source["grown"] < budget + slack  # it gives whole tensors away as fast as its shards grow
     assert source["left"] < source["shards"] - model + slack
