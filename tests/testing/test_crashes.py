@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness import Effect, EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
-from tests.harness.crashes import Created, NamesSynced, Renamed, Synced, Wrote
+from tests.harness.crashes import NamesSynced, Synced, Wrote
 from tests.testing.saving import HALF, NBYTES, NEW, OLD, begin, commit, fill, old_save, see
 
 from shardwise.errors import StorageError
@@ -97,38 +97,6 @@ def test_nothing_of_a_careful_save_can_be_left_out(left_out: Effect, tmp_path: P
     effects = without(recorded(old_save(), careful, tmp_path), left_out)
     with pytest.raises(AssertionError, match=r"a crash .* leaves"):
         assert_old_or_new(old_save(), effects, see, old=[OLD] * 2, new=[NEW] * 2, samples=0)
-
-
-def test_a_renamed_file_keeps_its_old_name_at_most_beside_the_new_one() -> None:
-    effects = [Renamed(0, "a", "b")]
-    states = [dict(state.files) for state in states_after_crash({"a": b"1", "b": b"2"}, effects, samples=50)]
-    assert {"a": b"1", "b": b"2"} in states
-    assert {"b": b"1"} in states
-    assert {"a": b"1", "b": b"1"} in states
-    assert all("b" in state for state in states)
-
-
-def test_names_are_lost_in_any_order() -> None:
-    effects = [
-        effect for name in "abc" for effect in (Created(0, name, 1), Wrote(0, name, 0, b"1"), Synced(0, name))
-    ]
-    found = {"".join(sorted(state.files)) for state in states_after_crash({}, effects, samples=0)}
-    assert found >= {"", "a", "b", "c", "ab", "ac", "bc", "abc"}
-    assert {"".join(s.files) for s in states_after_crash({}, [*effects, NamesSynced(0)]) if s.completed == 10} == {
-        "abc"
-    }
-
-
-def test_a_sync_is_of_one_writer_only() -> None:
-    effects: list[Effect] = [
-        Created(0, "a", 8),
-        NamesSynced(0),
-        Wrote(0, "a", 0, b"0000"),
-        Wrote(1, "a", 4, b"1111"),
-        Synced(1, "a"),
-    ]
-    last = {state.files["a"] for state in states_after_crash({}, effects) if state.completed == len(effects)}
-    assert last == {b"00001111", b"\0\0\0\x001111"}
 
 
 # What is true of every save, whatever it does.
