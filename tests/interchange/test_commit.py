@@ -5,12 +5,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 
 import shardwise
-from shardwise import StorageError
 from shardwise.formats.distributed import read_metadata
 from shardwise.storage.writing import LocalWriter
 
@@ -63,36 +61,6 @@ def meanwhile(call, act):
 def last_mark_removed(root: Path) -> None:
     for mark in root.rglob(MARK):
         mark.unlink()  # whose process lives on in this test
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_second_save_is_refused_while_one_goes_on(tmp_path, form):
-    save(1, tmp_path, form)
-    told = []
-
-    def second():
-        with pytest.raises(StorageError, match="another save is writing here"):
-            save(3, tmp_path, form)
-        told.append(True)
-
-    with meanwhile(lambda name, file="", *_: name == "sync" and file != MARK, second):
-        save(2, tmp_path, form)
-    assert told
-    assert seed_in(tmp_path) == 2
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_one_that_lost_its_mark_is_told_and_the_other_counts(tmp_path, form):
-    save(1, tmp_path, form)
-
-    def other():
-        last_mark_removed(tmp_path)
-        save(3, tmp_path, form)
-
-    is_last_step = lambda name, *files: name == "rename" and files[0].endswith(".new")  # noqa: E731
-    with meanwhile(is_last_step, other), pytest.raises(StorageError):
-        save(2, tmp_path, form)
-    assert seed_in(tmp_path) == 3
 
 
 def test_a_folder_names_its_files_as_torch_does_and_torch_reads_it(tmp_path):

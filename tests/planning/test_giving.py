@@ -32,25 +32,6 @@ def test_replicas_give_each_element_of_a_box_once(shape, offset, replicas, turn)
     assert Counter(index for boxes in given_by for index in indices(boxes)) == Counter(indices([box]))
 
 
-@pytest.mark.parametrize(("nbytes", "givers"), [(1 << 16, 1), ((1 << 16) + 2, 2)])
-def test_up_to_64_kib_are_given_by_one(nbytes, givers):
-    shares = [own_share(Box((0,), (nbytes // 2,)), replica, 2, 0, 2) for replica in range(2)]
-    assert sum(map(bool, shares)) == givers
-
-
-def test_the_rows_of_a_large_box_are_dealt_evenly():
-    box = Box((100, 0), (512, 1024))
-    first, second = (own_share(box, replica, 2, turn=7, itemsize=2) for replica in range(2))
-    assert first == (Box((100, 0), (256, 1024)),)
-    assert second == (Box((356, 0), (256, 1024)),)
-
-
-def test_small_boxes_go_by_turns():
-    box = Box((0,), (1000,))
-    givers = [[replica for replica in range(3) if own_share(box, replica, 3, turn, 4)] for turn in range(6)]
-    assert givers == [[0], [1], [2], [0], [1], [2]]
-
-
 @given(data=st.data())
 def test_ranks_that_hold_the_same_rows_share_them(data):
     shards, replicas = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))

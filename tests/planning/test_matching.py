@@ -16,37 +16,6 @@ def place(*names, shape=(4, 2), dtype=DType.F32):
     return StateSlot(names, shape, dtype)
 
 
-def test_any_of_a_place_s_names_will_do():
-    (taken,) = match([place("a", "b")], [{"b": WHOLE}, {}], STRICT).taken
-    assert (taken.name, taken.place.names[0]) == ("b", "a")
-    assert taken.held == ((Box.whole((4, 2)),), ())
-
-
-def test_of_several_names_that_are_brought_the_first_is_taken():
-    (taken,) = match([place("a", "b")], [{"b": WHOLE, "a": WHOLE}], STRICT).taken
-    assert taken.name == "a"
-
-
-def test_shards_are_a_whole_together():
-    (taken,) = match([place("a")], [{"a": half} for half in HALVES], STRICT).taken
-    assert [boxes[0].offsets for boxes in taken.held] == [(0, 0), (2, 0)]
-
-
-def test_all_faults_come_at_once():
-    places = [place("a"), place("b"), place("c", shape=(3, 2)), place("d", dtype=DType.I32)]
-    with pytest.raises(KeyMismatchError) as caught:
-        match(places, [{"a": WHOLE, "c": WHOLE, "d": WHOLE, "e": WHOLE}], STRICT)
-    *lines, ways = str(caught.value).splitlines()
-    assert lines == [
-        "the state does not fit:",
-        "  mismatched 2     c: brought (4, 2) F32 by rank 0, wanted (3, 2) F32",
-        "                   d: brought (4, 2) F32 by rank 0, wanted (4, 2) I32",
-        "  missing 1        b",
-        "  unexpected 1     e",
-    ]
-    assert ways.startswith("Pass on_mismatched=Ignore(only=...) for what may keep its values; on_missing=Ignore(")
-
-
 def test_a_tied_name_with_another_shape_is_a_fault_of_its_own():
     other = Brought((2, 2), DType.F32, (Box.whole((2, 2)),))
     with pytest.raises(KeyMismatchError, match=r"b: brought \(2, 2\)"):

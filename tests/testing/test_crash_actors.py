@@ -1,16 +1,12 @@
 """Crashes with several actors: what a kill leaves, folders that are lost, which saves may be found, recording."""
 
-from pathlib import Path
-
 import pytest
 from tests.harness import (
     BEFORE,
     CrashState,
-    EffectLog,
     Entry,
     assert_nothing_is_lost,
     may_be_found,
-    recorded,
     states_after_crash,
     states_after_kill,
 )
@@ -30,9 +26,6 @@ from tests.harness.crashes import (
     Synced,
     Wrote,
 )
-
-from shardwise.storage.contract import OBJECT_STORE_WRITES
-from shardwise.storage.writing import LocalWriter
 
 
 def of_file(name: str, content: bytes, writer: int = 0) -> list[Effect]:
@@ -90,19 +83,6 @@ def test_what_a_killed_one_did_not_sync_is_lost_after_another_has_synced_its_own
     assert assert_nothing_is_lost({}, [*left, NamesSynced(1, ".."), *turns], look, values) > 5
 
 
-def test_streams_of_two_writers_are_not_mixed() -> None:
-    entries: list[Entry] = [
-        Created(0, "a", 2),
-        Created(1, "a", 2),
-        Wrote(0, "a", 0, b"00"),
-        Wrote(1, "a", 0, b"1"),
-        Removed(1, "a"),
-        Synced(0, "a"),
-    ]
-    last = list(states_after_crash({}, entries, policy=OBJECT_STORE_WRITES))[-1]
-    assert last.files == {"a": b"00"}
-
-
 # Histories
 
 
@@ -138,41 +118,3 @@ def test_what_is_neither_is_told_with_the_moment() -> None:
         assert_nothing_is_lost({"x": b"1"}, entries, look, values)
     with pytest.raises(AssertionError, match=r"after Returned.* leaves before, and not a"):
         assert_nothing_is_lost({"x": b"1"}, [Called("a"), Returned("a")], look, values)
-
-
-# Recording
-
-
-def test_whoever_opens_a_writer_is_recorded_with_the_folders_that_are_made(tmp_path: Path) -> None:
-    log, root = EffectLog(tmp_path / "log"), tmp_path / "runs" / "out"
-    before: list[int] = []
-    with recorded(log, root, writer=3, before=lambda: before.append(len(log.entries()))):
-        with LocalWriter(root) as writer:
-            writer.create("a", 1)
-            writer.write("a", 0, [memoryview(b"1")])
-            writer.sync("a")
-        with LocalWriter(root / "step-1") as writer:
-            writer.replace("b", b"2")
-            writer.sync_names()
-            writer.remove("b")
-        (root / "step-1").rmdir()
-        with LocalWriter(tmp_path / "elsewhere") as writer:
-            writer.replace("c", b"3")
-    assert log.entries() == [
-        FolderMade(3, ""),
-        NamesSynced(3, ".."),
-        Created(3, "a", 1),
-        Wrote(3, "a", 0, b"1"),
-        Synced(3, "a"),
-        NamesSynced(3, ".."),  # by the next writer, whoever made the folder
-        FolderMade(3, "step-1"),
-        NamesSynced(3, ""),
-        ReplacedFile(3, "step-1/b", b"2"),
-        NamesSynced(3, "step-1"),
-        Removed(3, "step-1/b"),
-        FolderRemoved(3, "step-1"),
-    ]
-    assert before == [0, 3, 4, 5, 9, 10, 11]
-    with LocalWriter(root) as writer:
-        writer.replace("d", b"4")
-    assert len(log.entries()) == 12
