@@ -1,7 +1,7 @@
 """Adapters in accelerate's files: every rank's part of them arrives, and nothing else is touched."""
 
 import pytest
-from tests.interchange import adapting
+from tests.interchange import adapting, trading
 
 pytestmark = pytest.mark.distributed
 
