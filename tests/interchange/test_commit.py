@@ -37,6 +37,10 @@ def seed_in(root: Path) -> int | None:
     return next(seed for seed in range(9) if all(map(torch.equal, found.parameters(), model(seed).parameters())))
 
 
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
 @contextmanager
 def meanwhile(call, act):
     """``act`` happens before some call of a writer, once."""
