@@ -45,7 +45,7 @@ def forked(monkeypatch):
 
 @pytest.mark.distributed
 def test_values_come_by_rank_and_errors_as_they_are(monkeypatch, forked):
-    monkeypatch.setattr(processes, "_GRACE_S", 0.3)
+    monkeypatch.setattr(processes, "_GRACE_S", 1.0)
     assert run_spawned(2, faults.add, 3, 4) == [7, 8]
     with pytest.raises(StorageError, match="^gone$"):
         run_spawned(2, faults.gone_on, 1)

@@ -39,15 +39,16 @@ class TestMemoryAtUrl(StorageWriterSuite):
         return WritableStorage(lambda: ObjectWriter(url), contents)
 
 
-class TestBucket(StorageWriterSuite):
-    @pytest.fixture(scope="class")
-    def bucket(self) -> Iterator[str]:
-        gc.collect()
-        gc.freeze()  # a collection after each test is then quick
-        with objects.bucket("s3") as url:
-            yield url
-        gc.unfreeze()
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    gc.collect()
+    gc.freeze()  # a collection after each test is then quick
+    with objects.bucket("s3") as url:
+        yield url
+    gc.unfreeze()
 
+
+class TestBucket(StorageWriterSuite):
     @pytest.fixture
     def storage(self, bucket: str) -> Iterator[WritableStorage]:
         url = f"{bucket}/{next(_numbers)}"
