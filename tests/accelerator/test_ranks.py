@@ -97,6 +97,7 @@ def test_a_bank(ranks, llama):
     require_same(ranks, checks.banks, llama)
 
 
+@pytest.mark.slow
 def test_a_trainer(ranks, worlds, tmp_path):
     """With an optimizer of one operation a parameter, whose sums are alike on every device."""
     folder = runs.write(tmp_path)

@@ -41,6 +41,7 @@ def test_shards_of_several_sizes_come_back_where_they_were(two: LocalRanks, fold
         assert all(told["AdamW8bit"].values())
 
 
+@pytest.mark.slow
 def test_one_rank_is_refused_the_state_of_two_and_may_begin_anew(
     saved: list[dict[str, Any]], folder: str, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_values_come_by_rank_and_errors_as_they_are(monkeypatch, forked):
         run_spawned(2, time.sleep, 600, timeout_s=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_end_when_whoever_started_them_is_killed(tmp_path):
     program = (

@@ -130,7 +130,6 @@ def test_a_sharded_model_answers_as_peft_does(config: LoraConfig, tied: Path, wo
 
 TRAINED: dict[str, tuple[str, Any]] = {
     "full": ("tied", Full()),
-    "last layer": ("untied", Freeze(trainable_layers=1)),
     "first attention and head": ("untied", Freeze(-1, ("self_attn",), ("lm_head",))),
     "tied embedding": ("tied", Freeze(extra_modules=("embed_tokens",))),
     "dora": ("tied", Lora(DORA)),
