@@ -23,7 +23,6 @@ import shardwise
 import shardwise.engines.saving
 from shardwise.bank.tenant import TenantStart
 from shardwise.bank.tenant_facts import from_json, to_json
-from shardwise.execution.committing import commit_save
 from shardwise.options import Ignore
 from shardwise.planning import fingerprints
 from shardwise.planning.fingerprints import fingerprint
@@ -243,40 +242,6 @@ def put(folder: Path, files: dict[str, bytes]) -> Path:
     for name, content in files.items():
         (folder / name).write_bytes(content)
     return folder
-
-
-def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, tmp_path, monkeypatch):
-    tenants = {"ada": members()["ada"]}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF)
-    bank.save("ada", tmp_path)
-    before = {name: own for name, own in files_in(tmp_path).items() if name.startswith("adapter_")}
-    (tmp_path / "adapter_training.00000000.safetensors").write_bytes(b"of a save that never counted")
-
-    def fails(*_: Any) -> None:
-        raise RuntimeError("in between")
-
-    monkeypatch.setattr(shardwise.engines.saving, "commit_save", fails)
-    with pytest.raises(Exception, match="in between"):
-        bank.save("ada", tmp_path)
-    assert {name: own for name, own in files_in(tmp_path).items() if name.startswith("adapter_")} == before
-    weights, aside = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_model.0123abcd.older"
-    weights.rename(aside)
-    with pytest.raises(Exception, match="in between"):
-        bank.save("ada", tmp_path)
-    aside.rename(weights)
-
-    def fails_later(*given: Any) -> None:
-        commit_save(*given)
-        raise RuntimeError("in between")
-
-    monkeypatch.setattr(shardwise.engines.saving, "commit_save", fails_later)
-    train(bank, tenants, 1, first=HALF)
-    with pytest.raises(Exception, match="in between"):
-        bank.save("ada", tmp_path)
-    weights = "adapter_model.safetensors"
-    assert files_in(tmp_path)[weights] != before[weights]
-    assert bank_of(base, {}).load("ada", tmp_path, schedule=banking.falling).is_resumed
 
 
 # ── what is refused ───────────────────────────────────────────────────────────────────────────────

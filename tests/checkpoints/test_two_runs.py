@@ -5,12 +5,9 @@ from pathlib import Path
 
 import pytest
 from tests.checkpoints.tiny import Training, differences
-from tests.verbs.test_two_saves import Before
 
 from shardwise import Checkpointer, FormatError, StorageError
 from shardwise.checkpoints import write
-from shardwise.execution import locked_folder as marked
-from shardwise.storage.writing import open_writer
 
 MARK = "shardwise.saving"
 
@@ -36,37 +33,6 @@ def restored(root: Path, step: int) -> dict:
     training = Training(seed=3)
     assert Checkpointer(root).restore(training.state, step).step == step
     return training.taken()
-
-
-MOMENTS = {
-    "while writing": lambda name, file="", *_: name == "write" and file.endswith("distcp"),
-    "before the last look": lambda name, file="", *_: name == "create" and ".metadata" in file,
-    "at the last step": lambda name, *_: (
-        name in ("publish", "rename") or (name == "replace" and _[0] == ".metadata")
-    ),
-}
-
-
-@pytest.mark.parametrize("step", [3, 5], ids=["the same step", "a later step"])
-@pytest.mark.parametrize("at", MOMENTS)
-def test_one_that_lost_its_mark_harms_neither_the_other_nor_the_older(saved, at, step, monkeypatch):
-    root, training = saved
-    good = training.taken()
-    others: list[Training] = []
-    checkpointer = Checkpointer(root, keep=1)
-    with monkeypatch.context() as patched:
-
-        def act() -> None:
-            patched.undo()
-            others.append(other_run(root, step))
-
-        for home in (write, marked):
-            patched.setattr(home, "open_writer", lambda target: Before(open_writer(target), MOMENTS[at], act))
-        with pytest.raises(StorageError):
-            checkpointer.save(3, training.state)
-    assert Checkpointer(root).steps() == [1, step]
-    assert differences(restored(root, step), others[0].taken()) == []
-    assert differences(restored(root, 1), good) == []
 
 
 def test_one_that_was_taken_over_once_it_counts_removes_nothing(saved, monkeypatch):

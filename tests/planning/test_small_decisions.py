@@ -1,11 +1,9 @@
 """Decisions that are a few lines of arithmetic each, at their edges."""
 
-import json
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.planning.fingerprints import RecordedSave, file_beside, from_bytes, to_bytes
+from shardwise.planning.fingerprints import RecordedSave, from_bytes, to_bytes
 from shardwise.planning.load_memory import ComputingShare, staging_within
 from shardwise.planning.load_plan import describe_faults
 
@@ -56,36 +54,6 @@ saves = st.lists(
 @given(saves)
 def test_fingerprints_come_back(recorded: list[RecordedSave]) -> None:
     assert from_bytes(to_bytes(recorded)) == recorded
-
-
-def test_the_file_of_fingerprints() -> None:
-    content = to_bytes([RecordedSave({"f": 3}, {"a": 255}, {"c": "ab"}, {"f": "cd"})])
-    older = {"files": {"f": 3}, "tensors": {"a": "00000000000000ff"}}
-    written = json.loads(content)
-    saved = {**older, "beside": {"c": "ab"}, "headers": {"f": "cd"}}
-    assert written.pop("sha256") != json.loads(to_bytes([]))["sha256"]
-    assert written == {"format": "shardwise fingerprints 1", "saves": [saved]}
-    by_older_code = json.dumps({**written, "saves": [older]}).encode()
-    assert from_bytes(by_older_code) == [RecordedSave({"f": 3}, {"a": 255})]
-    assert file_beside("model") == "model.fingerprints.json"
-    assert content.endswith(b"}\n")
-    for damaged in (
-        None,
-        b"",
-        b"[]",
-        b"{",
-        b"\xff",
-        content.replace(b"ff", b"fe"),
-        content.replace(b'"cd"', b'"ce"'),
-        content.replace(b'"sha256"', b'"sha257"'),
-        json.dumps({**written, "format": "shardwise fingerprints 2"}).encode(),
-        json.dumps({**written, "saves": 3}).encode(),
-        json.dumps({**written, "saves": [{"files": {}}]}).encode(),
-        json.dumps({**written, "saves": [{"files": {}, "tensors": {"a": "xyz"}}]}).encode(),
-        json.dumps({**written, "saves": [{"files": {"f": 1e999}, "tensors": {}}]}).encode(),
-        b'{"format": "shardwise fingerprints 1", "saves": ' + b"[" * 100_000,
-    ):
-        assert from_bytes(damaged) == []
 
 
 # Owners

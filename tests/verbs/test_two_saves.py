@@ -11,7 +11,7 @@ from tests.verbs.saving import linear, mark
 
 import shardwise
 import shardwise.engines.saving
-from shardwise.errors import CheckpointError, StorageError
+from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
 from shardwise.storage.writing import open_writer
 
@@ -152,26 +152,6 @@ def test_one_whose_mark_was_taken_away_does_not_harm_the_one_that_counts(
     assert not [name for name in weights if name.endswith((".older", ".incomplete"))]
 
 
-@pytest.mark.parametrize("theirs", [ONE, SEVERAL])
-def test_what_was_set_aside_was_the_other_s_and_is_put_back(tmp_path, theirs, monkeypatch):
-    """Several files take the place of a single one in two steps, and the other save comes between them."""
-    save(1, tmp_path, ONE)
-
-    def other():
-        unmark(tmp_path)
-        save(3, tmp_path, theirs)
-
-    with (
-        meanwhile(monkeypatch, lambda name, *_: name == "rename" and _[1].endswith(".older"), other),
-        pytest.raises(StorageError),
-    ):
-        save(2, tmp_path, SEVERAL)
-    assert seed_in(tmp_path) == 3
-    assert shardwise.verify(tmp_path).compared
-    save(4, tmp_path, ONE)
-    assert sorted(names(tmp_path)) == ["model.fingerprints.json", "model.safetensors"]
-
-
 @pytest.mark.parametrize("counts", [True, False])
 def test_of_weights_that_were_set_aside_at_most_one_is_ever_there(tmp_path, counts, monkeypatch):
     """A save that died after its last step leaves older weights aside. They go before the next sets others aside:
@@ -192,48 +172,6 @@ def test_of_weights_that_were_set_aside_at_most_one_is_ever_there(tmp_path, coun
     assert found == ([] if counts else [aside.name])
     assert seed_in(tmp_path) == 2
     assert not [name for name in names(tmp_path) if name.endswith(".older")]
-
-
-@pytest.mark.parametrize("size", [ONE, SEVERAL])
-def test_a_save_counts_and_says_so_though_another_took_the_folder_over_and_died(target, size, monkeypatch):
-    """Whoever is told of a failure looks for the older save, and would find this one."""
-    save(1, target, size)
-    taken = []
-
-    def other():
-        unmark(target)
-        with open_writer(target) as writer:
-            saving_lock.take_lock(writer, "0123abcd")
-        taken.append(True)
-
-    with meanwhile(monkeypatch, is_last_step, other):
-        save(2, target, size)
-    assert taken
-    assert seed_in(target) == 2
-    unmark(target)
-    save(4, target, size)
-    assert seed_in(target) == 4
-
-
-def test_files_that_an_index_is_about_to_make_count_are_left_by_one_that_takes_over_and_dies(tmp_path, monkeypatch):
-    """Several files over a single one count when that is out of the way, the step after their index."""
-    save(1, tmp_path, ONE)
-
-    def other():
-        unmark(tmp_path)
-        with (
-            meanwhile(monkeypatch, lambda name, file="", *_: name == "write" and MARK not in file, fail),
-            pytest.raises(CheckpointError, match="dies"),
-        ):
-            save(3, tmp_path, SEVERAL)
-
-    def fail():
-        raise RuntimeError("dies")
-
-    with meanwhile(monkeypatch, lambda name, *_: name == "rename" and _[1].endswith(".older"), other):
-        save(2, tmp_path, SEVERAL)
-    assert seed_in(tmp_path) == 2
-    assert shardwise.verify(tmp_path).compared
 
 
 @pytest.mark.parametrize("size", [ONE, SEVERAL])
