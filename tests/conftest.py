@@ -21,7 +21,6 @@ if "HF_DATASETS_CACHE" not in os.environ:
 # One thread per process: sums in one order, and ranks do not compete for cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,11 +124,3 @@ def worlds() -> Iterator[Worlds]:
     kept = Worlds()
     yield kept
     kept.close()
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Handle Ctrl-C, even if the tests were started in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

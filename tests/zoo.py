@@ -397,21 +397,7 @@ def causal_lm_specimens() -> list[Specimen]:
     return sorted(specimens, key=lambda specimen: specimen.name)
 
 
-# A dozen specimens that differ in what makes loading hard, for tests that cannot afford all.
-REPRESENTATIVE = (
-    "apertus",  # tensors without dimensions
-    "bailing_hybrid",  # Concatenate(0), merged experts, linear and full attention
-    "deepseek_v4",  # an integer buffer, merged experts under other names
-    "gpt2",  # transposed linears, tied head, layers not called `layers`
-    "hrm_text",  # Chunk(0), two stacks of layers
-    "inkling_mm_model:InklingForConditionalGeneration",  # Interleave on both dimensions, then Chunk
-    "kimi_linear",  # Concatenate(0), dense and sparse layers
-    "llama",  # grouped heads, no conversion
-    "olmo_hybrid",  # Concatenate(0) of unequal sizes
-    "qwen3_5_moe_text",  # a removed prefix, merged experts
-    "step3p7:Step3p7ForConditionalGeneration",  # Chunk, then PermuteForRope; Concatenate(1)
-    "zamba2",  # one block tied into several layers
-)
+REPRESENTATIVE: tuple[str, ...] = tuple(_DATA["representative"])
 
 
 def representative_specimens() -> list[Specimen]:

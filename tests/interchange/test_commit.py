@@ -62,11 +62,6 @@ def meanwhile(call, act):
         yield
 
 
-def last_mark_removed(root: Path) -> None:
-    for mark in root.rglob(MARK):
-        mark.unlink()  # whose process lives on in this test
-
-
 def test_a_folder_names_its_files_as_torch_does_and_torch_reads_it(tmp_path):
     import warnings
 

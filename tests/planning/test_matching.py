@@ -8,7 +8,6 @@ from shardwise.planning.matching import Brought, StateSlot, Tolerance, match, ma
 from shardwise.tensors import Box, DType
 
 WHOLE = Brought((4, 2), DType.F32, (Box.whole((4, 2)),))
-HALVES = [Brought((4, 2), DType.F32, (Box((start, 0), (2, 2)),)) for start in (0, 2)]
 STRICT = Tolerance()
 
 
