@@ -1,4 +1,4 @@
-"""Each tenant of a bank comes out as if it had been alone in plain PEFT: one process."""
+"""Each tenant of a bank trains as it would alone in PEFT: one process."""
 
 import warnings
 from dataclasses import replace

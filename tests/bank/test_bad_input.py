@@ -1,4 +1,4 @@
-"""Whatever one tenant is given, or does wrong: one clear error, and the others are as without it, to the bit."""
+"""Bad input of one tenant is one clear error, and the others stay as they are, to the bit."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A bank on two ranks: as alone in one process, whatever rank the rows are on."""
+"""Each tenant of a bank on two ranks trains as it would alone in one process."""
 
 import pytest
 from tests.bank import banking, on_ranks

@@ -1,4 +1,4 @@
-"""What the unexported names of transformers' Trainer and of TRL mean, by name."""
+"""The meaning of unexported names of transformers' Trainer and of TRL."""
 
 import inspect
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Reduced state of optimizers: bit by bit on as many ranks, refused on others; whole-tensor optimizers refused."""
+"""Reduced optimizer state: restored bit by bit on as many ranks, refused on others."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whatever befalls one rank, at whatever stage: the others end soon, with one error that says what happened."""
+"""A rank fails in a load, at any stage: the others soon raise one error that says what happened."""
 
 import itertools
 import socket

@@ -1,4 +1,4 @@
-"""Files of strangers, of other makers and of other runs: read where they can be, else refused with the reason."""
+"""Hostile files, files of FSDP1 and files of other runs: read if possible, else refused with the reason."""
 
 from pathlib import Path
 

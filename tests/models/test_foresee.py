@@ -1,4 +1,4 @@
-"""What is foreseen of a sharded model, against what ``fully_shard`` makes of it."""
+"""Forecasts of a sharded model, compared with ``fully_shard``."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Which tensors of a base an adapter changes, and how: every form, every fault, by hand."""
+"""Merge plans: the tensors of a base that an adapter changes, and adapters that do not fit."""
 
 from collections.abc import Mapping
 from typing import Any

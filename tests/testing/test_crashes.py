@@ -1,4 +1,4 @@
-"""What a crash leaves: careless saves are caught, careful ones are not, and what was synced stays."""
+"""The simulated crashes find careless saves, pass careful ones, and keep what was synced."""
 
 import tempfile
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What a plan tells of training, against what is then held."""
+"""Plans of trainings, compared with the memory that ranks then hold."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the ranks of a test world do with optimizers and their states. Importable, for spawned processes."""
+"""Functions that ranks run in tests of optimizer states."""
 
 import warnings
 import zlib

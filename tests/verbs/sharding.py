@@ -1,4 +1,4 @@
-"""What the ranks of a test world shard. Importable, so that spawned processes find it."""
+"""Functions that ranks run in tests of ``shard``."""
 
 import gc
 from collections.abc import Callable

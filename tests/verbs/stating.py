@@ -1,4 +1,4 @@
-"""What the ranks of a test world do with states. Importable, so that spawned processes find it."""
+"""Functions that ranks run in tests of state dicts."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is refused is closed: a service that tries again and again does not run out of descriptors."""
+"""Refused loads leave no file open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What should have the same values on all ranks is looked at before it is taken out."""
+"""Tensors that should be equal on all ranks are compared before they are saved."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""``from_pretrained``: what a model is after it, and what is refused before it."""
+"""``from_pretrained``: the model that it returns, and the errors that it raises."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What torch saved, by one process or by many, brought up by any number of ranks, bit by bit."""
+"""Checkpoints that torch saved, loaded on any number of ranks, bit by bit."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Which saves may be found at a moment, of those that one or several processes were at; see [Note: Histories]."""
+"""The saves that may be found at a moment, when one or several processes save; see [Note: Histories]."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
