@@ -10,6 +10,7 @@ from tests.accelerator.simulated import environment
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_is_tested_on_a_gpu_holds_on_the_simulated_one(library):
     """In a process of its own: one that has registered an accelerator has it until it ends."""

@@ -9,7 +9,7 @@ from tests.checkpoints import reduced
 from tests.conftest import PRELOADED
 from tests.harness.local_ranks import LocalRanks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,6 @@ def test_shards_of_several_sizes_come_back_where_they_were(two: LocalRanks, fold
         assert all(told["AdamW8bit"].values())
 
 
-@pytest.mark.slow
 def test_one_rank_is_refused_the_state_of_two_and_may_begin_anew(
     saved: list[dict[str, Any]], folder: str, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_optimizer_states(optim: str, nbytes: float) -> None:
     assert sum(made.training.optimizer_bytes) == pytest.approx(nbytes * made.parameters, rel=0.05, abs=1 << 20)
 
 
+@pytest.mark.slow
 def test_offload_moves_states_to_the_host() -> None:
     step: Any = {"per_device_train_batch_size": 1, "max_length": 64, "tuning": Full(), "device": "cuda"}
     plain = planned("36m", 2, **step).training

@@ -25,7 +25,7 @@ def but_slow(quick: Collection[tuple[str, str]]) -> pytest.MarkDecorator:
 
 
 mostly_slow = but_slow(SOME)
-partly_slow = but_slow(SOME | {("one file", "disk"), ("accelerate folder", "disk"), ("one over several", "s3")})
+partly_slow = but_slow(SOME | {("accelerate folder", "disk")})
 slow_with_many_files = but_slow(SOME - {("accelerate state", "disk")})
 
 Scene = Callable[[str, str], list[str]]
