@@ -41,13 +41,13 @@ ON_THE_OTHERS = {"take"}
 
 
 def some():
-    """Lose a rank in every stage, the kinds of loss in turn, and raise on one in every other stage."""
+    """Lose a rank in every stage, the kinds of loss in turn, and raise on one in every third stage."""
     losses = itertools.cycle(["kill", "stop", "exit"])
     for number, stage in enumerate(WAYS):
         raising, lost = (
             (0, 0) if stage in ON_RANK_0 else (1, 1) if stage in ON_THE_OTHERS else (1 - number % 2, number % 2)
         )
-        if number % 2 == 0:
+        if number % 3 == 0:
             yield Blow("raise", stage, raising, WAYS[stage][2])
         yield Blow(next(losses), stage, lost, WAYS[stage][2])
 
