@@ -1,7 +1,7 @@
-"""Names of a package that are stated in its ``__init__.pyi``, and loaded when they are first used.
+"""Lazy imports of the names in a package's ``__init__.pyi``.
 
-Type checkers read the same file, so there is one list of public names. Loading late keeps ``import shardwise``
-quick, and ``shardwise inspect`` free of torch.
+Type checkers read the same file, so there is one list of public names. Laziness keeps ``import shardwise`` fast,
+and ``shardwise inspect`` free of torch.
 """
 
 import ast
@@ -15,9 +15,9 @@ from typing import Any
 def face_of(
     package: str, init_file: str, elsewhere: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from the stub of ``init_file``.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package, from the stub of ``init_file``.
 
-    A name that is only in a package of ``elsewhere`` is an error that names this package.
+    The error for an unknown name suggests the package of ``elsewhere`` that has it.
     """
     homes = homes_of(init_file)
 
@@ -38,9 +38,9 @@ def face_of(
 
 
 def found_at(place: str) -> Any:
-    """Import the object that a line of a table names, as ``package.module:name`` or ``package.module``.
+    """Import an object by ``package.module:name``, or a module by ``package.module``.
 
-    The table has the type of each entry, and ``tests/test_house.py`` resolves every one of them.
+    ``tests/test_house.py`` imports every entry of the tables that use this.
 
     Raises:
         ConfigError: it does not exist, or needs a package that is not installed.
@@ -50,7 +50,7 @@ def found_at(place: str) -> Any:
         found = importlib.import_module(module)
         return getattr(found, name) if name else found
     except (ImportError, AttributeError) as error:
-        from shardwise.errors import ConfigError  # of what is imported with the package, nothing needs it
+        from shardwise.errors import ConfigError  # not needed by ``import shardwise``
 
         raise ConfigError(
             f"{place} is in a table of shardwise, and cannot be imported ({error}). Install what it imports, or "
@@ -59,7 +59,7 @@ def found_at(place: str) -> Any:
 
 
 def homes_of(init_file: str) -> dict[str, str]:
-    """Return the module that each name is imported from, as stated in the stub of ``init_file``."""
+    """Return the module that each name is imported from in the stub of ``init_file``."""
     stub = ast.parse(Path(init_file).with_suffix(".pyi").read_text("utf-8"))
     found = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
     return {alias.name: str(node.module) for node in found for alias in node.names}

@@ -1,34 +1,47 @@
-"""Everything that can go wrong, by name.
+"""Exceptions, and the checks of versions and keywords that raise them.
 
 ::
 
     ShardwiseError
-    ├── CheckpointError          something about a checkpoint or a model's fit to it
+    ├── CheckpointError          a checkpoint, or its fit to a model
     │   ├── FormatError          a file is not what it claims to be
-    │   ├── KeyMismatchError        checkpoint and model do not cover each other
-    │   ├── ShardingError       a model cannot be sharded, or is sharded, as asked
+    │   ├── KeyMismatchError     checkpoint and model have different tensors
+    │   ├── ShardingError        a model cannot be sharded as requested
     │   ├── StorageError         bytes could not be read or written
     │   ├── RankMismatchError    ranks that must agree do not
     │   └── RankLostError        a rank was killed, has ended, or is stopped
-    ├── TrainingError            a training cannot go on
-    └── ConfigError              an argument or an option that cannot be honored
+    ├── TrainingError            a training cannot continue
+    └── ConfigError              an argument or an option cannot be honored
 
-Every message names the parameter or the file, the rank if it is not the same everywhere, the cause, and the fix.
+Every message has the parameter or the file, the rank if ranks differ, the cause, and the fix.
 """
 
+import difflib
+import functools
+import inspect
 import platform
 import re
-from functools import cache
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, is_dataclass
 from importlib import metadata
 from types import TracebackType
+from typing import Any, TypeVar, cast, get_args, get_type_hints
+
+T = TypeVar("T")
 
 
 class ShardwiseError(Exception):
-    """Base class of every error shardwise raises on purpose."""
+    """Base class of shardwise's errors.
+
+    ``step`` is the call and the phase in which the ranks were, as in "load, read", if a collective raised the error
+    on behalf of a rank.
+    """
+
+    step: str = ""
 
 
 class CheckpointError(ShardwiseError):
-    """A checkpoint cannot be brought into a model, or a model into a checkpoint."""
+    """A checkpoint cannot be loaded into a model, or a model cannot be saved."""
 
 
 class FormatError(CheckpointError):
@@ -36,7 +49,7 @@ class FormatError(CheckpointError):
 
 
 class KeyMismatchError(CheckpointError):
-    """Checkpoint and model do not cover each other: missing, unexpected or mismatched tensors."""
+    """Tensors are missing in a checkpoint, unexpected, or of another shape."""
 
 
 class ShardingError(CheckpointError):
@@ -48,11 +61,11 @@ class StorageError(CheckpointError):
 
 
 class RankMismatchError(CheckpointError):
-    """Ranks that must hold or plan the same thing do not."""
+    """Ranks differ in what must be equal: arguments, plans, files, values."""
 
 
 class RankLostError(CheckpointError):
-    """A rank that the others need was killed, has ended, is stopped, never came, or ran out of memory."""
+    """A rank that the others wait for was killed, has ended, is stopped, or ran out of memory."""
 
 
 class TrainingError(ShardwiseError):
@@ -67,38 +80,38 @@ _OLDEST = {"torch": "2.11", "transformers": "5.17"}
 """As in ``pyproject.toml``."""
 
 
-@cache
+@functools.cache
 def require_versions() -> None:
-    """Refuse a torch or transformers that is too old, before one of them is imported.
+    """Reject a torch or transformers that is too old, before one of them is imported.
 
     Raises:
-        ConfigError: as of :func:`require_version`.
+        ConfigError: the message has the installed version and the oldest supported one.
     """
     for library, oldest in _OLDEST.items():
         require_version(library, oldest)
 
 
 def require_version(library: str, oldest: str) -> None:
-    """Refuse a library that is installed and too old.
+    """Reject a library that is installed and too old.
 
     Raises:
-        ConfigError: naming the installed version and the oldest one that works.
+        ConfigError: the message has the installed version and the oldest supported one.
     """
     installed = _version_of(library)
-    if (found := _numbers(installed)) and found < _numbers(oldest):
+    if (numbers := _numbers(installed)) and numbers < _numbers(oldest):
         raise ConfigError(
             f"{library} {installed}: is too old. shardwise needs {oldest} or newer. Run pip install -U {library}"
         )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, or none if it is not a version."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else ()
+    """Return major and minor version, or nothing if it is not a version."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 class KnownNames:
-    """Context that uses private names of a library, and raises one error if one of them is missing.
+    """Context for the use of a library's private names.
 
     Raises:
         ConfigError: the library is too old, or a name is missing. The message has the name, the installed version,
@@ -122,6 +135,12 @@ class KnownNames:
             ) from error
 
 
+def require_names(owner: object, names: str) -> None:
+    """Raise AttributeError unless an object has all of these names, which are separated by spaces."""
+    for name in names.split():
+        getattr(owner, name)
+
+
 def _version_of(library: str) -> str:
     if library == "Python":
         return platform.python_version()
@@ -129,3 +148,60 @@ def _version_of(library: str) -> str:
         return str(metadata.version(library))
     except metadata.PackageNotFoundError:
         return "(not installed)"
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """Return a question that suggests the known name most similar to ``name``, or "" without one."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {found[0]!r}?" if found else ""
+
+
+def answer_keywords(**instead: str) -> Callable[[T], T]:
+    """Return a decorator of a function or class that rejects unknown keywords.
+
+    The error has the advice of ``instead`` for a keyword, the option that has it, or the nearest keyword.
+    """
+
+    def decorate(target: T) -> T:
+        function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+        public: Any = target
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def call(*args: Any, **keywords: Any) -> Any:
+            for name in keywords:
+                if name not in known:
+                    raise unknown_keyword(public.__name__, name, known, instead, public)
+            return function(*args, **keywords)
+
+        if not isinstance(target, type):
+            return cast(T, call)
+        target.__init__ = call  # type: ignore[misc]
+        return target
+
+    return decorate
+
+
+def unknown_keyword(
+    call: str, name: str, known: Collection[str], instead: Mapping[str, str], described: object
+) -> ConfigError:
+    """Return the error for an unknown keyword of a call. ``described`` has annotations of the known ones."""
+    if "config_overrides" in known:
+        others = "Attributes of the config go into config_overrides"
+    else:
+        others = f"Keywords: {', '.join(known)}"
+    remedy = instead.get(name) or _option_with(name, described) or nearest(name, known) or others
+    return ConfigError(f"{call}() got an unexpected keyword argument {name!r}. {remedy}")
+
+
+def _option_with(name: str, described: object) -> str:
+    """Return advice to pass the options object that has a field of this name, or "" if none has."""
+    try:
+        hints = get_type_hints(described)
+    except NameError:  # imported for type checkers only
+        return ""
+    for argument, hint in hints.items():
+        for kind in get_args(hint) or (hint,):
+            if argument != "return" and is_dataclass(kind) and name in (item.name for item in fields(kind)):
+                return f"Pass {argument}={getattr(kind, '__name__', kind)}({name}=...)"
+    return ""

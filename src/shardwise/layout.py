@@ -26,7 +26,7 @@ class TensorKind(enum.Enum):
 
 
 class Origin(enum.Enum):
-    """Source of a tensor's values if no checkpoint holds it."""
+    """Source of a tensor's values if the checkpoint lacks it."""
 
     INIT_WEIGHTS = "the model's _init_weights"
     RESET_PARAMETERS = "its module's reset_parameters"
@@ -38,10 +38,7 @@ class Origin(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LocalBox:
-    """A box of the global tensor, and where its elements lie in this rank's memory of the tensor.
-
-    ``local.offset`` counts elements from the first element of the rank's own (local) tensor.
-    """
+    """A box of the global tensor, and the layout of its elements in this rank's local tensor."""
 
     box: Box
     local: Strided
@@ -51,39 +48,38 @@ def place_of(box: Box, held: Sequence[LocalBox]) -> Strided:
     """Return the memory layout of a box that lies within one of a rank's boxes."""
     for part in held:
         if part.box.intersect(box) == box:
-            steps = (offset - first for offset, first in zip(box.offsets, part.box.offsets, strict=True))
-            start = part.local.offset + sum(
-                step * stride for step, stride in zip(steps, part.local.strides, strict=True)
-            )
-            return Strided(start, box.sizes, part.local.strides)
+            strides = part.local.strides
+            steps = zip(box.offsets, part.box.offsets, strides, strict=True)
+            start = part.local.offset + sum((offset - first) * stride for offset, first, stride in steps)
+            return Strided(start, box.sizes, strides)
     raise ValueError(f"{box} is not held")
 
 
 def first_rows(boxes: Iterable[LocalBox], count: int) -> list[LocalBox]:
-    """The parts of boxes that are in the first ``count`` rows of their tensor."""
-    return [part for item in boxes if (part := _rows(item, 0, count)) is not None]
+    """Return the parts of boxes in the first ``count`` rows of their tensor."""
+    return _rows(boxes, 0, count)
 
 
 def last_rows(boxes: Iterable[LocalBox], start: int) -> list[LocalBox]:
-    """The parts of boxes that are in the rows from ``start`` on."""
-    return [part for item in boxes if (part := _rows(item, start, sys.maxsize)) is not None]
+    """Return the parts of boxes in the rows from ``start`` on."""
+    return _rows(boxes, start, sys.maxsize)
 
 
-def _rows(item: LocalBox, start: int, stop: int) -> LocalBox | None:
-    box, local = item.box, item.local
-    first, last = max(start, box.offsets[0]), min(stop, box.offsets[0] + box.sizes[0])
-    if first >= last:
-        return None
-    inside = Box((first, *box.offsets[1:]), (last - first, *box.sizes[1:]))
-    offset = local.offset + (first - box.offsets[0]) * local.strides[0]
-    return LocalBox(inside, Strided(offset, inside.sizes, local.strides))
+def _rows(boxes: Iterable[LocalBox], start: int, stop: int) -> list[LocalBox]:
+    found: list[LocalBox] = []
+    for item in boxes:
+        rows = Box((start, *item.box.offsets[1:]), (stop - start, *item.box.sizes[1:]))
+        if (inside := item.box.intersect(rows)) is not None:
+            found.append(LocalBox(inside, place_of(inside, [item])))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One tensor of a model. ``names`` has more than one entry if modules share it.
+    """One tensor of a model.
 
-    ``shape`` is global, ``boxes`` are those of this rank (none for an empty shard).
+    ``names`` has more than one entry if modules share it. ``shape`` is global. ``boxes`` are those of this rank,
+    none for an empty shard.
     """
 
     names: tuple[str, ...]
@@ -110,13 +106,13 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Every tensor of a model, shared ones once, in the order of the modules."""
+    """All tensors of a model in the order of the modules, shared ones once."""
 
     tensors: tuple[TensorLayout, ...]
 
     @cached_property
     def by_name(self) -> dict[str, TensorLayout]:
-        """All names, aliases included."""
+        """Tensors by all of their names."""
         return {name: tensor for tensor in self.tensors for name in tensor.names}
 
     def saved(self) -> Iterator[TensorLayout]:
@@ -133,13 +129,13 @@ class ModelLayout:
 class Activations:
     """Bytes of activations of one micro-batch on one rank.
 
-    Gradients of the root group are included from the moment they are computed. Those of blocks are not.
+    Gradients of the root group are included once they are computed, those of blocks are not.
 
     Attributes:
         kept: saved by the forward pass up to the end of the last block.
-        loss: most that is added to ``kept`` after the last block, forward and backward.
-        backward: most that is added to ``kept`` in the backward pass of blocks.
-        last: most that is alive after the backward pass of the first block.
+        loss: peak after the last block, forward and backward, minus ``kept``.
+        backward: peak in the backward pass of blocks, minus ``kept``.
+        last: peak after the backward pass of the first block.
     """
 
     kept: int = 0
@@ -153,9 +149,9 @@ _AXES = ("replicate", "shard")
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """The axes of a mesh, without its processes: names and sizes, one axis (shard) or two (replicate, shard).
+    """Names and sizes of the axes of a mesh, one (shard) or two (replicate, shard), without its processes.
 
-    Ranks are dealt in row-major order, as ``init_device_mesh`` does it.
+    Ranks are in row-major order, as in ``init_device_mesh``.
     """
 
     names: tuple[str, ...]
@@ -163,12 +159,12 @@ class MeshShape:
 
     @classmethod
     def flat(cls, ranks: int) -> MeshShape:
-        """All ranks in one axis, under the name that a mesh has when none is given."""
+        """Return the mesh of one axis, with the name of the default mesh."""
         return cls(("fsdp",), (ranks,))
 
     @classmethod
     def of(cls, ranks: int, axes: Mapping[str, int]) -> MeshShape:
-        """The mesh with these axes, by name, for so many ranks.
+        """Return the mesh of so many ranks with these axes, by name.
 
         Raises:
             ConfigError: an axis is neither ``replicate`` nor ``shard``, or the axes do not make ``ranks``.
@@ -192,7 +188,7 @@ class MeshShape:
         return self.sizes[-1]
 
     def position(self, rank: int) -> int:
-        """Return the coordinate of a rank on the sharding axis. Ranks of one position hold the same shards."""
+        """Return the coordinate of a rank on the shard axis. Ranks of equal coordinates hold the same shards."""
         return rank % self.shard_size
 
     def __str__(self) -> str:
@@ -201,10 +197,10 @@ class MeshShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spread:
-    """Distribution of a tensor over the positions of a mesh: the boxes and the elements of memory at each.
+    """The boxes of a tensor at each coordinate of the shard axis, and the elements of memory at all of them.
 
-    ``padded_numel`` is the size of the tensor's memory at every position, because FSDP2 pads all shards to the size
-    of the first. Tensors of one shape and placement share one spread: these are compared by identity.
+    ``padded_numel`` is the same on all ranks, because FSDP2 pads all shards to the size of the first. Tensors of
+    one shape and placement have the same ``Spread`` object.
     """
 
     boxes: tuple[tuple[LocalBox, ...], ...]
@@ -213,7 +209,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """Parameters that are gathered at once, by FQN, and the modules of the group ("" for the root)."""
+    """FQNs of parameters that are gathered together, and the modules of the group ("" for the root)."""
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -221,10 +217,10 @@ class GroupLayout:
 
 @dataclass(frozen=True)
 class WorldLayout:
-    """Every tensor of a model with its boxes on each rank, and the FSDP2 groups.
+    """All tensors of a model with their boxes on each rank, and the FSDP2 groups.
 
-    ``first`` is the layout of rank 0. ``spreads`` is by FQN (the first name of each tensor). Of ``groups`` the last
-    is the root's. ``whole`` are the parameters that stay whole on every rank, with the reason.
+    ``first`` is the layout of rank 0, ``spreads`` is by FQN (the first name of a tensor). The last of ``groups`` is
+    the root's. ``whole`` has the parameters that stay unsharded, with the reason.
     """
 
     mesh: MeshShape
@@ -234,7 +230,7 @@ class WorldLayout:
     whole: Mapping[str, str]
 
     def at(self, rank: int) -> ModelLayout:
-        """The layout of one rank."""
+        """Return the layout of one rank."""
         position = self.mesh.position(rank)
         return ModelLayout(
             tuple(replace(item, boxes=self.spreads[item.fqn].boxes[position]) for item in self.first.tensors)

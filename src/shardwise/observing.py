@@ -4,10 +4,21 @@
 """
 
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 _OBSERVERS: list[Callable[[str | None], None]] = []
+
+
+class _Phases(threading.local):
+    """The phases that a thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+_PHASES = _Phases()
 
 os.register_at_fork(after_in_child=_OBSERVERS.clear)  # a child is another process than the one that is observed
 
@@ -27,15 +38,23 @@ def observed_by(mark: Callable[[str | None], None]) -> Iterator[None]:
         _OBSERVERS.clear()
 
 
+def current_step() -> str:
+    """Return the phases that this thread is in, outermost first, as in "load, read"."""
+    return ", ".join(_PHASES.names)
+
+
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Mark the block as a phase of this thread. Costs next to nothing in a process that is not observed."""
-    observers = [*_OBSERVERS]
+    observers, names = [*_OBSERVERS], _PHASES.names
+    depth = len(names)
+    names.append(name)
     for mark in observers:
         mark(name)
     try:
         yield
     finally:
+        del names[depth:]
         for mark in observers:
             mark(None)
 
@@ -46,3 +65,37 @@ STATUS = {"anonymous": b"RssAnon", "shared": b"RssShmem", "file": b"RssFile", "p
 TRAFFIC = {"read": b"rchar", "written": b"wchar"}
 COLUMNS = ("t", *STATUS, "allocated", "reserved", "used", *TRAFFIC)
 """Of a sample: seconds, and KiB."""
+
+_LABELS: Mapping[str, str] = {
+    "index": "read headers",
+    "materialize": "allocate shards",
+    "read": "read weights",
+    "share": "exchange weights between ranks",
+    "fill": "initialize missing tensors",
+    "audit": "check completeness",
+    "agree": "compare ranks",
+    "wrap": "shard",
+    "exchange": "move values between ranks",
+    "create": "create files",
+    "write": "write files",
+    "sync": "flush to disk",
+    "verify": "read back",
+    "stage": "copy to the host",
+    "wait": "wait for the save before",
+    "look": "find checkpoints",
+    "open": "open the checkpoint",
+    "compare": "compare replicas",
+    "optimizer": "create the optimizer",
+    "optim_step": "optimizer step",
+    "the Trainer's steps": "training steps",
+    "the Trainer's callbacks": "callbacks",
+    "Trainer._save_checkpoint": "save a checkpoint",
+    "Trainer.save_model": "save the model",
+    "the tenants' passes": "training steps",
+}
+"""Names of phases for users. Others are names of public functions."""
+
+
+def label_of(phase_name: str) -> str:
+    """Return the name of a phase in tables and pictures."""
+    return _LABELS.get(phase_name.removeprefix("AdapterBank."), phase_name)

@@ -9,18 +9,21 @@ import base64
 import html
 import importlib.util
 import io
+import itertools
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardwise.errors import ConfigError, StorageError
+from shardwise.observing import label_of
 from shardwise.report.names import in_bytes
 from shardwise.run_records import Floats, PhaseSpan, RankRecord, RunRecord, read_run
 
@@ -46,7 +49,7 @@ _STYLE: Any = {
     "lines.linewidth": 1.2,
     "axes.axisbelow": True,
 }
-_BANDS = ("#f59e0b", "#10b981", "#a855f7", "#72b7b2", "#e45756", "#9d755d")
+_BANDS = ("#f59e0b", "#10b981", "#a855f7", "#72b7b2", "#e45756", "#9d755d", "#eab308", "#6366f1", "#ec4899")
 _AREAS = ("#3b82f6", "#60a5fa")
 _GIB = 2.0**20
 """In KiB."""
@@ -55,6 +58,11 @@ _MAX_LINES = 16
 _MAX_SPANS = 60
 _MAX_RANKS = 8
 _MAX_PHASES = 60
+_MAX_FIGURES = 8
+_EVALUATION = ", evaluation"
+_SETTINGS = {"train_batch_size": "batch size", "max_steps": "planned steps", "num_train_epochs": "epochs"}
+_LEAST_SMOOTHED = 20
+"""Points of the shortest curve that is smoothed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +111,7 @@ def draw_report(runs: Sequence[Path], folder: Path, first: Sequence[PageSection]
     names = [_plain(run.path.resolve().name) for run in found]
     labels = [name if names.count(name) == 1 else _plain(run.path) for name, run in zip(names, found, strict=True)]
     labeled = dict(zip(labels, found, strict=True))
-    sections = [*first, *_compared(labeled)]
+    sections = [*first, _summary(labeled), *_compared(labeled)]
     sections += [_of_run(label, run, number) for number, (label, run) in enumerate(labeled.items(), 1)]
     _write(folder, ", ".join(labels), sections)
     return [f"{section.title}: {note}" for section in sections for note in section.notes]
@@ -123,8 +131,65 @@ def _write(folder: Path, title: str, sections: Sequence[PageSection]) -> None:
 # Runs
 
 
+def _summary(runs: Mapping[str, RunRecord]) -> PageSection:
+    """Return the figures of runs, those that differ between them first."""
+    figures = [_figures(run) for run in runs.values()]
+    rows: dict[bool, list[list[str]]] = {False: [], True: []}
+    for name in dict.fromkeys(itertools.chain.from_iterable(figures)):
+        cells = [each.get(name, (math.nan, "")) for each in figures]
+        is_same = len({text for _, text in cells}) == 1
+        rows[is_same].append([name, cells[0][1], *(_against(cells[0][0], *cell) for cell in cells[1:])])
+    titles = ("Different", "The same in all runs") if len(runs) > 1 else ("", "Figures")
+    tables = [Table(titles[is_same], ("", *runs), found) for is_same, found in rows.items() if found]
+    return PageSection("Summary", {}, tables)
+
+
+def _against(first: float, value: float, text: str) -> str:
+    return (
+        f"{text} ({value / first - 1:+.1%})" if first and value != first and math.isfinite(value / first) else text
+    )
+
+
+def _figures(run: RunRecord) -> dict[str, tuple[float, str]]:
+    """Return figures by name: numbers, and the same as text."""
+    found: dict[str, tuple[float, str]] = {}
+    if run.ranks:
+        kib = {"peak host memory of a rank": max(rank.peak_kib() for rank in run.ranks)}
+        kib["peak accelerator memory of a rank"] = max(rank.peak_kib("allocated") for rank in run.ranks)
+        seconds = {"seconds": max(rank.last_s for rank in run.ranks)}
+        for name, spent in itertools.islice(_outer_phases(run.ranks).items(), _MAX_FIGURES):
+            seconds[f"seconds in {label_of(name)}"] = spent
+        found |= {name: (value, _size(value)) for name, value in kib.items() if value}
+        found |= {name: (value, f"{value:.2f}") for name, value in seconds.items()}
+        found["ranks"] = run.ranks[0].world_size, str(run.ranks[0].world_size)
+    for training, curves in itertools.islice(run.curves.items(), _MAX_FIGURES):
+        numbers = {"last loss": curves["loss"][1][-1]} if "loss" in curves else {}
+        if "eval_loss" in curves:
+            numbers["lowest evaluation loss"] = curves["eval_loss"][1].min()
+        numbers["steps"] = max(steps[-1] for steps, _ in curves.values())
+        numbers |= {_SETTINGS[name]: value for name, value in run.settings[training].items()}
+        found |= {
+            " ".join(filter(None, (training, name))): (float(value), f"{value:.6g}")
+            for name, value in numbers.items()
+        }
+    return found
+
+
+def _outer_phases(ranks: Sequence[RankRecord]) -> dict[str, float]:
+    """Return the seconds of phases that are in no other, on the slowest rank, the longest first."""
+    found: dict[str, float] = {}
+    for rank in ranks:
+        own: defaultdict[str, float] = defaultdict(float)
+        for span in rank.phases:
+            if len(span.path) == 1 and span.thread == 0:
+                own[span.path[0]] += span.stop - span.start
+        for name, seconds in own.items():
+            found[name] = max(found.get(name, 0.0), seconds)
+    return dict(sorted(found.items(), key=itemgetter(1), reverse=True))
+
+
 def _compared(runs: Mapping[str, RunRecord]) -> list[PageSection]:
-    """Return a section with the curves of trainings, and memory where several runs were observed."""
+    """Return a section with the curves of trainings, and memory if several runs were observed."""
     trainings = {
         " ".join(filter(None, (label if len(runs) > 1 else "", name))) or "training": curves
         for label, run in runs.items()
@@ -135,7 +200,7 @@ def _compared(runs: Mapping[str, RunRecord]) -> list[PageSection]:
         lines = {name: curves[key] for name, curves in trainings.items() if key in curves}
         if key == "loss":
             lines |= {
-                f"{name}, evaluation": curves["eval_loss"]
+                f"{name}{_EVALUATION}": curves["eval_loss"]
                 for name, curves in trainings.items()
                 if "eval_loss" in curves
             }
@@ -157,8 +222,10 @@ def _of_run(label: str, run: RunRecord, number: int) -> PageSection:
     if len(ranks) < len(run.ranks):
         notes.append(f"{len(ranks)} of {len(run.ranks)} ranks are drawn, those with most memory")
     ranks.sort(key=attrgetter("rank"))
-    spans = [span for span in run.ranks[0].phases if len(span.path) == 1 and span.thread == 0]
-    longest = sorted(spans, key=lambda span: span.start - span.stop)[:_MAX_SPANS]
+    spans = [span for span in run.ranks[0].phases if span.depth <= 2 and span.thread == 0]
+    split = {span.path[:1] for span in spans if span.depth == 2}
+    parts = [span for span in spans if span.path not in split]
+    longest = sorted(parts, key=lambda span: span.start - span.stop)[:_MAX_SPANS]
     host = {f"rank {rank.rank}": (rank.samples["t"], rank.host_kib / _GIB) for rank in ranks}
     pictures = {f"memory-{number}.png": _draw_lines("Host memory, own and shared", "seconds", "GiB", host, longest)}
     if any(rank.peak_kib("used") for rank in ranks):
@@ -185,7 +252,7 @@ def _ranks_table(ranks: Sequence[RankRecord]) -> Table:
         (str(rank.rank), rank.host, f"{rank.last_s:.1f}", *(_size(rank.peak_kib(name)) for name in names))
         for rank in ranks
     ]
-    return Table("Most by rank", ("rank", "host", "seconds", *names.values()), rows)
+    return Table("Peaks by rank", ("rank", "host", "seconds", *names.values()), rows)
 
 
 def _phases_table(ranks: Sequence[RankRecord]) -> Table:
@@ -202,9 +269,9 @@ def _phases_table(ranks: Sequence[RankRecord]) -> Table:
         times = max(len(spans) for spans in by_rank.values())
         seconds = max(sum(span.stop - span.start for span in spans) for spans in by_rank.values())
         cells = [_most_within(rank, by_rank.get(rank.rank, [])) for rank in shown]
-        rows.append((": ".join(path), str(times), f"{seconds:.2f}", *cells))
+        rows.append((": ".join(map(label_of, path)), str(times), f"{seconds:.2f}", *cells))
     head = ("phase", "times", "seconds", *(f"rank {rank.rank}" for rank in shown))
-    return Table("Most memory by phase and rank, and seconds of the slowest rank", head, rows)
+    return Table("Peak memory by phase and rank, and seconds of the slowest rank", head, rows)
 
 
 def _most_within(rank: RankRecord, spans: Sequence[PhaseSpan]) -> str:
@@ -249,15 +316,14 @@ def _draw_lines(
     lines: Mapping[str, tuple[Floats, Floats]],
     spans: Sequence[PhaseSpan] = (),
 ) -> bytes:
-    """Return a PNG with lines by name, and outer phases shaded."""
+    """Return a PNG with lines by name, and phases shaded. Noisy curves by step are smoothed, over faint points."""
     with _figure(9, 4.2) as (figure, buffer):
         axes = figure.subplots()
         axes.set(title=title, xlabel=x_title, ylabel=y_title)
-        colors = {
-            name: _BANDS[number % len(_BANDS)] for number, name in enumerate({span.path[0]: 0 for span in spans})
-        }
+        names = dict.fromkeys(span.path[-1] for span in sorted(spans, key=attrgetter("start")))
+        colors = dict(zip(names, itertools.cycle(_BANDS), strict=False))
         for name, color in colors.items():
-            mine = [(span.start, span.stop - span.start) for span in spans if span.path[0] == name]
+            mine = [(span.start, span.stop - span.start) for span in spans if span.path[-1] == name]
             axes.broken_barh(
                 mine,
                 (0, 1),
@@ -265,15 +331,31 @@ def _draw_lines(
                 color=color,
                 alpha=0.2,
                 lw=0,
-                label=f" {_plain(name)}",
+                label=f" {_plain(label_of(name))}",
             )
         for name, (x, y) in lines.items():
-            axes.plot(x, y, label=f" {name}", marker="." if len(x) == 1 else "")
+            smooth = _smoothed(y) if x_title == "step" else None
+            if smooth is None:
+                dashes = "--" if name.endswith(_EVALUATION) else "-"
+                axes.plot(x, y, label=f" {name}", ls=dashes, marker="." if len(x) == 1 else "")
+            else:
+                [line] = axes.plot(x, smooth, label=f" {name}")
+                axes.plot(x, y, color=line.get_color(), alpha=0.3, lw=0.7)
+        axes.margins(x=0.01)
         if y_title == "GiB":
             axes.set_ylim(bottom=0)
         if 1 < len(lines) + len(colors) <= 3 * _MAX_LINES:
             figure.legend(loc="outside lower left", ncols=4)
     return buffer.getvalue()
+
+
+def _smoothed(y: Floats) -> Floats | None:
+    """Return a centered moving average, of fewer points at both ends, or None for a curve that has little noise."""
+    if len(y) < _LEAST_SMOOTHED:
+        return None
+    window = np.ones(max(2 * (len(y) // 50) + 1, 5))
+    smooth: Floats = np.convolve(y, window, "same") / np.convolve(np.ones(len(y)), window, "same")
+    return smooth if np.abs(np.diff(y)).sum() > 3 * np.abs(np.diff(smooth)).sum() else None
 
 
 def draw_panels(panels: Sequence[Panel], x_title: str = "seconds") -> bytes:
@@ -287,7 +369,7 @@ def draw_panels(panels: Sequence[Panel], x_title: str = "seconds") -> bytes:
             shades = [_AREAS[place % 2] for place in range(len(panel.layers))]
             axes.stackplot(panel.seconds, panel.layers, colors=shades, lw=0, zorder=2)
             for name, (start, stop) in panel.spans.items():
-                label = name if number == 0 else None
+                label = label_of(name) if number == 0 else None
                 axes.axvspan(start, stop, color=_BANDS[names.index(name)], alpha=0.2, lw=0, label=label)
             axes.set_title(panel.title, fontsize=9)
             axes.set(xlim=(0, None), ylim=(0, None))
@@ -326,7 +408,8 @@ def _table(table: Table) -> str:
         return "<tr>" + "".join(f"<{tag}>{_escaped(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     lines = [row(table.head, "th"), *(row(cells, "td") for cells in table.rows)]
-    return f'<h3>{_escaped(table.title)}</h3><div class="table"><table>{"".join(lines)}</table></div>'
+    title = f"<h3>{_escaped(table.title)}</h3>" if table.title else ""
+    return f'{title}<div class="table"><table>{"".join(lines)}</table></div>'
 
 
 def _escaped(text: str) -> str:
@@ -360,12 +443,3 @@ td, th {{ padding: 3px 10px 3px 0; text-align: left; border-bottom: 1px solid #7
 </body>
 </html>
 """
-
-
-# Reading
-
-
-# Ranks
-
-
-# Curves

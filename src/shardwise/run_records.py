@@ -10,9 +10,10 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,30 +22,15 @@ from shardwise.errors import FormatError, StorageError
 from shardwise.observing import COLUMNS, FOLDER
 from shardwise.report.names import shown_ranks
 
-if TYPE_CHECKING:
-    pass
-
-
 Floats = npt.NDArray[np.float64]
 
-
 _TRAINER_STATE = "trainer_state.json"
-
-
 _MAX_LINE_BYTES = 1 << 20
-
-
 _MAX_STATE_BYTES = 1 << 28
-
-
 _MAX_NAME = 80
-
-
 _MAX_TRAININGS = 64
-
-
 _BAD_VALUE = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
-"""Raised for values that nothing of ours has written."""
+"""Raised for values that no observer has written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +41,10 @@ class PhaseSpan:
     thread: int
     start: float
     stop: float
+
+    @property
+    def depth(self) -> int:
+        return len(self.path)
 
 
 @dataclass(frozen=True)
@@ -85,12 +75,13 @@ class RankRecord:
 class RunRecord:
     """The folder of a run: its ranks in order, and curves by training ("" for the folder's own) and by name.
 
-    Each curve has steps and values, an array each.
+    Each curve has steps and values, an array each. ``settings`` are numbers of the Trainer's state, by training.
     """
 
     path: Path
     ranks: Sequence[RankRecord] = ()
     curves: Mapping[str, Mapping[str, tuple[Floats, Floats]]] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
 
@@ -106,9 +97,10 @@ def read_run(path: Path) -> RunRecord:
     try:
         files = sorted((path / FOLDER).glob("rank-*.jsonl"))
         found = [rank for file in files if (rank := _read_rank(file)) is not None]
-        curves = _read_curves(path)
+        states = _read_states(path)
     except OSError as error:
         raise StorageError(f"{path}: it cannot be read ({error.strerror or error})") from error
+    curves = {name: curves for name, state in states.items() if (curves := _curves_in(state))}
     if not found and not curves:
         raise FormatError(
             f"{path}: there is neither {FOLDER}/ with files of ranks, nor {_TRAINER_STATE}. "
@@ -117,7 +109,8 @@ def read_run(path: Path) -> RunRecord:
     first = min(found, key=attrgetter("rank"), default=None)
     ranks = {rank.rank: rank for rank in found if first is not None and rank.run == first.run}
     ordered = [ranks[number] for number in sorted(ranks)]
-    return RunRecord(path, ordered, curves, _notes(ordered))
+    settings = {name: _settings_in(states[name]) for name in curves}
+    return RunRecord(path, ordered, curves, settings, _notes(ordered))
 
 
 def _notes(ranks: Sequence[RankRecord]) -> list[str]:
@@ -133,7 +126,7 @@ def _notes(ranks: Sequence[RankRecord]) -> list[str]:
 
 
 def _read_rank(path: Path) -> RankRecord | None:
-    """Return None for a file that does not begin as those of observers do."""
+    """Return None for a file that no observer has written."""
     lines = _lines(path)
     try:
         header = next(lines)
@@ -143,45 +136,57 @@ def _read_rank(path: Path) -> RankRecord | None:
         host = str(header["host"])[:_MAX_NAME]
     except (StopIteration, *_BAD_VALUE):
         return None
-    samples = array("d")
-    done: list[PhaseSpan] = []
-    opened: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
-    last_s, is_closed, bad_lines = 0.0, False, 0
+    records = _Records()
+    bad_lines = 0
+    for line in lines:
+        try:
+            records.add(line)
+        except _BAD_VALUE:
+            bad_lines += 1
+    for thread, names in records.opened.items():  # phases that did not end last until the last line
+        while names:
+            records.end_phase(thread)
+    table = np.array(records.samples).reshape(-1, len(COLUMNS))
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    phases = sorted(records.phases, key=attrgetter("start", "depth"))
+    columns = dict(zip(COLUMNS, table.T, strict=True))
+    return RankRecord(run, rank, world_size, host, columns, phases, records.last_s, records.is_closed, bad_lines)
 
-    def take(line: Any) -> None:
-        nonlocal last_s, is_closed
+
+def _no_samples() -> array[float]:
+    return array("d")
+
+
+@dataclass
+class _Records:
+    """Samples and phases of a rank, read line by line. ``opened`` has names and starts of phases, by thread."""
+
+    samples: array[float] = field(default_factory=_no_samples)
+    phases: list[PhaseSpan] = field(default_factory=list)
+    opened: defaultdict[int, list[tuple[str, float]]] = field(default_factory=partial(defaultdict, list))
+    last_s: float = 0.0
+    is_closed: bool = False
+
+    def add(self, line: Any) -> None:
+        """Raises an error of ``_BAD_VALUE`` for a line that no observer writes."""
         if isinstance(line, list):
             values = [_number(value) for value in line]
             if len(values) != len(COLUMNS):
                 raise ValueError("a sample of other columns")
-            samples.extend(values)
-            last_s = values[0]
+            self.samples.extend(values)
+            self.last_s = values[0]
             return
-        last_s = _number(line["t"])
+        self.last_s = _number(line["t"])
         if line.get("closed"):
-            is_closed = True
+            self.is_closed = True
         elif "begin" in line:
-            opened[int(line["thread"])].append((str(line["begin"])[:_MAX_NAME], last_s))
+            self.opened[int(line["thread"])].append((str(line["begin"])[:_MAX_NAME], self.last_s))
         else:
-            close(int(line["thread"]))
+            self.end_phase(int(line["thread"]))
 
-    def close(thread: int) -> None:
-        path = tuple(name for name, _ in opened[thread])
-        done.append(PhaseSpan(path, thread, opened[thread].pop()[1], last_s))
-
-    for line in lines:
-        try:
-            take(line)
-        except _BAD_VALUE:
-            bad_lines += 1
-    for thread, stack in opened.items():  # open ones last until the last line
-        while stack:
-            close(thread)
-    table = np.array(samples).reshape(-1, len(COLUMNS))
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    phases = sorted(done, key=lambda span: (span.start, len(span.path)))
-    columns = dict(zip(COLUMNS, table.T, strict=True))
-    return RankRecord(run, rank, world_size, host, columns, phases, last_s, is_closed, bad_lines)
+    def end_phase(self, thread: int) -> None:
+        path = tuple(name for name, _ in self.opened[thread])
+        self.phases.append(PhaseSpan(path, thread, self.opened[thread].pop()[1], self.last_s))
 
 
 def _number(value: Any) -> float:
@@ -200,28 +205,39 @@ def _lines(path: Path) -> Iterator[Any]:
                 yield None
 
 
-def _read_curves(path: Path) -> dict[str, dict[str, tuple[Floats, Floats]]]:
-    """Read the curves of a training in this folder, and of trainings in the folders in it."""
+def _read_states(path: Path) -> dict[str, Mapping[str, Any]]:
+    """Return the Trainer's states of a training in this folder, and of trainings in the folders in it, by name."""
     folders = {"": path}
     folders |= {entry.name: entry for entry in sorted(path.iterdir()) if not entry.name.startswith("checkpoint")}
-    found: dict[str, dict[str, tuple[Floats, Floats]]] = {}
-    for name, folder in folders.items():
-        if len(found) < _MAX_TRAININGS and (curves := _curves_of(folder)):
-            found[name[:_MAX_NAME]] = curves
-    return found
+    states = ((name[:_MAX_NAME], _newest_state(folder)) for name, folder in folders.items())
+    return dict(itertools.islice(((name, state) for name, state in states if state), _MAX_TRAININGS))
 
 
-def _curves_of(folder: Path) -> dict[str, tuple[Floats, Floats]]:
-    """Return steps and values of each number that the Trainer's newest checkpoint has logged with a step."""
+def _newest_state(folder: Path) -> Mapping[str, Any]:
+    """Return the state in the folder or in its newest checkpoint. Empty if there is none, or it is malformed."""
     places = [folder / _TRAINER_STATE, *folder.glob(f"checkpoint-*/{_TRAINER_STATE}")]
     files = [place for place in places if place.is_file() and place.stat().st_size <= _MAX_STATE_BYTES]
-    curves: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     try:
-        logged = json.loads(max(files, key=lambda file: file.stat().st_mtime).read_bytes())["log_history"]
-        lines = [line for line in logged if isinstance(line, dict)]
-    except _BAD_VALUE:  # also where there is no file
+        state = json.loads(max(files, key=lambda file: file.stat().st_mtime).read_bytes())
+        return state if isinstance(state, dict) else {}
+    except _BAD_VALUE:  # also if there is no file
         return {}
+
+
+def _curves_in(state: Mapping[str, Any]) -> dict[str, tuple[Floats, Floats]]:
+    """Return steps and values of each number that has been logged with a step."""
+    curves: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    logged = state.get("log_history")
+    lines = [line for line in logged if isinstance(line, dict)] if isinstance(logged, list) else []
     for line, name in itertools.product(lines, ("loss", "eval_loss", "learning_rate", "grad_norm")):
         with contextlib.suppress(*_BAD_VALUE):
             curves[name].append((_number(line["step"]), _number(line[name])))
     return {name: (np.array(pairs)[:, 0], np.array(pairs)[:, 1]) for name, pairs in curves.items() if pairs}
+
+
+def _settings_in(state: Mapping[str, Any]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name in ("train_batch_size", "max_steps", "num_train_epochs"):
+        with contextlib.suppress(*_BAD_VALUE):
+            found[name] = _number(state[name])
+    return found

@@ -1,4 +1,4 @@
-"""Compares several ways to bring up a model for training: memory, seconds, and the values of the model.
+"""Compares several ways to load a model for training: memory, seconds, and the values of the model.
 
 [Note: Growth] The level of a rank is its first sample, after everything was imported. Its growth is its anonymous
 and shared memory (RssAnon, RssShmem) above that level. The growth of the machine is the largest sum over its ranks
@@ -107,7 +107,7 @@ class StartupResult:
         return ours is None or ours.growth_bytes <= ours.limit_bytes
 
     def verdict(self, arm: str) -> str:
-        """Return "same" if an arm has made the model that ours, or the first arm, has made."""
+        """Return "same" if the model of an arm equals that of the first arm."""
         first, own = next(iter(self.runs.values())).values, self.runs[arm].values
         names = [*{**first, **own}]
         different = [name for name in names if own.get(name) != first.get(name) or not own[name]]
@@ -123,7 +123,7 @@ class StartupResult:
             (arm, f"{run.seconds:.2f}", *(in_bytes(getattr(run, name)) for name in names), self.verdict(arm))
             for arm, run in self.runs.items()
         ]
-        return pictures.Table("Ways to bring up a model", (*head, "values"), rows)
+        return pictures.Table("Ways to load a model", (*head, "values"), rows)
 
     def notes(self) -> list[str]:
         """Return additions to the table: arms that did not run, and the limit."""
@@ -200,7 +200,7 @@ def _arms_named(text: str) -> list[str]:
 def _lack_of_room(arm: str, index: CheckpointIndex, options: StartupOptions) -> str:
     """Return the reason why an arm does not fit on this machine, or "".
 
-    Values that are wanted as they are stored stay in mapped files, which take no memory from anybody.
+    Values in their stored dtype stay in mapped files, which the kernel can reclaim.
     """
     tensors = index.tensors()
     numbers = sum(tensor.nbytes // max(tensor.dtype.itemsize, 1) for tensor in tensors)
@@ -265,16 +265,17 @@ def _agreed_values(ranks: Sequence[ArmOnRank]) -> dict[str, str]:
 def _draw(out: Path, result: StartupResult, tell: Print) -> list[str]:
     """Draw all arms and the report. Return the files.
 
-    Nothing is lost where matplotlib is not installed, or there is no room: the figures are written by now.
+    An error of drawing is reported and not raised: the figures have been written before.
     """
     table, runs = result.table(), result.runs.values()
     try:
         picture = pictures.draw_panels([run.panel for run in runs if run.panel is not None])
-        section = pictures.PageSection(table.title, {"startup.png": picture}, [table], result.notes())
-        pictures.draw_report([Path(run.folder) for run in runs], out / "report", [section])
+        figures = pictures.PageSection(table.title, {}, [replace(table, title="")], result.notes())
+        panels = pictures.PageSection("Memory of all ranks", {"startup.png": picture})
+        pictures.draw_report([Path(run.folder) for run in runs], out / "report", [figures, panels])
         (out / "startup.png").write_bytes(picture)
     except (ShardwiseError, OSError) as error:
-        tell(f"there is no picture, and no report: {error}")
+        tell(f"no picture and no report: {error}")
         return []
     return [str(out / "startup.png"), str(out / "report" / "report.html")]
 
@@ -325,6 +326,3 @@ def _growth(rank: run_records.RankRecord, time: run_records.Floats, kib: run_rec
 
 def _most_bytes(kib: Any) -> int:
     return int(kib.max(initial=0.0)) << 10
-
-
-# The arms

@@ -40,10 +40,7 @@ PHASES = LOAD, WRAP, OPTIMIZER = "load", "wrap", "optimizer"
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to load.
-
-    A phrase, its function (model_dir, dtype), and the ranks that hold the full model at some time.
-    """
+    """A way to load: a description, a function of (model_dir, dtype), and ranks that hold the full model."""
 
     does: str
     bring_up: Callable[[str, str], Any]
@@ -52,7 +49,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class ArmOnRank:
-    """Bytes of a rank in the end, the budget that a load of ours has, and fingerprints of whole tensors."""
+    """Final bytes of a rank, the budget of a shardwise load, and fingerprints of whole tensors."""
 
     host_bytes: int
     budget_bytes: int

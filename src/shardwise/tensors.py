@@ -1,4 +1,4 @@
-"""Boxes of a tensor's index space and the memory that they lie in, dtypes, and codes of few bits, without torch."""
+"""Boxes of tensors and their strided memory, byte ranges, dtypes, and low-bit encodings, without torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import re
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise, product
+from itertools import product
 from typing import TypeAlias
 
 from shardwise.errors import ConfigError
@@ -32,7 +31,7 @@ class ByteRange:
 
 
 def coalesce(ranges: Iterable[ByteRange], *, max_gap_bytes: int) -> list[ByteRange]:
-    """Sorted ranges that cover all of ``ranges``, joined where at most ``max_gap_bytes`` lie between them."""
+    """Return sorted ranges that cover all ``ranges``, with gaps of at most ``max_gap_bytes`` closed."""
     joined: list[ByteRange] = []
     for item in sorted(ranges):
         if joined and item.start - joined[-1].stop <= max_gap_bytes:
@@ -43,12 +42,12 @@ def coalesce(ranges: Iterable[ByteRange], *, max_gap_bytes: int) -> list[ByteRan
 
 
 def numel(sizes: Sequence[int]) -> int:
-    """The number of elements of a tensor of these sizes (1 for a 0-d tensor)."""
+    """Return the number of elements of a tensor of these sizes (1 for a 0-d tensor)."""
     return math.prod(sizes)
 
 
 def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides, in elements, of a contiguous tensor of these sizes."""
+    """Return the strides, in elements, of a contiguous tensor of these sizes."""
     strides = [1] * len(sizes)
     for dim in range(len(sizes) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(sizes[dim + 1], 1)
@@ -68,7 +67,7 @@ class Strided:
 
     @classmethod
     def contiguous(cls, sizes: Sequence[int], offset: int = 0) -> Strided:
-        """A row-major tensor of these sizes that starts at ``offset``."""
+        """Return the layout of a contiguous tensor of these sizes that starts at ``offset``."""
         return cls(offset, tuple(sizes), contiguous_strides(sizes))
 
     @property
@@ -110,8 +109,19 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box that is all of a tensor of this shape."""
+        """Return the box of all indices of a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def between(cls, starts: Iterable[int], stops: Iterable[int]) -> Box:
+        """Return the box of the indices from ``starts`` up to ``stops``, exclusive."""
+        offsets = tuple(starts)
+        return cls(offsets, tuple(stop - start for start, stop in zip(offsets, stops, strict=True)))
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """One past the last index in each dimension."""
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     @property
     def numel(self) -> int:
@@ -120,7 +130,7 @@ class Box:
     def is_within(self, shape: Sequence[int]) -> bool:
         """Return whether every index of the box is an index of a tensor of this shape."""
         return len(shape) == len(self.sizes) and all(
-            offset + size <= bound for offset, size, bound in zip(self.offsets, self.sizes, shape, strict=True)
+            stop <= bound for stop, bound in zip(self.stops, shape, strict=True)
         )
 
     def intersect(self, other: Box) -> Box | None:
@@ -137,9 +147,9 @@ class Box:
 
 
 def row_blocks(shape: Sequence[int], max_numel: int) -> list[Box]:
-    """The tensor in boxes that are one run of a row-major tensor each, in order, of ``max_numel`` elements at most.
+    """Split a tensor into boxes, in order, each of which is contiguous in a row-major tensor.
 
-    (Of one element at least.) A tensor without elements has no blocks.
+    A box has at most ``max_numel`` elements, but at least one. A tensor without elements has no boxes.
     """
     if not numel(shape):
         return []
@@ -162,10 +172,10 @@ def row_blocks(shape: Sequence[int], max_numel: int) -> list[Box]:
 
 
 def in_bytes_of(size: int | str) -> int:
-    """A size as "5GB", "200MB" (powers of 1000, as on the hub) or "1GiB", or a number of bytes.
+    """Convert a size such as "5GB" (powers of 1000, as on the hub), "1GiB" or 4096 to a number of bytes.
 
     Raises:
-        ConfigError: for anything else, and for less than a byte.
+        ConfigError: it is not a size, or is less than a byte.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
     nbytes = 0
@@ -179,7 +189,7 @@ def in_bytes_of(size: int | str) -> int:
 
 
 class DType(enum.Enum):
-    """A stored element type. ``value`` is (safetensors name, bits per element, kind).
+    """A stored element type: its safetensors name, bits per element, and kind.
 
     ``kind`` is one of "bool", "int", "float", "complex". Source of the names and widths: the safetensors
     format, ``Dtype`` in its Rust library.
@@ -208,19 +218,12 @@ class DType(enum.Enum):
     F64 = ("F64", 64, "float")
     C64 = ("C64", 64, "complex")
     OTHER = ("OTHER", 8, "complex")
-    """Of tensors that are never stored: what no file can hold."""
+    """Any dtype of torch that files cannot hold."""
 
-    @property
-    def label(self) -> str:
-        return self.value[0]
-
-    @property
-    def bits(self) -> int:
-        return self.value[1]
-
-    @property
-    def kind(self) -> str:
-        return self.value[2]
+    def __init__(self, label: str, bits: int, kind: str) -> None:
+        self.label = label
+        self.bits = bits
+        self.kind = kind
 
     @property
     def itemsize(self) -> int:
@@ -231,7 +234,7 @@ class DType(enum.Enum):
 
 
 def dtype_named(label: str) -> DType | None:
-    """The dtype with this safetensors name, or None when there is no such dtype."""
+    """Return the dtype with this safetensors name, or None."""
     return _BY_LABEL.get(label)
 
 
@@ -242,10 +245,10 @@ def casts_safely(source: DType, target: DType) -> bool:
 
 
 def follows(source: DType, target: DType) -> bool:
-    """Return whether a tensor that was handed over may take the dtype of the one it is for.
+    """Return whether a value of dtype ``source`` may be cast when it is set on a tensor of dtype ``target``.
 
-    Numbers with a point, of 16 bits and more, do. Narrower ones mean nothing without their scales, and integers are
-    indices, counts or codes: they arrive as they are, or not at all.
+    Floats of at least 16 bits may. Narrower floats need their scales, and integers are indices, counts or codes:
+    these keep their dtype.
     """
     return source is target or (min(_rank(source), _rank(target)) > 0 and _rank(source) <= _rank(target))
 
@@ -260,7 +263,7 @@ _BY_LABEL = {dtype.label: dtype for dtype in DType if dtype is not DType.OTHER}
 
 
 def _float8(exponent_bits: int, *, has_infinity: bool) -> tuple[float, ...]:
-    """The numbers of the 256 bytes of a sign, an exponent and a mantissa (OCP's 8-bit floats: E4M3, E5M2)."""
+    """Return the values of the 256 codes of an 8-bit float of OCP (E4M3, E5M2)."""
     mantissa_bits = 7 - exponent_bits
     bias, top, steps = (1 << exponent_bits - 1) - 1, (1 << exponent_bits) - 1, 1 << mantissa_bits
     found = []
@@ -281,7 +284,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Code(enum.Enum):
-    """A way to write numbers in 4 or 8 bits. Of 4 bits two are in a byte, the first in the lower half."""
+    """Encoding of numbers in 4 or 8 bits. A byte holds two 4-bit codes, the first in its lower half."""
 
     F8_E4M3 = "F8_E4M3"
     F8_E5M2 = "F8_E5M2"
@@ -290,12 +293,12 @@ class Code(enum.Enum):
     INT8 = "INT8"
     """Two's complement."""
     OFFSET8 = "OFFSET8"
-    """Counted from the least, as compressed-tensors packs integers."""
+    """Offset binary, code 0 is the smallest number, as compressed-tensors packs integers."""
     OFFSET4 = "OFFSET4"
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Values of the 256 codes, or of the 16 codes of a half byte."""
+        """Values of the 256 codes, or of the 16 codes of 4 bits."""
         return _NUMBERS[self]
 
     @property
@@ -332,13 +335,15 @@ _NF4 = (
     1.0,
 )
 _FP4_TWELFTHS = (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3)
+_FP4 = struct.unpack("16f", struct.pack("16f", *(twelfths / 12 for twelfths in _FP4_TWELFTHS)))
+"""Rounded to float32."""
 
 
 class Form4(enum.Enum):
     """4-bit data type of bitsandbytes: sixteen values from -1 to 1, multiplied by the scale of a block.
 
-    Two are in a byte, the first in the upper half (of :class:`Code` the other way round). ``value`` is
-    bitsandbytes' name.
+    A byte holds two codes, the first in its upper half (in :class:`Code` it is in the lower half). ``value`` is
+    the name in bitsandbytes.
     """
 
     NF4 = "nf4"
@@ -351,34 +356,6 @@ class Form4(enum.Enum):
         """Values of the 16 codes, as float32."""
         return _NF4 if self is Form4.NF4 else _FP4
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The codes in ascending order of their values."""
-        return tuple(sorted(range(16), key=self.numbers.__getitem__))
-
-    @property
-    def bounds(self) -> tuple[float, ...]:
-        """The 15 middles between one number and the next, in float32.
-
-        A value gets the code ``order[k]`` where ``k`` counts the bounds that are smaller than it. (So
-        ``_get_4bit_quantize_bounds`` and ``quantize_4bit`` of bitsandbytes 0.50.)
-        """
-        return _bounds(self)
-
-
-def _single(number: float) -> float:
-    """The nearest float32."""
-    return float(struct.unpack("f", struct.pack("f", number))[0])
-
 
 FourBitForm: TypeAlias = Form4 | Code
-"""Forms in which a model keeps weights: those of bitsandbytes, and ``Code.E2M1``, the elements of MXFP4."""
-
-
-@cache
-def _bounds(form: Form4) -> tuple[float, ...]:
-    numbers = sorted(form.numbers)
-    return tuple(_single((low + high) / 2) for low, high in pairwise(numbers))
-
-
-_FP4 = tuple(_single(twelfths / 12) for twelfths in _FP4_TWELFTHS)
+"""4-bit data types of a model's weights: those of bitsandbytes, and ``Code.E2M1``, the elements of MXFP4."""

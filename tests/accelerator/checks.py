@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import shardwise
+from shardwise.engines import saving
 from shardwise.errors import ShardingError
 from shardwise.execution.distributed_chunks import ChunkStaging
 from shardwise.execution.memory import DeviceStaging
@@ -308,6 +309,52 @@ def costs(folder: str, out: str) -> dict[str, dict[str, int]]:
     with simulated.counting() as found["bank pass"]:
         pass_of(bank, 1)
     return {what: {name: counts[name] for name in COUNTED} for what, counts in found.items()}
+
+
+BUDGET_BYTES = 1 << 16
+
+
+def copies_through_pageable_memory(folder: str, fp8: str, out: str) -> list[str]:
+    """Between the device and files, with small budgets: pageable copies, and pinned memory beyond the budget."""
+    faults: list[str] = []
+
+    @contextlib.contextmanager
+    def counted(what: str, pinned_bytes: int = BUDGET_BYTES, uploads: int = 0) -> Iterator[None]:
+        simulated.native.reset_peaks()
+        with simulated.counting() as counts:
+            yield
+        allowed = {"pageable_to_device": uploads, "pageable_to_host": 0}
+        faults.extend(f"{what}: {counts[name]} {name}" for name, most in allowed.items() if counts[name] > most)
+        if counts["pinned_peak"] > pinned_bytes:
+            faults.append(f"{what}: {counts['pinned_peak']} pinned bytes")
+
+    options = shardwise.options
+    with counted("load of FP8", uploads=2):  # the buffers of the rotary embedding
+        budget = options.LoadOptions(budget_bytes=BUDGET_BYTES)
+        shardwise.from_pretrained(fp8, dtype="bfloat16", options=budget)
+    model: Any = shardwise.from_pretrained(folder, dtype="float32")
+    for has_owners in (False, True):
+        with (
+            counted(f"save, by owners: {has_owners}"),
+            mock.patch.object(saving, "_has_owners", return_value=has_owners),
+        ):
+            budget = options.SaveOptions(budget_bytes=BUDGET_BYTES)
+            shardwise.save(model, f"{out}/saved {has_owners}", options=budget)
+    for form in ("full", "sharded", "local"):
+        with counted(f"{form} files of accelerate"):
+            budget = options.StateOptions(budget_bytes=BUDGET_BYTES)
+            shardwise.save_accelerate_model(model, f"{out}/{form}", form, options=budget)
+    optimizer = adamw(model.parameters())
+    model.set_attn_implementation("eager")
+    step(model, optimizer, 0)
+    for mode, pinned_bytes in (("sync", BUDGET_BYTES), ("async", 1 << 30)):
+        budget = options.CheckpointerOptions(budget_bytes=BUDGET_BYTES)
+        with (
+            counted(f"{mode} checkpoint", pinned_bytes),
+            shardwise.Checkpointer(f"{out}/{mode}", mode=mode, options=budget) as checkpointer,
+        ):
+            checkpointer.save(1, shardwise.TrainState(model, optimizer))
+    return faults
 
 
 def bank_of(model: Any) -> Any:

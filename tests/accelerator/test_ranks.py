@@ -110,6 +110,10 @@ def test_a_trainer(ranks, worlds, tmp_path):
         assert checks.unlike(one, other) == []
 
 
+def test_values_between_device_and_files_are_not_copied_through_pageable_memory(ranks, llama, fp8, tmp_path):
+    require_same(ranks, checks.copies_through_pageable_memory, llama, fp8, str(tmp_path))
+
+
 def test_a_backend_whose_first_collective_fails_is_named(ranks):
     for told in ranks.run(checks.a_first_collective_that_fails):
         assert told.startswith("hccl: the first collective failed on rank")

@@ -120,7 +120,7 @@ def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:
     with torch.device("meta"):
         base = transformers.LlamaForCausalLM(llama.config)
     config = peft_compat.lora_config(r=2, target_modules=["q_proj"], modules_to_save=["model.norm"])
-    model = peft_compat.inject(base, config, "mine", starts_anew=True)
+    model = peft_compat.inject(base, config, "mine", is_new=True)
     targets = peft_compat.targets_of(model, "mine")
     assert targets.modules == tuple(f"model.layers.{number}.self_attn.q_proj" for number in range(2))
     assert targets.copied == ("model.norm",)

@@ -95,14 +95,14 @@ def test_who_exchanges_gradients_and_what_is_offloaded() -> None:
         module = nn.Linear(4, 4)
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
         assert all(private.is_offloaded(inner) for inner in private.fsdp_params(module).values())
-        exchanges = gradients.exchanges_gradients(module)
-        assert exchanges()
+        averaging = gradients.Averaging(None, module)
+        assert averaging.is_synchronizing()
         assert isinstance(module, FSDPModule)
         module.set_requires_gradient_sync(False)
-        assert not exchanges()
+        assert not averaging.is_synchronizing()
         module.set_requires_gradient_sync(True)
         module.set_requires_all_reduce(False)
-        assert not exchanges()
+        assert not averaging.is_synchronizing()
 
 
 def test_what_is_gathered_and_when() -> None:
@@ -215,7 +215,7 @@ def test_registries_and_hooks() -> None:
     private.parameters_of(module)["weight"] = None  # past the checks, and seen by the module
     assert module.weight is None
     assert not gradients.is_averaged(module.bias)
-    module.bias.register_post_accumulate_grad_hook(gradients.Averaging(None, lambda: True))
+    module.bias.register_post_accumulate_grad_hook(gradients.Averaging(None, module))
     assert gradients.is_averaged(module.bias)
 
 

@@ -27,6 +27,7 @@ from shardwise.checkpoints import write
 from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
 from shardwise.execution.distributed_chunks import ChunkStaging
+from shardwise.execution.locked_folder import LockedFolder
 from shardwise.options import AdapterOnly, CheckpointerOptions, Ignore
 from shardwise.storage.writing import open_writer
 
@@ -193,7 +194,7 @@ def refused(folder: str, fault: str) -> tuple[str, str]:
     elif fault == "mark":
         checkpointer._root.mkdir(exist_ok=True)
         with open_writer(folder) as writer:
-            held = saving_lock.take_lock(writer, "another") if tiny.rank() == 0 else None
+            held = LockedFolder(writer, "another") if tiny.rank() == 0 else None
             if dist.is_initialized():
                 dist.barrier()
             error = attempt(lambda: checkpointer.save(1, state))
@@ -475,16 +476,16 @@ def save_steps(folder: str, steps: list[int], keep: int, mode: str, log: str | N
 def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
     """A save while another machine's mark is there, which is renewed or not."""
     with (
-        mock.patch("shardwise.execution.saving_lock.RENEWED_S", 0.1),
-        mock.patch("shardwise.execution.saving_lock._LOOK_S", 0.01),
+        mock.patch("shardwise.execution.saving_lock.RENEWAL_S", 0.1),
+        mock.patch("shardwise.execution.saving_lock._POLL_S", 0.01),
     ):
         Path(folder).mkdir(exist_ok=True)
         with open_writer(folder) as writer:
             with (
                 mock.patch("socket.gethostname", return_value="elsewhere"),
-                mock.patch("shardwise.execution.saving_lock.process_space", return_value="elsewhere"),
+                mock.patch("shardwise.storage.machine.process_space", return_value="elsewhere"),
             ):
-                held = saving_lock.take_lock(writer, "theirs")
+                held = LockedFolder(writer, "theirs")
             if not is_renewed:
                 held._ended.set()
             error = attempt(lambda: Checkpointer(folder).save(1, Training().state))

@@ -75,16 +75,13 @@ def test_other_blocks_are_refused_by_all_ranks(two: LocalRanks, saved: list[dict
         assert (kind, "state was saved of other shards or blocks." in text) == ("KeyMismatchError", True), text
 
 
-def test_shards_that_torchao_keeps_in_32_bits_are_told_and_uneven_ones_refused(two: LocalRanks) -> None:
+def test_uneven_shards_of_torchao_are_refused(two: LocalRanks) -> None:
     told = two.run(reduced.call, "made_for_shards")
     assert told[0] == told[1]
     assert told[0]["256"] == told[0]["7"] == ("", "")
     kind, text = told[0]["143"]
     assert kind == "ShardingError"
     assert "torchao's AdamW8bit: 0.weight, of shape (143, 64), is cut into shards of several sizes" in text
-    first, second = told[0]["lines"]
-    assert "keeps 32 bits of 3 of 4 parameters, such as 0.bias" in first
-    assert "keeps 32 bits of 4 of 4 parameters, such as 0.weight" in second
 
 
 @pytest.mark.gpu

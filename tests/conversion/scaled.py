@@ -27,7 +27,7 @@ class Scale:
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         weight, scales = values
-        rows, columns = block.gives["scaled"].sizes
+        rows, columns = block.outputs["scaled"].sizes
         if isinstance(weight, np.ndarray):
             return {"scaled": weight * scales.repeat(UNIT, 0).repeat(UNIT, 1)[:rows, :columns]}
         wide = scales.repeat_interleave(UNIT, 0).repeat_interleave(UNIT, 1)

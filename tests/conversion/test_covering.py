@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, random_box, view
 
-from shardwise.conversion.computed import apart, pieces
+from shardwise.conversion.computed import copies_from_shards, merge_overlapping
 from shardwise.conversion.regions import Region
 from shardwise.tensors import Box, Strided
 
@@ -26,13 +26,13 @@ def test_a_box_is_made_of_the_boxes_that_it_needs(seed):
     around: dict[str, list[Box]] = {}
     for leaf, region in expression.leaves(Region.of(box, Strided.contiguous(box.sizes))) if box.numel else ():
         around.setdefault(leaf.key, []).append(region.bounds)
-    for key, parts in ((key, apart(boxes)) for key, boxes in around.items()):
+    for key, parts in ((key, merge_overlapping(boxes)) for key, boxes in around.items()):
         assert all(part.is_within(grower.leaves[key].shape) for part in parts)
         times = np.zeros(grower.leaves[key].shape, int)
         for part in parts:
             times[tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))] += 1
             memory = np.ascontiguousarray(cut(grower.leaves[key], part)).reshape(-1)
-            for copy in pieces(expression, {key: [(part, Strided.contiguous(part.sizes))]}, box):
+            for copy in copies_from_shards(expression, {key: [(part, Strided.contiguous(part.sizes))]}, box):
                 view(made, copy.target)[...] = view(memory, copy.source)
         assert times.max(initial=0) <= 1  # parts do not overlap
     wanted = cut(array, box)

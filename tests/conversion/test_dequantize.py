@@ -72,12 +72,12 @@ def test_any_box_in_any_blocks(case):
     found = torch.full(wanted.shape, math.nan)
     for block in node.operation.blocks({node.output: [box]}, most):
         given_values = [
-            part(value, needed).contiguous().clone() for value, needed in zip(inputs, block.needs, strict=True)
+            part(value, needed).contiguous().clone() for value, needed in zip(inputs, block.inputs, strict=True)
         ]
         before = [value.clone() for value in given_values]
         made = node.operation.evaluate(block, given_values)[node.output]
         assert made.dtype == torch.float32
-        part(found, block.gives[node.output]).copy_(made)
+        part(found, block.outputs[node.output]).copy_(made)
         assert all(
             torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, given_values, strict=True)
         )
@@ -105,13 +105,13 @@ def test_numbers_are_written_where_they_go_and_cast_once(case, dtype, strip, tur
     before, room._STRIP_ELEMENTS = room._STRIP_ELEMENTS, strip
     try:
         for block in node.operation.blocks({node.output: [box]}, most):
-            values = [part(value, needed).contiguous() for value, needed in zip(inputs, block.needs, strict=True)]
-            sizes = block.gives[node.output].sizes
+            values = [part(value, needed).contiguous() for value, needed in zip(inputs, block.inputs, strict=True)]
+            sizes = block.outputs[node.output].sizes
             out = torch.empty(sizes[::-1], dtype=dtype).permute(*reversed(range(len(sizes)))) if turned else None
             out = torch.empty(sizes, dtype=dtype) if out is None else out
             node.operation.evaluate_into(block, values, {node.output: out})
             torch.testing.assert_close(
-                out, part(wanted, block.gives[node.output]).to(dtype), rtol=0, atol=0, equal_nan=True
+                out, part(wanted, block.outputs[node.output]).to(dtype), rtol=0, atol=0, equal_nan=True
             )
     finally:
         room._STRIP_ELEMENTS = before
@@ -134,9 +134,9 @@ def test_every_byte_with_scales_at_the_ends(code, dtype, scale):
 def test_blocks_are_no_larger_than_they_may_be(case, most):
     node, _, _, box, _ = case
     for block in node.operation.blocks({node.output: [box]}, most):
-        made = block.gives[node.output]
+        made = block.outputs[node.output]
         assert block.nbytes <= most or made.numel <= node.operation.code.per_byte
-        held = sum(needed.numel for needed in block.needs) + 4 * made.numel
+        held = sum(needed.numel for needed in block.inputs) + 4 * made.numel
         assert held <= block.nbytes
 
 
@@ -190,7 +190,7 @@ def evaluated(expression: Expression, tensors: dict[str, torch.Tensor], box: Box
     for task in compute_tasks([(0, item.leaf, item.region) for item in computed], most):
         values = [
             evaluated(source, tensors, need, most)
-            for source, need in zip(task.inputs, task.block.needs, strict=True)
+            for source, need in zip(task.inputs, task.block.inputs, strict=True)
         ]
         made = task.evaluate(values)
         for move in task.moves:

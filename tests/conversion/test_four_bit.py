@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.conversion.four_bit import dequantize_rows, packed_shape, quantize_rows, scales_shape
+from shardwise.conversion.four_bit import (
+    bounds_and_order,
+    dequantize_rows,
+    packed_shape,
+    quantize_rows,
+    scales_shape,
+)
 from shardwise.tensors import Form4
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,7 +92,8 @@ def test_weights_of_several_chunks(dtype, block):
     for form in Form4:
         packed, absmax = quantized(values, block, form)
         assert same(absmax, scales)
-        codes = torch.tensor(form.order)[torch.bucketize(numbers, torch.tensor(form.bounds))]
+        bounds, order = map(torch.from_numpy, bounds_and_order(form))
+        codes = order.long()[torch.bucketize(numbers, bounds)]
         assert torch.equal(packed, (codes[:, ::2] << 4 | codes[:, 1::2]).byte())
         wanted = torch.tensor(form.numbers)[codes] * scales.repeat_interleave(block, -1)
         assert same(dequantized(packed, absmax, block, form, dtype), wanted.to(dtype))
@@ -94,12 +101,11 @@ def test_weights_of_several_chunks(dtype, block):
 
 @pytest.mark.parametrize("form", list(Form4))
 def test_on_the_bounds_and_beside_them(form):
-    bounds = torch.tensor(form.bounds)
+    bounds, order = torch.from_numpy(bounds_and_order(form)[0]), bounds_and_order(form)[1].tolist()
     up, down = torch.tensor(math.inf), torch.tensor(-math.inf)
     values = torch.cat([bounds, bounds.nextafter(up), bounds.nextafter(down), torch.zeros(18), torch.tensor([1.0])])
     packed, absmax = quantized(values.view(1, 64), 64, form)
     codes = torch.stack([packed >> 4, packed & 15], -1).flatten().tolist()
-    order = list(form.order)
     assert codes[:15] == order[:15]
     assert codes[15:30] == order[1:]
     assert codes[30:45] == order[:15]
@@ -112,12 +118,13 @@ def test_on_the_bounds_and_beside_them(form):
 def test_all_that_is_near_a_bound(form, dtype):
     """Also where there is nothing else, so that all of a chunk has the place of one."""
     steps = torch.linspace(-2, 2, 4095) / (1 << 14)
-    rows = [torch.cat([(bound + steps).clamp(-1, 1), torch.ones(1)]) for bound in form.bounds]
-    values = torch.stack([*rows, torch.full((4096,), form.bounds[3]).index_fill(0, torch.tensor([7]), 1.0)])
+    bounds, order = map(torch.from_numpy, bounds_and_order(form))
+    rows = [torch.cat([(bound + steps).clamp(-1, 1), torch.ones(1)]) for bound in bounds]
+    values = torch.stack([*rows, torch.full((4096,), float(bounds[3])).index_fill(0, torch.tensor([7]), 1.0)])
     values = values.repeat(3, 1).to(dtype)
     packed, absmax = quantized(values, 4096, form)
     assert (absmax == 1).all()
-    codes = torch.tensor(form.order)[torch.bucketize(values.float(), torch.tensor(form.bounds))]
+    codes = order.long()[torch.bucketize(values.float(), bounds)]
     assert torch.equal(packed, (codes[:, ::2] << 4 | codes[:, 1::2]).byte())
 
 

@@ -7,14 +7,20 @@ from tests.conversion.test_four_bit import same
 
 from shardwise.conversion.computed import Computed
 from shardwise.conversion.expression import Stored
-from shardwise.conversion.four_bit import dynamic_numbers, nest, nest_about, nested_codes, offset_of
-from shardwise.conversion.packed import unnested
+from shardwise.conversion.four_bit import dynamic_numbers, nest_about, nested_codes, offset_of
+from shardwise.conversion.packed import dequantized_scales
 from shardwise.tensors import Box, DType
+
+
+def nested_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, largest magnitudes and offset of scales."""
+    offset = offset_of(absmax)
+    return *nest_about(absmax, offset), offset
 
 
 def unnest(codes: torch.Tensor, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """The scales that codes stand for, by the node that a load evaluates."""
-    node = unnested(
+    node = dequantized_scales(
         Stored("codes", tuple(codes.shape), DType.U8),
         Stored("nested", tuple(nested.shape), DType.F32),
         float(offset),
@@ -28,7 +34,7 @@ def unnest(codes: torch.Tensor, nested: torch.Tensor, offset: torch.Tensor) -> t
 @given(st.integers(1, 900), st.integers(0, 99), st.integers(-8, 8), st.data())
 def test_parts_are_those_of_the_whole(count, seed, power, data):
     absmax = torch.rand(count, generator=torch.Generator().manual_seed(seed)) * 10.0**power
-    codes, nested, offset = nest(absmax)
+    codes, nested, offset = nested_scales(absmax)
     scales = unnest(codes, nested, offset)
     moved = absmax - absmax.mean()
     numbers = torch.tensor(dynamic_numbers())
@@ -48,7 +54,7 @@ def test_parts_are_those_of_the_whole(count, seed, power, data):
 
 def test_an_offset_that_was_taken_before():
     absmax = torch.rand(600)
-    codes, nested, offset = nest(absmax)
+    codes, nested, offset = nested_scales(absmax)
     assert same(offset_of(absmax), offset)
     again = nest_about(absmax, offset)
     assert same(again[0], codes)

@@ -15,12 +15,12 @@ from shardwise.conversion.expression import Expression, Stored, concat, permute,
 from shardwise.conversion.four_bit import dequantize_rows
 from shardwise.conversion.packed import (
     as_bytes,
+    dequantized_rows,
+    dequantized_scales,
     nested_as_stored,
     packed,
     stored_form,
     stored_rows,
-    unnested,
-    unpacked,
 )
 from shardwise.tensors import Box, Code, DType, Form4, FourBitForm
 
@@ -35,10 +35,10 @@ def evaluated(node: Computed, inputs: list[torch.Tensor], box: Box, most: int) -
     """A box of a node, put together of its blocks; inputs are its sources, as they are."""
     found: torch.Tensor | None = None
     for block in node.operation.blocks({node.output: [box]}, most):
-        values = [part(value, needed).contiguous() for value, needed in zip(inputs, block.needs, strict=True)]
+        values = [part(value, needed).contiguous() for value, needed in zip(inputs, block.inputs, strict=True)]
         made = node.operation.evaluate(block, values)[node.output]
         found = torch.empty(node.shape, dtype=made.dtype) if found is None else found
-        part(found, block.gives[node.output]).copy_(made)
+        part(found, block.outputs[node.output]).copy_(made)
     assert found is not None
     return part(found, box)
 
@@ -61,7 +61,7 @@ def test_any_box_of_numbers(data):
     values = torch.randint(0, 256, (*outer, shape[-1] // 2), generator=generator, dtype=torch.uint8)
     scales = torch.rand((*outer, shape[-1] // 32), generator=generator)
     stored = Stored("w", (values.numel(), 1), DType.U8), Stored("s", (scales.numel(),), DType.F32)
-    node = unpacked(*stored, shape, form, 32, dtype)
+    node = dequantized_rows(*stored, shape, form, 32, dtype)
     assert isinstance(node, Computed)
     assert stored_form(node) == (form, 32)
     wanted = torch.empty(shape)
@@ -87,7 +87,7 @@ def test_blocks_that_go_on_from_row_to_row(data):
     values = torch.randint(0, 256, (-(-count // 2),), generator=generator, dtype=torch.uint8)
     scales = torch.rand(blocks, generator=generator)
     stored = Stored("w", (values.numel(), 1), DType.U8), Stored("s", (blocks,), DType.F32)
-    made = unpacked(*stored, shape, Form4.NF4, 32, DType.BF16)
+    made = dequantized_rows(*stored, shape, Form4.NF4, 32, DType.BF16)
     assert stored_form(made) is None
     (node,) = made.sources
     assert isinstance(node, Computed)
@@ -106,7 +106,7 @@ def test_any_of_the_scales_that_are_bytes(data):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     codes = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
     nested, numbers = torch.rand(-(-count // 256), generator=generator), torch.rand(256, generator=generator)
-    node = unnested(
+    node = dequantized_scales(
         Stored("c", (count,), DType.U8), Stored("n", tuple(nested.shape), DType.F32), 0.25, tuple(numbers.tolist())
     )
     assert isinstance(node, Computed)
@@ -131,7 +131,7 @@ def test_any_of_the_bytes_of_numbers(data):
 
 def test_what_is_stored_so_is_taken_as_it_is():
     values, scales = Stored("w", (256, 1), DType.U8), Stored("s", (8,), DType.F32)
-    numbers = unpacked(values, scales, (8, 64), Form4.NF4, 64, DType.BF16)
+    numbers = dequantized_rows(values, scales, (8, 64), Form4.NF4, 64, DType.BF16)
     weight, raw = packed(numbers, Form4.NF4, 64, rounds_to=DType.BF16)
     assert weight == reshape(values, (8, 32))
     assert isinstance(raw, Computed)
@@ -159,7 +159,7 @@ class Stacks:
         if isinstance(self.form, Code):
             node = dequantized(w, s, shape, (*(1 for _ in shape[:-1]), 32), self.form, has_exponents=True)
         else:
-            node = unpacked(w, s, shape, self.form, 32, DType.F32)
+            node = dequantized_rows(w, s, shape, self.form, 32, DType.F32)
         return node, self.numbers(values, scales)
 
     def numbers(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -210,5 +210,5 @@ def test_rows_of_two_forms_or_taken_apart_are_numbers():
     for taken_apart in (concat([first, first], 1), slice_dim(first, 1, 32, 32), permute(first, (1, 0))):
         assert stored_rows(taken_apart) is None
     assert stored_rows(reshape(first, (4, 32))) is None
-    with pytest.raises(ValueError, match="only taken as it is stored"):
+    with pytest.raises(ValueError, match="only kept as it is stored"):
         packed(first, Code.E2M1, 32, rounds_to=DType.F32)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, random_box, view
 
-from shardwise.conversion.computed import pieces
+from shardwise.conversion.computed import copies_from_shards
 from shardwise.tensors import Box, Strided
 
 
@@ -36,7 +36,7 @@ def test_pieces_of_all_holders_make_the_box(seed, is_whole):
     times = np.zeros(box.numel, dtype=int)
     for key, leaf in grower.leaves.items():
         for held, memory, place in dealt(rng, leaf):
-            for copy in pieces(expression, {key: [(held, place)]}, box):
+            for copy in copies_from_shards(expression, {key: [(held, place)]}, box):
                 assert copy.leaf.key == key
                 view(made, copy.target)[...] = view(memory, copy.source)
                 view(times, copy.target)[...] += 1

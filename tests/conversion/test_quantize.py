@@ -13,7 +13,7 @@ from tests.conversion.test_four_bit import same
 from shardwise.conversion.computed import Computed, ComputeTask
 from shardwise.conversion.expression import Stored
 from shardwise.conversion.four_bit import scales_in
-from shardwise.conversion.packed import quantized
+from shardwise.conversion.packed import quantized_rows
 from shardwise.errors import FormatError
 from shardwise.tensors import Box, DType, Form4
 
@@ -27,7 +27,7 @@ DTYPES = {
 
 
 def node(shape, stored=DType.BF16, dtype=DType.BF16, block=64, form=Form4.NF4) -> tuple[Computed, Computed]:
-    packed, absmax = quantized(Stored("layer.weight", tuple(shape), stored), block, form, dtype)
+    packed, absmax = quantized_rows(Stored("layer.weight", tuple(shape), stored), block, form, dtype)
     assert isinstance(packed, Computed)
     assert isinstance(absmax, Computed)
     assert packed.operation == absmax.operation
@@ -59,13 +59,13 @@ def test_any_rows_in_any_blocks(case):
     found = {leaf.output: torch.full(leaf.shape, 99, dtype=torch.uint8) for leaf in leaves}
     times = {leaf.output: torch.zeros(leaf.shape) for leaf in leaves}
     for block in operation.blocks(wanted, most):
-        (needed,) = block.needs
+        (needed,) = block.inputs
         assert block.nbytes <= most or needed.numel == values.shape[-1]
         given_values = part(values, needed).contiguous().clone()
         before = given_values.clone()
         made = operation.evaluate(block, [given_values])
         assert same(before, given_values)
-        for name, box in block.gives.items():
+        for name, box in block.outputs.items():
             part(found[name], box).copy_(made[name])
             part(times[name], box).add_(1)
     for name, boxes in wanted.items():
@@ -109,7 +109,7 @@ def test_what_is_not_finite_is_named(dtype, value, shape, at, told):
 def test_rows_are_named_by_their_places_in_the_whole():
     packed, _ = node((2, 300, 64), DType.F32, DType.F32)
     (block,) = packed.operation.blocks({"packed": [Box((1, 200, 0), (1, 50, 32))]}, 1 << 20)
-    values = torch.ones(block.needs[0].sizes)
+    values = torch.ones(block.inputs[0].sizes)
     values[0, 7, 0] = math.nan
     with pytest.raises(FormatError, match=r"row \(1, 207\) has"):
         packed.operation.evaluate(block, [values])

@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -121,15 +120,9 @@ class _FakeDist:
 class _Deaf:
     """A detector that looks for nobody, so that only meetings are counted."""
 
-    error, progress, signs = None, 0, {}
-
-    @property
-    def heard_s(self) -> float:
-        return time.monotonic()
+    error, heartbeats, watchers, unanswered_s = None, {}, set(), 0.0
 
     def add(self, *_: object) -> None: ...
-
-    def remove(self, *_: object) -> None: ...
 
 
 @dataclass

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from tests.harness.world import attempt
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution import Timeouts
-from shardwise.execution.world import World
+from shardwise.execution.world import Clock, World
 from shardwise.storage import machine
 
 
@@ -83,38 +82,11 @@ def gone_on(rank: int) -> None:
         raise StorageError("gone")
 
 
-def inner_group_missed() -> tuple[list[tuple[str, str]], list[list[int]]]:
-    """Ranks of a group meet within a call that one of them leaves before it comes to them; then in another call.
-
-    The last rank is in no such group. Returns what was raised, and what the group's ranks told each other then.
-    """
-    group = _pairs()
-    errors, told = [], []
-    for turn in range(2):
-
-        def meet(turn: int = turn) -> list[int]:
-            if turn == 0 and dist.get_rank() == 0:
-                raise StorageError("gone")
-            if dist.get_rank() == 2:
-                return []
-            with World.current(group, QUICK, around=world) as peers:
-                return peers.all_gather_object(dist.get_rank() + turn)
-
+def fail_in_a_step() -> tuple[str, str, list[str]]:
+    """The message, the step and the notes of an error that one rank raises in a phase of a call."""
+    with World.current(call="load") as world, Clock().phase("read"):
         try:
-            with World.current(timeouts=QUICK, call="load") as world:
-                told.append(world.run_all(meet))
-        except Exception as error:
-            errors.append((type(error).__name__, str(error)))
-    return errors, told
-
-
-QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=10.0)
-
-_groups: list[dist.ProcessGroup] = []
-
-
-def _pairs() -> dist.ProcessGroup | None:
-    """The first two ranks."""
-    if not _groups:
-        _groups.append(dist.new_group([0, 1]))
-    return _groups[0]
+            world.run_all(gone_on, 1)
+        except StorageError as error:
+            return str(error), error.step, error.__notes__
+    return "", "", []

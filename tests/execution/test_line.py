@@ -20,17 +20,19 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError, RankMismatchError
 from shardwise.execution import Timeouts, control_channel
 from shardwise.execution.control_channel import ControlChannel
-from shardwise.execution.failure_detection import ProcessPlace, alive_keys, detector_of
+from shardwise.execution.failure_detection import detector_of, heartbeat_keys
 from shardwise.execution.outcomes import decode, encode
+from shardwise.storage.machine import ProcessPlace
 
 
 def meet(line: ControlChannel, message: bytes) -> list[bytes]:
     """Every rank's message, by rank."""
-
-    def conclude(said: dict[int, bytes]) -> bytes:
-        return encode([message, *(decode(said[rank]) for rank in range(1, line.size))])
-
-    return decode(line.meet(encode(message), conclude))
+    if line.rank:
+        return decode(line.report(encode(message)))
+    reports = line.gather()
+    result = [message, *(decode(report) for report in reports)]
+    line.publish(encode(result))
+    return result
 
 
 QUICK = Timeouts(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.6, join_timeout_s=1.5)
@@ -72,7 +74,7 @@ def test_nothing_but_signs_of_life_stays_in_the_store():
         for _ in range(6):
             for _ in range(4):
                 ranks.each(lambda line: meet(line, b"hello"))
-            ranks.each(lambda line: line.part())
+            ranks.each(lambda line: line.finish())
             kept.append(ranks.store.num_keys())
         # A rank that has not run for a while on a busy machine has left no heartbeat, or one more.
         assert max(kept) - min(kept) <= 6, kept
@@ -91,33 +93,19 @@ def test_a_failure_cuts_the_work_before_the_next_meeting_only():
     def work(line: ControlChannel) -> tuple[bool, bool]:
         meet(line, b"")
         if line.rank == 1:
-            line.cut()
+            line.interrupt()
             cut_seen.wait(5)
         else:
-            while not line.is_cut:
+            while not line.is_interrupted:
                 time.sleep(0.01)
             cut_seen.set()
-        before = line.is_cut
+        before = line.is_interrupted
         meet(line, b"")
         time.sleep(4 * QUICK.heartbeat_interval_s)
-        return before, line.is_cut
+        return before, line.is_interrupted
 
     with Ranks(2) as ranks:
         assert ranks.each(work) == [(True, False)] * 2
-
-
-def test_the_first_rank_hears_the_sum_of_all_progress():
-    def work(line: ControlChannel) -> int:
-        meet(line, b"")
-        line.tell_progress(10 + line.rank)
-        deadline = time.monotonic() + 5
-        while line.rank == 0 and line.others_progress < 23 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        meet(line, b"")
-        return line.others_progress
-
-    with Ranks(3) as ranks:
-        assert ranks.each(work)[0] == 23
 
 
 CALLS = st.lists(st.tuples(*[st.sampled_from(["load", "save", "shard"])] * 3), min_size=1, max_size=4)
@@ -158,17 +146,17 @@ def test_ranks_in_different_calls_are_told_so_and_meet_in_the_next(rounds, late)
 def ended() -> ProcessPlace:
     """Where a process was that ended."""
     code = (
-        "import json, dataclasses; from shardwise.execution.control_channel import ProcessPlace; "
+        "import json, dataclasses; from shardwise.storage.machine import ProcessPlace; "
         "print(json.dumps(dataclasses.asdict(ProcessPlace.here())))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
     return ProcessPlace(**json.loads(found))
 
 
-def sign(store: Any, rank: int, place: ProcessPlace, told: str = "7 0") -> None:
+def sign(store: Any, rank: int, place: ProcessPlace, beat: str = "7") -> None:
     """Set a rank's heartbeat."""
-    alive_keys(store).put(f"place/{rank}", json.dumps(asdict(place)).encode())
-    alive_keys(store).put(f"beat/{rank}", told.encode())
+    heartbeat_keys(store).set(f"place/{rank}", json.dumps(asdict(place)).encode())
+    heartbeat_keys(store).set(f"beat/{rank}", beat.encode())
 
 
 @pytest.mark.parametrize("gone", [0, 2])
@@ -197,7 +185,7 @@ def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops():
             beats = 0
             while not stop.wait(0.05):
                 beats += 1
-                sign(store, 1, away, f"{beats} 0")
+                sign(store, 1, away, str(beats))
 
         beating = threading.Thread(target=beat)
         beating.start()
@@ -231,7 +219,7 @@ def test_a_heartbeat_goes_on_until_its_store_or_its_process_ends(tmp_path):
     """
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "store")], check=True, timeout=30)
     store = dist.FileStore(str(tmp_path / "store"), 9)
-    assert alive_keys(store).take(["beat/5"]) == [b"ended"]
+    assert heartbeat_keys(store).get(["beat/5"]) == [b"ended"]
     thread = detector_of(store, 3)._thread
     del store
     thread.join(5)
@@ -267,34 +255,28 @@ def test_a_rank_at_work_finds_out_without_the_store_that_it_is_cut_off(monkeypat
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda line: meet(line, b""), lines))
     time.sleep(2 * QUICK.heartbeat_timeout_s)
-    assert [line.lost(in_haste=True) for line in lines] == [None, None]
+    assert [line.loss() for line in lines] == [None, None]
     start = time.monotonic()
     store.link.clear()
     times = {}
-    while len(times) < 4 and time.monotonic() - start < 10 * QUICK.heartbeat_timeout_s:
+    while len(times) < 2 and time.monotonic() - start < 10 * QUICK.heartbeat_timeout_s:
         for line in lines:
-            for in_haste in (True, False):
-                if (lost := line.lost(in_haste=in_haste)) and (line.rank, in_haste) not in times:
-                    times[line.rank, in_haste] = (time.monotonic() - start, str(lost))
+            if (lost := line.loss()) and line.rank not in times:
+                times[line.rank] = (time.monotonic() - start, str(lost))
         time.sleep(0.01)
     store.link.set()
     for line in lines:
         line.close()
-    assert len(times) == 4
+    assert len(times) == 2
     for rank in range(2):
-        assert (
-            times[rank, True][0]
-            < QUICK.heartbeat_timeout_s - QUICK.heartbeat_interval_s
-            < times[rank, False][0]
-            < 3 * QUICK.heartbeat_timeout_s
-        )
-    assert "no sign of life" in times[0, True][1]
-    assert "rank 1 (host" in times[0, False][1]
-    assert "the store through which the ranks meet has not answered" in times[1, False][1]
+        least_s = QUICK.heartbeat_timeout_s - QUICK.heartbeat_interval_s
+        assert least_s < times[rank][0] < 3 * QUICK.heartbeat_timeout_s
+    assert "rank 1 (host" in times[0][1]
+    assert "the store through which the ranks meet has not answered" in times[1][1]
 
 
 def test_a_rank_that_has_made_no_call_yet_is_told_of_by_who_waits(monkeypatch, caplog):
-    monkeypatch.setattr(control_channel, "TELL_S", 0.2)
+    monkeypatch.setattr(control_channel, "WARN_S", 0.2)
     with Ranks(3, without=2) as ranks:
         ranks.each(lambda line: meet(line, b""))
     (told,) = [record.getMessage() for record in caplog.records]

@@ -162,9 +162,9 @@ def test_what_the_first_rank_cannot_conclude_is_everybody_s_error_and_all_stay_i
                     world.map_reduce(tell, conclude)
                 except (RankMismatchError, StorageError) as error:
                     found.append(str(error))
-            found.append(world.gather(lambda: rank))
+            found.append(world.all_gather_object(rank))
         return found
 
     with counted_ranks(3) as ranks:
         texts = ["[0, 1, 2] do not fit", "rank 1: gone"]
-        assert ranks.each(call) == [[*texts, [0, 1, 2]], [*texts, []], [*texts, []]]
+        assert ranks.each(call) == [[*texts, [0, 1, 2]], [*texts, [0, 1, 2]], [*texts, [0, 1, 2]]]

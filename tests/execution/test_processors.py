@@ -1,5 +1,6 @@
 """The number of processors of a rank, and of threads that it starts."""
 
+import os
 import threading
 import time
 
@@ -33,7 +34,7 @@ def test_quotas_of_control_groups(tmp_path, own, files, expected):
 
 
 def test_no_more_than_the_quota_compute_and_tokenize(monkeypatch):
-    monkeypatch.setattr(machine, "processors", lambda: frozenset(range(64)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(machine, "processor_quotas", lambda: {"/": 3.5})
     assert machine.processor_count() == 3
     monkeypatch.setattr(machine, "processor_quotas", lambda: {"/": 0.1})
@@ -50,7 +51,7 @@ def test_a_load_computes_on_no_more_threads(count, tmp_path, monkeypatch):
         time.sleep(0.01)
         return real(*arguments)
 
-    monkeypatch.setattr(machine, "processors", lambda: frozenset(range(count)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
     monkeypatch.setattr(four_bit, "quantize_rows", slowly)
     options = shardwise.options.LoadOptions(progress=False)
     shardwise.from_pretrained(

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from shardwise.execution.world import ProgressBar, World
+from shardwise.models.pretrained import progress_bar
 
 
 class Terminal(io.StringIO):
@@ -20,10 +20,9 @@ def _bars_are_on(monkeypatch):
 
 def shown(screen, *, enabled=True):
     """What a quarter of a load writes to standard error."""
-    alone = World(0, 1)
-    with contextlib.redirect_stderr(screen), ProgressBar("Loading weights", alone, 4 << 20, enabled=enabled) as bar:
-        bar.advance(1 << 20)
-        bar._bar.refresh()
+    with contextlib.redirect_stderr(screen), progress_bar("Loading weights", 4 << 20, enabled=enabled) as bar:
+        bar.update(1 << 20)
+        bar.refresh()
     return screen.getvalue()
 
 

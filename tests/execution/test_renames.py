@@ -28,7 +28,7 @@ def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
             for name in NAMES:
                 make_file(writer, fresh(name, saving.save_id), content)
             writer.sync_names()
-        committing.commit_written(saving.marked, WrittenFiles(dict.fromkeys(NAMES, len(content))), older)
+        committing.commit_written(saving.locked, WrittenFiles(dict.fromkeys(NAMES, len(content))), older)
 
 
 def seen(root: Path) -> int | None:

@@ -17,7 +17,7 @@ def write(folder, tensors, objects):
         nbytes, written = write_whole_file(
             world, saving, "file.bin", tensors, objects, budget_bytes=4096, device=device
         )
-        commit_written(saving.marked, written, [])
+        commit_written(saving.locked, written, [])
     return nbytes
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from shardwise.execution.memory import Prefetch, WorkerPool
+from shardwise.execution.memory import WorkerPool, in_background
 
 
 def nothing() -> None:
@@ -47,22 +47,25 @@ def test_a_reason_to_leave_is_noticed_although_a_worker_hangs():
     release.set()
 
 
-def test_what_is_begun_ahead_is_there_or_fails_where_it_is_wanted():
-    assert Prefetch(lambda: 41 + 1).value(nothing) == 42
+def test_a_function_runs_during_a_block_which_ends_with_its_error():
+    entered = threading.Event()
+    with in_background(entered.set):
+        assert entered.wait(20)
 
     def fail() -> None:
         raise OSError("gone")
 
-    with pytest.raises(OSError, match="gone"):
-        Prefetch(fail).value(nothing)
+    with pytest.raises(OSError, match="gone"), in_background(fail):
+        pass
 
 
-def test_waiting_for_what_is_ahead_can_be_left():
-    release = threading.Event()
+def test_a_failed_block_waits_for_its_function():
+    done: list[int] = []
 
-    def check() -> None:
-        raise RuntimeError("another rank failed")
+    def work() -> None:
+        time.sleep(0.05)
+        done.append(1)
 
-    with pytest.raises(RuntimeError, match="another rank"):
-        Prefetch(lambda: release.wait(20)).value(check)
-    release.set()
+    with pytest.raises(RuntimeError, match="the block"), in_background(work):
+        raise RuntimeError("the block")
+    assert done == [1]

@@ -45,9 +45,9 @@ def test_one_rank_of_a_machine_is_the_first(worlds):
     assert worlds(3).run(faults.first_on_host, True) == [True, False, False]
 
 
-def test_ranks_of_a_group_meet_again_after_a_call_in_which_not_all_of_them_came(worlds):
-    told = [[0 + 1, 1 + 1]] * 2 + [[]]
-    assert worlds(3).run(faults.inner_group_missed) == [([("StorageError", "rank 0: gone")], [own]) for own in told]
+def test_an_error_has_the_step_in_which_its_rank_was(worlds):
+    expected = ("rank 1: gone", "load, read", ["The ranks were in this step: load, read"])
+    assert worlds(3).run(faults.fail_in_a_step) == [expected] * 3
 
 
 def test_one_process_is_a_world_without_a_group():

@@ -24,11 +24,11 @@ from shardwise.execution import Timeouts
 from shardwise.storage.reading import LocalReader
 
 STAGES = {
-    "open": ("shardwise.engines.pretrained_loading", "open_storage"),
+    "open": ("shardwise.engines.arguments", "open_storage"),
     "headers": ("shardwise.engines.arguments", "open_checkpoint"),
     "build": ("shardwise.engines.outline", "outline"),
     "wrap": ("shardwise.models.wrap", "wrap"),
-    "plan": ("shardwise.engines.load_plan", "make_plan"),
+    "plan": ("shardwise.engines.load_plan", "plan_load"),
     "materialize": ("shardwise.engines.loading", "materialize"),
     "read": ("shardwise.storage.reading", "LocalReader.read_vectored"),
     "join": ("shardwise.execution.shared_reads", "boxes_of_ranks"),
@@ -37,7 +37,7 @@ STAGES = {
     "fill": ("shardwise.engines.loading", "fill"),
     "audit": ("shardwise.engines.loading", "audit"),
     "look": ("shardwise.engines.sharding", "collect_tensors"),
-    "give": ("shardwise.execution.moving", "Exchange._given"),
+    "give": ("shardwise.execution.moving", "Exchange._source_values"),
     "take": ("shardwise.execution.moving", "Exchange._put"),
     "pack": ("shardwise.execution.replicas", "ShardSender.share"),
     "plan_reads": ("shardwise.engines.save_plan", "prepare"),

@@ -98,18 +98,6 @@ def test_a_link_that_is_cut_for_good_ends_the_ranks_of_both_hosts(hosts: Hosts) 
     assert re.search(r"in step \d+: the store .* has not answered for", ranks[1].text(), re.MULTILINE)
 
 
-def test_ranks_that_are_cut_off_end_when_they_are_asked_to(hosts: Hosts) -> None:
-    ranks = hosts.start_ranks(*training(hosts))
-    wait_for_steps(ranks[0], 5)
-    hosts.cut()
-    time.sleep(SILENCE_S / 2)
-    for rank in ranks:
-        os.kill(rank.pid, signal.SIGTERM)
-    assert ended(ranks, AT_ONCE_S) == [2, 2]
-    for rank in ranks:
-        assert "in step " in rank.text()
-
-
 def test_a_rank_that_waits_for_one_that_never_comes_says_so(hosts: Hosts) -> None:
     ranks = [hosts.start_rank(rank, 3, *training(hosts)) for rank in range(2)]
     for rank in ranks:

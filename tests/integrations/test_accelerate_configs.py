@@ -110,7 +110,7 @@ def test_keys_of_fsdp1_are_taken_for_what_they_come_to_or_told():
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ({"fsdp_config": {"fsdp_ofload_params": True}}, "fsdp_ofload_params: no such key; did you mean offload_"),
+        ({"fsdp_config": {"fsdp_ofload_params": True}}, "fsdp_ofload_params: no such key. Did you mean 'offload_"),
         ({"fsdp_configs": {}}, "fsdp_configs: no such key"),
         ({"fsdp_sharding_strategy": "NO_SHARD"}, "must be one of FULL_SHARD, SHARD_GRAD_OP, HYBRID"),
         ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD: it does not say how many replicas"),
@@ -119,7 +119,7 @@ def test_keys_of_fsdp1_are_taken_for_what_they_come_to_or_told():
         ({"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls_to_wrap": "A"}, "A contradicts auto_wrap"),
         ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "min_num_params": 5}, "min_num_params=5 contradicts"),
         ({"fsdp_offload_params": True, "offload_params": False}, "are one key"),
-        ({"offload_params": True, "cpu_offload": False}, "contradict each other"),
+        ({"offload_params": True, "cpu_offload": False}, "cpu_offload=False and offload_params=True are one key"),
         ({"fsdp": "fullshard"}, "must be one of full_shard"),
         ({"fsdp_config": {"offload_params": "maybe"}}, "must be true or false"),
         ({"mixed_precision": "bf16", "fp16": True, "fsdp": True}, "contradict each other"),
@@ -147,7 +147,7 @@ def test_every_fault_is_named_at_once(tmp_path):
         read(file)
     for word in (
         str(file),
-        "fsdp_verion: no such key; did you mean version?",
+        "fsdp_verion: no such key. Did you mean 'version'?",
         "state_dict_type='NONE'",
         "offload_params=7",
     ):

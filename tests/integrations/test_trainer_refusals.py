@@ -195,8 +195,8 @@ def test_what_the_trainer_writes_into_folders_lasts_too_and_is_asked_for(tmp_pat
     with recorded(log, run), trainer_runs.locked_for(World(0, 1), run, 3) as saving:
         (place / "additional_chat_templates").mkdir()
         (place / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
-        trainer_runs.complete(saving.marked, place, facts)
-        saving.marked.release()
+        trainer_runs.complete(saving.locked, place, facts)
+        saving.locked.release()
     *_, last = states_after_crash({}, log.effects(), samples=0)
     assert last.files["checkpoint-3/additional_chat_templates/tools.jinja"] == b"{{ x }}"
     assert "checkpoint-3/shardwise.trainer.json" in last.files

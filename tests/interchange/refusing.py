@@ -246,7 +246,7 @@ def fails_to_write(folder: str, form: str, failing: int) -> tuple[tuple[str, str
 
     what = {
         "full": "shardwise.execution.torch_saves.torch.save",
-        "sharded": "shardwise.execution.torch_saves.write_chunks",
+        "sharded": "shardwise.execution.torch_saves.ChunkWriter",
         "ranks": "shardwise.execution.torch_saves.torch.save",
     }[form]
     with mock.patch(what, broken) if dist.get_rank() == failing else contextlib.nullcontext():

@@ -1,11 +1,9 @@
 """Functions that ranks run on checkpoints of the Trainer."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from tests.interchange.trading import Theirs
@@ -93,26 +91,6 @@ def resume(folder: str, by_position: bool) -> tuple[list[str], dict[str, Any]]:
     return faults, {key: told[key] for key in ("step", "epoch", "restored", "not_restored", "told")}
 
 
-def random_numbers(folder: str) -> list[bool]:
-    """Whether numbers go on as they went when the states in the folder were taken."""
-    file = Path(folder, "rng_state.pth" if not dist.is_initialized() else f"rng_state_{dist.get_rank()}.pth")
-    random.seed(dist.get_rank() if dist.is_initialized() else 9)
-    np.random.seed(4)
-    torch.manual_seed(6)
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
-    torch.save(states, file)
-    wanted = random.random(), np.random.rand(), torch.rand(1).item()
-    if dist.is_initialized():
-        dist.barrier()
-    model = sharded(1)
-    shardwise.load_trainer_checkpoint(model, folder)
-    return [number == now for number, now in zip(wanted, numbers(), strict=True)]
-
-
-def numbers() -> tuple[float, float, float]:
-    return random.random(), np.random.rand(), torch.rand(1).item()
-
-
 def write_fsdp(folder: str, form: str) -> None:
     """A folder as the Trainer writes it under FSDP."""
     model = sharded(1)
@@ -160,7 +138,7 @@ def refused(folder: str, how: str) -> tuple[str, str]:
         keywords = {"optimizer": AdamW(groups), "order": "position"}
     found = attempt(lambda: shardwise.load_trainer_checkpoint(model, folder, **keywords))
     after = shardwise.get_model_state_dict(model, "full_on_all_ranks")
-    if how in ("scheduler", "random", "state") and differences(after, before):
+    if how in ("scheduler", "state") and differences(after, before):
         return "the model was changed", found[1]
     return found
 

@@ -66,7 +66,7 @@ def test_a_load_reads_what_counts_and_the_next_save_finishes_it(tmp_path, form, 
     assert rate_in(tmp_path) == 2.0
     for inner in (path for path in tmp_path.glob("pytorch_model_fsdp*") if "rank7" not in path.name):
         assert seed_in(inner) == 2
-    with pytest.raises(StorageError, match="its last save was killed"):
+    with pytest.raises(StorageError, match="its last save was interrupted"):
         shardwise.merge_weights(tmp_path / next(iter(before)), tmp_path / "merged")
     assert contents(tmp_path) == before
     net = model(3)

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from tests.interchange import resuming
 
 pytestmark = pytest.mark.distributed
@@ -32,18 +31,8 @@ def test_a_run_of_the_trainers_goes_on(worlds, checkpoints, size, is_named):
         assert report["step"] == 2
         assert report["epoch"] == pytest.approx(1 / 3)
         assert report["told"]["max_steps"] == 6
-        assert report["restored"][:3] == ("model", "optimizer", "scheduler")
-        assert ("random numbers" in report["restored"]) == (size < 2)
-        lacking = {"training_args.bin", "position in the data"} | ({"random numbers"} if size > 1 else set())
-        assert report["not_restored"].keys() == lacking
-
-
-def test_random_numbers_go_on(worlds, checkpoints, tmp_path):
-    folder = tmp_path / "one"
-    shutil.copytree(checkpoints[True], folder)
-    assert resuming.random_numbers(str(folder)) == [True] * 3
-    (folder / "rng_state.pth").unlink()
-    assert worlds(2).run(resuming.random_numbers, str(folder)) == [[True] * 3] * 2
+        assert report["restored"] == ("model", "optimizer", "scheduler")
+        assert report["not_restored"].keys() == {"training_args.bin", "position in the data", "random numbers"}
 
 
 def test_a_run_under_fsdp_goes_on_with_another_number_of_ranks(worlds, tmp_path):
@@ -51,7 +40,7 @@ def test_a_run_under_fsdp_goes_on_with_another_number_of_ranks(worlds, tmp_path)
     for faults, report in worlds(2).run(resuming.resume_fsdp, str(tmp_path)):
         assert faults == []
         assert (report["step"], report["restored"]) == (1, ("model", "optimizer"))
-        assert report["not_restored"]["random numbers"] == "there are those of 3 ranks, and now there are 2"
+        assert "random numbers" in report["not_restored"]
 
 
 REFUSED = {
@@ -60,7 +49,6 @@ REFUSED = {
     "shapes": ("KeyMismatchError", "has shape"),
     "scheduler": ("KeyMismatchError", "is of another kind of scheduler than StepLR"),
     "state": ("FormatError", "are no place in a training"),
-    "random": ("FormatError", "holds no state of random number generators"),
     "parent": ("FormatError", "Pass one of checkpoint-2 in it"),
 }
 
@@ -72,10 +60,6 @@ def test_what_does_not_fit_is_refused_by_all(worlds, checkpoints, tmp_path, how)
     if how == "state":
         state = json.loads((folder / "trainer_state.json").read_text())
         (folder / "trainer_state.json").write_text(json.dumps({**state, "global_step": -1}))
-    if how == "random":
-        (folder / "rng_state.pth").unlink()
-        for rank in range(2):
-            torch.save({"python": (3, (1,), None), "numpy": 1}, folder / f"rng_state_{rank}.pth")
     path = Path(folder.parent if how == "parent" else folder)
     kind, words = REFUSED[how]
     for found, text in worlds(2).run(resuming.refused, str(path), how):

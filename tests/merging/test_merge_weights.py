@@ -159,7 +159,7 @@ def test_what_is_read_back_otherwise_keeps_the_source(small, tmp_path: Path, mon
         write(self, file, start, damaged)
 
     monkeypatch.setattr(LocalWriter, "write", lossy)
-    with pytest.raises(StorageError, match="not read back as they were written"):
+    with pytest.raises(StorageError, match="differ when they are read back"):
         merge_weights(step / inner, tmp_path / "out", remove_source=True)
     assert (step / inner / ".metadata").exists()
 

@@ -42,7 +42,7 @@ def really_sharded(model, mesh, rank, policy=None):
         if isinstance(item.tensor, DTensor):
             strides = tuple(item.local.stride())
             placements = item.tensor.placements
-            boxes = boxes_at(tensor.shape, placements, mesh.sizes, coordinate, strides, item.fqn)
+            boxes = boxes_at(tensor.shape, placements, mesh.sizes, coordinate, strides)
             assert sum(part.box.numel for part in boxes) == item.local.numel()
             tensor = replace(tensor, boxes=boxes)
         tensors.append(tensor)

@@ -91,5 +91,5 @@ def test_what_is_gathered_between_the_passes(worlds, after, kept):
 def test_a_number_that_the_ranks_cannot_be_dealt_to(worlds, after):
     said = worlds(4).run(stepping.refused_reshard, after)
     assert set(said) == {said[0]}
-    assert said[0].startswith(f"ShardingError: reshard_after_forward={after}: a number is that of ranks to which")
-    assert "divides the 4 that it is sharded over: one of [2, 4], or True or False" in said[0]
+    assert said[0].startswith(f"ShardingError: reshard_after_forward={after}: is not a number of ranks")
+    assert "divides the 4 of the mesh. Pass one of [2, 4], True or False" in said[0]

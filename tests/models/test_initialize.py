@@ -57,7 +57,7 @@ def test_shards_are_parts_of_the_whole(name, block, dim, monkeypatch):
             rows = whole.chunk(size, dim)[rank].shape[dim] if rank < len(whole.chunk(size, dim)) else 0
             shape = (rows, 50) if dim == 0 else (40, rows)
             local = torch.full(shape, float("nan"))
-            boxes = boxes_at((40, 50), (Shard(dim),), (size,), (rank,), contiguous_strides(shape), "w")
+            boxes = boxes_at((40, 50), (Shard(dim),), (size,), (rank,), contiguous_strides(shape))
             fill_from_program(program, local, boxes, seed=0, fqn="w")
             parts.append(local)
         assert torch.equal(torch.cat(parts, dim), whole)

@@ -27,7 +27,7 @@ def test_boxes_are_those_torch_computes_and_tile_the_tensor(shape, mesh, dims):
     count = np.zeros(shape, dtype=int)
     for coordinate in np.ndindex(*mesh):
         sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), placements)
-        boxes = boxes_at(tuple(shape), placements, tuple(mesh), coordinate, contiguous_strides(sizes), "w")
+        boxes = boxes_at(tuple(shape), tuple(placements), tuple(mesh), coordinate, contiguous_strides(sizes))
         if numel(sizes) == 0:
             assert boxes == ()
             continue
@@ -45,7 +45,7 @@ def test_strided_shards_are_several_boxes():
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     held = {}
     for coordinate in np.ndindex(2, 2):
-        boxes = boxes_at((8, 3), placements, (2, 2), coordinate, (3, 1), "w")
+        boxes = boxes_at((8, 3), placements, (2, 2), coordinate, (3, 1))
         held[coordinate] = [(part.box.offsets[0], part.box.sizes[0], part.local.offset) for part in boxes]
     assert held == {(0, 0): [(0, 2, 0)], (0, 1): [(4, 2, 0)], (1, 0): [(2, 2, 0)], (1, 1): [(6, 2, 0)]}
 

@@ -5,6 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import Result
 from tests.cli.running import RUNNER
@@ -34,7 +35,7 @@ def rows_in(page: str, title: str) -> list[list[str]]:
     return [re.findall("<t[dh]>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", table)]
 
 
-BY_PHASE = "Most memory by phase and rank, and seconds of the slowest rank"
+BY_PHASE = "Peak memory by phase and rank, and seconds of the slowest rank"
 
 
 def test_a_run_is_a_page_with_memory_by_rank_and_phase(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_a_run_is_a_page_with_memory_by_rank_and_phase(tmp_path: Path) -> None:
     assert found["load"][:2] == ["1", "1.00"]
     assert found["step"][:2] == ["4", "3.40"]
     assert found["step: forward"][2] == "7.00 GiB, accelerator 2.00 GiB"
-    assert rows_in(page, "Most by rank")[1][:5] == ["0", "host", "5.0", "7.00 GiB", "7.00 GiB"]
+    assert rows_in(page, "Peaks by rank")[1][:5] == ["0", "host", "5.0", "7.00 GiB", "7.00 GiB"]
 
 
 def test_the_page_asks_nobody_and_runs_nothing(tmp_path: Path) -> None:
@@ -104,10 +105,37 @@ def test_runs_are_compared_under_labels_of_their_own(tmp_path: Path) -> None:
     assert result.stderr == "other: no file of rank 1 of 2\n"
     page = page_in(tmp_path / "seen")
     headings = re.findall("<h2>(.*?)</h2>", page)
-    assert headings == ["Runs compared", str(first), str(second), "other"]
+    assert headings == ["Summary", "Runs compared", str(first), str(second), "other"]
     assert {"loss.png", "memory.png", "memory-1.png", "memory-3.png"} <= {
         path.name for path in (tmp_path / "seen").iterdir()
     }
+
+
+def test_the_page_begins_with_figures_and_what_differs(tmp_path: Path) -> None:
+    small, large = make_run(tmp_path / "small"), make_run(tmp_path / "large", device_gib=2.0)
+    make_metrics(small)
+    make_metrics(large, steps=40)
+    assert report(small, large).exit_code == 0
+    page = page_in(small / "report")
+    different = {row[0]: row[1:] for row in rows_in(page, "Different")}
+    assert different[""] == ["small", "large"]
+    assert different["peak accelerator memory of a rank"] == ["", "2.00 GiB"]
+    assert different["steps"] == ["20", "40 (+100.0%)"]
+    same = {row[0]: row[1:] for row in rows_in(page, "The same in all runs")}
+    assert same["peak host memory of a rank"] == ["7.00 GiB", "7.00 GiB"]
+    assert same["seconds in load"] == ["1.00", "1.00"]
+    assert page.index("Different") < page.index("The same in all runs") < page.index("<img")
+    assert page.count("<td>load: read weights</td>") == 2
+
+
+def test_noisy_curves_are_smoothed_and_end_where_they_end() -> None:
+    steps = np.arange(200)
+    noisy = 5 + np.random.default_rng(0).normal(scale=0.2, size=200)
+    smooth = pictures._smoothed(noisy)
+    assert smooth is not None
+    assert np.abs(smooth - 5).max() < 0.25, "the ends are averages of fewer points, not of zeros"
+    assert pictures._smoothed(5 * 0.99**steps) is None
+    assert pictures._smoothed(noisy[:10]) is None
 
 
 def test_a_run_that_was_not_observed_has_its_curves_and_one_without_samples_a_page(tmp_path: Path) -> None:

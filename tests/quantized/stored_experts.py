@@ -9,11 +9,12 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
+from tests.conversion.test_nested_scales import nested_scales
 from tests.quantized.four_bits import answers_of, draw, local_of, whole
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import shardwise
-from shardwise.conversion.four_bit import nest, quantize_rows
+from shardwise.conversion.four_bit import quantize_rows
 from shardwise.models.four_bit_files import ABSMAX, constants_of
 from shardwise.models.quantization import Packing, to_transformers
 from shardwise.options import LoadOptions, Nf4
@@ -76,7 +77,7 @@ def make_packed_one_by_one(plain: Path, folder: Path, *, is_nested: bool) -> dic
 
 def _nested(key: str, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
     plain = dict(packed_for_files(key, numbers, Nf4()))
-    codes, nested, offset = nest(plain[f"{key}.absmax"])
+    codes, nested, offset = nested_scales(plain[f"{key}.absmax"])
     constants = constants_of(Packing(Nf4.form, 64, numbers.dtype), numbers.shape, float(offset))
     beside = {"absmax": codes, "nested_absmax": nested, **constants}
     return {key: plain[key]} | {f"{key}.{name}": tensor for name, tensor in beside.items()}

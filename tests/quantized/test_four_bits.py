@@ -134,7 +134,7 @@ def test_what_stays_is_named(plain):
         str(plain), quantization=Nf4(block_size=128, skip_modules=("v_proj",)), output_loading_info=True
     )
     assert "192 columns, no multiple of the block of 128" in str(report.notes)
-    assert "v_proj keeps its numbers: as asked for" in str(report.notes)
+    assert "v_proj keeps its numbers: as requested" in str(report.notes)
     assert "lm_head keeps its numbers: it computes what comes out" in str(report.notes)
     assert model.model.layers[0].mlp.down_proj.weight.is_floating_point()
     assert not model.model.layers[0].mlp.up_proj.weight.is_floating_point()
@@ -182,7 +182,7 @@ def test_what_makes_no_sense():
         Nf4(block_size=48)
     with pytest.raises(shardwise.ConfigError, match="compute_dtype"):
         Nf4(compute_dtype=torch.int8)
-    with pytest.warns(UserWarning, match="packed bytes are kept as uint8"):
+    with pytest.warns(UserWarning, match="codes are kept and sharded as uint8"):
         of_transformers(
             {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
         )

@@ -82,7 +82,7 @@ def test_what_cannot_stay_as_it_is_stored(gpt_oss, mixture, tmp_path):  # noqa: 
         shardwise.from_pretrained(str(gpt_oss), quantization="as_stored", tuning=shardwise.Full())
     shardwise.save(shardwise.from_pretrained(str(gpt_oss)), tmp_path)
     model = shardwise.from_pretrained(str(gpt_oss), quantization="as_stored")
-    with pytest.raises(shardwise.ConfigError, match=r"gate_up_proj: its numbers are not packed as MXFP4"):
+    with pytest.raises(shardwise.ConfigError, match=r"gate_up_proj: numbers are not quantized to MXFP4"):
         shardwise.load(model, tmp_path)
 
 

@@ -182,7 +182,7 @@ def test_a_peer_that_fails_or_hangs_is_told_and_ours_is_an_error(
     assert f"accelerate did not run: {told}" in result.stdout.splitlines()
     assert f"accelerate: {told}" in result.stderr.splitlines()
     assert "limit of shardwise: 100.00 MiB of 616.00 MiB" in result.stdout
-    assert "there is no picture, and no report: report: it cannot be written (No space" in result.stderr
+    assert "no picture and no report: report: it cannot be written (No space" in result.stderr
     assert sorted(path.name for path in out.iterdir()) == ["shardwise", "startup.json", "transformers"]
     result = named("native", "one")
     assert (result.exit_code, "no arm could run" in result.stderr) == (2, True)

@@ -24,7 +24,7 @@ pwritev = os.pwritev
 def test_put_together(parts: list[bytes], start: int) -> None:
     block = memoryview(bytearray(2 * BLOCK))
     found = [
-        (at, bytes(part)) for at, part in direct_io.put_together([memoryview(part) for part in parts], start, block)
+        (at, bytes(part)) for at, part in direct_io.assemble([memoryview(part) for part in parts], start, block)
     ]
     assert b"".join(part for _, part in found) == b"".join(parts)
     assert [at for at, _ in found[1:]] == [at + len(part) for at, part in found[:-1]]
@@ -36,7 +36,7 @@ def test_put_together(parts: list[bytes], start: int) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a file can be written to around the page cache; there, blocks are put together in small steps."""
     monkeypatch.setattr(direct_io, "_STEP_BYTES", 4 * BLOCK)
-    monkeypatch.setattr(writing, "LEAST_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(writing, "MIN_DIRECT_BYTES", 2 * BLOCK)
     probe = tmp_path / "probe"
     probe.write_bytes(bytes(BLOCK))
     descriptor = direct_io.open_direct(str(probe))
@@ -111,7 +111,7 @@ def test_few_bytes_wait_for_the_sync(folder: Path, calls: list[tuple[bool, int, 
 def test_much_that_is_little_does_not_wait(
     folder: Path, calls: list[tuple[bool, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "MOST_KEPT_BYTES", 100)
+    monkeypatch.setattr(writing, "MAX_DEFERRED_BYTES", 100)
     content = os.urandom(1000)
     with LocalWriter(folder, policy=DISK_WRITES) as writer:
         writer.create("a", 1000)

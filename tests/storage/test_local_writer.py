@@ -42,9 +42,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_write_that_ends_during_a_sync_waits_for_the_next_sync(tmp_path: Path) -> None:
     class Synced(LocalWriter):
-        def _keep(self, file: str, *others: Any) -> None:
+        def _defer(self, file: str, *others: Any) -> None:
             self.sync(file)  # as another thread may, between the beginning and the end of a write
-            super()._keep(file, *others)
+            super()._defer(file, *others)
 
     with Synced(tmp_path, policy=DISK_WRITES) as writer:
         put(writer, "a")

@@ -139,8 +139,3 @@ def test_what_cannot_be_written_to_is_refused(target: str, words: str) -> None:
     with pytest.raises(StorageError, match=words) as caught:
         open_writer(target)
     assert "hidden" not in str(caught.value)
-
-
-def test_options_are_for_urls(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="storage_options are for URLs"):
-        open_writer(tmp_path, storage_options={"key": "x"})

@@ -107,9 +107,8 @@ def test_a_url_is_opened_in_place() -> None:
 
 def test_options_of_the_storage_reach_it() -> None:
     with HttpStore({"a": b"1"}) as store:
-        with open_storage(
-            store.url, storage_options={"client_options": {"default_headers": {"X-Key": "k"}}}
-        ).reader as reader:
+        options = {"client_options": {"default_headers": {"X-Key": "k"}}}
+        with RemoteReader(store.url, storage_options=options) as reader:
             reader.size("a")
         assert store.log[0].headers["x-key"] == "k"
 
@@ -130,11 +129,6 @@ def test_what_cannot_be_opened_is_explained(url: str, options: HubOptions, words
         open_storage(url, options)
     assert words in str(caught.value)
     assert url.partition("?")[0] in str(caught.value)
-
-
-def test_options_of_the_storage_without_a_storage_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="storage_options are for URLs"):
-        open_storage(tmp_path, storage_options={"anon": True})
 
 
 def test_a_url_is_never_resolved_to_a_folder() -> None:

@@ -293,7 +293,7 @@ def _next(
 @contextmanager
 def marks_are_filled_soon() -> Iterator[None]:
     """Whoever finds a mark that says nothing waits for a moment only: it was torn by a crash."""
-    with mock.patch("shardwise.execution.saving_lock._FILLED_S", 0.05):
+    with mock.patch("shardwise.execution.saving_lock._WRITTEN_S", 0.05):
         yield
 
 

@@ -59,9 +59,16 @@ def one_rank_loads_otherwise(directory: str) -> list[tuple[str, str]]:
         (shardwise.load, "hubs", "Did you mean 'hub'"),
         (shardwise.save, "safe_serialization", "Leave it out: files are always safetensors"),
         (shardwise.save, "push", "Keywords: model, directory, tokenizer"),
+        (shardwise.save_adapter, "adapter_name", "Pass adapter="),
+        (shardwise.save_adapter, "verifying", "Did you mean 'verify'"),
+        (shardwise.shard, "mesh", r"Pass sharding=Sharding\(mesh=\.\.\.\)"),
+        (shardwise.get_model_state_dict, "full_state_dict", "Pass form="),
+        (shardwise.set_model_state_dict, "strict", "on_missing=Ignore"),
+        (shardwise.iter_hf_tensors, "bucket_bytes", r"Pass options=StreamOptions\(bucket_bytes="),
+        (shardwise.merge_weights, "save_path", "Pass out="),
     ],
 )
-def test_load_and_save_answer_unknown_keywords(call, keyword, said, tmp_path):
+def test_calls_answer_unknown_keywords(call, keyword, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         call(nn.Linear(2, 2), tmp_path / "out", **{keyword: 1})
     assert not list(tmp_path.iterdir())
@@ -84,7 +91,7 @@ def test_keywords_that_nobody_knows_are_refused(qwen3, keyword, said):
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"device_map": "auto"}, r"no device_map. Pass sharding=Sharding\(mesh="),
+        ({"device_map": "auto"}, r"'device_map'. Pass sharding=Sharding\(mesh="),
         ({"quantization_config": {"load_in_8bit": True}}, "load_in_8bit is not known here"),
         ({"load_in_8bit": True}, "8-bit weights are not supported"),
         ({"tp_plan": "auto"}, "shardwise.load"),
@@ -232,7 +239,7 @@ def test_ranks_that_ask_otherwise_are_told_which_argument(worlds, qwen3):
         ),
         ({}, {"shardin": 1}, "rank 1: from_pretrained() got an unexpected keyword argument 'shardin'"),
         ({}, {"sharding": Sharding(wrap="Block")}, "rank 1: sharding.wrap='Block' is not known"),
-        ({}, {"device_map": "auto"}, "rank 1: from_pretrained() has no device_map"),
+        ({}, {"device_map": "auto"}, "rank 1: from_pretrained() got an unexpected keyword argument 'device_map'"),
     ]
     pairs = [(common, own) for common, own, _ in asked]
     mine, other = worlds(2).run(one_rank_asks_otherwise, str(qwen3), pairs)

@@ -153,7 +153,7 @@ def test_copies_that_differ_are_refused_on_all_ranks(worlds, qwen3, tmp_path):
     for name, word in words.items():
         assert f"its {word} on rank 1, 2 is not that on rank 0" in said[name]
     assert all("model-00002-of-00004.safetensors" in said[name] for name in ("metadata", "padded", "header"))
-    assert all("Copy the checkpoint anew" in text for text in said.values())
+    assert all("Copy the checkpoint to the machines of these ranks again" in text for text in said.values())
 
 
 @pytest.mark.distributed

@@ -95,4 +95,4 @@ def test_state_is_widened_to_its_parameter_and_told(worlds):
 
 def test_optimizers_that_differ_are_an_error_on_every_rank(worlds):
     errors = worlds(2).run(optimizing.other_setup)
-    require_same_error(errors, "RankMismatchError", "what the optimizers hold of parameters")
+    require_same_error(errors, "RankMismatchError", "the list of optimizer state")

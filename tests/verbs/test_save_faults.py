@@ -20,7 +20,9 @@ import shardwise
 import shardwise.engines.saving
 from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
+from shardwise.execution.locked_folder import LockedFolder
 from shardwise.planning import fingerprints
+from shardwise.storage import machine
 from shardwise.storage.writing import LocalWriter
 
 MARK = "shardwise.saving"
@@ -175,7 +177,7 @@ class TestFolder:
 class TestMark:
     def test_of_a_process_that_was_killed_and_not_waited_for(self, saved):
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        born = saving_lock.born(child.pid)
+        born = machine.born(child.pid)
         assert born
         (saved / MARK).write_bytes(mark(process=child.pid, born=born))
         with pytest.raises(StorageError, match=f"process {child.pid} on"):
@@ -206,7 +208,7 @@ class TestMark:
         assert MARK not in content(saved)
 
     def test_of_another_machine(self, saved):
-        (saved / MARK).write_bytes(mark(host="elsewhere", process=os.getpid()))
+        (saved / MARK).write_bytes(mark(host="elsewhere", space="elsewhere", process=os.getpid()))
         before = content(saved)
         with pytest.raises(StorageError, match=f"process {os.getpid()} on elsewhere.*remove {MARK}"):
             shardwise.save(linear(2), saved)
@@ -217,7 +219,7 @@ class TestMark:
     )
     def test_that_says_nothing(self, saved, text, monkeypatch):
         """Left between its creation and its filling."""
-        monkeypatch.setattr(saving_lock, "_FILLED_S", 0.01)
+        monkeypatch.setattr(saving_lock, "_WRITTEN_S", 0.01)
         (saved / MARK).write_text(text, encoding="latin-1")
         shardwise.save(linear(2), saved)
         assert holds(saved, 2)
@@ -229,7 +231,7 @@ class TestMark:
 
         def sleep(seconds):
             looks.append(seconds)
-            (tmp_path / MARK).write_bytes(mark(host="elsewhere", process=os.getpid()))
+            (tmp_path / MARK).write_bytes(mark(host="elsewhere", space="elsewhere", process=os.getpid()))
 
         monkeypatch.setattr(saving_lock.time, "sleep", sleep)
         with pytest.raises(StorageError, match="on elsewhere"):
@@ -239,16 +241,16 @@ class TestMark:
     def test_of_a_dead_process_that_two_take_over(self, tmp_path, monkeypatch):
         """One looks, the other one takes over in that moment: what the slow one takes away it gives back."""
         (tmp_path / MARK).write_bytes(mark(process=os.getpid(), born="long ago"))
-        born = saving_lock.born
+        born = machine.born
         quick = LocalWriter(tmp_path)
         held = []
 
         def slow(process):
-            monkeypatch.setattr(saving_lock, "born", born)
-            held.append(saving_lock.take_lock(quick, "quick"))
+            monkeypatch.setattr(machine, "born", born)
+            held.append(LockedFolder(quick, "quick"))
             return born(process)
 
-        monkeypatch.setattr(saving_lock, "born", slow)
+        monkeypatch.setattr(machine, "born", slow)
         with pytest.raises(StorageError, match="another save is writing here"):
             saving_lock.take_lock(LocalWriter(tmp_path), "slow")
         saving_lock.require_lock(quick, "quick")

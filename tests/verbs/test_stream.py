@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 import shardwise
 from shardwise.conversion.computed import Computed, WholeOperation
 from shardwise.conversion.expression import Stored
-from shardwise.engines import streaming as stream
+from shardwise.engines import save_plan
 from shardwise.engines.streaming import StreamOptions, iter_hf_tensors
 from shardwise.errors import ConfigError, KeyMismatchError
 from shardwise.execution import Timeouts
@@ -301,6 +301,6 @@ def test_a_conversion_that_computes_is_refused(monkeypatch):
     operation = WholeOperation("Twice", ((),), {"scale_twice": ()}, lambda values: {"scale_twice": values[0]}, 8)
     computed = Computed(operation, "scale_twice", (), DType.F32, (Stored("scale", (), DType.F32),))
     outputs = {"scale_twice": Output("scale_twice", DType.F32, computed)}
-    monkeypatch.setattr(stream, "revert", lambda *args, **keywords: outputs)
+    monkeypatch.setattr(save_plan, "revert", lambda *args, **keywords: outputs)
     with pytest.raises(KeyMismatchError, match="scale_twice: transformers computes"):
         next(iter_hf_tensors(Odd()))

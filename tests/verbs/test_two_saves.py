@@ -13,6 +13,8 @@ import shardwise
 import shardwise.engines.saving
 from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
+from shardwise.execution.locked_folder import LockedFolder
+from shardwise.storage import machine
 from shardwise.storage.writing import open_writer
 
 ONE, SEVERAL = "1GB", "6KB"
@@ -99,7 +101,7 @@ def target(request, tmp_path):
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(saving_lock, "RENEWED_S", 0.02)
+    monkeypatch.setattr(saving_lock, "RENEWAL_S", 0.02)
 
 
 @pytest.mark.parametrize("size", [ONE, SEVERAL])
@@ -202,7 +204,7 @@ def test_the_mark_of_a_process_that_is_gone_is_taken_over_on_a_store_too(target,
     save(1, target, SEVERAL)
     own = MARK if "//" not in str(target) else f"{MARK}.0123abcd"
     with open_writer(target) as writer:
-        writer.replace(own, mark(space=saving_lock.process_space(), renewed_s=5.0, **gone))
+        writer.replace(own, mark(renewed_s=5.0, **gone))
         writer.replace("model-0123abcd-00001-of-00002.safetensors", b"half")
         writer.replace(".model-0123abcd-00002-of-00002.safetensors.89abcdef.incomplete", b"half")
     save(2, target, SEVERAL)
@@ -215,9 +217,9 @@ def test_containers_with_one_host_name_do_not_take_each_other_for_dead(target, i
     """The other's process has a number that here is nobody's; it lives as long as its mark is renewed."""
     save(1, target)
     with monkeypatch.context() as elsewhere, open_writer(target) as writer:
-        elsewhere.setattr(saving_lock, "process_space", lambda: "another container")
-        elsewhere.setattr(saving_lock, "born", lambda process: "1")
-        held = saving_lock.take_lock(writer, "0123abcd")
+        elsewhere.setattr(machine, "process_space", lambda: "another container")
+        elsewhere.setattr(machine, "born", lambda process: "1")
+        held = LockedFolder(writer, "0123abcd")
         if not is_renewed:
             held._ended.set()
             held._thread.join()

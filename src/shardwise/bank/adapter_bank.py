@@ -30,11 +30,11 @@ from shardwise.bank.routing import ActiveRouting, SiteHooks
 from shardwise.bank.rows import RowTensors
 from shardwise.bank.stepping import step_together, sum_all
 from shardwise.checkpoints.facts import digest_of
-from shardwise.engines.arguments import agree_on_call, require_meant
+from shardwise.engines.arguments import require_meant, require_same_arguments, world_of
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
 from shardwise.engines.saving import execute_save
 from shardwise.errors import ConfigError
-from shardwise.execution.world import World
+from shardwise.execution.world import Clock, World
 from shardwise.models.view import computing_device
 from shardwise.planning.matching import OnFault
 from shardwise.report.save_reports import SaveReport
@@ -216,18 +216,18 @@ class AdapterBank:
         return self._step_all(list(dict.fromkeys(names)), {})
 
     def _step_all(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, tenants.TenantStep]:
-        def check() -> tuple[list[tenants.Tenant], dict[str, str]]:
-            stepping = [self._require_full(name) for name in names]
-            asked = {
+        def check() -> dict[str, str]:
+            settings = {
                 "the tenant that takes a step": ", ".join(names),
                 "the changes of its settings": repr(sorted(changes.items())),
             }
-            for tenant in stepping:
+            for tenant in map(self._require_full, names):
                 tenant.require_changes(changes)
-                asked |= {f"{key} of {tenant.name!r}": value for key, value in tenant.settings().items()}
-            return stepping, asked
+                settings |= {f"{key} of {tenant.name!r}": value for key, value in tenant.settings().items()}
+            return settings
 
-        stepping = agree_on_call(self._world, check)
+        require_same_arguments(self._world, check)
+        stepping = [self._require_full(name) for name in names]
         for tenant in stepping:
             tenant.change(changes)
         rates = [float(tenant.optimizer.param_groups[0].get("lr", math.nan)) for tenant in stepping]
@@ -382,11 +382,9 @@ class AdapterBank:
         training = None
         if training_state:
             training = beside(self._world, tenant, tenant_facts.facts_of_base(self._world, self._model), cast)
-
-        def ask() -> SaveRequest:
-            return SaveRequest(whole, directory, PeftNames(), cast, tokenizer=tokenizer, training=training)
-
-        return execute_save(ask, "first_rank", options, "AdapterBank.save", verify=verify)
+        request = SaveRequest(whole, directory, PeftNames(), cast, tokenizer=tokenizer, training=training)
+        with world_of(options, "AdapterBank.save") as world:
+            return execute_save(world, request, "first_rank", options, Clock(), verify=verify)
 
     def load(
         self,

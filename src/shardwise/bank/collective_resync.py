@@ -99,7 +99,7 @@ class CollectiveResync:
         with self._lock:
             self._is_stopping = True
         try:
-            with World.current(self._world.group, self._world.timeouts, purpose="/in step") as beside:
+            with World.current(self._world.group, self._world.timeouts, "/in step", "forward_backward") as beside:
                 self._longest = beside.all_reduce_object(self._gathered, longest)
         except Exception as error:
             self._fault = error
@@ -108,7 +108,7 @@ class CollectiveResync:
     def _catch_up(self) -> None:
         if self._root is None:
             return
-        self._world.cut()
+        self._world.interrupt()
         self._recover()
         self._is_settled.wait()
         if self._fault is not None:

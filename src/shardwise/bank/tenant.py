@@ -181,7 +181,7 @@ class Tenant:
         self.matrices = _views(self.flat.detach(), self.shapes)
         self.gradients = _views(self.gradient, self.shapes)
         for matrix in outline.matrices():
-            outline.begin(matrix, self.matrices[matrix.key], options.seed)
+            outline.initialize(matrix, self.matrices[matrix.key], options.seed)
         self.pairs = {
             key: pair
             for site in outline.sites

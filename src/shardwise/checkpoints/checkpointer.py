@@ -383,8 +383,7 @@ def _plan(world: World, looked: CollectedState) -> tuple[TensorsPlan, Views, Rep
     """Plan the writes of all ranks. Return also this rank's chunks, and its replicated tensors. Collective: yes."""
     tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
     told = world.all_gather(facts_by_name, tensors)
-    shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in looked.tensors.items()}
-    plan = world.run_all(plan_tensors, shapes, told, looked.buffers, looked.others_of)
+    plan = world.run_all(plan_tensors, looked.tensors, told, looked.buffers, looked.others_of)
     views = world.run_all(views_of, plan.by_rank[world.rank], tensors, looked.local)
     common = in_common({key: tuple(facts[key].boxes for facts in told) for key in tensors}, world.rank)
     numbers = {name: as_bytes(value) for name, value in looked.numbers.items()}

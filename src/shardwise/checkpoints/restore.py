@@ -29,21 +29,20 @@ from shardwise.checkpoints.state import (
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression
 from shardwise.engines.arguments import OpenSource
-from shardwise.engines.load_plan import Load, LoadOptions
-from shardwise.engines.loading import carry_out
+from shardwise.engines.load_plan import Load, LoadOptions, LoadRequest, prepare_load
+from shardwise.engines.loading import execute_load
 from shardwise.engines.optimizer_fit import Fitting, OptimizerTargets, fit
 from shardwise.errors import KeyMismatchError, ShardingError
 from shardwise.execution.memory import collected_later
 from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
 from shardwise.execution.replicas import require_alike_models
-from shardwise.execution.world import Clock, ProgressBar, World
+from shardwise.execution.world import Clock, World
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.optimizer_parsing import ParsedState, read
 from shardwise.models.rebind import Key, made_again
 from shardwise.models.selection import Selection
 from shardwise.models.torch_api import in_memory, to_torch
 from shardwise.models.view import collect_tensors, local_boxes, local_tensor
-from shardwise.planning.load_plan import Consent
 from shardwise.planning.matching import Brought, Tolerance
 from shardwise.report.save_reports import RestoreReport
 from shardwise.storage.contract import StorageReader
@@ -65,9 +64,8 @@ def restore(
     with clock.phase("open"):
         step, passed_over = world.broadcast(resolve, root, asked)
         opened = world.broadcast(open_checkpoint, root, step)
-    bar = ProgressBar("Restoring", world, 0, enabled=False)
-    with world.run_all(opened.reader) as reader, bar, torch.device("cpu"):
-        placer = ReadExecutor(reader, opened.index, options.budget_bytes, bar, world)
+    with world.run_all(opened.reader) as reader, torch.device("cpu"):
+        placer = ReadExecutor(reader, opened.index, options.budget_bytes, world)
         with clock.phase("plan"):  # nothing is changed yet
             looked, beside, base, fits = _compare_all(world, opened, reader, state, only, tolerance)
             ours = OptimizerTargets.of(looked.held, looked.bounds)
@@ -317,7 +315,9 @@ def _place(placer: ReadExecutor, opened: Opened, wanted: Mapping[str, torch.Tens
         ReadTarget(key, expressions[key], local_boxes(tensor, key), tensor.dtype, local_tensor(tensor).device)
         for key, tensor in wanted.items()
     ]
-    arrangement = plan_reads(items, opened.index, placer.reader.policy, placer.budget_bytes, placer.world.place)
+    arrangement = plan_reads(
+        items, opened.index, placer.reader.policy, placer.budget_bytes, placer.world.rank / placer.world.size
+    )
     before = dict(placer.written)
     placer.place(arrangement, [local_tensor(wanted[item.fqn]) for item in arrangement.destinations])
     for item in items:
@@ -339,7 +339,9 @@ def _bring_up(
     model = looked.model
     expressions = opened.expressions
 
-    def ask() -> Load:
+    source = OpenSource(opened.index, reader, {}, is_own=False)
+
+    def prepare() -> Load:
         hollow = [item.fqn for item in looked.held if item.tensor.is_meta and item.kind.is_saved]
         absent = [fqn for fqn in hollow if fqn not in fits.model]
         if absent:
@@ -354,10 +356,9 @@ def _bring_up(
             process_group=options.process_group,
             timeouts=options.timeouts,
         )
-        return Load(Bindings(offers), Consent(), {}, as_load)
+        return prepare_load(world, model, source, LoadRequest(Bindings(offers), options=as_load))
 
-    source = OpenSource(opened.index, reader, {}, is_own=False)
-    report = carry_out(world, model, source, ask, Clock())
+    report = execute_load(world, model, source, world.run_all(prepare), Clock())
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     if mesh is not None:
         average_replicated_gradients(model, mesh)

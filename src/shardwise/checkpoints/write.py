@@ -17,11 +17,9 @@ from shardwise.checkpoints.facts import FACTS, BlockSums, Facts, digest, with_ch
 from shardwise.checkpoints.state import KeyPath
 from shardwise.errors import StorageError
 from shardwise.execution.committing import publish
-from shardwise.execution.distributed_chunks import TensorsPlan, Views, data_file, metadata_of, write_chunks
+from shardwise.execution.distributed_chunks import ChunkWriter, TensorsPlan, Views, data_file, metadata_of
 from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank
-from shardwise.execution.saving_lock import LockHolder
 from shardwise.execution.world import World
-from shardwise.execution.write import Sink
 from shardwise.formats.joining import METADATA
 from shardwise.planning.commit_plan import on_its_way
 from shardwise.report.save_reports import CheckpointReport
@@ -97,8 +95,9 @@ def carry_out(world: World, job: Job) -> CheckpointReport:
 
         total = world.map_reduce(sizes_of, add_up)
         nbytes = _nbytes(job, world.rank, map(len, contents[0][1].values()))
-        checksums = world.gather(_write_own, world, job, saving, contents[0], nbytes)
-        removed = world.broadcast(lambda: _commit(job, saving.marked, sizes, checksums))
+        checksums: list[str] = []  # of all ranks, on the first
+        world.map_reduce(_write_own, checksums.extend, world, job, saving, contents[0], nbytes)
+        removed = world.broadcast(lambda: _commit(job, saving.locked, sizes, checksums))
     return replace(
         job.report,
         is_complete=True,
@@ -116,7 +115,7 @@ def _nbytes(job: Job, rank: int, values: Iterable[int]) -> int:
 def _begin(job: Job, marked: LockedFolder) -> None:  # noqa: ARG001 - as of any folder that is marked
     """Tidy up, and see that the step is a new one."""
     root, step, newest = job.root, job.step, job.newest
-    folder.remove_left(root)  # before it is looked what counts; see [Note: Asked again]
+    folder.remove_left(root)  # before it is looked what counts; see [Note: Checked twice]
     present = folder.newest_in(root)
     if present is not None and present != newest and (newest is None or present > newest):
         raise StorageError(
@@ -150,9 +149,9 @@ def _commit(
     )
     beside = {FACTS: facts.to_bytes()}
     with open_writer(job.folder) as writer:
-        publish(writer, marked.held, METADATA, metadata, files, beside)
+        publish(writer, marked, METADATA, metadata, files, beside)
     removed: list[int] = []
-    if job.keep is not None and marked.held.whose() is LockHolder.OURS:
+    if job.keep is not None and marked.is_held():
         removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep])
     marked.release()
     return removed
@@ -160,7 +159,7 @@ def _commit(
 
 def _undo(job: Job, marked: LockedFolder) -> None:
     """Remove the files written for the step, unless it is committed or the folder belongs to another save."""
-    if marked.held.whose() is LockHolder.OURS:
+    if marked.is_held():
         folder.remove_own(job.root, job.step)
     elif job.folder.is_dir():
         with open_writer(job.folder) as inner:
@@ -174,8 +173,8 @@ def _write_own(world: World, job: Job, saving: Saving, content: RankContent, nby
     file, sums = data_file(world.rank), BlockSums(nbytes)
     with open_writer(job.folder) as writer:
         writer.create(file, with_checksums(nbytes))
-        sink = Sink(writer, lambda _, start, data: sums.add(start, data), check=world.check)
-        write_chunks(sink, file, job.plan.by_rank[world.rank], views, list(values.values()), job.budget_bytes)
+        chunks = ChunkWriter(writer, file, world.check, sums.add)
+        chunks.write(job.plan.by_rank[world.rank], views, values.values(), job.budget_bytes)
         writer.write(file, nbytes, [memoryview(sums.to_bytes())])
         writer.sync(file)
         writer.sync_names()

@@ -10,7 +10,6 @@ from shardwise.errors import ShardwiseError
 
 _COMMANDS = {
     "bench": "compare ways to load a model: memory and seconds",
-    "generate": "print the answer of a model or an adapter to a prompt",
     "inspect": "show the tensors and sizes of a checkpoint",
     "merge-adapter": "merge a LoRA into its base, in bounded memory",
     "merge-weights": "convert a sharded checkpoint to safetensors",
@@ -21,7 +20,7 @@ _COMMANDS = {
 }
 
 _MODULES = {
-    **dict.fromkeys(("generate", "inspect", "verify", "merge_adapter", "merge_weights"), "checkpoints"),
+    **dict.fromkeys(("inspect", "verify", "merge_adapter", "merge_weights"), "checkpoints"),
     "report": "bench",
     "plan": "train",
 }
@@ -46,7 +45,7 @@ class _LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except ShardwiseError as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), err=True)
             sys.exit(2)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002

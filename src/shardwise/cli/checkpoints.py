@@ -1,4 +1,4 @@
-"""Commands on checkpoints: ``inspect``, ``generate``, ``verify``, ``merge-adapter``, ``merge-weights``."""
+"""Commands on checkpoints: ``inspect``, ``verify``, ``merge-adapter``, ``merge-weights``."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from shardwise.formats.contract import CheckpointIndex, StoredTensor
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardwise.report.names import collapse, in_bytes, table_lines
-from shardwise.storage.names import HubOptions, is_local, is_url, local_place, shown
+from shardwise.storage.names import HubOptions, is_url, shown
 from shardwise.storage.remote import resolve
 
 
@@ -34,25 +34,6 @@ def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's
     found = verify(model)
     print_report(found, as_json=as_json)
     sys.exit(0 if found.is_sound else 1)
-
-
-@click.command("generate")
-@click.argument("model")
-@click.argument("prompt")
-@click.option(
-    "--max-new-tokens", default=64, show_default=True, type=click.IntRange(1), help="Limit of the answer."
-)
-def generate_command(model: str, prompt: str, max_new_tokens: int) -> None:
-    """Print the answer of MODEL to PROMPT, to try a model or an adapter.
-
-    MODEL is a model, or a folder with an adapter, whose config names the base. The whole model is loaded into this
-    process. PROMPT is a user's message if there is a chat template, otherwise a text to continue.
-    """
-    if is_local(model):  # a wrong path is an error before the imports
-        local_place(model, HubOptions())
-    from shardwise.engines.generating import generate
-
-    click.echo(generate(model, prompt, max_new_tokens=max_new_tokens))
 
 
 @click.command("merge-adapter")

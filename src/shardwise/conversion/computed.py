@@ -1,10 +1,10 @@
-"""Copies and computations that fill a box: the box is pushed down to leaves and to nodes that compute.
+"""Copies and computations that fill a box of an expression.
 
-[Note: Blocks] An operation maps boxes of its inputs to boxes of its outputs. Boxes are counted in full tensors,
-never in a shard, so a scale always belongs to the same elements, regardless of the sharding. Executors divide the
-requested box into such blocks, read the inputs of a block, evaluate it, and move the results to their places,
-within a memory budget. An operation that can writes its outputs straight to these places, in the dtype that is
-wanted there.
+[Note: Blocks] An operation maps boxes of its inputs to boxes of its outputs. Indices of boxes are those of the full
+tensors, never of a shard, so a scale always belongs to the same elements, regardless of the sharding. Executors
+divide the requested box into such blocks, read the inputs of a block, evaluate it, and copy the results to the
+target, within a memory budget. An operation with ``evaluate_into`` writes its outputs directly to the target, in
+the target's dtype.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from shardwise.tensors import Box, DType, Strided, contiguous_strides, numel
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlock:
-    """A step of a computation.
+    """One block of a computation.
 
     Attributes:
-        needs: a box of each input, in their order.
-        gives: by output, the box that is made.
+        inputs: the box that is read of each input.
+        outputs: the box that is computed, by output.
         nbytes: memory of the computation: inputs, outputs, and intermediate values.
     """
 
-    needs: tuple[Box, ...]
-    gives: Mapping[str, Box]
+    inputs: tuple[Box, ...]
+    outputs: Mapping[str, Box]
     nbytes: int
 
 
 class BadValues(FormatError):
-    """An operation cannot make anything of the values that it was given.
+    """An operation cannot be evaluated on these values.
 
-    It has no names of tensors. :class:`ComputeTask` adds the name of the input.
+    :class:`ComputeTask` adds the name of the input, which an operation does not have.
 
     Args:
-        source: the number of the input.
+        message: the reason.
+        source: index of the input with the values.
     """
 
     def __init__(self, message: str, source: int = 0) -> None:
@@ -59,16 +60,16 @@ class Operation(Hashable, Protocol):
     def label(self) -> str: ...
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        """Blocks that together give all that is wanted of each output, each of its elements once.
+        """Yield blocks that together compute the wanted boxes of each output, each element once.
 
-        They may give more. Each has at most ``most_bytes`` where the operation can be cut so small. Pure.
+        They may compute more. Each block needs at most ``most_bytes``, if the operation can be divided so far.
         """
         ...
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         """Return the values of a block, by output.
 
-        ``values`` are the boxes that it needs, as contiguous CPU tensors in the dtypes of the inputs. May be called
+        ``values`` are the boxes of its inputs, as contiguous CPU tensors in the dtypes of the inputs. May be called
         by several threads at once.
         """
         ...
@@ -76,7 +77,7 @@ class Operation(Hashable, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Computed(Leaf):
-    """One output of an operation. ``dtype`` is the one in which it is evaluated."""
+    """One output of an operation. ``dtype`` is that of the evaluated values."""
 
     operation: Operation
     output: str
@@ -97,9 +98,9 @@ class Computed(Leaf):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeOperation:
-    """An operation that is run once, on its inputs whole, and makes all of its outputs.
+    """An operation that is evaluated once, on its full inputs, and computes all of its outputs in full.
 
-    ``function`` takes the inputs in their order. ``nbytes`` is the memory that it needs.
+    ``function`` maps the inputs to the outputs, by name. ``nbytes`` is the memory that it needs.
     """
 
     label: str
@@ -110,8 +111,8 @@ class WholeOperation:
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
         if any(wanted.values()):
-            gives = {name: Box.whole(shape) for name, shape in self.outputs.items()}
-            yield ComputedBlock(tuple(map(Box.whole, self.inputs)), gives, self.nbytes)
+            outputs = {name: Box.whole(shape) for name, shape in self.outputs.items()}
+            yield ComputedBlock(tuple(map(Box.whole, self.inputs)), outputs, self.nbytes)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         return self.function(values)
@@ -119,7 +120,7 @@ class WholeOperation:
 
 @dataclass(frozen=True, slots=True)
 class OutputMove:
-    """Elements of a block's output, counted in its box, and their places in a target's memory."""
+    """Elements of a block's output, relative to its box, and their location in a target's memory."""
 
     target: int
     output: str
@@ -129,7 +130,7 @@ class OutputMove:
 
 @dataclass(frozen=True, slots=True)
 class ComputeTask:
-    """A block to compute from these inputs, and the places of its outputs."""
+    """A block to compute from these inputs, and the locations of its outputs."""
 
     operation: Operation
     inputs: tuple[Expression, ...]
@@ -138,14 +139,14 @@ class ComputeTask:
 
     @property
     def key(self) -> object:
-        """Equal where the same is computed."""
+        """Equal for tasks that compute the same values."""
         return self.operation, self.inputs, self.block
 
     def evaluate(self, values: Sequence[Any]) -> Mapping[str, Any]:
-        """Return the values of the block, by output, for the boxes that it needs (:meth:`Operation.evaluate`).
+        """Return the values of the block, by output. See :meth:`Operation.evaluate`.
 
         Raises:
-            FormatError: with the name of an input, where the operation finds bad values in it.
+            FormatError: an input has values that the operation cannot take. The message names the input.
         """
         try:
             return self.operation.evaluate(self.block, values)
@@ -165,18 +166,19 @@ def compute_tasks(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int
         wanted: dict[str, list[Box]] = {}
         for _, leaf, region in group:
             wanted.setdefault(leaf.output, []).append(region.bounds)
-        for block in operation.blocks({name: apart(boxes) for name, boxes in wanted.items()}, most_bytes):
+        disjoint = {name: merge_overlapping(boxes) for name, boxes in wanted.items()}
+        for block in operation.blocks(disjoint, most_bytes):
             moves = [
-                OutputMove(target, leaf.output, *piece.strided(contiguous_strides(block.gives[leaf.output].sizes)))
+                OutputMove(target, leaf.output, *piece.strided(contiguous_strides(box.sizes)))
                 for target, leaf, region in group
-                if leaf.output in block.gives
-                for piece in region.within(block.gives[leaf.output])
+                if (box := block.outputs.get(leaf.output)) is not None
+                for piece in region.within(box)
             ]
             yield ComputeTask(operation, inputs, block, tuple(moves))
 
 
 class SmallestBlocks:
-    """Smallest memory in which leaves can be computed, in bytes, cached for equal ones."""
+    """The least memory in which leaves can be computed, in bytes, cached for equal leaves."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Operation, str, Shape], int] = {}
@@ -202,25 +204,24 @@ def computes(expression: Expression) -> bool:
 
 
 def aligned_blocks(boxes: Iterable[Box], shape: Shape, unit: Shape, most: int) -> Iterator[Box]:
-    """Boxes of whole units of a tensor, without overlap, that hold these boxes.
+    """Yield disjoint boxes that cover these boxes and consist of whole units of a tensor.
 
-    Units are counted from the tensor's first element. Those at its end may be smaller. No box has more than
-    ``most`` elements, but for one of a single unit.
+    Units are aligned to the tensor's first element, and may be smaller at its end. A box has at most ``most``
+    elements, unless it is a single unit.
     """
-    for box in apart(_grown(box, shape, unit) for box in boxes):
-        yield from _cut(box, unit, most)
+    for box in merge_overlapping(_aligned(box, shape, unit) for box in boxes):
+        yield from _split(box, unit, most)
 
 
-def _grown(box: Box, shape: Shape, unit: Shape) -> Box:
-    starts = [at // size * size for at, size in zip(box.offsets, unit, strict=True)]
-    stops = [
-        min(-(-(at + size) // step) * step, length)
-        for at, size, step, length in zip(box.offsets, box.sizes, unit, shape, strict=True)
-    ]
-    return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+def _aligned(box: Box, shape: Shape, unit: Shape) -> Box:
+    starts = (at // step * step for at, step in zip(box.offsets, unit, strict=True))
+    stops = (
+        min(-(-stop // step) * step, length) for stop, step, length in zip(box.stops, unit, shape, strict=True)
+    )
+    return Box.between(starts, stops)
 
 
-def _cut(box: Box, unit: Shape, most: int) -> Iterator[Box]:
+def _split(box: Box, unit: Shape, most: int) -> Iterator[Box]:
     for dim, (size, step) in enumerate(zip(box.sizes, unit, strict=True)):
         if box.numel > most and size > step:
             rest = (*box.sizes[:dim], *box.sizes[dim + 1 :])
@@ -228,17 +229,33 @@ def _cut(box: Box, unit: Shape, most: int) -> Iterator[Box]:
             for start in range(0, size, rows):
                 offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
                 sizes = (*box.sizes[:dim], min(rows, size - start), *box.sizes[dim + 1 :])
-                yield from _cut(Box(offsets, sizes), unit, most)
+                yield from _split(Box(offsets, sizes), unit, most)
             return
     yield box
 
 
+def every_nth(box: Box, step: int) -> Box:
+    """Return the same box of a tensor with one element for each ``step`` elements of a row.
+
+    The box begins at a multiple of ``step``.
+    """
+    return Box((*box.offsets[:-1], box.offsets[-1] // step), (*box.sizes[:-1], -(-box.sizes[-1] // step)))
+
+
+_CASTS = {DType.F32: "float", DType.BF16: "bfloat16", DType.F16: "half", DType.I32: "int", DType.U8: "byte"}
+
+
+def cast(values: Any, dtype: DType) -> Any:
+    """Cast a torch tensor to one of these dtypes, without importing torch."""
+    return getattr(values, _CASTS[dtype])()
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements of a stored tensor, and their places in the target.
+    """Elements of a stored tensor, and their location in the target.
 
-    ``source`` counts elements of the stored leaf (row-major), ``target`` counts elements of the target's memory.
-    Both have the same ``sizes``, iterated in the same order.
+    ``source`` is in elements of the stored leaf (row-major), ``target`` in elements of the target's memory. Both
+    have the same ``sizes``, iterated in the same order.
     """
 
     leaf: Stored
@@ -250,7 +267,7 @@ class Copy:
         return self.source.numel
 
     def blocks(self, max_span: int) -> Iterator[Copy]:
-        """The same copy in parts, none of which spans more than ``max_span`` (at least 1) elements of the leaf."""
+        """Yield the same copy in parts that span at most ``max_span`` (at least 1) elements of the leaf each."""
         span = self.source.stop - self.source.offset
         if span <= max_span:
             yield self
@@ -268,7 +285,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class ComputedPart:
-    """Elements of a computed tensor, and their places in the target."""
+    """Elements of a computed tensor, and their location in the target."""
 
     leaf: Computed
     region: Region
@@ -277,10 +294,10 @@ class ComputedPart:
 def copies_and_computed(
     expression: Expression, box: Box, into: Strided | None = None
 ) -> tuple[list[Copy], list[ComputedPart]]:
-    """Return the copies and computed parts that fill ``box``: each element exactly once, except for a hole's.
+    """Return the copies and computed parts that fill ``box``: each element exactly once, except for holes.
 
-    ``into`` is the box's layout in the target's memory (default: a contiguous tensor of the box's sizes). An empty
-    box needs nothing.
+    ``into`` is the box's layout in the target's memory, by default a contiguous tensor of the box's sizes. Nothing
+    fills an empty box.
     """
     if not box.is_within(expression.shape):
         raise ValueError(f"{box} is not within {expression.shape}")
@@ -291,14 +308,14 @@ def copies_and_computed(
     computed: list[ComputedPart] = []
     if box.numel == 0:
         return copied, computed
-    last: tuple[object, ...] = ()
+    last: tuple[object, ...] = ()  # stacked experts have equal layouts one after the other
     source = target = into
     for leaf, region in expression.leaves(Region.of(box, into)):
         if isinstance(leaf, Stored):
-            way = (region.axes, region.origin, leaf.shape)
-            if way != last:
+            layout = (region.axes, region.origin, leaf.shape)
+            if layout != last:
                 source, target = region.strided(contiguous_strides(leaf.shape))
-                last = way
+                last = layout
             copied.append(Copy(leaf, source, Strided(region.target, target.sizes, target.strides)))
         else:
             assert isinstance(leaf, Computed)
@@ -318,19 +335,18 @@ def copies(expression: Expression, box: Box, into: Strided | None = None) -> lis
     return copied
 
 
-def pieces(
+def copies_from_shards(
     expression: Expression, held: Mapping[str, Sequence[tuple[Box, Strided]]], box: Box | None = None
 ) -> Iterator[Copy]:
-    """Return the copies from the ``held`` boxes of the leaves to a box of the expression.
+    """Yield the copies from the ``held`` boxes of the leaves to a box of the expression.
 
-    The other direction of :func:`copies`: here ``source`` counts elements of the memory in which a leaf's box is
-    held, and ``target`` those of a row-major tensor of the box's sizes. Together, the holders of all of a leaf make
-    all elements that the box has of it.
+    In contrast to :func:`copies`, ``source`` is in elements of the memory that holds a leaf's box. ``target`` is in
+    elements of a row-major tensor of the box's sizes. Ranks that together hold a leaf fill all that comes from it.
 
     Args:
         expression: of stored tensors. Computed parts are skipped.
-        held: by key, boxes of the leaf (without overlap) and where each lies in memory.
-        box: of the expression. None is all of it.
+        held: by key, disjoint boxes of the leaf, each with its layout in memory.
+        box: of the expression. None for all of it.
     """
     box = Box.whole(expression.shape) if box is None else box
     if not box.is_within(expression.shape):
@@ -353,36 +369,29 @@ def _along(view: Strided, axis: int, first: int, count: int) -> Strided:
     return Strided(offset, sizes, view.strides[:axis] + middle[1] + view.strides[axis + 1 :])
 
 
-def apart(boxes: Iterable[Box]) -> list[Box]:
-    """The boxes, those that overlap joined to one around them."""
+def merge_overlapping(boxes: Iterable[Box]) -> list[Box]:
+    """Replace boxes that overlap by the smallest box that contains them, until no two overlap."""
     found: list[Box] = []
     for box in boxes:
         while overlapping := [other for other in found if other.intersect(box) is not None]:
             for other in overlapping:
                 found.remove(other)
-                box = _around(box, other)
+                box = Box.between(map(min, box.offsets, other.offsets), map(max, box.stops, other.stops))
         found.append(box)
     return found
-
-
-def _around(box: Box, other: Box) -> Box:
-    starts = [min(pair) for pair in zip(box.offsets, other.offsets, strict=True)]
-    stops = [
-        max(a + n, b + m) for a, n, b, m in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
-    ]
-    return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Bindings:
     """The outcome of applying renames and conversions to the keys of a checkpoint.
 
-    ``offers`` has, for a name of the model, every expression that claims to be it (more than one is a fault that a
-    plan reports). ``unmatched`` maps the keys that lead to nothing the model has to the name they were given.
-    ``leaders`` names, for a tensor made by a conversion, the first tensor that the conversion makes (transformers
-    chooses the dtype of all by it). ``faults`` are conversions that could not be understood: a sentence for each,
-    with the names that it leaves without a value. ``strays`` are expressions of unmatched keys, by their given
-    names, because the model may get a tensor of that name.
+    Attributes:
+        offers: every expression that a tensor of the model could be, by its name. A plan reports more than one.
+        leaders: the first result of the conversion that a tensor comes from, by the tensor's name. transformers
+            chooses the dtype of all results by it.
+        unmatched: the renamed key, by key, if the model has no tensor of that name.
+        faults: a sentence for each conversion that failed, with the names of its results.
+        strays: expressions of unmatched keys, by renamed key. The model may get a tensor of that name later.
     """
 
     offers: Mapping[str, tuple[Expression, ...]]

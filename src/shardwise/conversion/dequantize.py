@@ -1,28 +1,28 @@
-"""Defines a node that makes numbers of elements stored in few bits: decoded, less a zero point, times a scale.
+"""Dequantization of integers and of low-bit floats: (code - zero point) * scale.
 
-[Note: Layouts] Formats store codes in different orders, and this node supports one: row by row, with the first of
-two codes in the lower half of a byte. If the order is a permutation of dimensions, ``reshape`` and ``permute`` are
-applied to its inputs and to its result, with scales and zero points in the order of the codes:
+[Note: Layouts] Formats store codes in different orders. This node takes one: row by row, with the first of two
+codes in the lower half of a byte. For an order that is a permutation of dimensions, its inputs and its result are
+reshaped and permuted, and scales and zero points are brought into the order of the codes:
 
-- AWQ has eight columns in a word of 32 bits, in the order 0, 2, 4, 6, 1, 3, 5, 7: dequantized as they are stored,
-  columns are (words, 2, 4), and permuted to (words, 4, 2).
-- GPTQ has eight rows of one column in a word: dequantized as (words, columns, 8).
+- AWQ packs eight columns into a word of 32 bits, in the order 0, 2, 4, 6, 1, 3, 5, 7: columns are dequantized as
+  (words, 2, 4), and permuted to (words, 4, 2).
+- GPTQ packs eight rows of one column into a word: they are dequantized as (words, columns, 8).
 
-Zero points that are packed are numbers of a node of their own (:func:`decoded`).
+Packed zero points are decoded by a node of their own (:func:`decoded`).
 
-[Note: Products] Of AWQ and GPTQ a number is ``(code - zero) * scale`` in the dtype of the scales, as AutoAWQ
-(``awq/utils/packing_utils.py``) and GPTQModel (``gptqmodel/nn_modules/qlinear/__init__.py``) have it on a CPU. The
-difference is exact, and the product is rounded once to that dtype, before any cast to the dtype of a model.
+[Note: Products] A weight of AWQ or GPTQ is ``(code - zero) * scale`` in the dtype of the scales, as AutoAWQ
+(``awq/utils/packing_utils.py``) and GPTQModel (``gptqmodel/nn_modules/qlinear/__init__.py``) compute it on a CPU.
+The difference is exact, and the product is rounded once to that dtype, before any cast to the dtype of a model.
 
-GPTQ's first format stores zero points less 1. GPTQModel undoes that by an addition to the full word, which carries
-from one zero point to the next. So does this node.
+GPTQ's first format stores zero points minus 1. GPTQModel undoes that by an addition to the full word, which carries
+from one zero point to the next. :class:`AddToWords` does the same.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.conversion.computed import BadValues, Computed, ComputedBlock, aligned_blocks
+from shardwise.conversion.computed import BadValues, Computed, ComputedBlock, aligned_blocks, cast, every_nth
 from shardwise.conversion.expression import Expression, Shape, permute, reshape
 from shardwise.tensors import Box, Code, DType, numel
 
@@ -30,24 +30,23 @@ _OUT = "numbers"
 
 _EXPONENT_BIAS = 127
 
-_MOST_ELEMENTS = 4 << 20
-"""Of a block: what is read of it is still in the cache when it is evaluated."""
+_MAX_ELEMENTS = 4 << 20
+"""Elements of a block, which should still be in the cache when it is evaluated."""
 
 _STRIP_ELEMENTS = 1 << 18
-"""What is evaluated at once, within a core's cache or nearly so. With less, several threads would wait for each
-other between any two steps, more often than it is worth."""
+"""Elements evaluated at once, about a core's cache. With fewer, threads wait for each other too often."""
 
 _STRIP_BYTES = 12
-"""Of memory for each element of a strip: its number, a scale where each needs its own, and an index."""
+"""Memory for each element of a strip: its value, its scale if scales are expanded, and an index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantize:
     """``out[i, j] = (codes[i, j] - zeros[i // unit[0], j // unit[1]]) * scales[i // unit[0], j // unit[1]]``.
 
-    Computed in float32, for any number of dimensions. Indices are those of the whole tensor, so that any part of it
-    has the scales that are its own. Blocks at the end of a dimension may be smaller than the unit. Inputs are
-    codes, scales, and those of the last two that there are, in their order.
+    Computed in float32, for any number of dimensions. Indices are those of the full tensor. Blocks at the end of a
+    dimension may be smaller than the unit. Inputs are the codes, the scales, and if there are any, the scale of the
+    whole tensor and the zero points.
 
     Attributes:
         shape: of the result.
@@ -55,7 +54,7 @@ class Dequantize:
         code: values of the stored bytes.
         has_exponents: scales are bytes ``b`` that represent ``2 ** (b - 127)`` (E8M0 of OCP's microscaling formats,
             255 is NaN).
-        overall: of an input with one number for the whole tensor: scales are multiplied by it to this power.
+        overall: power of the scale of the whole tensor by which scales are multiplied: 1, -1, or 0 without one.
         has_zeros: an input has a zero point for each scale.
         rounds_to: each result is rounded to this dtype, before it is cast to any other: F32, BF16 or F16.
     """
@@ -70,60 +69,59 @@ class Dequantize:
     label: str = "dequantizing"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted[_OUT], self.shape, self._whole_bytes, self._most_elements(most_bytes)):
-            needs = [self._bytes_of(box)]
+        for box in aligned_blocks(wanted[_OUT], self.shape, self._whole_bytes, self._max_elements(most_bytes)):
+            inputs = [every_nth(box, self.code.per_byte)]
             if self.unit:
-                needs.append(self._scales_of(box))
+                inputs.append(self._scales_of(box))
             if self.overall:
-                needs.append(Box((0,), (1,)))
+                inputs.append(Box((0,), (1,)))
             if self.has_zeros:
-                needs.append(needs[1])
-            scales = needs[1].numel if self.unit else 0
-            yield ComputedBlock(tuple(needs), {_OUT: box}, self._nbytes(box.numel, scales))
+                inputs.append(inputs[1])
+            scales = inputs[1].numel if self.unit else 0
+            yield ComputedBlock(tuple(inputs), {_OUT: box}, self._nbytes(box.numel, scales))
 
     @property
     def _whole_bytes(self) -> Shape:
-        """The least that blocks and strips are made of."""
+        """The smallest box whose codes are whole bytes."""
         return (*(1 for _ in self.shape[:-1]), self.code.per_byte)
 
-    def _bytes_of(self, box: Box) -> Box:
-        step = self.code.per_byte
-        return Box((*box.offsets[:-1], box.offsets[-1] // step), (*box.sizes[:-1], box.sizes[-1] // step))
-
     def _scales_of(self, box: Box) -> Box:
-        starts = [at // size for at, size in zip(box.offsets, self.unit, strict=True)]
-        stops = [-(-(at + size) // unit) for at, size, unit in zip(box.offsets, box.sizes, self.unit, strict=True)]
-        return Box(tuple(starts), tuple(b - a for a, b in zip(starts, stops, strict=True)))
+        starts = (at // size for at, size in zip(box.offsets, self.unit, strict=True))
+        return Box.between(starts, (-(-stop // size) for stop, size in zip(box.stops, self.unit, strict=True)))
 
     @property
-    def _a_scale(self) -> int:
-        """Bytes of memory that a scale takes: three times itself, and its zero point as often."""
+    def _bytes_per_scale(self) -> int:
+        """Memory of a scale: three times itself, and the same for its zero point."""
         return 24 if self.has_zeros else 12
 
     def _nbytes(self, elements: int, scales: int) -> int:
         """Return the bytes of a block: stored codes, float32 values, scales, and the scratch memory of a strip."""
-        return 5 * elements + self._a_scale * scales + _STRIP_BYTES * min(elements, _STRIP_ELEMENTS)
+        return 5 * elements + self._bytes_per_scale * scales + _STRIP_BYTES * min(elements, _STRIP_ELEMENTS)
 
-    def _most_elements(self, most_bytes: int) -> int:
+    def _max_elements(self, most_bytes: int) -> int:
         """Return the elements of the largest block within ``most_bytes``, with full rows or within one row."""
-        an_element = 5 - (-self._a_scale // self.unit[-1] if self.unit else 0)
-        small = most_bytes // (an_element + _STRIP_BYTES)
+        per_element = 5 - (-self._bytes_per_scale // self.unit[-1] if self.unit else 0)
+        small = most_bytes // (per_element + _STRIP_BYTES)
         if small < _STRIP_ELEMENTS:
             return small
-        return min(_MOST_ELEMENTS, (most_bytes - _STRIP_BYTES * _STRIP_ELEMENTS) // an_element)
+        return min(_MAX_ELEMENTS, (most_bytes - _STRIP_BYTES * _STRIP_ELEMENTS) // per_element)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        numbers = self._rounded(values[0].new_empty(0).float()).new_empty(block.gives[_OUT].sizes)
+        numbers = cast(values[0].new_empty(0), self.rounds_to).new_empty(block.outputs[_OUT].sizes)
         self.evaluate_into(block, values, {_OUT: numbers})
         return {_OUT: numbers}
 
     def evaluate_into(self, block: ComputedBlock, values: Sequence[Any], outputs: Mapping[str, Any]) -> None:
-        """Raises :class:`BadValues` for scales that are not finite, and a number for all that is 0."""
-        box = block.gives[_OUT]
+        """Write the values of a block to ``outputs``, cast to their dtypes.
+
+        Raises:
+            BadValues: scales are not finite, or the scale of the whole tensor is 0.
+        """
+        box = block.outputs[_OUT]
         stored, factors, zeros = self._inputs(values)
         table = _values_by_byte(self.code, stored)
         for strip in aligned_blocks([box], self.shape, self._whole_bytes, _STRIP_ELEMENTS):
-            part = _part(stored, self._bytes_of(strip), self._bytes_of(box))
+            part = _part(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
             numbers = table.index_select(0, part.int().view(-1)).view(strip.sizes)
             if zeros is not None:
                 by_block, spread = self._spread(numbers, self._of_strip(zeros, strip, box), strip)
@@ -131,16 +129,7 @@ class Dequantize:
             if factors is not None:
                 by_block, spread = self._spread(numbers, self._of_strip(factors, strip, box), strip)
                 by_block.mul_(spread)
-            _part(outputs[_OUT], strip, box).copy_(self._rounded(numbers))
-
-    def _rounded(self, numbers: Any) -> Any:
-        match self.rounds_to:
-            case DType.BF16:
-                return numbers.bfloat16()
-            case DType.F16:
-                return numbers.half()
-            case _:
-                return numbers
+            _part(outputs[_OUT], strip, box).copy_(cast(numbers, self.rounds_to))
 
     def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Return the codes, and scales and zero points as float32 or None."""
@@ -151,29 +140,26 @@ class Dequantize:
         factors = scales.float()
         if self.has_exponents and not scales.is_floating_point():
             factors = factors.new_tensor(POWERS)[scales.int()]
-        if not factors.isfinite().all():
-            raise BadValues("a scale is NaN or infinite. Download or write the checkpoint again.", 1)
+        _require_finite(factors, "a scale", 1)
         if self.overall:
-            whole, *rest = rest
-            factors = factors * whole.float() if self.overall > 0 else factors / whole.float()
-            if not whole.float().isfinite().all() or not whole.all() or not factors.isfinite().all():
+            whole = rest.pop(0).float()
+            factors = factors * whole if self.overall > 0 else factors / whole
+            if not whole.isfinite().all() or not whole.all() or not factors.isfinite().all():
                 raise BadValues(
                     f"the scale of the whole tensor is {float(whole)}, with which scales are 0 or not finite. "
                     "Download or write the checkpoint again.",
                     2,
                 )
         zeros = rest.pop(0).float() if self.has_zeros else None
-        if zeros is not None and not zeros.isfinite().all():
-            raise BadValues(
-                "a zero point is NaN or infinite. Download or write the checkpoint again.", 2 + bool(self.overall)
-            )
+        if zeros is not None:
+            _require_finite(zeros, "a zero point", 2 + bool(self.overall))
         return stored, factors, zeros
 
     def _of_strip(self, scales: Any, strip: Box, box: Box) -> Any:
         return _part(scales, self._scales_of(strip), self._scales_of(box))
 
     def _spread(self, numbers: Any, scales: Any, box: Box) -> tuple[Any, Any]:
-        """Numbers by block, and a scale (or a zero point) of each, of shapes that go together."""
+        """Return numbers and their scales (or zero points) in shapes that broadcast."""
         *outer, last = range(len(box.sizes))
         for dim in outer:
             scales = self._repeated(scales, dim, box)
@@ -190,12 +176,17 @@ class Dequantize:
         return scales.repeat_interleave(unit, dim).narrow(dim, at % unit, size)
 
 
+def _require_finite(values: Any, name: str, source: int) -> None:
+    if not values.isfinite().all():
+        raise BadValues(f"{name} is NaN or infinite. Download or write the checkpoint again.", source)
+
+
 POWERS = (*(2.0 ** (byte - _EXPONENT_BIAS) for byte in range(255)), float("nan"))
-"""Scales by the byte that stands for them (E8M0)."""
+"""Values of the 256 codes of E8M0."""
 
 
 def _part(tensor: Any, box: Box, whole: Box) -> Any:
-    """Return the part of a box that contains another one."""
+    """Return a box of the tensor that holds the box ``whole``."""
     for dim, (at, start, size) in enumerate(zip(box.offsets, whole.offsets, box.sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, at - start, size)
@@ -203,15 +194,15 @@ def _part(tensor: Any, box: Box, whole: Box) -> Any:
 
 
 def _values_by_byte(code: Code, like: Any) -> Any:
-    """The numbers, one or two, that each of 256 bytes stands for, float32 ``[256, 1 or 2]``."""
-    numbers = like.new_empty(0).float().new_tensor(code.numbers)
+    """Return the one or two values of each byte, float32 ``[256, 1 or 2]``."""
+    numbers = cast(like.new_empty(0), DType.F32).new_tensor(code.numbers)
     if code.per_byte == 1:
         return numbers.view(256, 1)
     return numbers.new_tensor([(first, second) for second in code.numbers for first in code.numbers])
 
 
 def decoded(values: Expression, shape: Sequence[int], code: Code) -> Expression:
-    """The numbers that codes stand for, as float32, without scales.
+    """Return the values of codes, as float32, without scales.
 
     Args:
         values: as many bytes as ``shape`` needs, row by row, under any shape.
@@ -250,9 +241,8 @@ def dequantized(
         has_exponents: scales of bytes are exponents.
         overall: a tensor of one element, and 1 or -1: by which scales are multiplied, or divided.
         zeros: numbers of any dtype, one for each block, that are subtracted.
-        groups: integers, one for each index of the last dimension: its block, instead of the one that follows from
-            its position.
-        rounds_to: the dtype of the result. Products are made in float32 whatever it is.
+        groups: integers, the block of each index of the last dimension, if it does not follow from the index.
+        rounds_to: the dtype of the result. Products are computed in float32 in any case.
 
     Raises:
         ValueError: there are not as many scales, or zero points, as blocks, not as many bytes as elements, or not
@@ -260,20 +250,20 @@ def dequantized(
     """
     shape, unit = tuple(shape), tuple(unit)
     counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
-    beside = [reshape(scales, counts), *([] if zeros is None else [reshape(zeros, counts)])]
+    others = [reshape(scales, counts), *([] if zeros is None else [reshape(zeros, counts)])]
     if groups is not None:
-        beside = [_by_column(found, reshape(groups, shape[-1:])) for found in beside]
+        others = [_by_column(found, reshape(groups, shape[-1:])) for found in others]
         unit = (*unit[:-1], 1)
     if overall is not None:
-        beside.insert(1, reshape(overall[0], (1,)))
+        others.insert(1, reshape(overall[0], (1,)))
     power = 0 if overall is None else overall[1]
     operation = Dequantize(shape, unit, code, has_exponents, power, zeros is not None, rounds_to)
-    sources = (_bytes(values, shape, code), *beside)
+    sources = (_bytes(values, shape, code), *others)
     return Computed(operation, _OUT, shape, rounds_to, sources)
 
 
 def _by_column(found: Expression, groups: Expression) -> Expression:
-    """A scale, or a zero point, for each index of the last dimension, of those of its blocks."""
+    """Return the scales (or zero points) of all indices of the last dimension, from those of the blocks."""
     *outer, count = found.shape
     rows = _rows(permute(reshape(found, (numel(outer), count)), (1, 0)), groups)
     return reshape(permute(rows, (1, 0)), (*outer, groups.shape[0]))
@@ -288,12 +278,12 @@ def _bytes(values: Expression, shape: Sequence[int], code: Code) -> Expression:
 
 _WORD_BYTES = 4
 _CODES = {4: Code.OFFSET4, 8: Code.OFFSET8}
-"""By bits. Codes and zero points are counted from the same number, which is no part of their difference."""
+"""Encodings by bits. Codes and zero points have the same offset, which cancels out."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddToWords:
-    """Words of 32 bits, as bytes, with a constant added, modulo 2 ** 32.
+    """Addition of a constant to 32-bit words, modulo 2 ** 32.
 
     Attributes:
         shape: of the bytes (rows, 4 * words).
@@ -309,7 +299,7 @@ class AddToWords:
             yield ComputedBlock((box,), {_OUT: box}, 2 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        words = values[0].view(values[0].new_empty(0).int().dtype)
+        words = values[0].view(cast(values[0].new_empty(0), DType.I32).dtype)
         return {_OUT: (words + self.constant).view(values[0].dtype)}
 
 
@@ -327,7 +317,7 @@ class ChosenRows:
     label: str = "choosing rows"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        at_once = max(1, most_bytes // (16 * self.count))  # columns, whatever the rows
+        at_once = max(1, most_bytes // (16 * self.count))  # columns
         for whole in aligned_blocks(wanted[_OUT], self.shape, (1, 1), numel(self.shape)):
             (first, start), (count, width) = whole.offsets, whole.sizes
             for column in range(start, start + width, at_once):
@@ -335,11 +325,16 @@ class ChosenRows:
                 rows = max(1, most_bytes // (8 * columns + 32))
                 for row in range(first, first + count, rows):
                     box = Box((row, column), (min(rows, first + count - row), columns))
-                    needs = Box((0, column), (self.count, columns)), Box((row,), box.sizes[:1])
-                    yield ComputedBlock(needs, {_OUT: box}, 4 * box.numel + 8 * needs[0].numel + 16 * box.sizes[0])
+                    inputs = Box((0, column), (self.count, columns)), Box((row,), box.sizes[:1])
+                    nbytes = 4 * box.numel + 8 * inputs[0].numel + 16 * box.sizes[0]
+                    yield ComputedBlock(inputs, {_OUT: box}, nbytes)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        """Raises :class:`BadValues` for numbers of rows that there are not."""
+        """Take the rows of a block.
+
+        Raises:
+            BadValues: a number is not that of a row.
+        """
         rows, numbers = values
         if bool(((numbers < 0) | (numbers >= self.count)).any()):
             raise BadValues(
@@ -370,7 +365,7 @@ def columns_in_words(
         zeros: bytes of words (groups, out / 8), in the same order.
         scales: (groups, out).
         shape: (out, in).
-        group: so many inputs have one scale.
+        group: inputs with one scale.
         dtype: of the products.
     """
     out, columns = shape
@@ -393,17 +388,17 @@ def rows_in_words(
     is_less_one: bool,
     numbers: Expression | None,
 ) -> Expression:
-    """GPTQ's weight (out, in): words of ``32 / bits`` inputs of one output.
+    """Return GPTQ's weight (out, in) from words of ``32 / bits`` inputs of one output. See [Note: Layouts].
 
     Args:
         values: bytes of the words (in * bits / 32, out).
         zeros: bytes of words (groups, out * bits / 32).
         scales: (groups, out).
         shape: (out, in).
-        group: so many inputs have one scale, whole words.
+        group: inputs with one scale, a multiple of those in a word.
         dtype: of the products.
         bits: 4 or 8.
-        is_less_one: zero points are stored less 1.
+        is_less_one: zero points are stored minus 1.
         numbers: the group of each input (in,), if it does not follow from its position.
     """
     (out, columns), per_word, groups = shape, 32 // bits, scales.shape[0]

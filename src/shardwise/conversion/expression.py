@@ -1,13 +1,11 @@
-"""Defines lazy expressions over stored tensors.
+"""Lazy expressions over stored tensors.
 
 A parameter of a model is an expression whose leaves are tensors of a checkpoint. Most nodes only move elements
 (:class:`Concat`, :class:`Stack`, :class:`Slice`, :class:`Permute`, :class:`Reshape`), so any box of the parameter
-can be traced to strided boxes of the leaves, see :func:`shardwise.conversion.computed.copies`. Nodes that compute
-are leaves, too (:class:`~shardwise.conversion.computed.Computed`). They report the boxes of their inputs that they
-need.
+maps to strided boxes of the leaves, see :func:`shardwise.conversion.computed.copies`. Nodes that compute
+(:class:`~shardwise.conversion.computed.Computed`) are leaves, too. They yield the boxes of their inputs.
 
 Nodes are built by the lower-case functions, which validate and simplify. A new node implements :class:`Expression`.
-Nothing outside of this package depends on classes of nodes.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class Expression(ABC):
-    """Tensor composed of stored tensors. Interface of all nodes of an expression.
+    """A tensor composed of stored tensors. Base class of all nodes.
 
-    A node moves elements, of its ``sources``, or is a leaf. Its ``form`` is the node without its sources: nodes of
-    equal forms over sources of equal shapes are equivalent.
+    A node moves elements of its ``sources``, or is a leaf. ``form`` is the node without its sources: nodes of equal
+    forms over sources of equal shapes are equivalent.
     """
 
     __slots__ = ()
@@ -41,7 +39,7 @@ class Expression(ABC):
 
         @property
         def dtype(self) -> DType:
-            """Dtype of the elements. If parts have several, that of the first."""
+            """Dtype of the elements. If sources have several, that of the first."""
 
         @property
         def sources(self) -> tuple[Expression, ...]: ...
@@ -57,10 +55,10 @@ class Expression(ABC):
 
     @abstractmethod
     def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
-        """The regions of the sources that a region of this node is made of (see [Note: Regions])."""
+        """Yield the regions of the sources that a region of this node consists of (see [Note: Regions])."""
 
     def leaves(self, region: Region) -> Iterator[tuple[Leaf, Region]]:
-        """The regions of the leaves that a region of this expression is made of."""
+        """Yield the regions of the leaves that a region of this expression consists of."""
         for source, part in self.moved(region):
             yield from source.leaves(part)
 
@@ -103,8 +101,8 @@ class Stored(Leaf):
 
 
 @dataclass(frozen=True, slots=True)
-class _OfParts(Expression):
-    """Several sources, put together along ``dim``."""
+class _Combined(Expression):
+    """Several sources, joined along ``dim``."""
 
     sources: tuple[Expression, ...]
     dim: int
@@ -119,8 +117,8 @@ class _OfParts(Expression):
 
 
 @dataclass(frozen=True, slots=True)
-class Concat(_OfParts):
-    """The parts one after the other along ``dim``."""
+class Concat(_Combined):
+    """``torch.cat`` of the sources."""
 
     @property
     def form(self) -> Hashable:
@@ -135,8 +133,8 @@ class Concat(_OfParts):
 
 
 @dataclass(frozen=True, slots=True)
-class Stack(_OfParts):
-    """The parts, all of one shape, along a new dimension ``dim``."""
+class Stack(_Combined):
+    """``torch.stack`` of the sources: ``dim`` is the new dimension."""
 
     @property
     def form(self) -> Hashable:
@@ -144,7 +142,7 @@ class Stack(_OfParts):
 
     def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         along = [axis for axis in region.axes if axis.dim == self.dim]
-        if len(along) < 2:  # of hundreds of experts, each gives the same
+        if len(along) < 2:  # faster, for hundreds of experts
             bare = without_dim(region, self.dim)
             (axis,) = along or [Axis(1, 0, self.dim, 1)]
             for number in range(axis.size):
@@ -158,7 +156,7 @@ class Stack(_OfParts):
 
 @dataclass(frozen=True, slots=True)
 class _Moved(Expression):
-    """The elements of one source in another order, or some of them."""
+    """All or some elements of one source, in another order."""
 
     source: Expression
     shape: Shape
@@ -178,7 +176,7 @@ class _Moved(Expression):
 
 @dataclass(frozen=True, slots=True)
 class Slice(_Moved):
-    """The indices ``start, start + step, ...`` of ``dim``, ``shape[dim]`` of them."""
+    """The first ``shape[dim]`` of the indices ``start, start + step, ...`` of ``dim``."""
 
     dim: int
     start: int
@@ -228,9 +226,9 @@ class Reshape(_Moved):
 
 @dataclass(frozen=True, slots=True)
 class Hole(Expression):
-    """Elements that no checkpoint has, next to others that one has (rows of a resized vocabulary).
+    """Elements that the checkpoint lacks, next to others that it has (new rows of a resized vocabulary).
 
-    Nothing is copied from it: whoever fills the tensor fills them, too.
+    Nothing is copied to them. They are initialized.
     """
 
     shape: Shape
@@ -249,15 +247,12 @@ class Hole(Expression):
 
 
 def concat(parts: Sequence[Expression], dim: int) -> Expression:
-    """``torch.cat``: all parts agree in every dimension but ``dim``."""
+    """Build ``torch.cat``. All shapes are equal except in ``dim``."""
     if not parts:
         raise ValueError("nothing to concatenate")
     first = parts[0].shape
-    for part in parts:
-        if len(part.shape) != len(first) or any(
-            a != b for d, (a, b) in enumerate(zip(part.shape, first, strict=True)) if d != dim
-        ):
-            raise ValueError(f"cannot concatenate shapes {[p.shape for p in parts]} along {dim}")
+    if len({(len(part.shape), *part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) > 1:
+        raise ValueError(f"cannot concatenate shapes {[part.shape for part in parts]} along {dim}")
     if len(parts) == 1:
         return parts[0]
     size = sum(part.shape[dim] for part in parts)
@@ -265,7 +260,7 @@ def concat(parts: Sequence[Expression], dim: int) -> Expression:
 
 
 def stack(parts: Sequence[Expression], dim: int) -> Expression:
-    """``torch.stack``: all parts have the same shape."""
+    """Build ``torch.stack``. All shapes are equal."""
     if not parts:
         raise ValueError("nothing to stack")
     first = parts[0].shape
@@ -276,7 +271,7 @@ def stack(parts: Sequence[Expression], dim: int) -> Expression:
 
 
 def slice_dim(source: Expression, dim: int, start: int, size: int, step: int = 1) -> Expression:
-    """``size`` indices of ``dim`` from ``start`` in steps of ``step`` (positive)."""
+    """Build a slice of ``size`` indices of ``dim``, from ``start`` on, in positive steps."""
     bound = source.shape[dim]
     if step < 1 or size < 0 or start < 0 or (size and start + step * (size - 1) >= bound):
         raise ValueError(f"slice {start}, {size} x {step} is outside dimension {dim} of {source.shape}")
@@ -286,7 +281,7 @@ def slice_dim(source: Expression, dim: int, start: int, size: int, step: int = 1
 
 
 def permute(source: Expression, dims: Sequence[int]) -> Expression:
-    """``torch.permute``."""
+    """Build ``torch.permute``."""
     if sorted(dims) != list(range(len(source.shape))):
         raise ValueError(f"{tuple(dims)} does not permute the dimensions of {source.shape}")
     if isinstance(source, Permute):
@@ -297,7 +292,7 @@ def permute(source: Expression, dims: Sequence[int]) -> Expression:
 
 
 def reshape(source: Expression, shape: Sequence[int]) -> Expression:
-    """``torch.reshape`` with all sizes given."""
+    """Build ``torch.reshape``. No size is -1."""
     shape = tuple(shape)
     if numel(shape) != numel(source.shape):
         raise ValueError(f"cannot reshape {source.shape} to {shape}")
@@ -307,10 +302,7 @@ def reshape(source: Expression, shape: Sequence[int]) -> Expression:
 
 
 def stored_leaves(expression: Expression) -> Iterator[Stored]:
-    """Return all stored tensors below, in order, including inputs of computations.
-
-    A tensor that is used twice is repeated.
-    """
+    """Yield all stored tensors in order, including inputs of computations, and as often as they are used."""
     if isinstance(expression, Stored):
         yield expression
     for source in expression.sources:
@@ -318,7 +310,7 @@ def stored_leaves(expression: Expression) -> Iterator[Stored]:
 
 
 def leaves_of(expression: Expression) -> Iterator[Leaf]:
-    """Return the leaves, in order, without the inputs of computed ones."""
+    """Yield the leaves in order, without the inputs of computed ones."""
     if isinstance(expression, Leaf):
         yield expression
         return
@@ -339,11 +331,7 @@ def rows_stored(expression: Expression) -> int | None:
 
 
 def substitute(expression: Expression, leaves: Mapping[str, Expression]) -> Expression:
-    """Return the same expression over other stored tensors. ``leaves`` maps its keys to the replacements.
-
-    The replacements have the same shapes (not checked, because callers key their cache by shape). Computations keep
-    their operation and get other inputs.
-    """
+    """Replace the stored tensors of an expression. ``leaves`` has the replacements, of the same shapes, by key."""
     if isinstance(expression, Stored):
         return leaves[expression.key]
     return expression.over([substitute(source, leaves) for source in expression.sources])
@@ -352,33 +340,26 @@ def substitute(expression: Expression, leaves: Mapping[str, Expression]) -> Expr
 def skeleton(expression: Expression) -> tuple[Hashable, tuple[str, ...]]:
     """Return an expression without the keys of its leaves, and these keys in order of first appearance.
 
-    Expressions of equal skeletons have the same copies for the same box, with the keys exchanged one by one.
+    Expressions of equal skeletons have equal copies for equal boxes, except for their keys.
     """
-    (found,), keys = skeletons([expression])
-    return found, keys
-
-
-def skeletons(expressions: Sequence[Expression]) -> tuple[tuple[Hashable, ...], tuple[str, ...]]:
-    """Return several expressions without the keys of their leaves, and the keys of all, each once."""
     numbers: dict[str, int] = {}
+    return _without_keys(expression, numbers), tuple(numbers)
 
-    def bare(node: Expression) -> Hashable:
-        if isinstance(node, Stored):
-            return numbers.setdefault(node.key, len(numbers)), node.form
-        return node.form, *map(bare, node.sources)
 
-    found = tuple(map(bare, expressions))
-    return found, tuple(numbers)
+def _without_keys(node: Expression, numbers: dict[str, int]) -> Hashable:
+    if isinstance(node, Stored):
+        return numbers.setdefault(node.key, len(numbers)), node.form
+    return node.form, *(_without_keys(source, numbers) for source in node.sources)
 
 
 def view(source: Expression, strided: Strided) -> Expression:
-    """Return ``torch.as_strided`` of a flat source without overlapping elements.
+    """Build ``torch.as_strided`` of a flat source.
 
-    The steps of the widest stride become rows of a reshape, the next their columns, and so on inwards. Where the
-    last row would end beyond the source, it is taken by itself.
+    Steps of the largest stride become rows of a reshape, those of the next stride its columns, and so on. If the
+    last row would end beyond the source, it is a part of its own.
 
     Raises:
-        ValueError: for a view that reaches beyond the source, or sees elements twice.
+        ValueError: the view reaches beyond the source, or elements overlap.
     """
     if len(source.shape) != 1 or strided.stop > source.shape[0]:
         raise ValueError(f"{strided} is no view of {source.shape} elements")
@@ -397,7 +378,7 @@ def view(source: Expression, strided: Strided) -> Expression:
 
 
 def _rows(source: Expression, offset: int, steps: Sequence[tuple[int, int]]) -> Expression:
-    """The last dimension of the source replaced by one for each (stride, size), widest stride first."""
+    """Replace the last dimension of the source by one for each (stride, size), which are in descending order."""
     *outer, length = source.shape
     dim = len(outer)
     if not steps:
@@ -408,8 +389,8 @@ def _rows(source: Expression, offset: int, steps: Sequence[tuple[int, int]]) -> 
     reach = sum(step * (count - 1) for step, count in inner)
     if stride <= reach:
         raise ValueError(f"steps of {stride} see elements twice")
-    # Rows of one stride each, from so far before the first element that the last row ends within the source. (One
-    # row can always be had so, which ends this.)
+    # Rows of one stride begin early enough for the last one to end within the source, if that is possible. It
+    # always is for a single row, so the recursion ends.
     start = min(offset, length - size * stride)
     if start >= 0 and offset - start + reach < stride:
         rows = reshape(slice_dim(source, dim, start, size * stride), (*outer, size, stride))

@@ -1,4 +1,4 @@
-"""Defines weights in four bits as expressions: packed while they are read, or taken as they are stored."""
+"""Weights in four bits as expressions: quantized while they are read, dequantized, or kept as they are stored."""
 
 from __future__ import annotations
 
@@ -8,82 +8,79 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.conversion import expression, four_bit
-from shardwise.conversion.computed import BadValues, Computed, ComputedBlock, aligned_blocks
+from shardwise.conversion import four_bit
+from shardwise.conversion.computed import BadValues, Computed, ComputedBlock, aligned_blocks, cast, every_nth
 from shardwise.conversion.dequantize import Dequantize
+from shardwise.conversion.expression import (
+    Concat,
+    Expression,
+    Permute,
+    Reshape,
+    Shape,
+    Slice,
+    Stack,
+    concat,
+    permute,
+    reshape,
+    slice_dim,
+    stack,
+)
+from shardwise.conversion.four_bit import NESTED_BLOCK
 from shardwise.tensors import Box, Code, DType, Form4, FourBitForm, numel
 
-_OUT = "bytes"
+_BYTES = "bytes"
 _NUMBERS = "numbers"
-_BYTES_A_NUMBER = 5
-"""The number, its half byte, and its part of a scale."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reinterpret:
-    """Numbers as memory has them, taken for others: rows of float32 for their bytes, or the other way round.
-
-    Attributes:
-        shape: of the result.
-        dtype: of the result.
-        source: dtype of the input.
-    """
-
-    shape: expression.Shape
-    dtype: DType
-    source: DType
-    label: str = "reinterpreting"
-
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        made, given = self.dtype.itemsize, self.source.itemsize
-        unit = (*(1 for _ in self.shape[:-1]), max(1, given // made))
-        for box in aligned_blocks(wanted[_OUT], self.shape, unit, max(unit[-1], most_bytes // (2 * made))):
-            offsets = (*box.offsets[:-1], box.offsets[-1] * made // given)
-            sizes = (*box.sizes[:-1], box.sizes[-1] * made // given)
-            yield ComputedBlock((Box(offsets, sizes),), {_OUT: box}, 2 * made * box.numel)
-
-    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        none = values[0].new_empty(0)
-        return {_OUT: values[0].contiguous().view((none.float() if self.dtype is DType.F32 else none.byte()).dtype)}
-
-
-def _reinterpreted(numbers: expression.Expression, dtype: DType) -> expression.Expression:
-    shape = (*numbers.shape[:-1], numbers.shape[-1] * numbers.dtype.itemsize // dtype.itemsize)
-    return Computed(Reinterpret(shape, dtype, numbers.dtype), _OUT, shape, dtype, (numbers,))
-
-
-def as_bytes(numbers: expression.Expression) -> expression.Expression:
-    """The bytes of numbers, as memory has them: (.., n) become (.., n * itemsize)."""
-    return _reinterpreted(numbers, DType.U8)
-
-
-def from_bytes(raw: expression.Expression) -> expression.Expression:
-    """Return the float32 (.., n) with these bytes (.., 4 n). Float inputs are returned unchanged."""
-    if isinstance(raw, Computed) and isinstance(raw.operation, Reinterpret) and raw.operation.source is DType.F32:
-        return raw.sources[0]
-    if (made := float_scales(raw)) is not None:
-        return made
-    return _reinterpreted(raw, DType.F32)
+_BYTES_PER_NUMBER = 5
+"""Memory to dequantize one: itself as float32, its code, and its share of a scale."""
 
 
 def packed(
-    numbers: expression.Expression, form: FourBitForm, block_size: int, *, rounds_to: DType
-) -> tuple[expression.Expression, expression.Expression]:
-    """Return the expressions of a matrix in 4 bits: packed bytes (.., out, in / 2), and scales.
+    numbers: Expression, form: FourBitForm, block_size: int, *, rounds_to: DType
+) -> tuple[Expression, Expression]:
+    """Return the expressions of a matrix in 4 bits: packed codes (.., out, in / 2), and scales.
 
-    Scales are the bytes of float32, (.., out, 4 * in / block), or the exponents of MXFP4 (.., out, in / 32).
-    Numbers are rounded to ``rounds_to`` before they are packed. A matrix that is stored in this form with this
-    block size is used unchanged.
+    Scales are the bytes of float32, (.., out, 4 * in / block), or the exponents of MXFP4, (.., out, in / 32).
+    Numbers are rounded to ``rounds_to`` before they are quantized. A matrix that is stored in this form, with this
+    block size, is not quantized again.
 
     Raises:
-        ValueError: numbers are to be MXFP4, which are only taken as they are stored.
+        ValueError: the form is MXFP4, and the matrix is stored in another one.
     """
     stored = stored_rows(numbers)
     if stored is not None and (stored.form, stored.block_size) == (form, block_size):
         return stored.values, stored.scales if isinstance(form, Code) else as_bytes(stored.scales)
     if isinstance(form, Code):
-        raise ValueError("its numbers are not packed as MXFP4, which is only taken as it is stored")
-    return quantized(numbers, block_size, form, rounds_to)
+        raise ValueError("numbers are not quantized to MXFP4, which is only kept as it is stored")
+    return quantized_rows(numbers, block_size, form, rounds_to)
+
+
+@dataclass(frozen=True, slots=True)
+class AsBytes:
+    """The bytes of a tensor in memory.
+
+    Attributes:
+        shape: of the bytes, (.., itemsize * n) for (.., n).
+        itemsize: bytes of an element.
+    """
+
+    shape: Shape
+    itemsize: int
+    label: str = "reinterpreting"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        unit = (*(1 for _ in self.shape[:-1]), self.itemsize)
+        for box in aligned_blocks(wanted[_BYTES], self.shape, unit, max(self.itemsize, most_bytes // 2)):
+            yield ComputedBlock((every_nth(box, self.itemsize),), {_BYTES: box}, 2 * box.numel)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        return {_BYTES: values[0].view(cast(values[0].new_empty(0), DType.U8).dtype)}
+
+
+def as_bytes(numbers: Expression) -> Expression:
+    """Return the bytes of numbers in memory: (.., n) become (.., n * itemsize)."""
+    itemsize = numbers.dtype.itemsize
+    shape = (*numbers.shape[:-1], itemsize * numbers.shape[-1])
+    return Computed(AsBytes(shape, itemsize), _BYTES, shape, DType.U8, (numbers,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,28 +90,28 @@ class StoredRows:
     Attributes:
         form: of the codes.
         block_size: elements of a row with one scale.
-        values: packed bytes (.., out, in / 2).
-        scales: (.., out, in / block): float32, or the exponent bytes of MXFP4.
+        values: packed codes (.., out, in / 2).
+        scales: (.., out, in / block): float32, or the exponents of MXFP4.
     """
 
     form: FourBitForm
     block_size: int
-    values: expression.Expression
-    scales: expression.Expression
+    values: Expression
+    scales: Expression
 
 
-def stored_rows(numbers: expression.Expression) -> StoredRows | None:
-    """Return the packed rows of dequantized values if these are only concatenated rows, otherwise None.
+def stored_rows(numbers: Expression) -> StoredRows | None:
+    """Return the stored rows that dequantized numbers are made of, or None if they are not whole rows.
 
-    No block crosses a row, so that rows that are stacked, concatenated or sliced as numbers are so as bytes.
+    No block crosses a row, so rows that are stacked, concatenated or sliced as numbers can be so as codes.
     """
     if isinstance(numbers, Computed):
         match numbers.operation:
-            case Unpack(form=form, block_size=block):
+            case DequantizeRows(form=form, block_size=block):
                 return StoredRows(form, block, *numbers.sources)
-            case Dequantize(code=Code.E2M1, has_exponents=True, overall=0, unit=(*outer, block)) if set(outer) <= {
-                1
-            }:
+            case Dequantize(code=Code.E2M1, has_exponents=True, overall=0, unit=(*outer, block)) if (
+                max(outer, default=1) == 1
+            ):
                 return StoredRows(Code.E2M1, block, *numbers.sources)
         return None
     parts = [stored_rows(source) for source in numbers.sources]
@@ -128,75 +125,66 @@ def stored_rows(numbers: expression.Expression) -> StoredRows | None:
     return StoredRows(found[0].form, found[0].block_size, values, scales)
 
 
-def _over_rows(
-    node: expression.Expression, sources: Sequence[expression.Expression]
-) -> expression.Expression | None:
-    """Return the same node over rows of another width, or None if it does not keep rows together."""
+def _over_rows(node: Expression, sources: Sequence[Expression]) -> Expression | None:
+    """Return the same node over rows of another width, or None if it does not keep rows whole."""
     last = len(node.shape) - 1
     match node:
-        case expression.Concat(dim=dim) if dim != last:
-            return expression.concat(sources, dim)
-        case expression.Stack(dim=dim) if dim != last:
-            return expression.stack(sources, dim)
-        case expression.Slice(dim=dim) if dim != last:
-            return expression.slice_dim(sources[0], dim, node.start, node.shape[dim], node.step)
-        case expression.Permute(dims=dims) if dims[-1] == last:
-            return expression.permute(sources[0], dims)
-        case expression.Reshape() if node.shape[-1] == node.source.shape[-1]:
-            return expression.reshape(sources[0], (*node.shape[:-1], sources[0].shape[-1]))
+        case Concat(dim=dim) if dim != last:
+            return concat(sources, dim)
+        case Stack(dim=dim) if dim != last:
+            return stack(sources, dim)
+        case Slice(dim=dim) if dim != last:
+            return slice_dim(sources[0], dim, node.start, node.shape[dim], node.step)
+        case Permute(dims=dims) if dims[-1] == last:
+            return permute(sources[0], dims)
+        case Reshape() if node.shape[-1] == node.source.shape[-1]:
+            return reshape(sources[0], (*node.shape[:-1], sources[0].shape[-1]))
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class Unnest:
-    """``numbers[code] * scale of 256 + offset``: scales that are kept in a byte each, in float32.
+class DequantizeScales:
+    """Scales that are stored in 8 bits, as float32: ``numbers[code] * scale of 256 + offset``.
+
+    See [Note: Nested scales].
 
     Attributes:
-        count: of the scales.
-        offset: their mean, which was taken from all before they were packed.
-        numbers: values of the 256 bytes.
+        count: number of scales.
+        offset: the mean that was subtracted from all of them.
+        numbers: values of the 256 codes.
     """
 
     count: int
     offset: float
     numbers: tuple[float, ...]
-    label: str = "unpacking scales"
+    label: str = "dequantizing scales"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(
-            wanted[_NUMBERS], (self.count,), (four_bit.NESTED_BLOCK,), max(1, most_bytes // 10)
-        ):
-            (start,), (size,) = box.offsets, box.sizes
-            first, last = start // four_bit.NESTED_BLOCK, -(-(start + size) // four_bit.NESTED_BLOCK)
-            yield ComputedBlock((box, Box((first,), (last - first,))), {_NUMBERS: box}, 10 * size)
+        for box in aligned_blocks(wanted[_NUMBERS], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 10)):
+            yield ComputedBlock((box, every_nth(box, NESTED_BLOCK)), {_NUMBERS: box}, 10 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         codes, nested = values
         found = nested.new_tensor(self.numbers)[codes.int()]
-        scales = nested.repeat_interleave(four_bit.NESTED_BLOCK)[: found.numel()]
+        scales = nested.repeat_interleave(NESTED_BLOCK)[: found.numel()]
         return {_NUMBERS: found.mul_(scales).add_(self.offset)}
 
 
-def unnested(
-    codes: expression.Expression, nested: expression.Expression, offset: float, numbers: tuple[float, ...]
-) -> expression.Expression:
-    """See :class:`Unnest`."""
+def dequantized_scales(
+    codes: Expression, nested: Expression, offset: float, numbers: tuple[float, ...]
+) -> Expression:
+    """See :class:`DequantizeScales`. The result is flat."""
     count = numel(codes.shape)
-    sources = (expression.reshape(codes, (count,)), expression.reshape(nested, (numel(nested.shape),)))
-    return Computed(Unnest(count, offset, numbers), _NUMBERS, (count,), DType.F32, sources)
+    sources = (reshape(codes, (count,)), reshape(nested, (numel(nested.shape),)))
+    return Computed(DequantizeScales(count, offset, numbers), _NUMBERS, (count,), DType.F32, sources)
 
 
-def unpacked(
-    values: expression.Expression,
-    scales: expression.Expression,
-    shape: expression.Shape,
-    form: Form4,
-    block_size: int,
-    dtype: DType,
-) -> expression.Expression:
-    """Numbers, rounded to the ``dtype`` that they had, of packed bytes and float32 scales, row by row in any shape.
+def dequantized_rows(
+    values: Expression, scales: Expression, shape: Shape, form: Form4, block_size: int, dtype: DType
+) -> Expression:
+    """Return the numbers of packed codes and float32 scales, both row by row in any shape, rounded to ``dtype``.
 
-    If rows are not whole blocks, blocks continue from row to row, and all values are computed as one row.
+    If rows are not whole blocks, blocks continue from row to row, and all numbers are computed as one row.
 
     Raises:
         ValueError: there are not as many of them as ``shape`` has elements and blocks.
@@ -210,89 +198,74 @@ def unpacked(
     *outer, columns = shape if shape[-1] % block_size == 0 else (numel(shape),)
     computed = (*outer, columns)
     sources = tuple(
-        expression.reshape(source, (*outer, -(-columns // step)))
-        for source, step in ((values, 2), (scales, block_size))
+        reshape(source, (*outer, -(-columns // step))) for source, step in ((values, 2), (scales, block_size))
     )
-    made = Computed(Unpack(computed, block_size, form, dtype), _NUMBERS, computed, dtype, sources)
-    return expression.reshape(made, shape)
+    made = Computed(DequantizeRows(computed, block_size, form, dtype), _NUMBERS, computed, dtype, sources)
+    return reshape(made, shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Unpack:
-    """``code[nibble] * scale`` for each half of a byte, in float32, rounded once. See [Note: Four bits].
+class DequantizeRows:
+    """``numbers[code] * scale`` in float32, rounded once to ``dtype``. See [Note: Four bits].
 
     Attributes:
-        shape: of the values (.., out, in), or all of them in one row, whose last block may be smaller.
-        block_size: so many in a row have one scale.
+        shape: of the numbers (.., out, in), or (n,) for all in one row, whose last block may be smaller.
+        block_size: elements of a row with one scale.
         form: 4-bit data type.
         dtype: of the numbers.
     """
 
-    shape: expression.Shape
+    shape: Shape
     block_size: int
     form: Form4
     dtype: DType
-    label: str = "unpacking"
+    label: str = "dequantizing"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         unit = (*(1 for _ in self.shape[:-1]), self.block_size)
-        for box in aligned_blocks(wanted[_NUMBERS], self.shape, unit, max(1, most_bytes // _BYTES_A_NUMBER)):
-            needs = tuple(
-                Box((*box.offsets[:-1], box.offsets[-1] // step), (*box.sizes[:-1], -(-box.sizes[-1] // step)))
-                for step in (2, self.block_size)
-            )
-            yield ComputedBlock(needs, {_NUMBERS: box}, _BYTES_A_NUMBER * box.numel)
+        for box in aligned_blocks(wanted[_NUMBERS], self.shape, unit, max(1, most_bytes // _BYTES_PER_NUMBER)):
+            inputs = every_nth(box, 2), every_nth(box, self.block_size)
+            yield ComputedBlock(inputs, {_NUMBERS: box}, _BYTES_PER_NUMBER * box.numel)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        packed, scales = values
-        none = scales.new_empty(0)
-        kinds = {DType.BF16: none.bfloat16, DType.F16: none.half}
-        *outer, columns = block.gives[_NUMBERS].sizes
+        codes, scales = values
+        *outer, columns = block.outputs[_NUMBERS].sizes
         whole = -(-columns // self.block_size) * self.block_size
-        if whole != columns:  # the end of a row of all numbers
-            stored, packed = packed, packed.new_zeros(whole // 2)
-            packed[: stored.numel()] = stored
-        out = kinds.get(self.dtype, none.float)().new_empty((*outer, whole))
-        four_bit.dequantize_rows(packed, scales, self.block_size, self.form, out)
+        if whole != columns:  # the last block of a tensor in one row
+            stored, codes = codes, codes.new_zeros(whole // 2)
+            codes[: stored.numel()] = stored
+        out = cast(scales.new_empty(0), self.dtype).new_empty((*outer, whole))
+        four_bit.dequantize_rows(codes, scales, self.block_size, self.form, out)
         return {_NUMBERS: out[..., :columns]}
 
 
-def nested_as_stored(numbers: expression.Expression, form: Form4, block_size: int) -> NestedParts | None:
+def stored_form(numbers: Expression) -> tuple[Form4, int] | None:
+    """Return the 4-bit data type and the block size of a matrix stored in 4 bits, otherwise None."""
+    operation = numbers.operation if isinstance(numbers, Computed) else None
+    return (operation.form, operation.block_size) if isinstance(operation, DequantizeRows) else None
+
+
+def nested_as_stored(numbers: Expression, form: Form4, block_size: int) -> tuple[Expression, ...] | None:
     """Return the stored parts of a matrix with nested scales, or None if it is stored in another form.
 
-    Only if these bytes have the same code table as here.
+    The parts are packed codes (out, in / 2), codes of scales (out, in / block), a float32 for 256 of these, and the
+    offset (1,). Scales of another code table than bitsandbytes' are another form.
     """
-    stored = _stored_so(numbers, form, block_size)
-    if stored is None:
+    if stored_form(numbers) != (form, block_size):
         return None
-    values, scales = stored
-    inner = scales.source if isinstance(scales, expression.Reshape) else scales
-    if not isinstance(inner, Computed) or not isinstance(inner.operation, Unnest):
-        return None
-    if inner.operation.numbers != four_bit.dynamic_numbers():
+    values, scales = numbers.sources
+    inner = scales.source if isinstance(scales, Reshape) else scales
+    operation = inner.operation if isinstance(inner, Computed) else None
+    if not isinstance(operation, DequantizeScales) or operation.numbers != four_bit.dynamic_numbers():
         return None
     codes, nested = inner.sources
-    return NestedParts(
-        values, expression.reshape(codes, scales.shape), nested, _constant(inner.operation.offset, nested)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class NestedParts:
-    """Packed bytes (.., out, in / 2), codes (.., out, in / block), a float32 for 256 of these, the offset (1,)."""
-
-    packed: expression.Expression
-    codes: expression.Expression
-    nested: expression.Expression
-    offset: expression.Expression
+    offset = Computed(Constant(operation.offset), _NUMBERS, (1,), DType.F32, (nested,))
+    return values, reshape(codes, scales.shape), nested, offset
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """One float32 constant (1,) that no file has as a tensor.
-
-    Its input, any float32, determines the device and type.
-    """
+    """A float32 (1,) that no file has as a tensor. Its input, any float32 tensor, is only the type to make."""
 
     number: float
     label: str = "a constant"
@@ -306,47 +279,30 @@ class Constant:
         return {_NUMBERS: values[0].new_tensor((self.number,))}
 
 
-def _constant(number: float, beside: expression.Expression) -> expression.Expression:
-    return Computed(Constant(number), _NUMBERS, (1,), DType.F32, (beside,))
+_CODES, _SCALES = "packed", "absmax"
 
-
-def stored_form(numbers: expression.Expression) -> tuple[Form4, int] | None:
-    """Return the 4-bit data type and the block size of a matrix stored in 4 bits, otherwise None."""
-    operation = numbers.operation if isinstance(numbers, Computed) else None
-    return (operation.form, operation.block_size) if isinstance(operation, Unpack) else None
-
-
-def _stored_so(
-    numbers: expression.Expression, form: Form4, block_size: int
-) -> tuple[expression.Expression, ...] | None:
-    """Return the packed bytes and the scales of a matrix that is stored in this form, otherwise None."""
-    return numbers.sources if stored_form(numbers) == (form, block_size) else None
-
-
-_PACKED, _SCALES, _SCALE_NUMBERS = "packed", "absmax", "scales"
-
-_MOST_ELEMENTS = 1 << 20
+_MAX_ELEMENTS = 1 << 20
 """Of a block: 4 MiB as float32."""
 
-_ROWS_TOLD = 5
+_ROWS_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Quantize:
-    """Codes and scales of a weight, in whole rows, as bitsandbytes makes them of it on a CPU.
+class QuantizeRows:
+    """Codes and scales of a weight, in whole rows, as bitsandbytes computes them on a CPU.
 
-    Outputs are ``packed``, uint8 ``[..., width / 2]``, ``absmax``, the bytes of the float32 scales, uint8 ``[..., 4
-    width / block]``, and on request ``scales``, the same as float32 ``[..., width / block]``.
+    Outputs are ``packed``, uint8 ``[..., width / 2]``, and ``absmax``, the bytes of the float32 scales, uint8
+    ``[..., 4 width / block]``.
 
     Attributes:
         shape: of the weight.
-        block: how many elements have one scale.
+        block: elements of a row with one scale.
         form: 4-bit data type.
-        stored: the dtype that the weight comes in.
-        dtype: its values are rounded to this first, as they are in a model of this dtype: F32, BF16 or F16.
+        stored: dtype of the weight.
+        dtype: F32, BF16 or F16, to which values are rounded first, as in a model of this dtype.
     """
 
-    shape: expression.Shape
+    shape: Shape
     block: int
     form: Form4
     stored: DType
@@ -355,98 +311,74 @@ class Quantize:
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         width = self.shape[-1]
-        rows = [_as_wide(box, width) for boxes in wanted.values() for box in boxes]
+        rows = [_with_width(box, width) for boxes in wanted.values() for box in boxes]
         unit = (*(1 for _ in self.shape[:-1]), width)
-        for box in aligned_blocks(rows, self.shape, unit, self._most_elements(most_bytes)):
-            gives = {
-                _PACKED: _as_wide(box, four_bit.packed_shape(self.shape)[-1]),
-                _SCALES: _as_wide(box, four_bit.raw_scales_shape(self.shape, self.block)[-1]),
+        for box in aligned_blocks(rows, self.shape, unit, self._max_elements(most_bytes)):
+            outputs = {
+                _CODES: _with_width(box, width // 2),
+                _SCALES: _with_width(box, 4 * width // self.block),
             }
-            if _SCALE_NUMBERS in wanted:
-                gives[_SCALE_NUMBERS] = _as_wide(box, four_bit.scales_shape(self.shape, self.block)[-1])
-            yield ComputedBlock((box,), gives, self._nbytes(box.numel))
+            yield ComputedBlock((box,), outputs, self._nbytes(box.numel))
 
     def _nbytes(self, elements: int) -> int:
         """Return the bytes of a block: input, rounded input, output and scratch memory."""
         return (self.stored.itemsize + self.dtype.itemsize + 1) * elements + four_bit.scratch_bytes(elements)
 
-    def _most_elements(self, most_bytes: int) -> int:
+    def _max_elements(self, most_bytes: int) -> int:
         """Return the elements of the largest block within ``most_bytes``."""
         small = most_bytes // self._nbytes(1)
         if small < four_bit.CHUNK:
             return small
-        return min(
-            _MOST_ELEMENTS,
-            (most_bytes - four_bit.scratch_bytes(four_bit.CHUNK)) // (self._nbytes(1) - four_bit.scratch_bytes(1)),
-        )
+        scratch = four_bit.scratch_bytes(four_bit.CHUNK)
+        return min(_MAX_ELEMENTS, (most_bytes - scratch) // (self._nbytes(1) - four_bit.scratch_bytes(1)))
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        """Raises :class:`BadValues` for rows that are not finite."""
-        none = values[0].new_empty(0).byte()
-        packed, raw = (none.new_empty(block.gives[name].sizes) for name in (_PACKED, _SCALES))
-        bad = four_bit.quantize_rows(
-            _rounded(values[0], self.dtype), self.block, self.form, packed, four_bit.scales_in(raw)
-        )
+        """Quantize the rows of a block.
+
+        Raises:
+            BadValues: rows are not finite.
+        """
+        none = cast(values[0].new_empty(0), DType.U8)
+        codes, scales = (none.new_empty(block.outputs[name].sizes) for name in (_CODES, _SCALES))
+        numbers = cast(values[0], self.dtype)
+        bad = four_bit.quantize_rows(numbers, self.block, self.form, codes, four_bit.scales_in(scales))
         if bad:
             raise BadValues(
-                f"{_told(bad, block.needs[0])} values that are not finite in {self.dtype.label}, and cannot be put "
-                "into 4 bits. The checkpoint is damaged, or leave this weight as it is"
+                f"{_describe_rows(bad, block.inputs[0])} values that are not finite in {self.dtype.label}, and "
+                "cannot be put into 4 bits. The checkpoint is damaged, or leave this weight as it is"
             )
-        return {_PACKED: packed, _SCALES: raw, _SCALE_NUMBERS: four_bit.scales_in(raw)}
+        return {_CODES: codes, _SCALES: scales}
 
 
-def _as_wide(box: Box, width: int) -> Box:
-    """The same rows, of another tensor with as many."""
+def _with_width(box: Box, width: int) -> Box:
+    """Return the same rows of a tensor of another width."""
     return Box((*box.offsets[:-1], 0), (*box.sizes[:-1], width))
 
 
-def _rounded(values: Any, dtype: DType) -> Any:
-    """Return values rounded to a dtype. 16-bit values need no rounding to become float32."""
-    match dtype:
-        case DType.BF16:
-            return values.bfloat16()
-        case DType.F16:
-            return values.half()
-        case _:
-            none = values.new_empty(0)
-            return values if values.dtype in (none.bfloat16().dtype, none.half().dtype) else values.float()
-
-
-def _told(rows: Sequence[int], box: Box) -> str:
-    """These rows of a box, by their places in the whole weight."""
+def _describe_rows(rows: Sequence[int], box: Box) -> str:
+    """Name rows of a box, numbered over all outer dimensions, by their indices in the whole weight."""
     places = np.stack(np.unravel_index(rows, box.sizes[:-1]), axis=1) + np.array(box.offsets[:-1])
     shown = ", ".join(
-        str(place[0]) if len(place) == 1 else str(tuple(place)) for place in places.tolist()[:_ROWS_TOLD]
+        str(place[0]) if len(place) == 1 else str(tuple(place)) for place in places.tolist()[:_ROWS_SHOWN]
     )
-    more = f" and {len(rows) - _ROWS_TOLD} more" if len(rows) > _ROWS_TOLD else ""
+    more = f" and {len(rows) - _ROWS_SHOWN} more" if len(rows) > _ROWS_SHOWN else ""
     return f"row {shown} has" if len(rows) == 1 else f"rows {shown}{more} have"
 
 
-def quantized(
-    weight: expression.Expression, block: int, form: Form4, dtype: DType
-) -> tuple[expression.Expression, expression.Expression]:
-    """The codes and the scales (as bytes) of a weight ``[..., rows, width]``, rounded to ``dtype`` before.
-
-    See :class:`Quantize`.
+def quantized_rows(weight: Expression, block: int, form: Form4, dtype: DType) -> tuple[Expression, Expression]:
+    """Return the codes and the bytes of the scales of a weight ``[..., rows, width]``. See :class:`QuantizeRows`.
 
     Raises:
-        ValueError: its rows are not of whole blocks, or it is not of numbers that can be quantized.
+        ValueError: its rows are not whole blocks, or its dtype cannot be quantized.
     """
     shape = tuple(weight.shape)
     if not four_bit.fits_blocks(shape, block):
         raise ValueError(f"{weight} has {shape}, whose rows are not of whole blocks of {block}")
     if weight.dtype.kind != "float" or weight.dtype.bits < 8 or dtype not in (DType.F32, DType.BF16, DType.F16):
         raise ValueError(f"{weight}, {weight.dtype.label}, cannot be put into 4 bits by way of {dtype.label}")
-    operation = Quantize(shape, block, form, weight.dtype, dtype)
+    operation = QuantizeRows(shape, block, form, weight.dtype, dtype)
+    scales = (*shape[:-1], 4 * shape[-1] // block)
     return (
-        Computed(operation, _PACKED, four_bit.packed_shape(shape), DType.U8, (weight,)),
-        Computed(operation, _SCALES, four_bit.raw_scales_shape(shape, block), DType.U8, (weight,)),
+        Computed(operation, _CODES, four_bit.packed_shape(shape), DType.U8, (weight,)),
+        Computed(operation, _SCALES, scales, DType.U8, (weight,)),
     )
-
-
-def float_scales(raw: expression.Expression) -> expression.Expression | None:
-    """Return the float32 scales with these bytes, from the computation that makes them, or None for other bytes."""
-    if not isinstance(raw, Computed) or not isinstance(raw.operation, Quantize) or raw.output != _SCALES:
-        return None
-    shape = four_bit.scales_shape(raw.operation.shape, raw.operation.block)
-    return Computed(raw.operation, _SCALE_NUMBERS, shape, DType.F32, raw.sources)

@@ -1,17 +1,17 @@
 """Regions of tensors: affine maps from axes to dimensions.
 
-[Note: Regions] A set of indices of a node is kept as an affine map. ``origin`` is the index of its first element.
-Every axis of the iteration moves along exactly one dimension of the node, by ``step`` indices, and by ``stride``
-elements in the target. Several axes may move along the same dimension (the mixed-radix digits that a reshape leaves
-behind), so a column interleave stays one strided copy and not a box for every column. Moving a region through a
-node keeps this form or splits the region into a few of the same form:
+[Note: Regions] A set of indices of a node is represented as an affine map. ``origin`` is the index of its first
+element. Every axis of the iteration moves along exactly one dimension of the node, by ``step`` indices, and by
+``stride`` elements in the target. Several axes may move along the same dimension (the mixed-radix digits after a
+reshape), so a column interleave is one strided copy instead of a box for every column. Pushing a region down a node
+yields one or a few regions:
 
 * a permutation renames dimensions, and a slice scales them.
-* a concatenation or stack clips the region to each part (:func:`clip`).
+* a concatenation or stack clips the region to each source (:func:`clip`).
 * a reshape flattens all dimensions into one, then splits dimensions off it, last first (:func:`unflatten`).
 
-Splitting may, in the worst case, unroll an axis into single steps. It is always exact, and compact for all of
-transformers' conversions.
+Splitting is exact. In the worst case it unrolls an axis into single steps, which no conversion of transformers
+needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.tensors import Box, Strided, contiguous_strides
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """``size`` > 1 steps: each moves ``stride`` elements in the target, ``step`` indices along ``dim``."""
+    """``size`` > 1 steps, each of ``stride`` elements in the target and of ``step`` indices along ``dim``."""
 
     size: int
     stride: int
@@ -40,7 +40,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """See [Note: Regions]. ``target`` is the place of the first element in the target's memory."""
+    """See [Note: Regions]. ``target`` is the offset of the first element in the target's memory."""
 
     origin: tuple[int, ...]
     target: int
@@ -48,7 +48,7 @@ class Region:
 
     @classmethod
     def of(cls, box: Box, into: Strided) -> Region:
-        """A box of a tensor, whose elements go to ``into``."""
+        """Return the region of a box whose elements are copied to ``into``."""
         axes = tuple(
             Axis(size, stride, dim, 1)
             for dim, (size, stride) in enumerate(zip(box.sizes, into.strides, strict=True))
@@ -58,25 +58,26 @@ class Region:
 
     @property
     def bounds(self) -> Box:
-        """The smallest box that holds the region."""
+        """The smallest box that contains the region."""
         sizes = [1] * len(self.origin)
         for axis in self.axes:
             sizes[axis.dim] += axis.span
         return Box(self.origin, tuple(sizes))
 
     def within(self, box: Box) -> Iterator[Region]:
-        """The part of the region that lies in a box, counted from the box's first element."""
+        """Yield the part of the region that is in a box, relative to the box's first element."""
         parts = [self]
         for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
             parts = [piece for part in parts for piece in clip(part, dim, start, start + size)]
         for part in parts:
-            inside = tuple(at - first for at, first in zip(part.origin, box.offsets, strict=True))
-            yield replace(part, origin=inside)
+            yield replace(
+                part, origin=tuple(at - first for at, first in zip(part.origin, box.offsets, strict=True))
+            )
 
     def strided(self, strides: Sequence[int], start: int = 0) -> tuple[Strided, Strided]:
-        """Return (source layout, target layout), in the same order, largest steps first.
+        """Return the layouts in the source and in the target, in the same order, with descending strides.
 
-        ``strides`` and ``start`` are the tensor's memory layout.
+        The source has these strides, and its first element is at ``start``.
         """
         offset = start + sum(index * stride for index, stride in zip(self.origin, strides, strict=True))
         axes = sorted(((a.step * strides[a.dim], a.stride, a.size) for a in self.axes), reverse=True)
@@ -94,7 +95,7 @@ class Region:
         return Region((*self.origin[:dim], value, *self.origin[dim + 1 :]), self.target, self.axes)
 
     def restricted(self, axis: Axis, first: int, count: int) -> Region:
-        """Only the steps ``first .. first + count`` of one axis."""
+        """Keep only the steps ``first <= i < first + count`` of one axis."""
         axes = tuple(other for other in self.axes if other is not axis)
         if count > 1:
             axes = (*axes, Axis(count, axis.stride, axis.dim, axis.step))
@@ -103,17 +104,14 @@ class Region:
 
 
 def parts_touched(region: Region, dim: int, starts: Sequence[int]) -> range:
-    """Return the numbers of the parts that a region touches.
-
-    Part i begins at ``starts[i]``, and the last start is the end.
-    """
+    """Return the indices of the parts between which a region lies. Part i is ``starts[i] <= x < starts[i + 1]``."""
     first = region.origin[dim]
     last = first + sum(axis.span for axis in region.axes if axis.dim == dim)
     return range(bisect_right(starts, first) - 1, bisect_right(starts, last))
 
 
 def without_dim(region: Region, dim: int) -> Region:
-    """Return the region without a dimension, whose movement is dropped."""
+    """Return the region without a dimension and without the axes along it."""
     axes = tuple(
         Axis(axis.size, axis.stride, axis.dim - (axis.dim > dim), axis.step)
         for axis in region.axes
@@ -123,7 +121,7 @@ def without_dim(region: Region, dim: int) -> Region:
 
 
 def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:
-    """The part of the region whose index along ``dim`` is in ``start .. stop``."""
+    """Yield the part of the region with ``start <= index < stop`` along ``dim``."""
     along = [axis for axis in region.axes if axis.dim == dim]
     first = region.origin[dim]
     last = first + sum(axis.span for axis in along)
@@ -147,7 +145,7 @@ def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:
 
 
 def flatten(region: Region, shape: tuple[int, ...]) -> Region:
-    """The same elements as indices of the flat, row-major tensor."""
+    """Return the same elements as indices of the flattened tensor."""
     strides = contiguous_strides(shape)
     origin = sum(index * stride for index, stride in zip(region.origin, strides, strict=True))
     axes = tuple(Axis(a.size, a.stride, 0, a.step * strides[a.dim]) for a in region.axes)
@@ -155,7 +153,7 @@ def flatten(region: Region, shape: tuple[int, ...]) -> Region:
 
 
 def unflatten(region: Region, shape: tuple[int, ...]) -> Iterator[Region]:
-    """A flat region as regions of a tensor of this shape."""
+    """Yield regions of a tensor of this shape that make up a region of the flattened tensor."""
     if len(shape) == 0:
         yield replace(region, origin=())
         return
@@ -166,7 +164,7 @@ def unflatten(region: Region, shape: tuple[int, ...]) -> Iterator[Region]:
 
 
 def _split(region: Region, inner: int) -> Iterator[Region]:
-    """Dimension 0, an index ``x``, replaced by the two dimensions ``x // inner, x % inner``."""
+    """Replace dimension 0, an index ``x``, by the two dimensions ``x // inner, x % inner``."""
     outer_index, inner_index = divmod(region.origin[0], inner)
     digits = [axis for axis in region.axes if axis.dim == 0 and axis.step % inner]
     reach = sum(axis.span for axis in digits)
@@ -174,8 +172,8 @@ def _split(region: Region, inner: int) -> Iterator[Region]:
         axes = tuple(_split_axis(axis, inner) for axis in region.axes)
         yield Region((outer_index, inner_index, *region.origin[1:]), region.target, axes)
         return
-    # Some digit carries into the outer dimension. Where the others stay below its step, it divides into the
-    # steps up to the first carry, whole turns, and the steps after the last carry.
+    # Some digit carries into the outer dimension. If the others stay below its step, it divides into the steps up
+    # to the first carry, whole turns, and the steps after the last carry.
     axis = max(digits, key=attrgetter("step"))
     below = inner_index % axis.step + reach - axis.span
     if inner % axis.step == 0 and below < axis.step:

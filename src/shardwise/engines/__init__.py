@@ -1,7 +1,4 @@
-"""Execution of the public functions.
-
-Comparing calls between ranks, opening checkpoints, building models, loading and saving.
-"""
+"""Public functions: load, save, shard, states, streams, merges, estimates."""
 
 from shardwise.errors import require_versions
 

@@ -1,9 +1,7 @@
 """Checks the arguments of a call, and opens the checkpoint it names, the same on all ranks."""
 
 import dataclasses
-import difflib
 import functools
-import inspect
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Union, cast, get
 
 import torch
 
-from shardwise.errors import ConfigError, RankMismatchError, StorageError
+from shardwise.errors import ConfigError, RankMismatchError, StorageError, unknown_keyword
 from shardwise.execution.reading import identities_of
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
@@ -29,7 +27,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _OTHER_KINDS = ("torch.distributed.", "torch.nn.modules.module")
-"""Modules of kinds that are not ours, and without which nothing can be done; beside torch's own few."""
+"""Modules of further classes whose arguments are checked."""
 
 _SHARDED = "Pass sharding=Sharding(mesh=...), and start one process for each device (torchrun)"
 _OFFLOADED = "Pass sharding=Sharding(offload_policy=CPUOffloadPolicy()). Nothing is offloaded to disk"
@@ -50,60 +48,22 @@ _INSTEAD: Mapping[str, str] = {
 """Keywords of transformers, TRL and FSDP that ``from_pretrained`` does not have, and what to do instead."""
 
 
-def require_known(call: str, given: Mapping[str, object], hints: Mapping[str, Any]) -> None:
+def require_known(call: str, given: Mapping[str, object], kind: type) -> None:
     """Reject keywords that a call does not have. Those of transformers with value None are allowed.
 
     Args:
         call: name of the public function.
         given: the keywords.
-        hints: annotations of the keywords that the call has.
+        kind: declaration of the keywords that the call has.
 
     Raises:
         ConfigError: an unknown keyword. The message has the options object that takes it, the alternative, or the
             nearest keyword.
     """
-    names = sorted(hints)
-    strange = [
-        name for name, value in given.items() if name not in names and not (name in _INSTEAD and value is None)
-    ]
-    for name in strange:
-        if name not in _INSTEAD:
-            near = difflib.get_close_matches(name, names, n=1)
-            remedy = f"Did you mean {near[0]!r}?" if near else "Attributes of the config go into config_overrides"
-            remedy = _option_with(name, hints) or remedy
-            raise ConfigError(f"{call}() got an unexpected keyword argument {name!r}. {remedy}")
-    if strange:
-        raise ConfigError(f"{call}() has no {strange[0]}. {_INSTEAD[strange[0]]}")
-
-
-def _option_with(name: str, hints: Mapping[str, Any]) -> str | None:
-    """Return advice to pass the options object that has a field of this name, or None if none has."""
-    for argument, hint in hints.items():
-        for kind in _allowed(hint)[0]:
-            if dataclasses.is_dataclass(kind) and name in (item.name for item in dataclasses.fields(kind)):
-                return f"Pass {argument}={getattr(kind, '__name__', kind)}({name}=...)"
-    return None
-
-
-def answer_keywords(instead: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that rejects unknown keywords of a function with the nearest one, or with advice."""
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = inspect.signature(function).parameters.keys()
-
-        @functools.wraps(function)
-        def call(*args: P.args, **keywords: P.kwargs) -> T:
-            for name in keywords.keys() - known:
-                near = difflib.get_close_matches(name, known, n=1)
-                remedy = instead.get(name) or (
-                    f"Did you mean {near[0]!r}?" if near else f"Keywords: {', '.join(known)}"
-                )
-                raise ConfigError(f"{function.__name__}() got an unexpected keyword argument {name!r}. {remedy}")
-            return function(*args, **keywords)
-
-        return call
-
-    return decorate
+    known = hints_of(kind)
+    for name, value in given.items():
+        if name not in known and not (name in _INSTEAD and value is None):
+            raise unknown_keyword(call, name, known, _INSTEAD, kind)
 
 
 def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: str = "") -> None:
@@ -155,33 +115,27 @@ def world_of(options: object, call: str) -> World:
     return World.current(getattr(options, "process_group", None), getattr(options, "timeouts", None), call=call)
 
 
-def agree_on_call(
-    world: World, check: Callable[P, tuple[T, Mapping[str, str]]], *args: P.args, **keywords: P.kwargs
-) -> T:
-    """Check a call on every rank. Collective: yes.
+def require_same_arguments(
+    world: World, check: Callable[P, Mapping[str, str]], *args: P.args, **keywords: P.kwargs
+) -> None:
+    """Check the arguments of a call on every rank, and that they are the same on all. Collective: yes.
 
-    Args:
-        world: the ranks.
-        check: returns the checked call, and the arguments that ranks must have in common, as text by name.
-        args: of ``check``.
-        keywords: of ``check``.
+    ``check`` returns the arguments that ranks must have in common, as text by name.
 
     Raises:
         ShardwiseError: the same on every rank, if ``check`` raised it on any.
         RankMismatchError: ranks were called with different arguments.
     """
-    call, settings = world.run_all(check, *args, **keywords)
-    if fault := world.all_reduce_object(settings, _difference):
+    if fault := world.map_reduce(check, _difference, *args, **keywords):
         raise RankMismatchError(fault)
-    return call
 
 
-def _difference(told: Sequence[Mapping[str, str]]) -> str | None:
+def _difference(settings_by_rank: Sequence[Mapping[str, str]]) -> str | None:
     """Describe the first argument that is not the same on all ranks."""
-    first = told[0]
-    for name in dict.fromkeys(name for settings in told for name in settings):
-        if odd := [rank for rank, settings in enumerate(told) if settings.get(name) != first.get(name)]:
-            values = f"{told[odd[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
+    first = settings_by_rank[0]
+    for name in dict.fromkeys(name for settings in settings_by_rank for name in settings):
+        if odd := [rank for rank, each in enumerate(settings_by_rank) if each.get(name) != first.get(name)]:
+            values = f"{settings_by_rank[odd[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
             return (
                 f"{name} on rank {shown_ranks(odd)} is not that of rank 0 ({values:.500}). Give every rank the same"
             )
@@ -189,14 +143,14 @@ def _difference(told: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def comparable_text(value: object) -> str:
-    """A value as ranks may compare it: without addresses of memory."""
+    """Return text that is equal on two ranks if the value is: without memory addresses."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
     return repr(value)
 
 
 def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """Return the classes and the strings that an annotation allows. No classes if it has none of ours."""
+    """Return the classes and the strings that an annotation allows. No classes if none of them is checked."""
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     choices = tuple(value for part in parts if get_origin(part) is Literal for value in get_args(part))
     others = [part for part in parts if get_origin(part) is not Literal]
@@ -207,7 +161,7 @@ def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
 
 
 def _is_of(value: object, kinds: tuple[Any, ...]) -> bool:
-    if isinstance(value, type) and type not in kinds:  # a class has what a protocol asks of its objects
+    if isinstance(value, type) and type not in kinds:  # a class has the attributes of a protocol, too
         return False
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
@@ -248,36 +202,33 @@ class OpenSource:
     notes: tuple[str, ...] = ()
 
     def closing(self) -> AbstractContextManager[object]:
-        """A context at whose end a reader opened here is closed."""
+        """Return a context that closes a reader opened here."""
         return self.reader if self.is_own else nullcontext()
 
 
 def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource:
     """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
+    is_own = not isinstance(checkpoint, StorageReader)
     if isinstance(checkpoint, StorageReader):
-        opened, is_own = OpenStorage(checkpoint, None), False
-    elif is_url(checkpoint):
-        opened, is_own = open_everywhere(world, open_storage, checkpoint, hub), True
+        opened = OpenStorage(checkpoint, None)
     else:
-        path = resolve_everywhere(world, checkpoint, hub)
-        opened, is_own = open_everywhere(world, open_storage, path), True
+        place = checkpoint if is_url(checkpoint) else resolve_everywhere(world, checkpoint, hub)
+        opened = open_everywhere(world, place, hub)
     return read_index(world, opened, variant=hub.variant, is_own=is_own)
 
 
-def open_everywhere(
-    world: World, open_own: Callable[P, OpenStorage], *args: P.args, **keywords: P.kwargs
-) -> OpenStorage:
-    """A checkpoint's storage opened on every rank, or kept open on none. Collective: yes."""
+def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:
+    """Open a checkpoint's storage on every rank, or keep it open on none. Collective: yes."""
     with ExitStack() as stack:
-
-        def begin() -> OpenStorage:
-            opened = open_own(*args, **keywords)
-            stack.enter_context(opened.reader)
-            return opened
-
-        opened = world.run_all(begin)
+        opened = world.run_all(_open_in, stack, place, hub)
         stack.pop_all()
         return opened
+
+
+def _open_in(stack: ExitStack, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:
+    opened = open_storage(place, hub) if is_url(place) else open_storage(place)
+    stack.enter_context(opened.reader)
+    return opened
 
 
 def read_index(
@@ -289,24 +240,18 @@ def read_index(
     extra: Sequence[str] = (),
     is_own: bool = True,
 ) -> OpenSource:
-    """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
+    """Read the headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
 
     Ranks verify that they have opened one checkpoint, see [Note: One checkpoint] in ``execution/audit.py``. One
     that is refused is closed, unless it is the user's (``is_own`` False).
     """
     reader = opened.reader
-
-    def read() -> tuple[CheckpointIndex, dict[str, str]]:
-        index = dequantized_index(
-            reader,
-            open_checkpoint(reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant),
-        )
-        return index, identities_of(reader, list(index.files)) if reader.policy.is_remote else {}
-
     with ExitStack() as stack:
         if is_own:
             stack.enter_context(reader)
-        index, identities = world.broadcast(read)
+        index, identities = world.broadcast(
+            _read_headers, reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant
+        )
         found: dict[str, str] = {}
         notes: tuple[str, ...] = ()
         if world.size > 1:
@@ -317,6 +262,12 @@ def read_index(
             found = {file: reader.identity(file) for file in index.files}
         stack.pop_all()
     return OpenSource(index, reader, found or identities, is_own, notes)
+
+
+def _read_headers(reader: StorageReader, **names: Any) -> tuple[CheckpointIndex, dict[str, str]]:
+    """Return the index of a checkpoint, and the identities of the files of a remote one."""
+    index = dequantized_index(reader, open_checkpoint(reader, **names))
+    return index, identities_of(reader, list(index.files)) if reader.policy.is_remote else {}
 
 
 def resolve_everywhere(

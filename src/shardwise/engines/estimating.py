@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -12,20 +13,19 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardwise.engines import outline as outlines
-from shardwise.engines.arguments import hints_of, require_known, require_meant
-from shardwise.engines.load_plan import LoadOptions, facts_of_plan, plan_initial_values, rules_of
+from shardwise.engines.load_plan import LoadOptions, facts_of_plan, origin_of, plan_initial_values, rules_of
 from shardwise.engines.pretrained_loading import Located, find
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.execution.memory import collected_later
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
-from shardwise.layout import Activations, MeshShape, ModelLayout, Origin, TensorKind, WorldLayout
+from shardwise.layout import Activations, MeshShape, ModelLayout, TensorKind, WorldLayout
 from shardwise.models.estimate_layout import predict_layout, trace_activations
 from shardwise.models.initialize import Initializers
 from shardwise.models.policies import WrapPolicy, repeated_blocks
 from shardwise.models.torch_api import from_torch
-from shardwise.models.view import TensorRef, collect_tensors
+from shardwise.models.view import collect_tensors
 from shardwise.models.wrap import Sharding, prepare_blocks
 from shardwise.planning import estimates
 from shardwise.planning.load_memory import Homes, largest_computation
@@ -95,10 +95,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         KeyMismatchError: checkpoint and model do not cover each other, as for a load.
         FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """
-    require_known("plan", options, hints_of(PlanOptions))
-    options = outlines.settled(options)
-    require_meant(hints_of(PlanOptions), options)
-    outlines.require_trainable(options)
+    options = outlines.checked("plan", options, PlanOptions)
     mesh = mesh_of(ranks, options)
     given: Any = options
     if not is_url(name_or_path):
@@ -118,7 +115,7 @@ def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
     built.equal_ties = frozenset(name for name, _ in twice)
     sharding = options.get("sharding", Sharding())
     param_dtype, reduce_dtype = sharding.mp_policy.param_dtype, sharding.mp_policy.reduce_dtype
-    tuned = outlines.made_ready(built, set(), options, adapters=found.adapters, casts_to=param_dtype)
+    tuned = outlines.prepare_for_training(built, set(), options, adapters=found.adapters, casts_to=param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
     world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
     homes = Homes.of(
@@ -251,16 +248,17 @@ def _plan(
     budget_bytes: int,
     options: PlanOptions,
 ) -> tuple[WorldLayout, LoadPlan]:
-    """The layout of all ranks, and the plan of a load, with all that a load finds wrong before it reads."""
+    """Return the layout of all ranks, and the plan of a load.
+
+    Raises:
+        KeyMismatchError: as a load before it reads.
+    """
     model, additions = tuned.model, tuned.additions
     held = collect_tensors(model)
     initializers = Initializers(model, held, additions)
     buffers = initializers.buffers(options.get("buffers", {}), seed=0)
-
-    def origin_of(item: TensorRef) -> Origin:
-        return buffers[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.origin_of(item)
-
-    world = predict_layout(model, wrap_policy, mesh, origin_of, root=tuned.base, kept_whole=tuned.whole)
+    origins = partial(origin_of, initializers, buffers)
+    world = predict_layout(model, wrap_policy, mesh, origins, root=tuned.base, kept_whole=tuned.whole)
     rules = rules_of(tuned.base)
     found = plan_load(index, world.first, tuned.bindings, rules, outlines.consent_of(options), additions.known_as)
     plan_initial_values(initializers, found, LoadOptions(budget_bytes=budget_bytes))

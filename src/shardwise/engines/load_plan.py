@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -19,9 +20,8 @@ from shardwise.errors import KeyMismatchError, ShardingError
 from shardwise.execution import Timeouts, memory
 from shardwise.execution.reading import ReadSchedule, ReadTarget, plan_reads
 from shardwise.execution.world import World
-from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import ModelLayout, Origin, TensorKind
-from shardwise.models import initialize, pretrained
+from shardwise.models import initialize, pretrained, torch_api
 from shardwise.models.view import TensorRef, collect_tensors, layout_of, padded_numels, reject_subclasses
 from shardwise.planning.load_memory import Available, Homes, estimate_rank
 from shardwise.planning.load_plan import Consent, Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
@@ -30,6 +30,8 @@ from shardwise.report.reports import RankEstimate
 if TYPE_CHECKING:
     from shardwise.models.initial_programs import Program
     from shardwise.planning.moves import Boxes
+
+SharedReads: TypeAlias = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,35 @@ class LoadOptions:
         memory.require_budget(self.budget_bytes)
 
 
-@dataclass
-class Load:
-    """A load: its request, and after preparation the decisions of this rank.
+@dataclass(frozen=True)
+class LoadRequest:
+    """A model's bindings to a checkpoint, and the settings of its load.
 
     Attributes:
+        transforms: conversions of transformers that the bindings were traced from.
         already_read_bytes: read before the load, to decide ties.
         is_tuned: whether the caller chose the trained parameters.
+    """
+
+    bindings: Bindings
+    consent: Consent = field(default_factory=Consent)
+    buffers: initialize.BufferRules = field(default_factory=dict)
+    options: LoadOptions = field(default_factory=LoadOptions)
+    transforms: Sequence[Any] = ()
+    already_read_bytes: int = 0
+    additions: initialize.Additions = initialize.NOTHING_ADDED
+    is_tuned: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Load:
+    """Decisions of this rank about a load, before anything is read.
+
+    Attributes:
+        held: the model's tensors.
+        computed: values of non-persistent buffers, by FQN.
+        programs: initializers of missing tensors, by FQN.
         home: device on which the model computes.
         managers: FSDP2's parameter groups.
         items: destinations of all that is read.
@@ -77,27 +101,20 @@ class Load:
         settings: fields of the model's config.
     """
 
-    bindings: Bindings
-    consent: Consent
-    buffers: initialize.BufferRules
-    options: LoadOptions
-    already_read_bytes: int = 0
-    additions: initialize.Additions = initialize.NOTHING_ADDED
-    is_tuned: bool = False
-    notes: tuple[str, ...] = ()
-    held: list[TensorRef] = field(init=False)
-    initializers: initialize.Initializers = field(init=False)
-    computed: Mapping[str, initialize.ComputedBuffer] = field(init=False)
-    plan: LoadPlan = field(init=False)
-    programs: Mapping[str, Program] = field(init=False)
-    home: torch.device = field(init=False)
-    managers: memory.Managers = field(init=False)
-    items: Sequence[ReadTarget] = field(init=False)
-    shared: Mapping[str, tuple[Boxes, ...]] = field(init=False)
-    own: ReadSchedule = field(init=False)
-    estimate: RankEstimate = field(init=False)
-    available: Available = field(init=False)
-    settings: Mapping[str, str] = field(init=False)
+    request: LoadRequest
+    held: list[TensorRef]
+    initializers: initialize.Initializers
+    computed: Mapping[str, initialize.ComputedBuffer]
+    plan: LoadPlan
+    programs: Mapping[str, Program]
+    home: torch.device
+    managers: memory.Managers
+    items: Sequence[ReadTarget]
+    shared: Mapping[str, tuple[Boxes, ...]]
+    own: ReadSchedule
+    estimate: RankEstimate
+    available: Available
+    settings: Mapping[str, str]
 
 
 class BaseForm:
@@ -149,57 +166,75 @@ def comparable_load_settings(
 
 
 @memory.collected_later()
-def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> None:
+def prepare_load(world: World, model: nn.Module, source: OpenSource, request: LoadRequest) -> Load:
     """Decide how a model is filled, on this rank alone, before anything is read."""
-    options, policy = load.options, source.reader.policy
-    load.held = held = collect_tensors(model)
+    options, additions, policy = request.options, request.additions, source.reader.policy
+    held = collect_tensors(model)
     reject_subclasses(held)
-    load.initializers = initialize.Initializers(model, held, load.additions)
-    load.computed = load.initializers.buffers(load.buffers, seed=options.seed)
-    load.plan = make_plan(load, source.index)
-    load.programs = plan_initial_values(load.initializers, load.plan, options)
-    load.home, load.managers = memory.home_of(held, options.device), memory.fsdp_param_groups_of(model)
+    initializers = initialize.Initializers(model, held, additions)
+    computed = initializers.buffers(request.buffers, seed=options.seed)
+    layout = layout_of(held, partial(origin_of, initializers, computed))
+    rules = rules_of(additions.base or model)
+    plan = plan_load(source.index, layout, request.bindings, rules, request.consent, additions.known_as)
+    require_within_budget(plan, options.budget_bytes)
+    programs = plan_initial_values(initializers, plan, options)
+    home, managers = memory.home_of(held, options.device), torch_api.fsdp_params(model)
     by_name = {item.fqn: item for item in held}
-    load.items = destinations(load.plan, by_name, memory.devices_of(held, load.managers, load.home))
-    load.shared, mode, parts = {}, options.shared_reads, load.items
+    items = read_targets(plan, by_name, memory.devices_of(held, managers, home))
+    shared: Mapping[str, tuple[Boxes, ...]] = {}
+    parts, mode = items, options.shared_reads
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
         from shardwise.execution.shared_reads import shared_boxes, shared_parts
 
-        load.shared = shared_boxes(world, by_name, load.items)
-        parts = shared_parts(world, load.shared, load.items)
-    load.own = plan_reads(parts, source.index, policy, options.budget_bytes, world.place)
+        shared = shared_boxes(world, by_name, items)
+        parts = shared_parts(world, shared, items)
     homes = Homes.of(
-        load.plan,
+        plan,
         policy,
-        device=load.home.type,
+        device=home.type,
         budget_bytes=options.budget_bytes,
-        offloads_shards=load.home.type != "cpu" and memory.offloads_shards(load.managers),
+        offloads_shards=home.type != "cpu" and memory.offloads_shards(managers),
     )
-    load.estimate = estimate_rank(load.plan, world.rank, homes, padded_numels(held, load.managers))
-    brings_up = any(item.tensor.is_meta for item in held)
-    load.available = memory.available_memory(load.home) if brings_up else Available()
-    load.settings = pretrained.settings_of(load.additions.base or model)
+    needs_memory = any(item.tensor.is_meta for item in held)
+    return Load(
+        request,
+        held,
+        initializers,
+        computed,
+        plan,
+        programs,
+        home,
+        managers,
+        items,
+        shared,
+        own=plan_reads(parts, source.index, policy, options.budget_bytes, world.rank / world.size),
+        estimate=estimate_rank(plan, world.rank, homes, padded_numels(held, managers)),
+        available=memory.available_memory(home) if needs_memory else Available(),
+        settings=pretrained.settings_of(additions.base or model),
+    )
 
 
-def make_plan(load: Load, index: CheckpointIndex) -> LoadPlan:
-    """Plan a load, with conversions that compute checked against the budget."""
-    initializers, additions = load.initializers, load.additions
+def origin_of(
+    initializers: initialize.Initializers, computed: Mapping[str, initialize.ComputedBuffer], item: TensorRef
+) -> Origin:
+    """Return what gives a tensor its value if no checkpoint does."""
+    return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.origin_of(item)
 
-    def origin_of(item: TensorRef) -> Origin:
-        return load.computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.origin_of(item)
 
-    layout = layout_of(initializers.held, origin_of)
-    rules = rules_of(additions.base or initializers.model)
-    plan = plan_load(index, layout, load.bindings, rules, load.consent, additions.known_as)
+def require_within_budget(plan: LoadPlan, budget_bytes: int) -> None:
+    """Reject conversions that compute, if one of their smallest blocks needs more than the budget.
+
+    Raises:
+        KeyMismatchError: naming the tensor and the bytes.
+    """
     blocks = SmallestBlocks()
     for name, read in plan.reads().items():
         for leaf in computed_leaves(read.expression):
-            if (nbytes := blocks.nbytes(leaf)) > load.options.budget_bytes:
+            if (nbytes := blocks.nbytes(leaf)) > budget_bytes:
                 raise KeyMismatchError(
                     f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
-                    f"{nbytes:,} bytes at once, and the budget is {load.options.budget_bytes:,}. Raise budget_bytes"
+                    f"{nbytes:,} bytes at once, and the budget is {budget_bytes:,}. Raise budget_bytes"
                 )
-    return plan
 
 
 def rules_of(model: nn.Module) -> ModelRules:
@@ -227,13 +262,13 @@ def plan_initial_values(
     return programs
 
 
-def destinations(
+def read_targets(
     plan: LoadPlan, by_name: Mapping[str, TensorRef], devices: Mapping[str, torch.device]
 ) -> list[ReadTarget]:
     """Return the targets of all reads."""
-    boxes = {name: plan.layout.by_name[name].boxes for name in plan.reads()}
+    boxes = plan.layout.by_name
     return [
-        ReadTarget(name, read.expression, boxes[name], by_name[name].tensor.dtype, devices[name])
+        ReadTarget(name, read.expression, boxes[name].boxes, by_name[name].tensor.dtype, devices[name])
         for name, read in plan.reads().items()
     ]
 
@@ -281,6 +316,3 @@ def facts_of_plan(plan: LoadPlan) -> dict[str, Any]:
         "ignored_keys": plan.ignored_keys,
         "computed": tuple(name for name, read in reads.items() if computes(read.expression)),
     }
-
-
-SharedReads: TypeAlias = Literal["auto", "always", "never"]

@@ -1,9 +1,7 @@
 """Loads a checkpoint into a model: plan, agree, materialize, read, fill, audit, report."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,26 +9,17 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._face import found_at
 from shardwise.conversion.expression import rows_stored
-from shardwise.engines import arguments
-from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, comparable_load_settings, prepare, tie_declared
-from shardwise.errors import KeyMismatchError, ShardingError
+from shardwise.engines import arguments, load_plan
+from shardwise.errors import KeyMismatchError, ShardingError, answer_keywords
 from shardwise.execution.agreement import agree_on
 from shardwise.execution.audit import audit, find_unequal_tied, require_equal_buffers
 from shardwise.execution.memory import collected_later, materialize
 from shardwise.execution.reading import ReadExecutor
-from shardwise.execution.world import Clock, ProgressBar, World
+from shardwise.execution.world import Clock, World
 from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
-from shardwise.models import pretrained
+from shardwise.models import pretrained, view
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
 from shardwise.models.pretrained import bind, mark_loaded
-from shardwise.models.view import (
-    TensorRef,
-    collect_tensors,
-    layout_of,
-    meta_leftovers,
-    strided_view,
-    without_compile,
-)
 from shardwise.planning.load_memory import spare_tensors, stored_tensors
 from shardwise.planning.load_plan import Consent, Init, Keep, LoadPlan, OnMissing, OnUnexpected, Read
 from shardwise.report.reports import LoadReport
@@ -39,95 +28,80 @@ from shardwise.storage.machine import processor_count
 from shardwise.storage.names import HubOptions, is_url
 from shardwise.tensors import Box
 
-if TYPE_CHECKING:
-    pass
 
-from shardwise.engines.load_plan import facts_of_plan
-
-
-def carry_out(
-    world: World, model: nn.Module, source: arguments.OpenSource, ask: Callable[[], Load], clock: Clock
+def execute_load(
+    world: World, model: nn.Module, source: arguments.OpenSource, load: load_plan.Load, clock: Clock
 ) -> LoadReport:
-    """Plan, agree, materialize, read, fill and audit: the same steps for every model and every world size.
+    """Agree on the plan, materialize, read, fill and audit: one order for every model and every world size.
 
-    ``ask`` makes the model ready on this rank, and returns the request.
+    Collective: yes.
     """
-
-    def ready() -> Load:
-        load = ask()
-        prepare(world, model, source, load)
-        return load
-
+    plan, options = load.plan, load.request.options
     with clock.phase("plan"):
-        load = world.run_all(ready)
-        plan, held, options = load.plan, load.held, load.options
-        total_bytes, sharers = agree_on(
+        sharers = agree_on(
             world, plan, load.settings, load.estimate, load.available, check_memory=options.check_memory
         )
-    with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
-        placer = ReadExecutor(
+    shows_progress = options.progress and world.rank == 0
+    with pretrained.progress_bar("Loading weights", plan.layout.local_nbytes, enabled=shows_progress) as bar:
+        executor = ReadExecutor(
             source.reader,
             source.index,
             options.budget_bytes,
-            bar,
             world,
             source.identities,
             processors=max(1, processor_count() // sharers),
+            progress=bar,
         )
         with clock.phase("read"):
-            require_equal_tied(world, plan, placer)
-
-        def read() -> None:
-            with clock.phase("materialize"), collected_later():
-                local = materialize(held, load.managers, load.home)
-            placer.place(load.own, [local[item.fqn] for item in load.own.destinations])
-
-        with clock.phase("read"):
-            world.run_all(read)
+            require_equal_tied(world, plan, executor)
+            world.run_all(materialize_and_read, load, executor, clock)
         means = average_rows(world, load)
         if load.shared:
             from shardwise.execution.shared_reads import exchange_shared
 
             with clock.phase("share"):
-                exchange_shared(world, load.shared, {item.fqn: item for item in held}, load.items, placer)
+                exchange_shared(world, load.shared, {item.fqn: item for item in load.held}, load.items, executor)
     with clock.phase("fill"):
         completed = form_of(model).complete(world, model, budget_bytes=options.budget_bytes)
-    attributes = world.run_all(finish, model, load, means, {**placer.written, **completed}, clock)
+    attributes = world.run_all(finish, model, load, means, {**executor.written, **completed}, clock)
     with clock.phase("audit"):
-        require_equal_buffers(world, held)
-    report = make_report(world, model, source, load, placer, clock)
-    report = replace(report, recomputed=report.recomputed + attributes)
-    return report
+        require_equal_buffers(world, load.held)
+    return make_report(world, model, source, load, executor, attributes, clock)
 
 
-def require_equal_tied(world: World, plan: LoadPlan, placer: ReadExecutor) -> None:
-    """Tensors that share storage and are stored twice must be stored equal. Collective: yes."""
+def materialize_and_read(load: load_plan.Load, executor: ReadExecutor, clock: Clock) -> None:
+    """Give this rank's tensors memory, and read their values."""
+    with clock.phase("materialize"), collected_later():
+        local = materialize(load.held, load.managers, load.home)
+    executor.place(load.own, [local[item.fqn] for item in load.own.destinations])
+
+
+def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> None:
+    """Require equal values of tensors that share storage and are stored twice. Collective: yes."""
     if not plan.twins:
         return
-    names = world.map_reduce(
-        find_unequal_tied,
-        lambda told: sorted({name for found in told for name in found}),
-        plan,
-        placer,
-        world.rank,
-        world.size,
-    )
-    if names:
+    if names := world.map_reduce(find_unequal_tied, sorted_union, plan, executor, world.rank, world.size):
         raise KeyMismatchError(
             f"{', '.join(names)}: the model ties this tensor, but the checkpoint holds different values for its "
             "names. Set tie_word_embeddings=False in the config, or untie the model before sharding it"
         )
 
 
+def sorted_union(names: Sequence[Sequence[str]]) -> list[str]:
+    return sorted(set().union(*names))
+
+
 def make_report(
     world: World,
     model: nn.Module,
     source: arguments.OpenSource,
-    load: Load,
-    placer: ReadExecutor,
+    load: load_plan.Load,
+    executor: ReadExecutor,
+    attributes: tuple[str, ...],
     clock: Clock,
 ) -> LoadReport:
-    plan, index = load.plan, source.index
+    plan, index, request = load.plan, source.index, load.request
+    facts = load_plan.facts_of_plan(plan)
     reads = plan.reads()
     order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -138,7 +112,7 @@ def make_report(
         world_size=world.size,
         parameters=sum(item.numel for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER),
         checkpoint_bytes=index.nbytes,
-        read_bytes=load.already_read_bytes + placer.read_bytes,
+        read_bytes=request.already_read_bytes + executor.read_bytes,
         placed_bytes=plan.layout.local_nbytes,
         files_opened=getattr(source.reader, "files_opened", 0),
         reads=getattr(source.reader, "reads", 0),
@@ -148,7 +122,7 @@ def make_report(
         read_once=tuple(load.shared),
         files=tuple(index.files),
         kept=plan.names(Keep),
-        **facts_of_plan(plan),
+        **{**facts, "recomputed": facts["recomputed"] + attributes},
         missing_keys=plan.missing_keys,
         unexpected_keys=plan.unexpected_keys,
         mismatched_keys=plan.mismatched_keys,
@@ -159,80 +133,79 @@ def make_report(
         ),
         wrapper=index.wrapper,
         not_loaded=plan.not_loaded(index),
-        notes=(*source.notes, *load.notes),
+        notes=(*source.notes, *request.notes),
         trainable_parameters=sum(item.numel for item in trained),
         resized={
             name: (count, plan.layout.by_name[name].shape[0])
             for name, read in reads.items()
             if (count := rows_stored(read.expression)) is not None
         },
-        trained={item.fqn: item.dtype.label for item in trained} if load.is_tuned else {},
+        trained={item.fqn: item.dtype.label for item in trained} if request.is_tuned else {},
     )
 
 
 _NORM_BLOCK_NUMEL = 1 << 22
-"""Elements of a matrix whose rows' norms are computed at a time."""
 
 
 @collected_later()
 def finish(
-    model: nn.Module,
-    load: Load,
-    means: Mapping[str, torch.Tensor],
-    read: Mapping[str, int],
-    clock: Clock,
+    model: nn.Module, load: load_plan.Load, means: Mapping[str, torch.Tensor], read: Mapping[str, int], clock: Clock
 ) -> tuple[str, ...]:
-    """Fill tensors that no checkpoint has, and check that nothing is missing.
+    """Fill tensors that no checkpoint has, and check that all are complete. Return names of recomputed attributes.
 
-    Return the names of recomputed attributes.
-
-    ``read`` counts the elements that have been written, by FQN.
+    ``read`` has the number of elements that have been written, by FQN.
     """
     written = dict(read)
     with clock.phase("fill"):
         fill(load, means, written)
         attributes = load.initializers.compute_attributes(load.home)
     with clock.phase("audit"):
-        audit(load.plan, written, meta_leftovers(model))
+        audit(load.plan, written, view.meta_leftovers(model))
         mark_loaded(model, (item.tensor for item in load.held))
     return attributes
 
 
-def average_rows(world: World, load: Load) -> dict[str, torch.Tensor]:
-    """The mean of the stored rows of each tensor whose further rows begin as that, on every rank the same.
+def average_rows(world: World, load: load_plan.Load) -> dict[str, torch.Tensor]:
+    """Return the mean of the stored rows, in float64, of tensors whose new rows start as that. Equal on every rank.
 
-    In float64. Another number of ranks adds in another order. Collective: yes, if there are such tensors.
+    The order of additions depends on the number of ranks. Collective: yes, if there are such tensors.
     """
-    if load.additions.new_rows != "mean":
+    if load.request.additions.new_rows != "mean":
         return {}
     by_name = {item.fqn: item for item in load.held}
     rows = {name: count for name, read in load.plan.reads().items() if (count := rows_stored(read.expression))}
 
     def sums() -> dict[tuple[str, Box], torch.Tensor]:
         return {
-            (name, part.box): strided_view(by_name[name].local, part.local).double().sum(0).cpu()
+            (name, part.box): view.strided_view(by_name[name].local, part.local).double().sum(0).cpu()
             for name, count in rows.items()
             for part in first_rows(load.plan.layout.by_name[name].boxes, count)
         }
 
-    def add_up(told: Sequence[Mapping[tuple[str, Box], torch.Tensor]]) -> dict[str, torch.Tensor]:
-        found = {part: total for sums in told for part, total in sums.items()}  # replicas tell of the same boxes
+    def add_up(sums_by_rank: Sequence[Mapping[tuple[str, Box], torch.Tensor]]) -> dict[str, torch.Tensor]:
+        found = {part: total for sums in sums_by_rank for part, total in sums.items()}  # replicas have equal boxes
         means = {
             name: torch.zeros(by_name[name].tensor.shape[1:], dtype=torch.float64, device="cpu") for name in rows
         }
-        for (name, box), total in sorted(found.items(), key=lambda entry: (entry[0][0], entry[0][1].offsets)):
-            columns = tuple(
-                slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True)
-            )
-            means[name][columns] += total / rows[name]
+        for (name, box), total in sorted(found.items(), key=_first_offsets):
+            means[name][columns_of(box)] += total / rows[name]
         return means
 
     return world.map_reduce(sums, add_up)
 
 
-def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
-    """Values that come from no checkpoint: initialized tensors and recomputed buffers."""
-    layout, additions, seed = load.plan.layout, load.additions, load.options.seed
+def _first_offsets(entry: tuple[tuple[str, Box], torch.Tensor]) -> tuple[int, ...]:
+    return entry[0][1].offsets
+
+
+def columns_of(box: Box) -> tuple[slice, ...]:
+    """Return the slices of a box in all dimensions but the first."""
+    return tuple(slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True))
+
+
+def fill(load: load_plan.Load, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
+    """Fill tensors that come from no checkpoint: initialized ones and recomputed buffers."""
+    layout, additions, seed = load.plan.layout, load.request.additions, load.request.options.seed
     by_name = {name: item for item in load.held for name in item.names}
     for item in load.held:
         tensor = layout.by_name[item.fqn]
@@ -240,7 +213,7 @@ def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int])
             from shardwise.models.initial_programs import fill_from_program, program_of
 
             program = load.programs[item.fqn]
-            first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy begins as what it is a copy of
+            first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy gets the values of its original
             if not program.is_elementwise:
                 whole = load.initializers.whole(first, seed=seed)
                 program = program_of(whole)
@@ -249,9 +222,8 @@ def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int])
             written[item.fqn] = written.get(item.fqn, 0) + sum(part.box.numel for part in boxes)
         elif item.fqn in means:
             for part in boxes_to_fill(load.plan, item.fqn):
-                start, size = part.box.offsets[1:], part.box.sizes[1:]
-                mean = means[item.fqn][tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
-                strided_view(item.local, part.local).copy_(mean.expand(part.box.sizes))
+                mean = means[item.fqn][columns_of(part.box)]
+                view.strided_view(item.local, part.local).copy_(mean.expand(part.box.sizes))
                 written[item.fqn] = written.get(item.fqn, 0) + part.box.numel
         elif item.fqn in additions.norms and isinstance(load.plan.fills[item.fqn], Init):
             norms = additions.norms[item.fqn]
@@ -269,9 +241,9 @@ def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
 
 
 def fill_with_norms(
-    item: TensorRef, tensor: TensorLayout, matrix: TensorRef, rows: TensorLayout, norms: RowNorms
+    item: view.TensorRef, tensor: TensorLayout, matrix: view.TensorRef, rows: TensorLayout, norms: RowNorms
 ) -> None:
-    """The norms of the rows of a matrix, which is loaded alload. Memory: a block of rows.
+    """Fill a vector with the norms of the rows of a matrix that has been loaded. Memory: 4 Mi elements.
 
     Raises:
         ShardingError: this rank holds the vector, but not full rows.
@@ -281,9 +253,8 @@ def fill_with_norms(
         box.box.sizes[1:] != rows.shape[1:] for box in rows.boxes
     ):
         raise ShardingError(
-            f"{item.fqn} begins as the norms of the rows of {matrix.fqn}, which is {rows.placement}, and it is "
-            f"{tensor.placement}: this rank lacks rows it needs. Use another initialization than DoRA's, or shard "
-            "both on their first dimension"
+            f"{item.fqn} ({tensor.placement}) is initialized with the norms of the rows of {matrix.fqn} "
+            f"({rows.placement}), which this rank does not hold whole. Shard both on their first dimension"
         )
     step = max(1, _NORM_BLOCK_NUMEL // max(1, math.prod(rows.shape[1:])))
     for start in range(0, item.local.shape[0], step):
@@ -291,25 +262,44 @@ def fill_with_norms(
         item.local[start : start + step] = norms.of(block).to(item.local.dtype)
 
 
-def set_value(item: TensorRef, value: torch.Tensor) -> None:
+def set_value(item: view.TensorRef, value: torch.Tensor) -> None:
     """Give a buffer that has memory its value."""
-    if _is_dense(item.local):
-        item.local.copy_(value)
-    else:  # an expanded view: its elements share memory
+    is_expanded = any(
+        size > 1 and not stride for size, stride in zip(item.local.shape, item.local.stride(), strict=True)
+    )
+    if is_expanded:  # its elements share memory
         item.install(value.to(item.local.device))
+    else:
+        item.local.copy_(value)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether every element has memory of its own."""
-    return all(size < 2 or stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def form_of(model: nn.Module) -> BaseForm:
+def form_of(model: nn.Module) -> load_plan.BaseForm:
     """Return how the layers of a model keep their weights."""
     if any(hasattr(type(module), "kept_as") for module in model.modules()):
-        form: BaseForm = found_at("shardwise.engines.nesting:FOUR_BITS")
+        form: load_plan.BaseForm = found_at("shardwise.engines.nesting:FOUR_BITS")
         return form
-    return BaseForm()
+    return load_plan.BaseForm()
+
+
+def prepare_whole(
+    world: World,
+    model: nn.Module,
+    source: arguments.OpenSource,
+    consent: Consent,
+    buffers: BufferRules,
+    options: load_plan.LoadOptions,
+    key_mapping: Mapping[str, str] | None,
+) -> load_plan.Load:
+    """Bind a checkpoint's keys to a model by its own conversions, and plan its load on this rank."""
+    form, transforms = form_of(model), pretrained.conversion_transforms(model, key_mapping)
+    held = view.collect_tensors(model)
+    layout = form.logical_layout(view.layout_of(held), held)
+    bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare_tensors(source.index))
+    load_plan.tie_declared(model, held, bindings)
+    bindings = form.allocate_staging(model, form.offered(model, bindings))
+    additions = Additions(nested=form.deferred_names(model))
+    request = load_plan.LoadRequest(bindings, consent, buffers, options, transforms, additions=additions)
+    return load_plan.prepare_load(world, model, source, request)
 
 
 def load_checkpoint(
@@ -317,7 +307,7 @@ def load_checkpoint(
     model: nn.Module,
     checkpoint: arguments.Source,
     consent: Consent,
-    options: LoadOptions,
+    options: load_plan.LoadOptions,
     clock: Clock,
     *,
     key_mapping: Mapping[str, str] | None = None,
@@ -325,30 +315,18 @@ def load_checkpoint(
     hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
 ) -> LoadReport:
     """Open a checkpoint and fill a model from it. Ranks have already compared their arguments. Collective: yes."""
-    transforms: list[Any] = []
-    base = BaseForm()
     with clock.phase("index"):
         source = arguments.open_source(world, checkpoint, hub)
-
-    def ask() -> Load:
-        nonlocal base
-        base = form_of(model)
-        transforms.extend(pretrained.conversion_transforms(model, key_mapping))
-        held = collect_tensors(model)
-        layout = base.logical_layout(layout_of(held), held)
-        spare = spare_tensors(source.index)
-        bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare)
-        tie_declared(model, held, bindings)
-        bindings = base.allocate_staging(model, base.offered(model, bindings))
-        additions = Additions(nested=base.deferred_names(model))
-        return Load(bindings, consent, dict(buffers or {}), options, additions=additions)
-
-    try:
-        with source.closing():
-            report = carry_out(world, model, source, ask, clock)
-    finally:
-        base.rollback(model)
-    pretrained.record_conversions(model, transforms)
+    with source.closing():
+        try:
+            with clock.phase("plan"):
+                load = world.run_all(
+                    prepare_whole, world, model, source, consent, buffers or {}, options, key_mapping
+                )
+            report = execute_load(world, model, source, load, clock)
+        finally:
+            form_of(model).rollback(model)
+    pretrained.record_conversions(model, load.request.transforms)
     return report
 
 
@@ -357,15 +335,13 @@ _ON_DEVICE = (
 )
 
 
-@arguments.answer_keywords(
-    {
-        "strict": "Pass on_missing=Initialize(only=...) and on_unexpected=Ignore(only=...), with the names",
-        "map_location": _ON_DEVICE,
-        "device": _ON_DEVICE,
-        "assign": "Leave it out: tensors on meta get memory, and real ones keep theirs",
-        "weights_only": "Leave it out: no code of a file is run",
-        "dtype": "Values are cast to the dtype of the model's tensors. Build the model in this dtype",
-    }
+@answer_keywords(
+    strict="Pass on_missing=Initialize(only=...) and on_unexpected=Ignore(only=...), with the names",
+    map_location=_ON_DEVICE,
+    device=_ON_DEVICE,
+    assign="Leave it out: tensors on meta get memory, and real ones keep theirs",
+    weights_only="Leave it out: no code of a file is run",
+    dtype="Values are cast to the dtype of the model's tensors. Build the model in this dtype",
 )
 def load(
     model: nn.Module,
@@ -377,7 +353,7 @@ def load(
     on_mismatched: OnMissing = "error",
     on_unexpected: OnUnexpected = "error",
     hub: HubOptions = HubOptions(),  # noqa: B008
-    options: LoadOptions = LoadOptions(),  # noqa: B008
+    options: load_plan.LoadOptions = load_plan.LoadOptions(),  # noqa: B008
 ) -> LoadReport:
     """Fill a model from a checkpoint (safetensors, ``.bin``, DCP), bitwise as transformers would.
 
@@ -411,22 +387,40 @@ def load(
 
     Every error is the same on every rank.
     """
-    consent = Consent(on_missing, on_mismatched, on_unexpected)
-
-    def look() -> tuple[nn.Module, dict[str, str]]:
-        consents = {"on_missing": on_missing, "on_mismatched": on_mismatched, "on_unexpected": on_unexpected}
-        given = {"model": model, "checkpoint": checkpoint, **consents, "hub": hub, "options": options}
-        arguments.require_meant(arguments.hints_of(load), given)
-        kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
-        return without_compile(model), {
-            "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
-            "key_mapping": repr(key_mapping),
-            **comparable_load_settings(consent, buffers or {}, options),
-        }
-
-    clock = Clock()
+    consent, clock = Consent(on_missing, on_mismatched, on_unexpected), Clock()
     with arguments.world_of(options, "load") as world:
-        model = arguments.agree_on_call(world, look)
-        return load_checkpoint(
-            world, model, checkpoint, consent, options, clock, key_mapping=key_mapping, buffers=buffers, hub=hub
+        arguments.require_same_arguments(
+            world, _check_load, model, checkpoint, key_mapping, buffers or {}, consent, hub, options
         )
+        return load_checkpoint(
+            world,
+            view.without_compile(model),
+            checkpoint,
+            consent,
+            options,
+            clock,
+            key_mapping=key_mapping,
+            buffers=buffers,
+            hub=hub,
+        )
+
+
+def _check_load(
+    model: nn.Module,
+    checkpoint: arguments.Source,
+    key_mapping: Mapping[str, str] | None,
+    buffers: BufferRules,
+    consent: Consent,
+    hub: HubOptions,
+    options: load_plan.LoadOptions,
+) -> dict[str, str]:
+    """Check the arguments of :func:`load` on this rank. Return those that ranks must have in common."""
+    given = {"model": model, "checkpoint": checkpoint, "hub": hub, "options": options}
+    given |= {f"on_{fault}": getattr(consent, fault) for fault in ("missing", "mismatched", "unexpected")}
+    arguments.require_meant(arguments.hints_of(load), given)
+    kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
+    return {
+        "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
+        "key_mapping": repr(key_mapping),
+        **load_plan.comparable_load_settings(consent, buffers, options),
+    }

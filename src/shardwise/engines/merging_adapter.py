@@ -12,14 +12,13 @@ from typing import Unpack
 from shardwise.conversion.expression import Expression, Stored, key_of
 from shardwise.engines import offline
 from shardwise.engines.offline import companions_of, config_content, small_file, templates_of, write_templates
-from shardwise.engines.outline import ModelOptions, Outline, config_of
+from shardwise.engines.outline import ModelOptions, Outline, checked, config_of, outline
 from shardwise.engines.pretrained_loading import stored_prefix, weights_in
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.errors import FormatError, KeyMismatchError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import Outgoing, edited
-from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import beside
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
@@ -31,9 +30,8 @@ from shardwise.models.selection import modules_of_columns, parameters_by_module
 from shardwise.planning import merge_plan
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import MergeAdapterReport
-from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import HubOptions, shown, unsafe_name_reason
-from shardwise.storage.reading import Beside, LocalReader, open_storage
+from shardwise.storage.reading import CombinedReader, LocalReader, open_storage
 from shardwise.storage.remote import resolve
 from shardwise.storage.writing import LocalWriter
 from shardwise.tensors import DType, in_bytes_of
@@ -47,9 +45,7 @@ class _OpenedAdapter:
     """An adapter that has been opened."""
 
     config: LoraConfig
-    index: CheckpointIndex
-    reader: StorageReader
-    placer: ReadExecutor
+    executor: ReadExecutor
     tensors: Mapping[str, Stored]
 
 
@@ -80,19 +76,19 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _OpenedAdapter:
     file = weights_in(folder)
     reader = stack.enter_context(LocalReader(folder))
     index = open_checkpoint(reader, weights_name=file)
-    placer = stack.enter_context(offline.placer_of(reader, index))
+    executor = offline.executor_of(reader, index)
     tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
     if not tensors:
         raise FormatError(f"{folder / file}: holds no tensors. Save the adapter again")
-    return _OpenedAdapter(config, index, reader, placer, tensors)
+    return _OpenedAdapter(config, executor, tensors)
 
 
-def pulled_apart(built: Outline, lora: _OpenedAdapter, adapter_name: str) -> set[str]:
-    """Names declared tied that are so no more: the adapter brings values for one that the other does not get."""
+def untied_by(lora: _OpenedAdapter, built: Outline, adapter_name: str) -> set[str]:
+    """Return declared ties that an adapter unties: it has values for one of the names only, or two values."""
     if lora.config.ensure_weight_tying:
         return set()
     whole = merge_plan.tensors_trained_whole(lora.config, lora.tensors, adapter_name=adapter_name)
-    expressions = stored_tensors(lora.index)
+    expressions = stored_tensors(lora.executor.index)
     apart: set[str] = set()
     for target, origin in pretrained.declared_ties(built.model).items():
         ours = [whole[name] for name in (target, origin) if name in whole]
@@ -100,7 +96,9 @@ def pulled_apart(built: Outline, lora: _OpenedAdapter, adapter_name: str) -> set
             continue
         one, other = ours[0], ours[-1]
         dtype = built.layout.by_name[target].dtype
-        if len(ours) < 2 or not are_equal(expressions[one], expressions[other], dtype, lora.placer, rank=0, size=1):
+        if len(ours) < 2 or not are_equal(
+            expressions[one], expressions[other], dtype, lora.executor, rank=0, size=1
+        ):
             apart.add(target)
     return apart
 
@@ -128,10 +126,7 @@ def merged_tensors(
     joined: Mapping[str, Expression],
     changed: set[str],
 ) -> dict[str, tuple[DType, Expression]]:
-    """Return the tensors of the output: those of the base and of the adapter, joined.
-
-    Edits are listed under every name.
-    """
+    """Return the tensors of the output: those of the base, with the edits of the adapter under each name."""
     expressions = source.by_every_name()
     for tensor in source.layout.saved():
         edits = tuple(edit for name in tensor.names for edit in plan.tensors.get(name, ()))
@@ -139,7 +134,7 @@ def merged_tensors(
             base = source.expressions[tensor.fqn]
             merged = edited(tensor.fqn, base, [_beside(edit, joined) for edit in edits], tensor.dtype, changed)
             expressions |= dict.fromkeys(tensor.names, merged)
-    made = offline.made_of(source, outputs, expressions)
+    made = offline.merged_outputs(source, outputs, expressions)
     for key, edits in plan.keys.items():
         dtype, base = made[key]
         made[key] = dtype, edited(key, base, [_beside(edit, joined) for edit in edits], dtype, changed)
@@ -208,6 +203,7 @@ def merge_adapter(
     If it raises, an older model in ``out`` is unchanged.
     """
     start = time.perf_counter()
+    options = checked("merge_adapter", options, ModelOptions)
     max_shard_bytes, in_cache = in_bytes_of(max_shard_size), HubOptions(local_files_only=True)
     found = resolve(base, in_cache, download=False)
     lora_folder = adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
@@ -219,7 +215,7 @@ def merge_adapter(
         companions = companions_of(folder, lora_folder)
         dtype = options.get("dtype", "auto")
         named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
-        companions["config.json"] = config_content(folder, dtype=named, untied=bool(source.apart))
+        companions["config.json"] = config_content(folder, dtype=named, untied=bool(source.untied))
         tensors = source.layout.tensors
         with LocalWriter(out) as writer:
             streamed, names = offline.write_out(
@@ -229,7 +225,6 @@ def merge_adapter(
                 max_shard_bytes=max_shard_bytes,
                 companions=companions,
                 check=lambda _: merge.require_effect(lora_folder),
-                label="Merging",
             )
         write_templates(out, templates_of([lora_folder, folder]))
     return MergeAdapterReport(
@@ -244,7 +239,7 @@ def merge_adapter(
         nbytes=streamed.nbytes,
         files=names,
         companions=tuple(sorted(companions)),
-        notes=(*source.notes, *about_ties(source, plan), *offline.ties_undone(source)),
+        notes=(*source.notes, *about_ties(source, plan)),
         seconds=time.perf_counter() - start,
     )
 
@@ -277,16 +272,16 @@ def _plan(
     opened, config = open_storage(found), config_of(folder, options)
     reader = stack.enter_context(opened.reader)
     index = offline.index_of(opened, config)
-    placer = stack.enter_context(offline.placer_of(reader, index))
-    source = offline.read_source(
-        folder, config, index, placer, options, lambda built: pulled_apart(built, lora, adapter_name)
-    )
-    pretrained.record_conversions(source.built.model, source.built.transforms)
+    executor = offline.executor_of(reader, index)
+    built = outline(folder, config, index, options)
+    apart = untied_by(lora, built, adapter_name)
+    source = offline.bind_offline(config, index, built, executor, apart)
+    pretrained.record_conversions(built.model, built.transforms)
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
-    joined = beside(index, lora.index, ADAPTER)
-    both = stack.enter_context(offline.placer_of(Beside(reader, lora.reader, ADAPTER), joined))
+    joined = beside(index, lora.executor.index, ADAPTER)
+    both = offline.executor_of(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed: set[str] = set()
     outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
     return _PlannedEdits(source, plan, outgoing, changed)

@@ -1,4 +1,4 @@
-"""Takes out and sets the state of a model."""
+"""Gets and sets the state of a model."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engines.arguments import world_of
+from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.engines.loading import set_value
-from shardwise.errors import FormatError
+from shardwise.errors import FormatError, answer_keywords
 from shardwise.execution import state_values
-from shardwise.execution.memory import fsdp_param_groups_of, materialize, staging_device
+from shardwise.execution.memory import materialize, staging_device
 from shardwise.execution.moving import Traffic, gather
 from shardwise.execution.replicas import equal_on_all, require_alike_models
 from shardwise.execution.world import Clock, World
@@ -20,11 +20,11 @@ from shardwise.formats.opening import open_checkpoint
 from shardwise.layout import TensorKind
 from shardwise.models.initialize import Initializers
 from shardwise.models.selection import Selection, names_outside
-from shardwise.models.torch_api import in_memory
+from shardwise.models.torch_api import fsdp_params, in_memory
 from shardwise.models.view import TensorRef, canonical, collect_tensors, reject_subclasses, without_compile
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import OnDiffering
-from shardwise.planning.matching import OnFault, StateSlot, Tolerance, match, require_form
+from shardwise.planning.matching import OnFault, StateSlot, Tolerance, match
 from shardwise.planning.moves import StateForm
 from shardwise.report.reports import StateReport
 from shardwise.storage.reading import LocalReader
@@ -61,7 +61,7 @@ class CollectedModel:
         names: those of the state, to canonical FQNs.
         tensors: by first name, tied ones once. A buffer that differs has the first rank's values.
         differing: the buffers that do.
-        home: where staging lies.
+        home: device of staging buffers.
     """
 
     held: list[TensorRef]
@@ -114,7 +114,7 @@ def set_model_values(
     options: state_values.StateOptions,
     clock: Clock,
 ) -> StateReport:
-    """Give a model values from wherever they are.
+    """Set the values of a model.
 
     Collective: yes.
     Memory, errors: as of :func:`set_model_state_dict`.
@@ -123,20 +123,20 @@ def set_model_values(
         held = world.run_all(collect_tensors, model)
         require_alike_models(world, held, [])
         names = world.broadcast(names_outside, model, held, only)
-        told = values.told(world)
+        brought = values.describe(world)
         places = _places(held, names)
         of = {place.names[0]: item for place, item in places}
-        matched = world.run_all(lambda: match([place for place, _ in places], told, tolerance))
+        matched = world.run_all(lambda: match([place for place, _ in places], brought, tolerance))
         taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
         world.run_all(reject_subclasses, list(taking.values()))
-        # Asked of initializers while all is on meta: a model that gets its values is as one that was loaded.
+        # Computed while all is on meta, so that a model is filled as by a load.
         initializers = Initializers(model, held)
         computed = world.run_all(_computed, initializers, only)
         values.require_ties(world, [item.place.names for item in matched.taken])
     with clock.phase("exchange"):
         home = staging_device(held, [item.tensor for item in held])
         awaiting = [*taking.values(), *(item for item, _ in computed)]
-        world.run_all(lambda: materialize(awaiting, fsdp_param_groups_of(model), home))
+        world.run_all(lambda: materialize(awaiting, fsdp_params(model), home))
         targets = {name: item.tensor for name, item in taking.items()}
         traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
         recomputed = world.run_all(_fill, initializers, computed, home)
@@ -151,13 +151,13 @@ def set_model_values(
         mismatched=matched.mismatched,
         cast=matched.cast,
         on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
-        brought_by=tuple(rank for rank, found in enumerate(told) if found),
+        brought_by=tuple(rank for rank, found in enumerate(brought) if found),
         recomputed=recomputed,
     )
 
 
 def _computed(initializers: Initializers, only: Selection) -> list[tuple[TensorRef, torch.Tensor]]:
-    """The buffers on meta that no state has, and that the model's initializers compute, with their values."""
+    """Return buffers on meta that no state has, with the values that the model's initializers compute."""
     waiting = [item for item in initializers.held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
     if not waiting or only is not None:
         return []
@@ -176,7 +176,7 @@ def _fill(
 
 
 def _places(held: list[TensorRef], names: Mapping[str, str]) -> list[tuple[StateSlot, TensorRef]]:
-    """Tensors that take values, tied ones once, with all their names outside."""
+    """Return the tensors that take values, tied ones once, with all their names in states."""
     outside: dict[str, list[str]] = {}
     for name, fqn in names.items():
         outside.setdefault(fqn, []).append(name)
@@ -189,6 +189,12 @@ def _places(held: list[TensorRef], names: Mapping[str, str]) -> list[tuple[State
     return found
 
 
+_FORM = 'Pass form="full", "full_on_all_ranks" or "sharded"'
+_STRICT = "Pass on_missing=Ignore(only=...) and on_unexpected=Ignore(only=...), with the names"
+_ANY_FORM = "Leave it out: a state may be whole or sharded, on every rank or on some"
+
+
+@answer_keywords(full_state_dict=_FORM, cpu_offload=_FORM)
 @torch.no_grad()
 def get_model_state_dict(
     model: nn.Module,
@@ -198,21 +204,21 @@ def get_model_state_dict(
     on_differing_buffers: OnDiffering = "first_rank",
     options: state_values.StateOptions = state_values.StateOptions(),  # noqa: B008
 ) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of a model, by the names of the plain model.
+    """Return the parameters and persistent buffers of a model, by the names of the plain model.
 
     They are those of ``model.state_dict()`` before the model was compiled, checkpoint-wrapped or sharded, in this
     order. Tied parameters are there under each of their names, as one tensor.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: for whole tensors, ``options.budget_bytes``, and on the ranks that get the tensors these, on the
-    CPU. For ``"sharded"`` none: the tensors share the memory of the model, but for buffers that differ.
+    CPU. For ``"sharded"`` none: the tensors share the memory of the model, except for buffers that differ.
 
     Args:
         model: any module, sharded or not. FSDP2 groups that are gathered are resharded.
         form: ``"full"``, ``"full_on_all_ranks"``, or ``"sharded"``.
         only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's, under the names of PEFT's files.
-        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
-            have, are the first rank's in every form, ``"first_rank"``, or an error, ``"error"``.
+        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
+            ``"first_rank"`` returns those of the first rank in every form, ``"error"`` raises.
         options: budget, process group, timeouts.
 
     Returns:
@@ -228,7 +234,7 @@ def get_model_state_dict(
     """
     model = without_compile(model)
     with world_of(options, "get_model_state_dict") as world, torch.device("cpu"):
-        world.run_all(require_form, form)
+        world.run_all(require_meant, hints_of(get_model_state_dict), {"form": form})
         state_values.require_same_call(world, form, only, on_differing_buffers, options=options)
         taken = collect_model(world, model, only, on_differing_buffers, options)
         if form == "sharded":
@@ -237,6 +243,7 @@ def get_model_state_dict(
         return taken.by_name(gather(world, taken.tensors, form, budget_bytes=budget, device=taken.home))
 
 
+@answer_keywords(strict=_STRICT, full_state_dict=_ANY_FORM, broadcast_from_rank0=_ANY_FORM)
 @torch.no_grad()
 def set_model_state_dict(
     model: nn.Module,

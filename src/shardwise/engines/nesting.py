@@ -29,26 +29,29 @@ _AT_ONCE_BYTES = 32 << 20
 """Of scales that are whole on every rank."""
 
 
-def _nest_portion(world: World, layers: Mapping[str, Any], budget_bytes: int) -> dict[str, int]:
-    """Nest the scales of a few layers. Ranks wait for nobody within a meeting. Collective: yes."""
+def _nest_batch(world: World, layers: Mapping[str, Any], budget_bytes: int) -> dict[str, int]:
+    """Nest the scales of a few layers. Collective: yes."""
     raw = {name: layer.weight_whole_scales.detach() for name, layer in layers.items()}
     home = next(iter(raw.values())).device
     bytes_of = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=home)
     wholes = {name: found.view(torch.float32) for name, found in bytes_of.items()}
     offsets = world.broadcast(lambda: {name: float(offset_of(whole)) for name, whole in wholes.items()})
-
-    def nest() -> dict[str, int]:
-        written: dict[str, int] = {}
-        for name, layer in layers.items():
-            counts = _nest(layer, wholes.pop(name), offsets[name])
-            written |= {f"{name}.{local}": count for local, count in counts.items()}
-            _let_go(layer)
-        return written
-
-    return world.run_all(nest)
+    return world.run_all(_nest_layers, layers, wholes, offsets)
 
 
-def _let_go(layer: Any) -> None:
+def _nest_layers(
+    layers: Mapping[str, Any], wholes: dict[str, torch.Tensor], offsets: Mapping[str, float]
+) -> dict[str, int]:
+    """Nest the scales of layers, and free the whole ones. Return the number of elements written by name."""
+    written: dict[str, int] = {}
+    for name, layer in layers.items():
+        counts = _nest(layer, wholes.pop(name), offsets[name])
+        written |= {f"{name}.{local}": count for local, count in counts.items()}
+        _free_whole_scales(layer)
+    return written
+
+
+def _free_whole_scales(layer: Any) -> None:
     layer._parameters.pop(WHOLE_SCALES, None)
     layer.whole_scales = ()
 
@@ -61,18 +64,18 @@ def _to_nest(model: nn.Module) -> Iterator[tuple[str, Any]]:
     )
 
 
-def _portions(layers: Sequence[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
-    portion: dict[str, Any] = {}
+def _batches(layers: Sequence[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+    batch: dict[str, Any] = {}
     used = 0
     for name, layer in layers:
         nbytes = 4 * layer.weight_scales.numel()
-        if portion and used + nbytes > _AT_ONCE_BYTES:
-            yield portion
-            portion, used = {}, 0
-        portion[name] = layer
+        if batch and used + nbytes > _AT_ONCE_BYTES:
+            yield batch
+            batch, used = {}, 0
+        batch[name] = layer
         used += nbytes
-    if portion:
-        yield portion
+    if batch:
+        yield batch
 
 
 def _nest(layer: Any, whole: torch.Tensor, offset: float) -> dict[str, int]:
@@ -100,7 +103,7 @@ class _FourBitBases(BaseForm):
         return offered_in_four_bits(model, bindings)
 
     def allocate_staging(self, model: nn.Module, bindings: Bindings) -> Bindings:
-        """Give layers room for their scales as they are read, sharded as their codes are, and offer that."""
+        """Add a parameter to each layer for its scales as stored, sharded like its codes, and bind it."""
         offers = dict(bindings.offers)
         for name, layer in _to_nest(model):
             codes = layer.weight_scales
@@ -126,13 +129,13 @@ class _FourBitBases(BaseForm):
         Memory: ``budget_bytes``, and all scales of the larger of one matrix and 32 MiB.
         """
         written: dict[str, int] = {}
-        for portion in _portions(list(_to_nest(model))):
-            written |= _nest_portion(world, portion, budget_bytes)
+        for batch in _batches(list(_to_nest(model))):
+            written |= _nest_batch(world, batch, budget_bytes)
         return written
 
     def rollback(self, model: nn.Module) -> None:
         for _, layer in list(_to_nest(model)):
-            _let_go(layer)
+            _free_whole_scales(layer)
 
 
 FOUR_BITS: Final = _FourBitBases()

@@ -17,10 +17,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
+
+import torch
 
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.processes import this_device
@@ -50,26 +52,23 @@ def observe(run_dir: str | os.PathLike[str], *, samples_per_second: float = 20.0
 
     Every error is the same on every rank.
     """
-    device = this_device()
-    world = World.current(call="observe")
-
-    def create() -> int:
-        if type(samples_per_second) not in (int, float) or not 0.1 <= samples_per_second <= 100:
-            raise ConfigError(f"samples_per_second={samples_per_second!r}: give a number from 0.1 to 100")
-        if is_observed():
-            raise ConfigError("this process is observed already. Leave that block first")
-        host_memory()
-        return create_rank_file(Path(run_dir), world.rank)
-
-    def device_memory() -> Sequence[int]:
-        return (0, 0, 0) if device.type == "cpu" else memory_in_use(device)
-
+    device, world = this_device(), World.current(call="observe")
     with world:
         run = world.broadcast(secrets.token_hex, 8)
-        file = world.run_all(create)
+        file = world.run_all(_begin, Path(run_dir), world.rank, samples_per_second)
     header = {"run": run, "rank": world.rank, "world_size": world.size, "device": device.type}
-    with RankObserver(file, header, device_memory, samples_per_second) as observer:
+    with RankObserver(file, header, device, samples_per_second) as observer:
         yield observer
+
+
+def _begin(run: Path, rank: int, samples_per_second: float) -> int:
+    """Check that this process can be observed. Return the descriptor of its file."""
+    if type(samples_per_second) not in (int, float) or not 0.1 <= samples_per_second <= 100:
+        raise ConfigError(f"samples_per_second={samples_per_second!r}: give a number from 0.1 to 100")
+    if is_observed():
+        raise ConfigError("this process is observed already. Leave that block first")
+    host_memory()
+    return create_rank_file(run, rank)
 
 
 _COUNT = re.compile(rb"^(\w+):\s+(\d+)", re.MULTILINE)
@@ -112,21 +111,17 @@ class RankObserver:
     Args:
         file: the descriptor of an empty file, closed at the end of the block.
         header: of the file's first line.
-        device_memory: returns bytes of the accelerator in tensors, reserved by torch, and used by all processes.
+        device: the accelerator whose memory is recorded, or the CPU.
         samples_per_second: of the thread. Each begin and end of a phase is sampled as well.
     """
 
     def __init__(
-        self,
-        file: int,
-        header: Mapping[str, Any],
-        device_memory: Callable[[], Sequence[int]],
-        samples_per_second: float,
+        self, file: int, header: Mapping[str, Any], device: torch.device, samples_per_second: float
     ) -> None:
         self.fault = ""
         self._is_closed = False
         self._file = file
-        self._device_memory = device_memory
+        self._device = device
         self._period_s = 1 / samples_per_second
         self._process = os.getpid()
         self._threads = {threading.get_ident(): 0}
@@ -135,7 +130,7 @@ class RankObserver:
         self._thread = threading.Thread(target=self._sample_until_over, name="shardwise-observer", daemon=True)
         self._marks = observed_by(self._mark)
         self._began = time.perf_counter()
-        self._write(lambda _: {**header, "columns": COLUMNS, "host": socket.gethostname(), "pid": self._process})
+        self._write({**header, "columns": COLUMNS, "host": socket.gethostname(), "pid": self._process})
 
     def __enter__(self) -> Self:
         self.sample()
@@ -150,45 +145,44 @@ class RankObserver:
             return
         self._thread.join()
         self.sample()
-        self._write(lambda t: {"t": t, "closed": True})
+        self._write({"closed": True})
         with self._lock:
             self._is_closed = True
             os.close(self._file)
 
     def sample(self) -> None:
-        """Write down the memory of this moment."""
-
-        def line(t: float) -> list[float]:
-            device = [count >> 10 for count in self._device_memory()]
-            return [t, *host_memory().values(), *device, *_traffic()]
-
-        self._write(line)
+        """Write the current memory."""
+        self._write()
 
     def _mark(self, name: str | None) -> None:
-        def line(t: float) -> dict[str, Any]:
+        with self._lock:
             thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
-            return {"t": t, **({"end": True} if name is None else {"begin": name}), "thread": thread}
-
         if name is None:
             self.sample()
-        self._write(line)
-        if name is not None:
+            self._write({"end": True, "thread": thread})
+        else:
+            self._write({"begin": name, "thread": thread})
             self.sample()
 
     def _sample_until_over(self) -> None:
         while not self._is_over.wait(self._period_s) and not self.fault:
             self.sample()
 
-    def _write(self, line_at: Callable[[float], object]) -> None:
-        """Append a line of this moment, so that lines are in the order of their times."""
+    def _write(self, entry: Mapping[str, Any] | None = None) -> None:
+        """Append an entry with its time, or a sample. Lines are in the order of their times."""
         with self._lock:
             if self._is_closed or self.fault or os.getpid() != self._process:
                 return
             try:
-                text = json.dumps(line_at(round(time.perf_counter() - self._began, 4)), separators=(",", ":"))
-                os.write(self._file, text.encode() + b"\n")
+                t = round(time.perf_counter() - self._began, 4)
+                line = self._sample(t) if entry is None else {"t": t, **entry}
+                os.write(self._file, json.dumps(line, separators=(",", ":")).encode() + b"\n")
             except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: of an accelerator
                 self.fault = str(error)
+
+    def _sample(self, t: float) -> list[float]:
+        device = (0, 0, 0) if self._device.type == "cpu" else memory_in_use(self._device)
+        return [t, *host_memory().values(), *(count >> 10 for count in device), *_traffic()]
 
 
 def create_rank_file(run: Path, rank: int) -> int:

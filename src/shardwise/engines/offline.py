@@ -5,30 +5,29 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from transformers import PreTrainedConfig
 
 from shardwise.conversion.computed import computes
 from shardwise.conversion.expression import Expression, stored_leaves, substitute
 from shardwise.engines.load_plan import rules_of
-from shardwise.engines.outline import ModelOptions, Outline, outline
+from shardwise.engines.outline import Outline, find_differing
+from shardwise.engines.save_plan import main_dtype
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import Outgoing, stream_out
-from shardwise.execution.world import ProgressBar, World
+from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex, parse_object
 from shardwise.formats.opening import dequantized_index, open_checkpoint
-from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
+from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import pretrained
+from shardwise.models.pretrained import progress_bar
 from shardwise.models.revert import Output, revert
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import collect_tensors, layout_of
@@ -39,10 +38,7 @@ from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.storage.names import shown
 from shardwise.storage.reading import OpenStorage
 from shardwise.storage.writing import LocalWriter
-from shardwise.tensors import DType, numel
-
-UntiedOf: TypeAlias = Callable[[Outline], set[str]]
-"""Returns the names that are tied in a config, and not in the files."""
+from shardwise.tensors import DType
 
 BUDGET_BYTES: Final = 32 << 20
 """For the staging of reads."""
@@ -56,11 +52,10 @@ class OfflineModel:
         stored: the checkpoint's tensors, by key.
         expressions: the model's tensors made of them, by the first of their names.
         carried: keys of tensors that the model does not have.
-        apart: names declared tied that have values of their own.
+        untied: names declared tied that have values of their own.
         notes: notes for the report.
     """
 
-    folder: Path
     config: PreTrainedConfig
     index: CheckpointIndex
     built: Outline
@@ -68,22 +63,17 @@ class OfflineModel:
     stored: Mapping[str, Expression]
     expressions: dict[str, Expression]
     carried: tuple[str, ...]
-    apart: tuple[str, ...]
+    untied: tuple[str, ...]
     notes: list[str]
 
     def as_stored(self) -> OfflineModel:
-        """The same source, every tensor in the dtype in which it is stored."""
-
-        def stored(tensor: TensorLayout) -> TensorLayout:
-            expression = self.expressions.get(tensor.fqn)
-            if expression is None or computes(expression):
-                return tensor
-            return replace(tensor, dtype=expression.dtype)
-
-        return replace(self, layout=ModelLayout(tuple(map(stored, self.layout.tensors))))
+        """Return the model with every tensor in the dtype in which it is stored."""
+        moved = {fqn: item.dtype for fqn, item in self.expressions.items() if not computes(item)}
+        tensors = (replace(item, dtype=moved.get(item.fqn, item.dtype)) for item in self.layout.tensors)
+        return replace(self, layout=ModelLayout(tuple(tensors)))
 
     def revert(self) -> dict[str, Output]:
-        """The model's tensors as the checkpoint has them, less those that it does not have."""
+        """Return the model's tensors as the checkpoint has them, without those that it does not have."""
         found = revert(self.built.model, self.layout)
         absent = {name for tensor in self.layout.saved() for name in tensor.names} - {
             name for tensor in self.layout.saved() for name in tensor.names if tensor.fqn in self.expressions
@@ -95,7 +85,7 @@ class OfflineModel:
         }
 
     def by_every_name(self) -> dict[str, Expression]:
-        """``expressions`` under all names of each tensor."""
+        """Return ``expressions`` under all names of each tensor."""
         return {
             name: self.expressions[tensor.fqn]
             for tensor in self.layout.saved()
@@ -104,57 +94,44 @@ class OfflineModel:
         }
 
 
-@contextmanager
-def placer_of(
-    reader: StorageReader, index: CheckpointIndex, advance: ProgressBar | None = None
-) -> Iterator[ReadExecutor]:
-    """Reads a checkpoint's tensors, on this process alone."""
-    world = World(0, 1)
-    with ProgressBar("", world, 0, enabled=False) as silent:
-        yield ReadExecutor(reader, index, BUDGET_BYTES, advance or silent, world)
+def executor_of(reader: StorageReader, index: CheckpointIndex) -> ReadExecutor:
+    """Return an executor that reads a checkpoint's tensors on this process alone, without a progress bar."""
+    return ReadExecutor(reader, index, BUDGET_BYTES, World(0, 1))
 
 
-def read_source(
-    folder: Path,
+def bind_offline(
     config: PreTrainedConfig,
     index: CheckpointIndex,
-    placer: ReadExecutor,
-    options: ModelOptions,
-    untied: UntiedOf | None = None,
+    built: Outline,
+    executor: ReadExecutor,
+    untied: Collection[str] = (),
 ) -> OfflineModel:
-    """Build the model on meta, bind the checkpoint's tensors to it, and settle its ties.
+    """Bind a checkpoint's tensors to a model on meta, and settle its ties.
 
-    ``untied`` names declared ties that will have separate values, though the checkpoint does not have them.
+    ``untied`` are declared ties that will have separate values, though the checkpoint does not have them.
 
     Raises:
-        ConfigError: the model cannot be built.
         KeyMismatchError: with every tensor that is missing or does not fit. Tensors that the model does not have
             are carried along.
     """
-    built = outline(folder, config, index, options)
-    apart = _settle_ties(built, placer, untied)
+    apart = tuple(sorted(_settle_ties(built, executor, untied)))
     layout = layout_of(collect_tensors(built.model), Origin.INIT_WEIGHTS)
     consent = Consent("error", "error", Ignore(only=("*",)))
     plan = plan_load(index, layout, built.bindings_less_ties(), rules_of(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}
-    stored, notes = stored_tensors(index), _notes_on(plan, index)
-    return OfflineModel(
-        folder, config, index, built, layout, stored, expressions, plan.ignored_keys, tuple(sorted(apart)), notes
-    )
+    notes = [*_notes_on(plan, index), *(f"{name} is not tied any more: it has its own values" for name in apart)]
+    stored = stored_tensors(index)
+    return OfflineModel(config, index, built, layout, stored, expressions, plan.ignored_keys, apart, notes)
 
 
-def _settle_ties(built: Outline, placer: ReadExecutor, untied: UntiedOf | None) -> set[str]:
+def _settle_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
     """Tie declared ties with equal values. Return the names with values of their own."""
-    offers, twice, tensors = built.bindings.offers, built.ties_stored_twice(), built.layout.by_name
-    differing = {
-        name
-        for name, other in twice
-        if not are_equal(offers[name][0], offers[other][0], tensors[name].dtype, placer, rank=0, size=1)
-    }
+    offers, twice = built.bindings.offers, built.ties_stored_twice()
+    differing = set(find_differing(built, twice, executor))
     built.equal_ties = frozenset(name for name, _ in twice) - differing
-    apart = differing | (set() if untied is None else untied(built))
+    apart = differing | set(untied)
     sources = pretrained.declared_ties(built.model)
-    # What was tied begins as a copy of what it was tied to.
+    # What was tied starts as a copy of what it was tied to.
     begun = {name: offers.get(name) or offers.get(sources.get(name, name)) for name in apart}
     copies = {name: offered for name, offered in begun.items() if offered}
     built.bindings = replace(built.bindings, offers={**offers, **copies})
@@ -182,7 +159,7 @@ def _notes_on(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
 
 
 def require_other_folder(out: Path, sources: Sequence[Path]) -> None:
-    """A folder for the outcome that is none of those it is made of, whatever links lead there.
+    """Require a folder for the output that is none of its sources, links resolved.
 
     Raises:
         ConfigError: naming both.
@@ -204,22 +181,14 @@ def write_out(
     max_shard_bytes: int,
     companions: Mapping[str, bytes],
     check: Callable[[WrittenTensors], None] | None = None,
-    label: str,
 ) -> tuple[WrittenTensors, tuple[str, ...]]:
     """Plan the files, write and commit them. Return also their names."""
     outgoing.require_bounded()
     plan = plan_save(
         outgoing.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=secrets.token_hex(4)
     )
-    with ProgressBar(label, World(0, 1), plan.nbytes, enabled=True) as bar:
-        streamed = stream_out(
-            writer,
-            plan,
-            outgoing.values,
-            companions=companions,
-            check=check,
-            advance=bar.advance,
-        )
+    with progress_bar("Merging", plan.nbytes, enabled=True) as bar:
+        streamed = stream_out(writer, plan, outgoing, companions=companions, check=check, advance=bar.update)
     return streamed, plan.names
 
 
@@ -233,7 +202,7 @@ def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
     return dequantized_index(opened.reader, index)
 
 
-def made_of(
+def merged_outputs(
     source: OfflineModel, outputs: Mapping[str, Output], expressions: Mapping[str, Expression]
 ) -> dict[str, tuple[DType, Expression]]:
     """Return the tensors of a save: those of the model as ``expressions`` by name, and those carried along."""
@@ -246,14 +215,7 @@ def made_of(
     }
 
 
-def ties_undone(source: OfflineModel) -> list[str]:
-    """Notes on the names that are declared tied and are not."""
-    return [f"{name} is not tied any more: it has values of its own" for name in source.apart]
-
-
 _CONFIG = "config.json"
-
-
 _TOKENIZER: Final = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -266,12 +228,8 @@ _TOKENIZER: Final = (
 )
 
 
-_BROUGHT_ALONG: Final = (*_TOKENIZER, "generation_config.json", "*processor_config.json")
-
-
+_COMPANIONS: Final = (*_TOKENIZER, "generation_config.json", "*processor_config.json")
 _TEMPLATES = "additional_chat_templates"
-
-
 _MAX_COMPANION_BYTES = 256 << 20
 
 
@@ -282,7 +240,7 @@ def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
 
     A folder ``own`` that has a tokenizer gives its own instead of the base's.
     """
-    found = _files(base, _BROUGHT_ALONG)
+    found = _files(base, _COMPANIONS)
     if own is not None and _files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
         found = {name: content for name, content in found.items() if not _is_any(name, _TOKENIZER)}
         found |= _files(own, _TOKENIZER)
@@ -312,7 +270,7 @@ def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
 
 
 def templates_of(folders: Sequence[Path]) -> dict[str, bytes]:
-    """Further chat templates, from the first folder that has any."""
+    """Return further chat templates, from the first folder that has any."""
     for folder in folders:
         found = _files(folder / _TEMPLATES, ("*.jinja",))
         if found:
@@ -321,7 +279,7 @@ def templates_of(folders: Sequence[Path]) -> dict[str, bytes]:
 
 
 def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
-    """Further chat templates lie in a folder of their own."""
+    """Write further chat templates into a folder of their own."""
     if templates:
         with LocalWriter(out / _TEMPLATES) as writer:
             for name, content in templates.items():
@@ -338,10 +296,7 @@ def _is_any(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
-    """Return regular files in a folder with matching names, as full paths.
-
-    Links are followed, as in the hub's cache.
-    """
+    """Return the content of files in a folder with matching names. Links are followed, as in the hub's cache."""
     if not folder.is_dir():
         return {}
     found: dict[str, bytes] = {}
@@ -357,7 +312,7 @@ def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
 
 
 def small_file(path: Path) -> bytes:
-    """The content of a config."""
+    """Return the content of a config."""
     found = _files(path.parent, (path.name,))
     if path.name not in found:
         raise StorageError(f"{path}: no such file. Check the path")
@@ -365,11 +320,8 @@ def small_file(path: Path) -> bytes:
 
 
 def written_dtype(outgoing: Outgoing, dtype: str | None) -> str | None:
-    """Return the dtype for the config: the requested one, otherwise that of most bytes."""
+    """Return the dtype for the config: the requested one, otherwise that of most numbers."""
     if dtype is not None:
         return dtype.removeprefix("torch.")
-    counts: Counter[str] = Counter()
-    for _, stored, shape in outgoing.tensors():
-        if stored.kind == "float" and stored.bits >= 16:
-            counts[str(to_torch(stored)).removeprefix("torch.")] += numel(shape) * stored.itemsize
-    return counts.most_common(1)[0][0] if counts else None
+    found = main_dtype(outgoing.tensors())
+    return None if found is None else str(to_torch(found)).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Fits optimizers and a state that was given: groups, settings, entries."""
+"""Matches optimizers with a state: groups, settings, entries."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from torch import nn
 
 from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.execution.world import World
-from shardwise.models.optimizer_parsing import (
-    ParsedState,
-    by_parameter,
-    labeled,
-    set_group,
-    unlike,
-)
+from shardwise.models.optimizer_parsing import ParsedState, by_parameter, labeled, set_group, unlike
 from shardwise.models.rebind import Bound, Key, state_like
 from shardwise.models.torch_api import in_memory, to_torch
 from shardwise.models.view import TensorRef
@@ -24,22 +18,26 @@ from shardwise.planning import matching
 from shardwise.report.names import abbreviate
 from shardwise.tensors import DType
 
-KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank, or use a Checkpointer"
+KEEP_IT_APART = "save the optimizer's own state_dict() rank by rank, or use a Checkpointer"
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTargets:
-    """Optimizers of this rank whose state is to be set."""
+    """Optimizers of this rank whose state is to be set, and the tensors of their model.
 
+    ``keys`` are the values that the optimizers have now, by label.
+    """
+
+    held: Sequence[TensorRef]
     bounds: list[Bound]
     parameters: dict[str, nn.Parameter]
     first_names: dict[str, str]
     keys: dict[str, Key]
-    """What the optimizers hold now, by label."""
 
     @classmethod
     def of(cls, held: Sequence[TensorRef], bounds: list[Bound]) -> OptimizerTargets:
         return cls(
+            held,
             bounds,
             {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)},
             {name: item.fqn for item in held for name in item.names},
@@ -66,18 +64,18 @@ class OptimizerTargets:
 
 
 def _agreed(world: World, given: ParsedState) -> tuple[ParsedState, tuple[int, ...]]:
-    """The first bringing rank's groups and numbers, and the ranks that bring any. Collective: yes.
+    """Return the groups and numbers of the first rank with a state, and the ranks that have one. Collective: yes.
 
     Raises:
         RankMismatchError: ranks bring state of other parameters, or other groups.
     """
-    told = world.all_gather_object(replace(given, tensors={}))
-    bringing = [rank for rank, found in enumerate(told) if found]
+    states = world.all_gather_object(replace(given, tensors={}))
+    bringing = [rank for rank, found in enumerate(states) if found]
     if not bringing:
         return ParsedState(), ()
-    first = told[bringing[0]]
+    first = states[bringing[0]]
     for rank in bringing[1:]:
-        its = told[rank]
+        its = states[rank]
         if (first.groups, first.keys, set(first.scalars)) != (its.groups, its.keys, set(its.scalars)):
             what = (
                 ", ".join(abbreviate(sorted(first.keys.keys() ^ its.keys.keys()))) or "the parameter groups differ"
@@ -89,14 +87,14 @@ def _agreed(world: World, given: ParsedState) -> tuple[ParsedState, tuple[int, .
     return first, tuple(bringing)
 
 
-def _require_same_kind(ours: OptimizerTargets, agreed: ParsedState) -> None:
+def _require_same_kind(targets: OptimizerTargets, agreed: ParsedState) -> None:
     """Raises :class:`KeyMismatchError` for the state of another optimizer class, judging by its settings."""
     stored = {
         name: ("", settings)
         for names, settings in zip(agreed.groups, agreed.settings, strict=True)
         for name in names
     }
-    if found := unlike(by_parameter(ours.bounds), stored):
+    if found := unlike(by_parameter(targets.bounds), stored):
         shown = "\n  ".join(abbreviate(found))
         raise KeyMismatchError(
             f"the state is of other optimizers than these:\n  {shown}\nMake the optimizers as they were made when "
@@ -105,41 +103,42 @@ def _require_same_kind(ours: OptimizerTargets, agreed: ParsedState) -> None:
 
 
 def _match(
-    ours: OptimizerTargets,
+    targets: OptimizerTargets,
     agreed: ParsedState,
     groups: matching.GroupMatch,
-    told: Sequence[Mapping[str, matching.Brought]],
+    brought_by_rank: Sequence[Mapping[str, matching.Brought]],
     tolerance: matching.Tolerance,
 ) -> matching.Match:
-    """The state that is set. Numbers need no match: only the present state must not get lost."""
+    """Match tensors. Numbers need no match: only the present state must not get lost."""
     unexpected, missing = set(groups.unexpected), {*groups.missing, *_forgotten(agreed)}
     known = [
-        {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected} for found in told
+        {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected}
+        for found in brought_by_rank
     ]
     places = [
-        matching.StateSlot((name,), *_shape_and_dtype(ours, name, agreed.keys[name][0], item))
+        matching.StateSlot((name,), *_shape_and_dtype(targets, name, agreed.keys[name][0], item))
         for name, item in next((found for found in known if found), {}).items()
     ]
     places += [
         matching.StateSlot((name,), (), DType.OTHER)
-        for name, key in ours.keys.items()
+        for name, key in targets.keys.items()
         if name not in agreed.keys and key.parameter not in missing
     ]
     return matching.match(places, known, tolerance)
 
 
 def _forgotten(agreed: ParsedState) -> set[str]:
-    """Parameters that have no state afterwards: all of its groups', of a state before the first step."""
+    """Return parameters that have no state afterwards: all of a state from before the first step."""
     return set() if agreed.keys else {name for names in agreed.groups for name in names}
 
 
 def _shape_and_dtype(
-    ours: OptimizerTargets, name: str, parameter: str, item: matching.Brought
+    targets: OptimizerTargets, name: str, parameter: str, item: matching.Brought
 ) -> tuple[tuple[int, ...], DType]:
-    present = ours.tensor(name)
+    present = targets.tensor(name)
     if present is not None:
         return tuple(present.shape), in_memory(present.dtype)
-    own = ours.parameters[parameter]
+    own = targets.parameters[parameter]
     shape = tuple(own.shape)
     if item.dtype is DType.OTHER or item.dtype.kind != "float" or item.dtype.bits < 16:
         return shape, item.dtype
@@ -164,48 +163,48 @@ class Fitting:
     def unexpected(self) -> tuple[str, ...]:
         return self.groups.unexpected + self.matched.unexpected
 
-    def targets(self, ours: OptimizerTargets) -> dict[Key, torch.Tensor]:
+    def targets(self, targets: OptimizerTargets) -> dict[Key, torch.Tensor]:
         """Return the target tensors: those that the optimizers already have, otherwise new memory."""
-        optimizer_of = ours.optimizer_of
-        targets: dict[Key, torch.Tensor] = {}
+        optimizer_of = targets.optimizer_of
+        found: dict[Key, torch.Tensor] = {}
         for item in self.matched.taken:
             parameter, entry = self.agreed.keys[item.name]
-            own, dtype = ours.parameters[parameter], to_torch(item.place.dtype)
-            target = ours.tensor(item.name)
+            own, dtype = targets.parameters[parameter], to_torch(item.place.dtype)
+            target = targets.tensor(item.name)
             if target is None:
                 target = state_like(own, dtype)
-            targets[Key(optimizer_of[parameter], parameter, entry)] = target
-        return targets
+            found[Key(optimizer_of[parameter], parameter, entry)] = target
+        return found
 
-    def bind(self, ours: OptimizerTargets, targets: Mapping[Key, torch.Tensor]) -> list[str]:
+    def bind(self, targets: OptimizerTargets, tensors: Mapping[Key, torch.Tensor]) -> list[str]:
         """Set the optimizers' settings and state. Return the trained parameters that then have no state."""
-        optimizer_of, forgotten = ours.optimizer_of, _forgotten(self.agreed)
+        optimizer_of, forgotten = targets.optimizer_of, _forgotten(self.agreed)
         scalars = {
             Key(optimizer_of[parameter], parameter, entry): self.agreed.scalars[name]
             for name, (parameter, entry) in self.agreed.keys.items()
             if name in self.agreed.scalars and parameter in optimizer_of
         }
-        present = [group for bound in ours.bounds for group in bound.optimizer.param_groups]
+        present = [group for bound in targets.bounds for group in bound.optimizer.param_groups]
         for group, giver in zip(present, self.groups.giver_of, strict=True):
             if giver is not None:
                 set_group(group, self.agreed.settings[giver])
-        for bound in ours.bounds:
-            bound.rebind(ours.parameters, targets, scalars)
-            for name in forgotten & ours.parameters.keys():
-                bound.optimizer.state.pop(ours.parameters[name], None)
-        kept = {key.parameter for key in ours.keys.values()} - forgotten
-        stepped = {key.parameter for key in [*targets, *scalars]} | kept
-        return [name for name in optimizer_of if name not in stepped and ours.parameters[name].requires_grad]
+        for bound in targets.bounds:
+            bound.rebind(targets.parameters, tensors, scalars)
+            for name in forgotten & targets.parameters.keys():
+                bound.optimizer.state.pop(targets.parameters[name], None)
+        kept = {key.parameter for key in targets.keys.values()} - forgotten
+        stepped = {key.parameter for key in [*tensors, *scalars]} | kept
+        return [name for name in optimizer_of if name not in stepped and targets.parameters[name].requires_grad]
 
 
 def fit(
     world: World,
-    ours: OptimizerTargets,
+    targets: OptimizerTargets,
     given: ParsedState,
-    told: Sequence[Mapping[str, matching.Brought]],
+    brought_by_rank: Sequence[Mapping[str, matching.Brought]],
     tolerance: matching.Tolerance,
 ) -> Fitting:
-    """Match entries of a state with entries of the optimizers. ``told`` has the description of each rank's tensors.
+    """Match entries of a state, described by ``brought_by_rank``, with entries of the optimizers.
 
     Collective: yes.
 
@@ -215,11 +214,17 @@ def fit(
         RankMismatchError: ranks bring different states.
     """
     agreed, brought_by = _agreed(world, given)
+    return world.run_all(_fit, targets, agreed, brought_by, brought_by_rank, tolerance)
+
+
+def _fit(
+    targets: OptimizerTargets,
+    agreed: ParsedState,
+    brought_by: tuple[int, ...],
+    brought_by_rank: Sequence[Mapping[str, matching.Brought]],
+    tolerance: matching.Tolerance,
+) -> Fitting:
+    _require_same_kind(targets, agreed)
     stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
-
-    def decide() -> Fitting:
-        _require_same_kind(ours, agreed)
-        groups = matching.match_groups(ours.groups, agreed.groups, stateful, tolerance)
-        return Fitting(agreed, brought_by, groups, _match(ours, agreed, groups, told, tolerance))
-
-    return world.run_all(decide)
+    groups = matching.match_groups(targets.groups, agreed.groups, stateful, tolerance)
+    return Fitting(agreed, brought_by, groups, _match(targets, agreed, groups, brought_by_rank, tolerance))

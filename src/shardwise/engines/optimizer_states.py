@@ -1,36 +1,30 @@
-"""Takes out and sets the state of optimizers."""
+"""Gets and sets the state of optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import world_of
+from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.engines.model_states import state_report
 from shardwise.engines.optimizer_fit import KEEP_IT_APART, OptimizerTargets, fit
-from shardwise.errors import ShardingError
+from shardwise.errors import ShardingError, answer_keywords
 from shardwise.execution.checksums import as_bytes
 from shardwise.execution.memory import staging_device
 from shardwise.execution.moving import gather
 from shardwise.execution.replicas import equal_on_all, require_alike_models
 from shardwise.execution.state_values import BroughtValues, StateOptions, Values, reject_meta, require_same_call
 from shardwise.execution.world import Clock, World
-from shardwise.models.optimizer_parsing import (
-    ParsedState,
-    class_name,
-    copied,
-    read,
-    written_out,
-)
+from shardwise.models.optimizer_parsing import ParsedState, class_name, copied, read, written_out
 from shardwise.models.rebind import Bound, Scalar, bind_optimizers, keeps_reduced
 from shardwise.models.view import TensorRef, collect_tensors, without_compile
 from shardwise.planning import matching
-from shardwise.planning.matching import digest, require_form
+from shardwise.planning.matching import digest
 from shardwise.planning.moves import StateForm, receivers
 from shardwise.report.reports import StateReport
 
@@ -45,17 +39,13 @@ class CollectedOptimizers:
     home: torch.device
 
     def written(self) -> dict[str, Any]:
-        """The state with tensors as they are, by the names of parameters."""
+        """Return the state by the names of parameters, sharing the optimizers' tensors."""
         own = {name: tensor.detach() for name, tensor in self.tensors.items()}
         return written_out(self.bounds, {**own, **self.scalars})
 
 
 def collect_optimizers(
-    world: World,
-    model: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
-    what: str,
-    options: StateOptions,
+    world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], what: str, options: StateOptions
 ) -> CollectedOptimizers:
     """Collect the state of optimizers, and compare replicas between ranks. Collective: yes.
 
@@ -65,8 +55,8 @@ def collect_optimizers(
         ConfigError, ShardingError, RankMismatchError: as of
             :func:`~shardwise.engines.optimizer_states.get_optimizer_state_dict`.
     """
-    held, bounds = _looked_at(world, model, optimizers)
-    tensors, scalars = _held_by(world, bounds)
+    held, bounds = _bound(world, model, optimizers)
+    tensors, scalars = _state_by_label(world, bounds)
     world.run_all(reject_meta, tensors, what)
     home = staging_device(held, tensors.values())
     numbers = {
@@ -77,39 +67,42 @@ def collect_optimizers(
     return CollectedOptimizers(bounds, tensors, scalars, home)
 
 
-TakeApart: TypeAlias = Callable[[OptimizerTargets], tuple[ParsedState, Values]]
-"""Asked, on every rank, for this rank's part of a state, and for the values of its tensors."""
+def optimizer_targets(
+    world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
+) -> OptimizerTargets:
+    """Return optimizers whose state is to be set. Collective: yes.
+
+    Raises:
+        ConfigError, ShardingError, RankMismatchError: as of :func:`set_optimizer_state_dict`.
+    """
+    return OptimizerTargets.of(*_bound(world, model, optimizers))
 
 
 def set_optimizer_values(
     world: World,
-    model: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
-    take_apart: TakeApart,
+    targets: OptimizerTargets,
+    given: ParsedState,
+    values: Values,
     *,
     tolerance: matching.Tolerance,
     options: StateOptions,
     clock: Clock,
 ) -> StateReport:
-    """Give optimizers a state from wherever its tensors are.
+    """Set the state of optimizers: this rank's part of a state, with the values of its tensors.
 
     Collective: yes.
     Memory, errors: as of :func:`set_optimizer_state_dict`.
     """
     with clock.phase("agree"):
-        held, bounds = _looked_at(world, model, optimizers)
-        ours = OptimizerTargets.of(held, bounds)
-        given, values = take_apart(ours)
-        told = values.told(world)
-        fitting = fit(world, ours, given, told, tolerance)
+        fitting = fit(world, targets, given, values.describe(world), tolerance)
         matched = fitting.matched
     with clock.phase("exchange"):
-        targets = world.run_all(fitting.targets, ours)
-        by_label = {key.label: target for key, target in targets.items()}
-        home = staging_device(held, targets.values())
+        tensors = world.run_all(fitting.targets, targets)
+        by_label = {key.label: tensor for key, tensor in tensors.items()}
+        home = staging_device(targets.held, tensors.values())
         traffic = values.bring(world, matched, by_label, budget_bytes=options.budget_bytes, device=home)
     with clock.phase("finish"):
-        afresh = world.run_all(fitting.bind, ours, targets)
+        afresh = world.run_all(fitting.bind, targets, tensors)
     return state_report(
         world,
         values,
@@ -125,21 +118,19 @@ def set_optimizer_values(
     )
 
 
-def _looked_at(
-    world: World,
-    model: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
+def _bound(
+    world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> tuple[list[TensorRef], list[Bound]]:
-    """The model and its optimizers, which are the same on all ranks. Collective: yes."""
+    """Return the tensors of a model and its optimizers, after a comparison between ranks. Collective: yes."""
     several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
     held = world.run_all(collect_tensors, model)
     bounds = world.run_all(bind_optimizers, several, held, KEEP_IT_APART)
-    world.run_all(_refuse_reduced, bounds)
+    world.run_all(_reject_reduced, bounds)
     require_alike_models(world, held, bounds)
     return held, bounds
 
 
-def _refuse_reduced(bounds: Sequence[Bound]) -> None:
+def _reject_reduced(bounds: Sequence[Bound]) -> None:
     """Raises :class:`ShardingError` for optimizers whose state would not be their own if it were set."""
     for bound in bounds:
         if keeps_reduced(bound.optimizer):
@@ -149,7 +140,7 @@ def _refuse_reduced(bounds: Sequence[Bound]) -> None:
             )
 
 
-def _held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
+def _state_by_label(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
     """Return optimizer state by label: tensors, and other values, in one order on all ranks.
 
     (Their own order is not: torch's ``set_optimizer_state_dict`` leaves another one on the first rank.)
@@ -162,10 +153,11 @@ def _held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Ten
     tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
     scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
     tensors, scalars = dict(sorted(tensors.items())), dict(sorted(scalars.items()))
-    world.require_equal(digest([*tensors, *scalars]), "what the optimizers hold of parameters")
+    world.require_equal(digest([*tensors, *scalars]), "the list of optimizer state")
     return tensors, scalars
 
 
+@answer_keywords()
 @torch.no_grad()
 def get_optimizer_state_dict(
     model: nn.Module,
@@ -174,7 +166,7 @@ def get_optimizer_state_dict(
     *,
     options: StateOptions = StateOptions(),  # noqa: B008
 ) -> dict[str, Any]:
-    """The state of a model's optimizers, by the names of the plain model's parameters.
+    """Return the state of a model's optimizers, by the names of the plain model's parameters.
 
     ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}``, as
     ``torch.distributed.checkpoint.state_dict`` has it. A tied parameter has its first name. Parameters that have
@@ -204,7 +196,7 @@ def get_optimizer_state_dict(
     """
     model = without_compile(model)
     with world_of(options, "get_optimizer_state_dict") as world, torch.device("cpu"):
-        world.run_all(require_form, form)
+        world.run_all(require_meant, hints_of(get_optimizer_state_dict), {"form": form})
         require_same_call(world, form, options=options)
         taken = collect_optimizers(world, model, optimizers, "the optimizers", options)
         if form == "sharded":
@@ -216,6 +208,7 @@ def get_optimizer_state_dict(
         return written_out(taken.bounds, {**found, **scalars})
 
 
+@answer_keywords()
 @torch.no_grad()
 def set_optimizer_state_dict(
     model: nn.Module,
@@ -227,15 +220,15 @@ def set_optimizer_state_dict(
     on_mismatched: matching.OnFault = "error",
     options: StateOptions = StateOptions(),  # noqa: B008
 ) -> StateReport:
-    """Give a model's optimizers the settings and the state that they had, by the names of parameters.
+    """Set the settings and the state of a model's optimizers, by the names of parameters.
 
     The layout is that of :func:`get_optimizer_state_dict`, with whole tensors or DTensors of any sharding, on every
     rank, or on some and ``None`` (or nothing) on the others. A parameter may have any of its names. Groups are
     identified by their parameters in any order, and get all settings of the state, learning rates included.
 
     Missing state is created without a step, sharded like its parameter, in the given dtype or in the parameter's if
-    that is wider. Existing state keeps its dtype. Parameters without state in either start afresh
-    (``report.afresh``), as do all parameters if the state has no values, from before the first step.
+    that is wider. Existing state keeps its dtype. Parameters without state in either have none
+    afterwards (``report.afresh``), as do all parameters if the state is from before the first step.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: the new state, and ``options.budget_bytes``.
@@ -245,7 +238,7 @@ def set_optimizer_state_dict(
         optimizers: one, or several in the same order on every rank.
         state: as above.
         on_missing: ``Ignore(only=...)`` for parameters that no group of the state has, and for state that the
-            optimizer has and the given lacks (as in ``"layer.weight: exp_avg"``): they stay as they are.
+            optimizer has and the given state does not (as in ``"layer.weight: exp_avg"``): these are unchanged.
         on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold.
         on_mismatched: ``Ignore(only=...)`` for state of another shape, which is left out.
         options: budget, process group, timeouts.
@@ -266,11 +259,9 @@ def set_optimizer_state_dict(
     with world_of(options, "set_optimizer_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
             require_same_call(world, tolerance, options=options)
-
-        def take_apart(ours: OptimizerTargets) -> tuple[ParsedState, Values]:
-            given = world.run_all(read, state, ours.first_names, ours.shapes)
-            return given, BroughtValues(given.tensors)
-
+            targets = optimizer_targets(world, model, optimizers)
+            given = world.run_all(read, state, targets.first_names, targets.shapes)
+        values = BroughtValues(given.tensors)
         return set_optimizer_values(
-            world, model, optimizers, take_apart, tolerance=tolerance, options=options, clock=clock
+            world, targets, given, values, tolerance=tolerance, options=options, clock=clock
         )

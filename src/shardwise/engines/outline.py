@@ -1,21 +1,23 @@
 """Outline of a load: the transformers model on meta, and the checkpoint's bindings for it."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
 from shardwise.conversion.computed import Bindings
-from shardwise.engines.arguments import comparable_text
+from shardwise.engines.arguments import comparable_text, hints_of, require_known, require_meant
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import form_of as base_form_of
 from shardwise.errors import ConfigError
+from shardwise.execution.audit import are_equal
 from shardwise.execution.memory import collected_later
+from shardwise.execution.reading import ReadExecutor
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import form_of
 from shardwise.layout import ModelLayout
@@ -87,7 +89,7 @@ Options = TypeVar("Options", bound=ModelOptions)
 
 
 def settled(options: Options) -> Options:
-    """The same, with transformers' keywords put where their meaning is: in ``dtype`` and in ``hub``.
+    """Return options with transformers' keywords put where their meaning is: in ``dtype`` and in ``hub``.
 
     Raises:
         ConfigError: two of them contradict each other, or one cannot be honored.
@@ -101,19 +103,19 @@ def settled(options: Options) -> Options:
             )
     if given.pop("low_cpu_mem_usage", True) is not True:
         raise ConfigError(
-            "low_cpu_mem_usage=False asks for the whole model in the memory of every rank, which is never done. "
+            "low_cpu_mem_usage=False requests the whole model in the memory of every rank, which is not supported. "
             "Leave it out"
         )
     if "quantization_config" in given:
         found = of_transformers(given.pop("quantization_config"))
         if given.setdefault("quantization", found) != found:
             raise ConfigError(
-                f"quantization={given['quantization']} and quantization_config say different things. Pass the "
+                f"quantization={given['quantization']} and quantization_config contradict each other. Pass the "
                 "former alone"
             )
     hub = given.get("hub", HubOptions())
     for name in ("revision", "cache_dir", "token", "local_files_only", "subfolder", "variant"):
-        if name in given and isinstance(hub, HubOptions):  # what else it is will be told
+        if name in given and isinstance(hub, HubOptions):  # any other type is rejected later
             value = given.pop(name)
             if getattr(hub, name) not in (getattr(HubOptions(), name), value):
                 raise ConfigError(f"{name} is given twice, as a keyword and in hub=HubOptions(...). Pass one")
@@ -121,12 +123,27 @@ def settled(options: Options) -> Options:
     return cast(Options, {**given, "hub": hub})
 
 
+def checked(call: str, options: Options, kind: type) -> Options:
+    """Return the keyword arguments of a call after a check, with transformers' put where their meaning is.
+
+    ``kind`` declares the keywords that the call has.
+
+    Raises:
+        ConfigError: a keyword is unknown, has a value of the wrong type, or contradicts another.
+    """
+    require_known(call, options, kind)
+    found = settled(options)
+    require_meant(hints_of(kind), found)
+    require_trainable(cast(TunedOptions, found))
+    return found
+
+
 def comparable_model_settings(options: ModelOptions) -> dict[str, str]:
     """Return the model options that must be equal on all ranks, as text. Configs are compared later."""
     hub = options.get("hub", HubOptions())
     plain = ("model_class", "dtype", "trust_remote_code", "key_mapping", "attn_implementation")
-    told = {name: comparable_text(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
-    return {**told, **{f"hub.{name}": repr(getattr(hub, name)) for name in ("revision", "subfolder", "variant")}}
+    found = {name: comparable_text(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
+    return {**found, **{f"hub.{name}": repr(getattr(hub, name)) for name in ("revision", "subfolder", "variant")}}
 
 
 @dataclass
@@ -149,7 +166,7 @@ class Outline:
         for target, origin in pretrained.declared_ties(self.model).items():
             families.setdefault(origin, [origin]).append(target)
         present = [[name for name in members if self.bindings.offers.get(name)] for members in families.values()]
-        return [(other, names[0]) for names in present for other in names[1:]]
+        return sorted((other, names[0]) for names in present for other in names[1:])
 
     def bindings_less_ties(self) -> Bindings:
         """Bindings of the checkpoint without second copies of tied tensors that were found equal."""
@@ -161,6 +178,16 @@ class Outline:
         saved = {name for tensor in self.layout.saved() for name in tensor.names}
         offered = set(self.bindings.offers) - self.equal_ties
         pretrained.tie(self.model, saved - offered, untied)
+
+
+def find_differing(built: Outline, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
+    """Return the first names of pairs whose stored values differ in this rank's part of the rows."""
+    offers, tensors, world = built.bindings.offers, built.layout.by_name, executor.world
+    return [
+        name
+        for name, other in pairs
+        if not are_equal(offers[name][0], offers[other][0], tensors[name].dtype, executor, world.rank, world.size)
+    ]
 
 
 def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:
@@ -195,9 +222,9 @@ def _forget_quantizer(config: PreTrainedConfig) -> None:
     """
     for part in pretrained.quantized_parts(config):
         found = part.quantization_config
-        told = found if isinstance(found, Mapping) else found.to_dict()
-        if form_of(told).is_kept:
-            part.quantization_config = dict(told)
+        content = found if isinstance(found, Mapping) else found.to_dict()
+        if form_of(content).is_kept:
+            part.quantization_config = dict(content)
         else:
             del part.quantization_config
 
@@ -267,10 +294,6 @@ def _folder(directory: Path) -> Path:
     return directory if directory.is_dir() else directory.parent
 
 
-if TYPE_CHECKING:
-    pass
-
-
 class TunedOptions(ModelOptions, total=False):
     """Options that choose the model to build and its trained parameters, including those of :class:`ModelOptions`.
 
@@ -286,7 +309,7 @@ class TunedOptions(ModelOptions, total=False):
             also determines the initialization of new ones.
         quantization: keep the weights of linear layers in 4 bits: ``Nf4(...)`` or ``Fp4(...)``, packed while they
             are read. Only a LoRA is trained then. Linear layers stored by bitsandbytes stay in 4 bits by default.
-            With ``"as_stored"`` stored experts do so, too, also MXFP4. ``"dequantize"`` makes numbers of all.
+            ``"as_stored"`` keeps experts in 4 bits as well, also MXFP4. ``"dequantize"`` dequantizes all.
         quantization_config: the same as a transformers config, ``BitsAndBytesConfig(load_in_4bit=True, ...)`` or
             ``Mxfp4Config(...)``.
     """
@@ -311,14 +334,14 @@ def trained_dtype(options: TunedOptions) -> TrainedDtype:
     return wanted
 
 
-def alike(options: TunedOptions, adapters: Mapping[str, Adapter]) -> str:
-    """Return the options that must be equal on all ranks, as text."""
+def comparable_tuning(options: TunedOptions, adapters: Mapping[str, Adapter]) -> str:
+    """Return the tuning options that must be equal on all ranks, as text."""
     tuning = options.get("tuning", Full())
     return repr((tuning.comparable_text(adapters), trained_dtype(options), resizing(options)))
 
 
 @collected_later()
-def made_ready(
+def prepare_for_training(
     built: Outline,
     untied: set[str],
     options: TunedOptions,
@@ -368,7 +391,7 @@ def four_bit_base_of(
             "Leave it out, or pass quantization=Nf4()"
         )
     if is_mxfp4(stored):
-        stored = None  # numbers, unless these are asked for
+        stored = None  # dequantized by default
     is_stored = (wanted is None or keeps_experts) and stored is not None
     if is_stored:
         wanted = of_transformers(stored)
@@ -405,9 +428,8 @@ class FilledOptions(TunedOptions, total=False):
     Each is optional.
 
     Attributes:
-        sharding: mesh, wrap policy, mixed precision and offload. See
-        :class:`~shardwise.models.wrapping.wrap.Sharding`. buffers, on_missing, on_mismatched, on_unexpected: as for
-        :func:`~shardwise.engines.loading.load`.
+        sharding: mesh, wrap policy, mixed precision and offload. See :class:`~shardwise.models.wrap.Sharding`.
+        buffers, on_missing, on_mismatched, on_unexpected: as for :func:`~shardwise.engines.loading.load`.
     """
 
     sharding: Sharding

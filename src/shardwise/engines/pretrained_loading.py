@@ -6,19 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
+from typing import Literal, Unpack, cast, overload
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.engines import arguments
 from shardwise.engines import outline as outlines
-from shardwise.engines.load_plan import Load, LoadOptions, comparable_load_settings
-from shardwise.engines.loading import carry_out, form_of
+from shardwise.engines.load_plan import Load, LoadOptions, LoadRequest, comparable_load_settings, prepare_load
+from shardwise.engines.loading import execute_load, form_of, sorted_union
 from shardwise.errors import ConfigError, FormatError, RankMismatchError, StorageError
 from shardwise.execution.agreement import require_same_settings
-from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
-from shardwise.execution.world import Clock, MismatchedRanks, ProgressBar, World
+from shardwise.execution.world import Clock, MismatchedRanks, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -30,33 +29,23 @@ from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import file_space
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
-from shardwise.storage.reading import Beside, LocalReader, OpenStorage, open_storage
+from shardwise.storage.reading import CombinedReader, LocalReader, OpenStorage, open_storage
 from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Adapter, Tuned
 from shardwise.tuning.modes import Full
 
-if TYPE_CHECKING:
-    pass
-
-
 _CONFIGS = ("config.json", "generation_config.json")
-
-
 _MAX_CONFIG_BYTES = 10_000_000
 
 
 def check_call(
-    name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, *, asks_for_report: bool
-) -> tuple[outlines.PretrainedOptions, dict[str, str]]:
-    """Return the checked keywords, and the settings that must be equal on all ranks.
+    name_or_path: str | os.PathLike[str], given: outlines.PretrainedOptions, *, asks_for_report: bool
+) -> dict[str, str]:
+    """Check the arguments of :func:`from_pretrained`. Return the settings that must be equal on all ranks.
 
     Raises:
-        ConfigError: a value has the wrong type, or a report is requested for a model that is not loaded.
+        ConfigError: the name has the wrong type, or a report is requested for a model that is not loaded.
     """
-    arguments.require_known("from_pretrained", keywords, arguments.hints_of(outlines.PretrainedOptions))
-    given = outlines.settled(keywords)
-    arguments.require_meant(arguments.hints_of(outlines.PretrainedOptions), given)
-    outlines.require_trainable(given)
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ConfigError(
             f"name_or_path is a {type(name_or_path).__name__}. Pass a directory, a hub id or a URL (readers go "
@@ -66,13 +55,11 @@ def check_call(
         raise ConfigError(
             "output_loading_info=True: nothing is loaded with load_weights=False. Leave one of them out"
         )
-    settings = {
+    sharding = wrap.comparable_settings(given.get("sharding", Sharding()))
+    return {
         "the kind of name_or_path": "a URL" if is_url(name_or_path) else "a path or a hub id",
         **outlines.comparable_model_settings(given),
-        **{
-            f"sharding.{name}": told
-            for name, told in wrap.comparable_settings(given.get("sharding", Sharding())).items()
-        },
+        **{f"sharding.{name}": value for name, value in sharding.items()},
         "tuning": type(given.get("tuning", Full())).__name__,
         "quantization": repr(given.get("quantization")),
         "load_weights": repr(given.get("load_weights", True)),
@@ -80,10 +67,9 @@ def check_call(
             outlines.consent_of(given), given.get("buffers", {}), given.get("options", LoadOptions())
         ),
     }
-    return given, settings
 
 
-def bring_up(
+def build_and_load(
     world: World, name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, clock: Clock
 ) -> tuple[PreTrainedModel, LoadReport | None]:
     """Build a model on meta, wrap it and load it. Ranks have already compared their arguments.
@@ -94,41 +80,61 @@ def bring_up(
     Memory, errors: as of :func:`~shardwise.engines.pretrained_loading.from_pretrained`.
     """
     options = keywords.get("options", LoadOptions())
-    wished = keywords.get("sharding", Sharding())
-    sharding = world.run_all(wrap.with_mesh, wished, options.process_group)
+    sharding = world.run_all(wrap.with_mesh, keywords.get("sharding", Sharding()), options.process_group)
     report = None
     with ExitStack() as stack:
         with clock.phase("index"):
             found = find(world, name_or_path, keywords, stack)
         with clock.phase("plan"):
-            world.require_equal(world.run_all(outlines.alike, keywords, found.adapters), "what is tuned, and how,")
+            world.require_equal(
+                world.run_all(outlines.comparable_tuning, keywords, found.adapters), "what is tuned, and how,"
+            )
             built, pairs = build_together(world, found, keywords)
             untied, already_read_bytes = decide_ties(world, built, pairs, found.source, options)
             casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
             tuned = world.run_all(
-                outlines.made_ready, built, untied, keywords, adapters=found.adapters, casts_to=casts_to
+                outlines.prepare_for_training, built, untied, keywords, adapters=found.adapters, casts_to=casts_to
             )
-
-        is_later = not keywords.get("load_weights", True)
-
-        def ask() -> Load:
-            wrap.prepare_blocks(tuned.base, sharding)
-            if sharding.mesh is not None:
-                wrap.wrap(tuned.base, sharding, tuned.whole)
-            bindings = tuned.bindings
-            if not is_later:
-                bindings = form_of(tuned.model).allocate_staging(tuned.model, bindings)
-            return request_of(replace(tuned, bindings=bindings), keywords, already_read_bytes)
-
-        if is_later:
-            world.run_all(ask)
-            require_same_settings(world, pretrained.settings_of(tuned.base))
+            world.run_all(wrap_blocks, tuned, sharding)
+        if keywords.get("load_weights", True):
+            with clock.phase("plan"):
+                load = world.run_all(prepare_tuned, world, found.source, tuned, keywords, already_read_bytes)
+            report = execute_load(world, tuned.model, found.source, load, clock)
         else:
-            report = carry_out(world, tuned.model, found.source, ask, clock)
+            require_same_settings(world, pretrained.settings_of(tuned.base))
     pretrained.record_conversions(tuned.base, built.transforms)
     if report is not None and sharding.mesh is not None:
         average_replicated_gradients(tuned.model, sharding.mesh)
-    return cast(PreTrainedModel, tuned.model), report  # PEFT's passes on what it is asked
+    return cast(PreTrainedModel, tuned.model), report  # PEFT's model forwards attributes to it
+
+
+def wrap_blocks(tuned: Tuned, sharding: Sharding) -> None:
+    """Prepare the blocks of a model on meta, and shard them."""
+    wrap.prepare_blocks(tuned.base, sharding)
+    if sharding.mesh is not None:
+        wrap.wrap(tuned.base, sharding, tuned.whole)
+
+
+def prepare_tuned(
+    world: World,
+    source: arguments.OpenSource,
+    tuned: Tuned,
+    keywords: outlines.PretrainedOptions,
+    already_read_bytes: int,
+) -> Load:
+    """Plan the load of a model that has been wrapped, on this rank."""
+    resize = outlines.resizing(keywords)
+    request = LoadRequest(
+        bindings=form_of(tuned.model).allocate_staging(tuned.model, tuned.bindings),
+        consent=outlines.consent_of(keywords),
+        buffers=keywords.get("buffers", {}),
+        options=keywords.get("options", LoadOptions()),
+        already_read_bytes=already_read_bytes,
+        additions=replace(tuned.additions, new_rows="initialized" if resize is None else resize.rows),
+        is_tuned="tuning" in keywords,
+        notes=tuned.notes,
+    )
+    return prepare_load(world, tuned.model, source, request)
 
 
 @dataclass(frozen=True)
@@ -162,28 +168,15 @@ def find(
         directory = stack.enter_context(small_files(world, named, hub))
     else:
         directory = arguments.resolve_everywhere(world, name_or_path, hub, wanted)
-
-    def begin() -> PreTrainedConfig:
-        config = outlines.config_of(directory, keywords)
-        config.name_or_path = without_secrets(named)
-        return config
-
-    config = world.run_all(begin)
+    config = world.run_all(outlines.config_of, directory, keywords)
+    config.name_or_path = without_secrets(named)
     extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
     if extra and not is_remote:
         directory = arguments.resolve_everywhere(world, name_or_path, hub, replace(wanted, extra=extra))
-
-    def enter() -> OpenStorage:
-        opened = open_storage(name_or_path, hub) if is_remote else open_storage(directory)
-        stack.enter_context(opened.reader)
-        return opened
-
+    opened = arguments.open_everywhere(world, name_or_path if is_remote else directory, hub)
+    stack.enter_context(opened.reader)
     source = arguments.read_index(
-        world,
-        world.run_all(enter),
-        weights_name=getattr(config, "transformers_weights", None),
-        variant=hub.variant,
-        extra=extra,
+        world, opened, weights_name=getattr(config, "transformers_weights", None), variant=hub.variant, extra=extra
     )
     adapters: dict[str, Adapter] = {}
     everything = source
@@ -215,7 +208,7 @@ def _with_adapter(
     both = replace(
         source,
         index=beside(source.index, found.index, inside),
-        reader=Beside(source.reader, reader, inside),
+        reader=CombinedReader(source.reader, reader, inside),
         identities={
             **source.identities,
             **{f"{inside}/{file}": identity for file, identity in found.identities.items()},
@@ -226,37 +219,22 @@ def _with_adapter(
     return both, Adapter(str(folder), config, tensors)
 
 
-def request_of(tuned: Tuned, keywords: outlines.PretrainedOptions, already_read_bytes: int) -> Load:
-    """Return the request of a load for a model that is ready."""
-    resize = outlines.resizing(keywords)
-    return Load(
-        bindings=tuned.bindings,
-        consent=outlines.consent_of(keywords),
-        buffers=keywords.get("buffers", {}),
-        options=keywords.get("options", LoadOptions()),
-        already_read_bytes=already_read_bytes,
-        additions=replace(tuned.additions, new_rows="initialized" if resize is None else resize.rows),
-        is_tuned="tuning" in keywords,
-        notes=tuned.notes,
-    )
-
-
 @contextmanager
 def small_files(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
     """Return a temporary folder with the configs that are next to the weights at a URL. Collective: yes.
 
     One rank reads them. The weights themselves are never on disk.
     """
-
-    def read() -> dict[str, bytes]:
-        with open_storage(url, hub).reader as reader:
-            return {name: content for name in _CONFIGS if (content := _read_small(reader, name)) is not None}
-
-    contents = world.broadcast(read)
+    contents = world.broadcast(_read_configs, url, hub)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         for name, content in contents.items():
             Path(folder, name).write_bytes(content)
         yield Path(folder)
+
+
+def _read_configs(url: str, hub: HubOptions) -> dict[str, bytes]:
+    with open_storage(url, hub).reader as reader:
+        return {name: content for name in _CONFIGS if (content := _read_small(reader, name)) is not None}
 
 
 def _read_small(reader: StorageReader, name: str) -> bytes | None:
@@ -280,21 +258,16 @@ def build_together(
     """
     if keywords.get("trust_remote_code", False) and world.size > 1:
         first = world.is_first_of(file_space())
-        world.run_all(lambda: outlines.class_of(found.directory, found.config, keywords) if first else None)
-    made: list[outlines.Outline] = []
-
-    def build() -> list[tuple[str, str]]:
-        made.append(
-            outlines.outline(found.directory, found.config, found.index, keywords, outlines.resizing(keywords))
-        )
-        return sorted(made[0].ties_stored_twice())
-
-    pairs = world.all_gather(build)
+        world.run_all(lambda: first and outlines.class_of(found.directory, found.config, keywords))
+    built = world.run_all(
+        outlines.outline, found.directory, found.config, found.index, keywords, outlines.resizing(keywords)
+    )
+    pairs = world.all_gather(built.ties_stored_twice)
     if odd := MismatchedRanks.among(pairs):
         raise RankMismatchError(
             f"the list of declared ties that are stored twice on rank {odd.shown} is not that of rank 0"
         )
-    return made[0], pairs[0]
+    return built, pairs[0]
 
 
 def decide_ties(
@@ -310,27 +283,10 @@ def decide_ties(
     """
     if not pairs:
         return set(), 0
-    offers = built.bindings.offers
-    with ProgressBar("Comparing ties", world, 0, enabled=False) as bar:
-        placer = ReadExecutor(source.reader, source.index, options.budget_bytes, bar, world)
-
-        def differing() -> set[str]:
-            return {
-                name
-                for name, first in pairs
-                if not are_equal(
-                    offers[name][0],
-                    offers[first][0],
-                    built.layout.by_name[name].dtype,
-                    placer,
-                    world.rank,
-                    world.size,
-                )
-            }
-
-        untied = world.map_reduce(differing, lambda told: set[str]().union(*told))
+    executor = ReadExecutor(source.reader, source.index, options.budget_bytes, world)
+    untied = set(world.map_reduce(outlines.find_differing, sorted_union, built, pairs, executor))
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
-    return untied, placer.read_bytes
+    return untied, executor.read_bytes
 
 
 @overload
@@ -357,7 +313,7 @@ def from_pretrained(
     output_loading_info: bool = False,
     **keywords: Unpack[outlines.PretrainedOptions],
 ) -> PreTrainedModel | tuple[PreTrainedModel, LoadReport]:
-    """A transformers model from a local directory, a hub id or a URL, sharded by FSDP2 and loaded.
+    """Load a transformers model from a local directory, a hub id or a URL, sharded by FSDP2.
 
     Every rank builds the model on meta, ties the tensors that the checkpoint ties, wraps blocks with
     ``fully_shard`` over the mesh (default: all ranks of the default process group, or no sharding without a process
@@ -378,10 +334,11 @@ def from_pretrained(
     """
     clock = Clock()
     with arguments.world_of(keywords.get("options", LoadOptions()), "from_pretrained") as world:
-        keywords = arguments.agree_on_call(
+        keywords = world.run_all(outlines.checked, "from_pretrained", keywords, outlines.PretrainedOptions)
+        arguments.require_same_arguments(
             world, check_call, name_or_path, keywords, asks_for_report=output_loading_info
         )
-        model, report = bring_up(world, name_or_path, keywords, clock)
+        model, report = build_and_load(world, name_or_path, keywords, clock)
     return (model, report) if output_loading_info and report is not None else model
 
 
@@ -391,7 +348,7 @@ def stored_prefix(name: str) -> str:
 
 
 def weights_in(folder: Path) -> str:
-    """The name of the file of tensors in the folder of an adapter.
+    """Return the name of the file of tensors in the folder of an adapter.
 
     Raises:
         FormatError: it is not there, or no config is.

@@ -3,7 +3,8 @@
 import hashlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -23,8 +24,10 @@ from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.torch_api import from_torch, saved_dtype
 from shardwise.models.view import TensorRef, collect_tensors, layout_of
 from shardwise.planning.load_memory import ReadRequest, Staging, staging_within
-from shardwise.planning.save_plan import ADAPTER, MODEL, SavedTraining, SavePlan, arrange_writes, plan_save
+from shardwise.planning.save_plan import ADAPTER, MODEL, Saved, SavedTraining, SavePlan, arrange_writes, plan_save
+from shardwise.report.names import few_names
 from shardwise.storage.contract import WritePolicy
+from shardwise.tensors import DType, numel
 
 WrittenNames: TypeAlias = Literal["hub", "internal"]
 """Names of saved tensors: those of the model's checkpoints on the hub (and their shapes), or the modules' own."""
@@ -99,7 +102,7 @@ class PreparedSave:
     digest: str
 
 
-def chosen(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping[str, str]]:
+def tensors_to_save(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping[str, str]]:
     """Return the tensors to save.
 
     For an adapter, those that belong to it, and a map of names in its file to names in the model.
@@ -107,7 +110,7 @@ def chosen(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping
     The state of its training comes last. Only one rank calls PEFT, which may query the hub for the base's config.
     Collective: yes.
     """
-    held = world.run_all(_looked_at, request)
+    held = world.run_all(_collect, request)
     names = request.names
     if not isinstance(names, PeftNames):
         return held, {}
@@ -117,18 +120,25 @@ def chosen(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping
     return [*(item for item in held if chosen.intersection(item.names)), *beside], places
 
 
-def _looked_at(request: SaveRequest) -> list[TensorRef]:
-    held = collect_tensors(request.model)
+def _collect(request: SaveRequest) -> list[TensorRef]:
     if isinstance(request.names, PeftNames):
-        return held
-    four_bit_files.reject_without_scales(held)
-    if request.names != "hub":
-        return four_bit_files.held_as_stored(held)
-    if request.dtype is not None and four_bit_files.has_four_bits(request.model):
+        return collect_tensors(request.model)
+    if request.names == "hub" and request.dtype is not None and four_bit_files.has_four_bits(request.model):
         raise ConfigError(
             f"dtype={request.dtype}: weights in four bits, and their scales, are saved as they are. Leave dtype out"
         )
-    return four_bit_files.held_in_files(held)
+    return collect_for_files(request.model, request.names)
+
+
+def collect_for_files(model: nn.Module, names: WrittenNames) -> list[TensorRef]:
+    """Return a model's tensors as files have them under these names.
+
+    Raises:
+        ShardingError: tensors in four bits have no scales.
+    """
+    held = collect_tensors(model)
+    four_bit_files.reject_without_scales(held)
+    return four_bit_files.held_in_files(held) if names == "hub" else four_bit_files.held_as_stored(held)
 
 
 @collected_later()
@@ -149,9 +159,8 @@ def prepare(
     _require_possible(request, policy)
     layout = layout_of(held)
     outputs = four_bit_files.in_shapes_of_files(held, outputs_of(request, layout, places))
-    _require_moved(outputs)
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
-    beside = {} if request.training is None else _as_they_are(layout, places)
+    beside = {} if request.training is None else _training_outputs(layout, places)
     own = [item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in beside]
     parameters = sum(item.numel for item in own)
     plan = plan_save(
@@ -208,22 +217,29 @@ def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
         )
 
 
-def _require_moved(outputs: Mapping[str, Output]) -> None:
-    if keys := [key for key, output in outputs.items() if computes(output.expression)]:
-        raise KeyMismatchError(
-            f"{len(keys)} tensors of the checkpoint, such as {keys[0]}, are computed from whole tensors, which "
-            "a save does not do yet. Pass names='internal'"
-        )
-
-
 def outputs_of(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
     """Return the tensors of the files, and their expressions."""
-    if not isinstance(request.names, PeftNames):
-        return revert(request.model, layout, internal_names=request.names == "internal")
-    return {key: Output.of(key, layout.by_name[name]) for key, name in places.items()}
+    if isinstance(request.names, PeftNames):
+        return {key: Output.of(key, layout.by_name[name]) for key, name in places.items()}
+    return reverted(request.model, layout, request.names)
 
 
-def _as_they_are(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Output]:
+def reverted(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
+    """Return the tensors of a checkpoint as expressions over those of a model.
+
+    Raises:
+        KeyMismatchError: some are computed, and not only moved.
+    """
+    outputs = revert(model, layout, internal_names=names == "internal")
+    if keys := [key for key, output in outputs.items() if computes(output.expression)]:
+        raise KeyMismatchError(
+            f"{few_names(keys)}: transformers computes these from whole tensors of the model when it saves it, "
+            "which is not supported. Pass names='internal' for the model's own tensors"
+        )
+    return outputs
+
+
+def _training_outputs(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Output]:
     """Return the outputs of a training state, under their own names and dtypes."""
     adapter = set(places.values())
     return {
@@ -232,9 +248,18 @@ def _as_they_are(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Ou
 
 
 def _is_staged(item: TensorRef, dtype: torch.dtype | None) -> bool:
-    """Return whether a tensor cannot be written as it lies in memory."""
+    """Return whether a tensor cannot be written directly from memory."""
     stored = from_torch(item.tensor.dtype, item.fqn) if item.kind.is_saved else None
     return item.local.device.type != "cpu" or (stored is not None and saved_dtype(stored, dtype) != stored)
+
+
+def main_dtype(tensors: Iterable[Saved]) -> DType | None:
+    """Return the dtype of most floating-point numbers of 16 bits and more."""
+    numels: Counter[DType] = Counter()
+    for _, dtype, shape in tensors:
+        if dtype.kind == "float" and dtype.bits >= 16:
+            numels[dtype] += numel(shape)
+    return numels.most_common(1)[0][0] if numels else None
 
 
 def tied_names(ready: PreparedSave) -> dict[str, str]:

@@ -1,26 +1,32 @@
 """Saves a model or an adapter: plan, agree, write, compare, commit."""
 
 import os
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from shardwise.engines import save_plan
-from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
-from shardwise.errors import ConfigError, StorageError
+from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.errors import ConfigError, StorageError, answer_keywords
 from shardwise.execution.committing import CommitState, begin_save, commit_save, undo_save
 from shardwise.execution.memory import home_of
 from shardwise.execution.replicas import ShardSender, agree_on_shares
 from shardwise.execution.saving_lock import new_save_id, require_lock
-from shardwise.execution.world import Clock, ProgressBar, World
+from shardwise.execution.world import Clock, World
 from shardwise.execution.write import Emitter, write_by_owners
 from shardwise.models import revert
 from shardwise.models.four_bit_layers import is_in_four_bits
+from shardwise.models.pretrained import progress_bar
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import without_compile
 from shardwise.planning.load_plan import OnDiffering
@@ -30,38 +36,61 @@ from shardwise.storage import machine
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading import open_storage
 from shardwise.storage.writing import open_writer
-from shardwise.tensors import DType, in_bytes_of
+from shardwise.tensors import in_bytes_of
 from shardwise.tuning import peft_compat
 
 
 def execute_save(
-    ask: Callable[[], save_plan.SaveRequest],
+    world: World,
+    request: save_plan.SaveRequest,
     on_differing_buffers: OnDiffering,
     options: save_plan.SaveOptions,
-    call: str,
+    clock: Clock,
     *,
     verify: bool,
 ) -> SaveReport:
-    """Agree on the content of the save, and carry it out. Collective: yes."""
-    clock = Clock()
-    with world_of(options, call) as world:
+    """Agree on the content of a save, write, compare and commit it. Collective: yes."""
+    with clock.phase("plan"):
+        save_id = world.broadcast(new_save_id)
+        writer = world.run_all(open_writer, request.directory)
+    with writer:
         with clock.phase("plan"):
-            save_id = world.broadcast(new_save_id)
-            request = world.run_all(ask)
-            writer = world.run_all(open_writer, request.directory)
-        with writer:
-            with clock.phase("plan"):
-                held, places = save_plan.chosen(world, request)
-                shares = agree_on_shares(world, held, on_differing_buffers)
-                budget = options.budget_bytes
-                ready = world.run_all(
-                    save_plan.prepare, request, save_id, held, places, shares, world.rank, writer.policy, budget
-                )
-                how = ready.digest, repr((request.names, verify)), budget
-                world.require_equal(
-                    how, "what is to be saved, or how (names, shapes, dtypes, sizes of files, verify, budget)"
-                )
-            return _write_and_commit(world, writer, ready, options, clock, verify=verify)
+            held, places = save_plan.tensors_to_save(world, request)
+            shares = agree_on_shares(world, held, on_differing_buffers)
+            budget = options.budget_bytes
+            ready = world.run_all(
+                save_plan.prepare, request, save_id, held, places, shares, world.rank, writer.policy, budget
+            )
+            settings = ready.digest, repr((request.names, verify)), budget
+            world.require_equal(
+                settings, "what is to be saved, or how (names, shapes, dtypes, sizes of files, verify, budget)"
+            )
+        return _write_and_commit(world, writer, ready, options, clock, verify=verify)
+
+
+@dataclass
+class _FolderOfFirstRank:
+    """The folder of a save, which the first rank locks, commits, and restores on errors."""
+
+    writer: StorageWriter
+    plan: SavePlan
+    state: CommitState | None = None
+    small_files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def begin(self, request: save_plan.SaveRequest, *, creates_files: bool) -> None:
+        self.small_files = _small_files(request, self.plan)
+        self.state = begin_save(self.writer, self.plan)
+        for file in self.plan.files if creates_files else ():
+            self.writer.create(file.name, file.nbytes)
+            self.writer.write(file.name, 0, [memoryview(file.header)])
+
+    def commit(self, sums: Mapping[str, int]) -> list[str]:
+        assert self.state is not None
+        return commit_save(self.writer, self.plan, self.state, self.small_files, sums)
+
+    def undo(self) -> None:
+        if self.state is not None:
+            undo_save(self.writer, self.plan, self.state)
 
 
 def _write_and_commit(
@@ -74,22 +103,14 @@ def _write_and_commit(
     verify: bool,
 ) -> SaveReport:
     """Create, write, sync, compare and commit: the same steps for every model and every world size."""
-    plan = ready.plan
-    begun: list[tuple[CommitState, dict[str, bytes]]] = []  # on the first rank
-
-    def begin() -> None:
-        small_files = _small_files(ready.request, plan)
-        begun.append((begin_save(writer, plan), small_files))
-        for file in () if has_owners else plan.files:
-            writer.create(file.name, file.nbytes)
-            writer.write(file.name, 0, [memoryview(file.header)])
-
+    plan, folder = ready.plan, _FolderOfFirstRank(writer, ready.plan)
     try:
         with clock.phase("create"):
             has_owners = _has_owners(world, writer)
-            world.broadcast(begin)
+            world.broadcast(folder.begin, ready.request, creates_files=not has_owners)
             world.run_all(require_lock, writer, plan.save_id)
-        with ProgressBar("Saving weights", world, plan.nbytes, enabled=options.progress) as bar:
+        shows_progress = options.progress and world.rank == 0
+        with progress_bar("Saving weights", plan.nbytes // world.size, enabled=shows_progress) as bar:
             emitter = Emitter(writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world)
             with clock.phase("write"):
                 if has_owners:
@@ -103,12 +124,11 @@ def _write_and_commit(
         with clock.phase("verify"):
             if verify:
                 _require_same(world, emitter, ready)
-            sums = _add_up(world, plan, emitter)
+            sums = _total_fingerprints(world, plan, emitter)
         with clock.phase("commit"):
-            removed = world.broadcast(lambda: commit_save(writer, plan, *begun[0], sums))
-    except BaseException:  # Ctrl-C, too: the next save of this process must find no mark of this one
-        for first, _ in begun:
-            undo_save(writer, plan, first)
+            removed = world.broadcast(folder.commit, sums)
+    except BaseException:  # Ctrl-C, too: the next save of this process must not find the lock of this one
+        folder.undo()
         raise
     return _report(world, emitter, ready, removed, clock, verify=verify)
 
@@ -145,17 +165,13 @@ def _report(
 def _has_owners(world: World, writer: StorageWriter) -> bool:
     """Return whether a file must be written by a single rank. The same on every rank. Collective: yes.
 
-    So it is where a storage takes files as streams, and on a network file system for ranks on several machines,
+    This is so if a storage takes files as streams, and on a network file system for ranks on several machines,
     which would undo each other's bytes in the blocks that they share.
     """
-
-    def decide(hosts: Sequence[tuple[bool, int, str]]) -> bool:
-        takes_ranges = all(has_random_writes for has_random_writes, _, _ in hosts)
-        is_shared = any(block_bytes > 1 for _, block_bytes, _ in hosts) and len({host for _, _, host in hosts}) > 1
-        return not takes_ranges or is_shared
-
     policy = writer.policy
-    return world.map_reduce(lambda: (policy.has_random_writes, policy.block_bytes, machine.boot()), decide)
+    facts = world.all_gather_object((policy.has_random_writes, policy.block_bytes > 1, machine.boot()))
+    takes_ranges, has_blocks, hosts = zip(*facts, strict=True)
+    return not all(takes_ranges) or (any(has_blocks) and len(set(hosts)) > 1)
 
 
 def _write_by_owners(
@@ -163,16 +179,15 @@ def _write_by_owners(
     emitter: Emitter,
     ready: save_plan.PreparedSave,
     options: save_plan.SaveOptions,
-    progress: ProgressBar,
+    progress: tqdm,
 ) -> None:
-    """Collective: yes."""
+    """Write each file on the rank that owns it. Collective: yes."""
     written = write_by_owners(
         world,
         emitter.writer,
         ready.plan.files,
         {key: output.expression for key, output in ready.outputs.items()},
         ShardSender({name: item for item in ready.held for name in item.names}, ready.shares.by_name, world.rank),
-        ready.shares.by_name,
         budget_bytes=options.budget_bytes,
         device=home_of(ready.held, None),
         progress=progress,
@@ -182,10 +197,7 @@ def _write_by_owners(
 
 
 def _small_files(request: save_plan.SaveRequest, plan: SavePlan) -> dict[str, bytes]:
-    """Return the small files that transformers or PEFT writes with the weights.
-
-    Config, generation config, and the model's own code, or an adapter's config, and the tokenizer's files.
-    """
+    """Return the small files that are saved with weights: configs, code, and the tokenizer's files."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         if isinstance(request.names, save_plan.PeftNames):
             peft_compat.save_config(request.model, request.names.adapter, folder)
@@ -211,23 +223,13 @@ def _main_dtype(request: save_plan.SaveRequest, plan: SavePlan) -> torch.dtype |
     if packed := next((module for module in request.model.modules() if is_in_four_bits(module)), None):
         dtype: torch.dtype = packed.packing.dtype
         return dtype
-    numels: Counter[DType] = Counter()
-    for entry in plan.entries.values():
-        if entry.dtype.kind == "float" and entry.dtype.bits >= 16:
-            numels[entry.dtype] += entry.numel
-    return to_torch(numels.most_common(1)[0][0]) if numels else None
+    found = save_plan.main_dtype((entry.key, entry.dtype, entry.shape) for entry in plan.entries.values())
+    return None if found is None else to_torch(found)
 
 
 def _require_same(world: World, emitter: Emitter, ready: save_plan.PreparedSave) -> None:
-    """Collective: yes."""
-
-    def compare() -> tuple[list[str], list[str]]:
-        with open_storage(ready.request.directory).reader as reader:
-            headers = ready.plan.files if world.rank == 0 else ()
-            files = [file.name for file in headers if reader.read(file.name, 0, len(file.header)) != file.header]
-            return files, emitter.require_same(reader, ready.requests)
-
-    for rank, (files, keys) in enumerate(world.all_gather(compare)):
+    """Require that what every rank wrote is read back as it is in memory. Collective: yes."""
+    for rank, (files, keys) in enumerate(world.all_gather(_read_back, world, emitter, ready)):
         if files or keys:
             what = f"{len(keys)} tensors, such as {keys[0]}," if keys else f"the header of {files[0]}"
             raise StorageError(
@@ -236,15 +238,24 @@ def _require_same(world: World, emitter: Emitter, ready: save_plan.PreparedSave)
             )
 
 
-def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
-    """The fingerprint of every tensor, of the parts that ranks wrote. Collective: yes.
+def _read_back(world: World, emitter: Emitter, ready: save_plan.PreparedSave) -> tuple[list[str], list[str]]:
+    """Return the files whose header, and the keys of tensors whose bytes differ from memory on this rank."""
+    with open_storage(ready.request.directory).reader as reader:
+        headers = ready.plan.files if world.rank == 0 else ()
+        files = [file.name for file in headers if reader.read(file.name, 0, len(file.header)) != file.header]
+        return files, emitter.require_same(reader, ready.requests)
+
+
+def _total_fingerprints(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
+    """Return the fingerprint of every tensor, added up of the boxes that ranks wrote. Collective: yes.
 
     Raises:
         StorageError: not every byte was written, or some twice.
     """
     keys, files = list(plan.entries), [file.name for file in plan.files]
     own = [emitter.sums.get(key, 0) for key in keys] + [emitter.written_bytes.get(name, 0) for name in files]
-    total = world.sum_integers(own)
+    unsigned = np.array([value % (1 << 64) for value in own], dtype=np.uint64)
+    total = world.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64)).tolist()
     for file, written in zip(plan.files, total[len(keys) :], strict=True):
         wanted = file.nbytes - len(file.header)
         if written != wanted:
@@ -255,17 +266,17 @@ def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
     return dict(zip(keys, total, strict=False))
 
 
+_SAFETENSORS = "Leave it out: files are always safetensors"
+_EVERY_RANK = "Leave it out: every rank makes the call and writes its own bytes"
 _UPLOAD = "Save to a folder, and upload it with huggingface_hub.upload_folder"
 
 
 @answer_keywords(
-    {
-        "safe_serialization": "Leave it out: files are always safetensors",
-        "push_to_hub": _UPLOAD,
-        "repo_id": _UPLOAD,
-        "is_main_process": "Leave it out: every rank calls save and writes its own bytes",
-        "state_dict": "Pass the model, whose tensors are saved",
-    }
+    safe_serialization=_SAFETENSORS,
+    push_to_hub=_UPLOAD,
+    repo_id=_UPLOAD,
+    is_main_process=_EVERY_RANK,
+    state_dict="Pass the model, whose tensors are saved",
 )
 def save(
     model: nn.Module,
@@ -289,15 +300,15 @@ def save(
     cast, strided, or on an accelerator.
 
     Args:
-        model: any module, sharded or not, of transformers or not, brought up by shardwise or not.
+        model: any module, sharded or not, of transformers or not, loaded by shardwise or not.
         directory: a folder that all ranks see, which need not be there yet.
         tokenizer: a tokenizer or processor whose files are saved with the weights.
         dtype: floating-point tensors of 16 bits and more are cast to it. None saves them unchanged.
         max_shard_size: of one file's tensors, in bytes or as "5GB". A larger tensor has a file of its own.
         names: as on the hub, or the model's own.
-        verify: ``True`` reads tensors and headers back before the save counts.
-        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
-            have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.
+        verify: ``True`` reads tensors and headers back before the save is committed.
+        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
+            ``"first_rank"`` saves those of the first rank, ``"error"`` raises.
         options: memory budget, progress, process group, timeouts.
 
     Raises:
@@ -312,17 +323,38 @@ def save(
 
     Every error is the same on every rank. Until the save is committed, an error leaves the older save as it was.
     """
-    model = without_compile(model)
-
-    def ask() -> save_plan.SaveRequest:
-        given = {"model": model, "names": names, "verify": verify, "options": options}
-        require_meant(hints_of(save), given)
-        wanted = save_plan.resolved_dtype(dtype)
-        return save_plan.SaveRequest(model, directory, names, wanted, in_bytes_of(max_shard_size), tokenizer)
-
-    return execute_save(ask, on_differing_buffers, options, "save", verify=verify)
+    model, clock = without_compile(model), Clock()
+    with world_of(options, "save") as world:
+        given: dict[str, Any] = {"model": model, "names": names, "verify": verify, "options": options}
+        given["on_differing_buffers"] = on_differing_buffers
+        request = world.run_all(_request, given, directory, names, dtype, max_shard_size, tokenizer)
+        return execute_save(world, request, on_differing_buffers, options, clock, verify=verify)
 
 
+def _request(
+    given: Mapping[str, Any],
+    directory: str | os.PathLike[str],
+    names: save_plan.WrittenNames | save_plan.PeftNames,
+    dtype: torch.dtype | str | None,
+    max_shard_size: int | str,
+    tokenizer: Any,
+) -> save_plan.SaveRequest:
+    """Check the arguments ``given`` to a save on this rank. Return its request."""
+    require_meant(hints_of(save), given)
+    max_shard_bytes = in_bytes_of(max_shard_size)
+    wanted = save_plan.resolved_dtype(dtype)
+    return save_plan.SaveRequest(given["model"], directory, names, wanted, max_shard_bytes, tokenizer)
+
+
+@answer_keywords(
+    adapter_name="Pass adapter=...",
+    selected_adapters="Call save_adapter once for each, with adapter=...",
+    safe_serialization=_SAFETENSORS,
+    push_to_hub=_UPLOAD,
+    repo_id=_UPLOAD,
+    is_main_process=_EVERY_RANK,
+    max_shard_size="Leave it out: an adapter is one file",
+)
 def save_adapter(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -343,14 +375,14 @@ def save_adapter(
     cast, strided, or on an accelerator.
 
     Args:
-        model: PEFT's model, sharded or not, brought up by shardwise or not.
+        model: PEFT's model, sharded or not, loaded by shardwise or not.
         directory: a folder that all ranks see, which need not be there yet.
         adapter: its name in the model, which is not saved.
         tokenizer: saved with it, if given.
         dtype: floating-point tensors are cast to it. None saves them unchanged.
-        verify: ``True`` reads tensors and headers back before the save counts.
-        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
-            have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.
+        verify: ``True`` reads tensors and headers back before the save is committed.
+        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
+            ``"first_rank"`` saves those of the first rank, ``"error"`` raises.
         options: memory budget, progress, process group, timeouts.
 
     Raises:
@@ -359,11 +391,9 @@ def save_adapter(
 
     Every error is the same on every rank. Until the save is committed, an error leaves the older adapter as it was.
     """
-    model = without_compile(model)
-
-    def ask() -> save_plan.SaveRequest:
-        return save_plan.SaveRequest(
-            model, directory, save_plan.PeftNames(adapter), save_plan.resolved_dtype(dtype), tokenizer=tokenizer
-        )
-
-    return execute_save(ask, on_differing_buffers, options, "save_adapter", verify=verify)
+    model, clock = without_compile(model), Clock()
+    with world_of(options, "save_adapter") as world:
+        given = {"model": model, "verify": verify, "options": options, "on_differing_buffers": on_differing_buffers}
+        names = save_plan.PeftNames(adapter)
+        request = world.run_all(_request, given, directory, names, dtype, sys.maxsize, tokenizer)
+        return execute_save(world, request, on_differing_buffers, options, clock, verify=verify)

@@ -1,6 +1,6 @@
 """Sharding of a model in place: collect tensors, agree, wrap, and move values."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.engines.arguments import hints_of, require_meant, world_of
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, answer_keywords
 from shardwise.execution.moving import distribute
 from shardwise.execution.replicas import require_alike_models
 from shardwise.execution.shard_transfer import IncomingShards, SourceTable, agree_on_sources, wrap_without_values
@@ -91,6 +91,10 @@ def wrap_named(text: str) -> WrapPolicy:
     raise ConfigError(f"wrap={text!r} is not known. Pass one of {known}.")
 
 
+@answer_keywords(
+    module="Pass the model as the first argument",
+    ignored_params="Leave it out: parameters that fully_shard cannot shard stay whole",
+)
 def shard(
     model: nn.Module,
     sharding: Sharding = Sharding(),  # noqa: B008 - frozen
@@ -121,7 +125,7 @@ def shard(
         sharding: mesh, wrap policy, mixed precision, offload. Without a mesh, all ranks form one. Without a process
             group nothing is sharded.
         optimizers: those that were made of the model's parameters, on every rank in the same order.
-        values_from: whose values count.
+        values_from: ranks whose values are used.
         trained_dtype: ``torch.float32`` keeps trained parameters in a wider dtype.
         options: budget, process group, timeouts.
 
@@ -134,18 +138,11 @@ def shard(
 
     Every error is the same on every rank. All but the last come before anything is changed.
     """
-
-    def look() -> nn.Module:
-        given = {"model": model, "sharding": sharding, "values_from": values_from}
-        given |= {"trained_dtype": trained_dtype, "options": options}
-        require_meant(hints_of(shard), given)
-        require_trainable_dtype(trained_dtype)
-        return without_compile(model)
-
-    clock = Clock()
+    model, clock = without_compile(model), Clock()
     with world_of(options, "shard") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            model = world.run_all(look)
+            given = {"model": model, "sharding": sharding, "values_from": values_from, "options": options}
+            world.run_all(_check_arguments, given, trained_dtype)
             settled = world.run_all(wrap.with_mesh, sharding, options.process_group)
             held = world.run_all(collect_tensors, model)
             was_sharded = world.run_all(is_sharded, model, held)
@@ -153,7 +150,7 @@ def shard(
             bounds = world.run_all(bind_optimizers, optimizers, held)
             if was_sharded:
                 return replace(_report(world, model, settled, clock), was_sharded=True)
-            world.run_all(_refuse, model, held, settled, optimizers)
+            world.run_all(_require_shardable, model, held, settled, optimizers)
             settings = (wrap.comparable_settings(settled), values_from, trained_dtype, options.budget_bytes)
             world.require_equal(repr(settings), "the list of arguments (mesh, policies, modes, budget)")
             require_alike_models(world, held, bounds)
@@ -163,7 +160,12 @@ def shard(
         return replace(_report(world, model, settled, clock), **moved)
 
 
-def _refuse(
+def _check_arguments(given: Mapping[str, Any], trained_dtype: TrainedDtype) -> None:
+    require_meant(hints_of(shard), {**given, "trained_dtype": trained_dtype})
+    require_trainable_dtype(trained_dtype)
+
+
+def _require_shardable(
     model: nn.Module, held: Sequence[TensorRef], sharding: Sharding, optimizers: Sequence[Optimizer]
 ) -> None:
     reject_unmovable(held)
@@ -188,7 +190,7 @@ def _move(
         groups = world.run_all(wrap_without_values, model, held, bounds, sharding, supply)
         arrivals = world.run_all(IncomingShards, model, supply)
     with clock.phase("exchange"):
-        handovers = world.run_all(arrivals.handovers, world)
+        handovers = world.run_all(arrivals.transfers, world)
         traffic = distribute(
             world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
         )

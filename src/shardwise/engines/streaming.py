@@ -1,7 +1,8 @@
 """Streams a sharded model's tensors, whole, one after the other."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -9,23 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.conversion.computed import computes
-from shardwise.engines.save_plan import WrittenNames, resolved_dtype
-from shardwise.errors import ConfigError, KeyMismatchError
+from shardwise.engines.save_plan import WrittenNames, collect_for_files, resolved_dtype, reverted
+from shardwise.errors import ConfigError, answer_keywords
 from shardwise.execution import Timeouts
 from shardwise.execution.memory import home_of
 from shardwise.execution.moving import Exchange, part_of
 from shardwise.execution.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares, logical_boxes
 from shardwise.execution.world import World
-from shardwise.layout import ModelLayout
 from shardwise.models import four_bit_files, selection
 from shardwise.models.four_bit_layers import SCALES, WEIGHT, is_in_four_bits
-from shardwise.models.revert import Output, revert
+from shardwise.models.revert import Output
 from shardwise.models.torch_api import saved_dtype, to_torch
 from shardwise.models.view import TensorRef, collect_tensors, layout_of, without_compile
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.moves import Move, Round, plan_rounds, whole_on
-from shardwise.report.names import collapse
 from shardwise.tensors import Box
 
 _SMALLEST_BUCKET_BYTES = 4096
@@ -43,7 +41,7 @@ class StreamOptions:
     Attributes:
         bucket_bytes: bytes that a rank sends or receives at once. Larger tensors travel in several parts.
         device: device of the yielded tensors. None is the model's compute device.
-        process_group: the ranks that go through the tensors together: all that hold a part of the model.
+        process_group: the ranks that iterate: all that hold a part of the model.
         timeouts: how long ranks wait for each other.
     """
 
@@ -68,7 +66,7 @@ def walk_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     with World.current(options.process_group, options.timeouts, call="iter_hf_tensors") as world:
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
-        held, outputs, giver = _agreed_supply(world, model, names, only, arguments, on_differing_buffers, options)
+        held, outputs, sender = _agreed_supply(world, model, names, only, arguments, on_differing_buffers, options)
         targets = range(1) if to == "first_rank" else range(world.size)
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         shapes = {key: output.shape for key, output in outputs.items()}
@@ -76,21 +74,46 @@ def walk_tensors(
             Move(key, item.expression, dtypes[key].itemsize, whole_on(targets, item.shape, world.size))
             for key, item in outputs.items()
         ]
-        rounds = world.run_all(plan_rounds, [moves], giver.shares, options.bucket_bytes // 2)
+        rounds = world.run_all(plan_rounds, [moves], sender.shares, options.bucket_bytes // 2)
         home = _home(held)
         device = (options.device or home) if world.rank in targets else torch.device("meta")
-        begun: dict[str, torch.Tensor] = {}
+        received = _ReceivedTensors(shapes, dtypes, device)
+        arrivals = Exchange(world, rounds, sender.share, received.memory_of, dtypes, home).run()
+        with contextlib.closing(arrivals), _reason_of_leaving():
+            yield from received.completed_by(arrivals)
 
-        def take(key: str) -> torch.Tensor:
-            return begun.pop(key) if key in begun else torch.empty(shapes[key], dtype=dtypes[key], device=device)
 
-        def room(key: str, box: Box) -> torch.Tensor:
-            begun[key] = take(key)
-            return part_of(begun[key], box)
+@dataclass(frozen=True)
+class _ReceivedTensors:
+    """Tensors that a rank receives block by block. Each is allocated when its first block is sent."""
 
-        arrivals = Exchange(world, rounds, giver.share, room, dtypes, home).run()
-        with contextlib.closing(arrivals), _told_when_left():
-            yield from _completed(shapes, arrivals, take)
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    device: torch.device
+    begun: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def memory_of(self, key: str, box: Box) -> torch.Tensor:
+        self.begun[key] = self.take(key)
+        return part_of(self.begun[key], box)
+
+    def take(self, key: str) -> torch.Tensor:
+        if key in self.begun:
+            return self.begun.pop(key)
+        return torch.empty(self.shapes[key], dtype=self.dtypes[key], device=self.device)
+
+    def completed_by(self, arrivals: Iterable[Round]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors in order, each when its last block has arrived. Those without elements have no block."""
+        waiting = iter(self.shapes)
+        for block in itertools.chain.from_iterable(arrivals):
+            ends = (at + size for at, size in zip(block.box.offsets, block.box.sizes, strict=True))
+            if tuple(ends) != self.shapes[block.key]:
+                continue
+            for key in waiting:
+                yield key, self.take(key)
+                if key == block.key:
+                    break
+        for key in waiting:
+            yield key, self.take(key)
 
 
 def _agreed_supply(
@@ -103,7 +126,7 @@ def _agreed_supply(
     options: StreamOptions,
 ) -> tuple[list[TensorRef], Mapping[str, Output], ShardSender]:
     """Compare the calls. Return the tensors of the model, the outputs, and their source. Collective: yes."""
-    held = world.run_all(_looked_at, model, names, only)
+    held = world.run_all(_collect, model, names, only)
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
     chosen: dict[str, str] = {}
     if isinstance(only, selection.AdapterOnly):
@@ -112,44 +135,44 @@ def _agreed_supply(
         held = [item for item in held if wanted.intersection(item.names)]
     shares = agree_on_shares(world, held, on_differing_buffers).by_name
     by_name = {name: item for item in held for name in item.names}
-    giver = ShardSender(by_name, shares, world.rank)
+    sender = ShardSender(by_name, shares, world.rank)
     if isinstance(only, selection.AdapterOnly):
         layout = layout_of(held)
         outputs: Mapping[str, Output] = {key: Output.of(key, layout.by_name[name]) for key, name in chosen.items()}
     else:
         outputs, adapted = world.run_all(_wanted, model, held, names, only)
         if adapted is not None:
-            giver = _merging(world, held, giver, adapted, options)
+            sender = _merging(world, held, sender, adapted, options)
     world.require_equal(list(outputs), "the list of keys")
-    return held, outputs, giver
+    return held, outputs, sender
 
 
 def _merging(
-    world: World, held: Sequence[TensorRef], giver: ShardSender, adapted: selection.Adapted, options: StreamOptions
+    world: World, held: Sequence[TensorRef], sender: ShardSender, adapted: selection.Adapted, options: StreamOptions
 ) -> MergingShardSender:
     """Return the sender of tensors with the adapter merged in. Every rank then holds the full adapter.
 
     Collective: yes.
     """
-    layout, shares = layout_of(held), giver.shares
+    layout, shares = layout_of(held), sender.shares
     needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
-    matrices = _whole(world, [Output.of(name, layout.by_name[name]) for name in needed], giver, options)
-    base_held = {name: giver.held[fqn] for name, fqn in adapted.inside.items()}
+    matrices = _whole(world, [Output.of(name, layout.by_name[name]) for name in needed], sender, options)
+    base_held = {name: sender.held[fqn] for name, fqn in adapted.inside.items()}
     packed = world.run_all(packed_rows, base_held)
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
     base_shares |= {name: tuple(map(logical_boxes, base_shares[name])) for name in packed}
     return MergingShardSender(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
 
 
-def _looked_at(
+def _collect(
     model: nn.Module, names: WrittenNames, only: selection.Selection | selection.MergedAdapter
 ) -> list[TensorRef]:
+    if only is None:
+        return collect_for_files(model, names)
     held = collect_tensors(model)
-    if not isinstance(only, selection.AdapterOnly):
+    if isinstance(only, selection.MergedAdapter):
         four_bit_files.reject_without_scales(held)
-    if only is not None:
-        return held
-    return four_bit_files.held_in_files(held) if names == "hub" else four_bit_files.held_as_stored(held)
+    return held
 
 
 def _wanted(
@@ -168,10 +191,11 @@ def _wanted(
                 "only=MergedAdapter() or only=AdapterOnly(), or names='internal' for all tensors as the model "
                 "names them"
             )
-        return four_bit_files.in_shapes_of_files(held, _outputs(model, layout, names)), None
+        return four_bit_files.in_shapes_of_files(held, reverted(model, layout, names)), None
     four_bit_files.reject_experts(held, _NOT_MERGED)
     adapted = selection.without_adapter(model, [name for item in held for name in item.names], only.adapter)
-    return _outputs(adapted.base, adapted.layout(four_bit_files.dequantized_layout(layout, held)), names), adapted
+    layout = adapted.layout(four_bit_files.dequantized_layout(layout, held))
+    return reverted(adapted.base, layout, names), adapted
 
 
 def packed_rows(held: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
@@ -195,7 +219,7 @@ def tensors_to_come(
     Raises:
         ConfigError, KeyMismatchError, ShardingError: as for going through them.
     """
-    outputs, _ = _wanted(model, _looked_at(model, names, only), names, only)
+    outputs, _ = _wanted(model, _collect(model, names, only), names, only)
     return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in outputs.items()}
 
 
@@ -204,64 +228,32 @@ def _home(held: Sequence[TensorRef]) -> torch.device:
 
 
 def _whole(
-    world: World,
-    outputs: Sequence[Output],
-    giver: ShardSender,
-    options: StreamOptions,
+    world: World, outputs: Sequence[Output], sender: ShardSender, options: StreamOptions
 ) -> dict[str, torch.Tensor]:
-    """Tensors of the model, whole on every rank. Collective: yes."""
-    everybody = range(world.size)
+    """Return tensors of the model, whole on every rank. Collective: yes."""
     moves = [
-        Move(item.key, item.expression, item.dtype.itemsize, whole_on(everybody, item.shape, world.size))
+        Move(item.key, item.expression, item.dtype.itemsize, whole_on(range(world.size), item.shape, world.size))
         for item in outputs
     ]
     dtypes = {item.key: to_torch(item.dtype) for item in outputs}
-    home = _home(list(giver.held.values()))
-    found = {item.key: torch.empty(item.shape, dtype=dtypes[item.key], device=home) for item in outputs}
-    rounds = world.run_all(plan_rounds, [moves], giver.shares, options.bucket_bytes)
-    for _ in Exchange(world, rounds, giver.share, lambda key, box: part_of(found[key], box), dtypes, home).run():
-        pass
-    return found
-
-
-def _outputs(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
-    made = revert(model, layout, internal_names=names == "internal")
-    if keys := [key for key, output in made.items() if computes(output.expression)]:
-        raise KeyMismatchError(
-            f"{', '.join(pattern for pattern, _ in collapse(keys))}: transformers computes these from whole "
-            "tensors of the model when it saves it. They cannot be put together in parts. Pass "
-            "names='internal' for the model's own tensors"
-        )
-    return made
+    home = _home(list(sender.held.values()))
+    received = _ReceivedTensors({item.key: item.shape for item in outputs}, dtypes, home)
+    rounds = world.run_all(plan_rounds, [moves], sender.shares, options.bucket_bytes)
+    return dict(
+        received.completed_by(Exchange(world, rounds, sender.share, received.memory_of, dtypes, home).run())
+    )
 
 
 @contextlib.contextmanager
-def _told_when_left() -> Iterator[None]:
-    """Report to waiting ranks why this rank has left."""
+def _reason_of_leaving() -> Iterator[None]:
+    """Tell waiting ranks that the caller has left its loop."""
     try:
         yield
     except GeneratorExit:
         raise GeneratorExit("its loop over the tensors ended before the last one") from None
 
 
-def _completed(
-    shapes: Mapping[str, tuple[int, ...]], arrivals: Iterable[Round], take: Callable[[str], torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors in order, each when its last block has arrived. Those without elements have no block."""
-    waiting = iter(shapes)
-    for blocks in arrivals:
-        for block in blocks:
-            ends = (at + size for at, size in zip(block.box.offsets, block.box.sizes, strict=True))
-            if tuple(ends) != shapes[block.key]:
-                continue
-            for key in waiting:
-                yield key, take(key)
-                if key == block.key:
-                    break
-    for key in waiting:
-        yield key, take(key)
-
-
+@answer_keywords()
 def iter_hf_tensors(
     model: nn.Module,
     *,
@@ -272,16 +264,16 @@ def iter_hf_tensors(
     on_differing_buffers: OnDiffering = "first_rank",
     options: StreamOptions = StreamOptions(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Go through a model's tensors, whole, in the order in which transformers saves them.
+    """Yield a model's tensors, whole, in the order in which transformers saves them.
 
     ::
 
         for key, tensor in shardwise.iter_hf_tensors(model):
             engine.load_weight(key, tensor)
 
-    All ranks go through the tensors together: each must take the next one as often as the others, and may leave
-    the loop early where all do so after the same tensor. A loop that ends early on one rank alone, by an exception
-    perhaps, makes the others raise. Parameters must not change meanwhile. Each tensor is the caller's own.
+    All ranks iterate in step, and may leave the loop early only after the same tensor. If the loop of one rank ends
+    early, by an exception for example, the others raise. Parameters must not change meanwhile. The caller owns each
+    tensor.
 
     Collective: yes, from the first tensor to the last. Memory: two buckets, or one larger tensor and a bucket. If
     the ranks of a machine have the model on the CPU, that much for all of them together.
@@ -291,12 +283,11 @@ def iter_hf_tensors(
         to: ``"all_ranks"``, or ``"first_rank"``: the others iterate over the same keys and get tensors on meta.
         names: as the checkpoint has them, ``"hub"``, or the model's own, ``"internal"``.
         only: ``None``. For a PEFT model also ``AdapterOnly()``, an adapter under the names of PEFT's files, or
-            ``MergedAdapter()``, the base with a LoRA of linear layers merged in, under the base's names. For that
-            every rank holds the adapter whole. The names of a PEFT model as it is are its own, ``"internal"``: no
-            hub has it like that.
-        dtype: of the floating-point tensors, also while they are sent. None leaves every tensor its own.
-        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
-            have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.
+            ``MergedAdapter()``, the base with a LoRA of linear layers merged in, under the base's names. Every
+            rank then holds the full adapter. Without ``only``, a PEFT model needs ``names="internal"``.
+        dtype: of the floating-point tensors, also while they are sent. None keeps each tensor's own.
+        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
+            ``"first_rank"`` yields those of the first rank, ``"error"`` raises.
         options: bucket, device, process group, timeouts.
 
     Raises:

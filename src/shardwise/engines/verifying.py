@@ -4,7 +4,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -23,11 +23,7 @@ from shardwise.storage.names import shown
 from shardwise.storage.reading import open_storage
 
 _VERIFIED_BYTES = 8 << 20
-
-
 _CONFIG_FILE = "config.json"
-
-
 _SHOWN = 8
 
 
@@ -66,20 +62,16 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
         damaged=found.damaged,
         damaged_files=found.damaged_files,
         seconds=time.perf_counter() - start,
-        holds="an adapter of PEFT's; whether it fits a base is told when it is loaded" if adapter else "",
+        holds="an adapter of PEFT; a load checks whether it fits its base" if adapter else "",
         changed=found.changed,
     )
 
 
 def _adapter_in(reader: StorageReader) -> str | None:
-    """The file of an adapter that lies there by itself."""
+    """Return the file of an adapter in a folder without weights of a model."""
     names = [name for name in reader.list() if "/" not in name]
-    others = [
-        name
-        for name in names
-        if (name.endswith(".safetensors") and not is_training_file(name)) or name.startswith("pytorch_model")
-    ]
-    if set(others) - set(ADAPTER_WEIGHTS):
+    weights = {name for name in names if name.endswith(".safetensors") or name.startswith("pytorch_model")}
+    if any(not is_training_file(name) for name in weights.difference(ADAPTER_WEIGHTS)):
         return None
     return next((name for name in ADAPTER_WEIGHTS if name in names), None)
 
@@ -118,8 +110,9 @@ def _compare_files(
     candidates = [save for save in saves if index.files.items() <= save.files.items()]
     if not candidates:
         return ComparedFiles(damaged_files=tuple(broken))
-    # While a save is committed, two saves may be on record, of the same sizes even; small files are of either.
-    found = min(map(_comparison(reader, index), candidates), key=attrgetter("faults"))
+    # During a commit, two saves may be on record, even of the same sizes. Small files are of either.
+    files = _FilesAsRead.of(reader, index)
+    found = min(map(files.compare, candidates), key=attrgetter("faults"))
     beside = {name for save in saves for name in save.beside} - {ADAPTER_CONFIG}
     present = set(reader.list())
     changed = [
@@ -130,25 +123,36 @@ def _compare_files(
     return replace(found, damaged_files=(*broken, *found.damaged_files), changed=tuple(changed))
 
 
-def _comparison(reader: StorageReader, index: CheckpointIndex) -> Callable[[RecordedSave], ComparedFiles]:
-    """Read all files. Return a function that compares them with the record of a save."""
-    tensors = _fingerprints(reader, index)
-    ends = dict(index.files)
-    for entry in index.entries.values():
-        ends[entry.file] = min(ends[entry.file], entry.start)
-    headers = {file: fingerprints.digest(reader.read(file, 0, end)) for file, end in ends.items()}
-    config = _digest(reader, ADAPTER_CONFIG) if ADAPTER_CONFIG in reader.list() else "gone"
+@dataclass(frozen=True, slots=True)
+class _FilesAsRead:
+    """Fingerprints of tensors by key, digests of headers by file, and the digest of an adapter's config."""
 
-    def compare(save: RecordedSave) -> ComparedFiles:
-        keys = {*tensors, *(save.tensors if dict(index.files) == dict(save.files) else ())}
-        odd = [file for file, digest in headers.items() if save.headers and save.headers.get(file) != digest]
-        faults = [f"{file}: its header" for file in odd]
-        if save.beside.get(ADAPTER_CONFIG, config) != config:
+    files: Mapping[str, int]
+    tensors: Mapping[str, int]
+    headers: Mapping[str, str]
+    config: str
+
+    @classmethod
+    def of(cls, reader: StorageReader, index: CheckpointIndex) -> "_FilesAsRead":
+        """Read all files."""
+        ends = dict(index.files)
+        for entry in index.entries.values():
+            ends[entry.file] = min(ends[entry.file], entry.start)
+        headers = {file: fingerprints.digest(reader.read(file, 0, end)) for file, end in ends.items()}
+        config = _digest(reader, ADAPTER_CONFIG) if ADAPTER_CONFIG in reader.list() else "gone"
+        return cls(dict(index.files), _fingerprints(reader, index), headers, config)
+
+    def compare(self, save: RecordedSave) -> ComparedFiles:
+        keys = {*self.tensors, *(save.tensors if self.files == dict(save.files) else ())}
+        faults = [
+            f"{file}: its header"
+            for file, digest in self.headers.items()
+            if save.headers and save.headers.get(file) != digest
+        ]
+        if save.beside.get(ADAPTER_CONFIG, self.config) != self.config:
             faults.append(f"{ADAPTER_CONFIG}: edited, or damaged")
-        damaged = tuple(sorted(key for key in keys if tensors.get(key) != save.tensors.get(key)))
-        return ComparedFiles(len(tensors), damaged, tuple(faults))
-
-    return compare
+        damaged = tuple(sorted(key for key in keys if self.tensors.get(key) != save.tensors.get(key)))
+        return ComparedFiles(len(self.tensors), damaged, tuple(faults))
 
 
 def require_as_saved(reader: StorageReader, adapter: str, training: str | None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TypeAlias
 
 from shardwise.errors import RankMismatchError
 from shardwise.execution.world import MismatchedRanks, World, digest_of
@@ -15,8 +16,8 @@ from shardwise.report.names import few_names
 from shardwise.report.reports import RankEstimate
 from shardwise.storage import machine
 
-if TYPE_CHECKING:
-    pass
+RankPlan: TypeAlias = tuple[tuple[str, bytes], str, RankEstimate, Available]
+"""The digests of a rank's plan and config, its container, its need of memory, and the free memory there."""
 
 
 def agree_on(
@@ -27,47 +28,38 @@ def agree_on(
     available: Available,
     *,
     check_memory: bool,
-) -> tuple[int, int]:
-    """Agree that all ranks have the same plan, but for the boxes, and the same config, and that it fits.
+) -> int:
+    """Require that all ranks have the same config and plan (but for the boxes), and that it fits.
 
-    Return the bytes of all ranks together, and the number of ranks of a machine. Collective: yes.
+    Return the largest number of ranks in one container. Collective: yes.
 
     Raises:
-        RankMismatchError: naming the tensors that ranks plan differently, or the settings in which configs differ.
+        RankMismatchError: naming the settings in which configs differ, or the tensors that ranks plan differently.
         ShardingError: a rank has too little memory. The message has the rank, its need, and its free memory.
     """
-    place = machine.group_space() + machine.text_of(machine.OWN_GROUP)
-    told = plan.digest, digest_of(settings), (plan.layout.local_nbytes, place, estimate, available)
-    found = world.all_reduce_object(
-        told,
-        lambda all_told: (
-            MismatchedRanks.among([item[:2] for item in all_told])
-            or _total([item[2] for item in all_told], check_memory=check_memory)
-        ),
-    )
-    if not isinstance(found, MismatchedRanks):
+    container = machine.group_space() + machine.text_of(machine.OWN_GROUP)
+    own = (plan.digest, digest_of(settings)), container, estimate, available
+    found = world.all_reduce_object(own, partial(_count_ranks, check_memory=check_memory))
+    if isinstance(found, int):
         return found
-    if differing := _differing(world, found, plan.fingerprints):
-        raise RankMismatchError(
-            f"ranks plan {len(differing)} tensors differently: {few_names(differing)}. Give every rank the same "
-            "model, config, arguments, and versions of torch and transformers"
-        )
-    raise _other_settings(world, found, settings)
+    require_same_settings(world, settings)
+    differing = _differing(world, found, plan.fingerprints)
+    raise RankMismatchError(
+        f"ranks plan {len(differing)} tensors differently: {few_names(differing)}. Give every rank the same "
+        "model, config, arguments, and versions of torch and transformers"
+    )
 
 
-def _total(told: Sequence[tuple[int, str, RankEstimate, Available]], *, check_memory: bool) -> tuple[int, int]:
-    """Sum bytes, and count the ranks of the fullest place (machine, container), which share its free memory.
-
-    Raises:
-        ShardingError: there is too little memory.
-    """
+def _count_ranks(ranks: Sequence[RankPlan], *, check_memory: bool) -> MismatchedRanks | int:
+    """Compare plans, and require enough memory, of which the ranks of a container share what is free."""
+    if mismatched := MismatchedRanks.among([digests for digests, *_ in ranks]):
+        return mismatched
     needed: Counter[str] = Counter()
-    for _, place, estimate, _ in told:
-        needed[place] += estimate.host_bytes
-    for _, place, estimate, available in told if check_memory else ():
-        require_fits(replace(estimate, host_bytes=needed[place]), available)
-    ranks = Counter(place for _, place, *_ in told)
-    return sum(nbytes for nbytes, *_ in told), max(ranks.values())
+    for _, container, estimate, _ in ranks:
+        needed[container] += estimate.host_bytes
+    for _, container, estimate, available in ranks if check_memory else ():
+        require_fits(replace(estimate, host_bytes=needed[container]), available)
+    return max(Counter(container for _, container, *_ in ranks).values())
 
 
 def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
@@ -76,24 +68,17 @@ def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
     Raises:
         RankMismatchError: naming the settings that differ.
     """
-    if odd := world.map_reduce(digest_of, MismatchedRanks.among, settings):
-        raise _other_settings(world, odd, settings)
+    if mismatched := world.map_reduce(digest_of, MismatchedRanks.among, settings):
+        differing = _differing(world, mismatched, settings)
+        shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
+        raise RankMismatchError(
+            f"the config on rank {mismatched.shown} is not that of rank 0: {shown}. Give every rank the same"
+        )
 
 
-def _other_settings(world: World, odd: MismatchedRanks, settings: Mapping[str, str]) -> RankMismatchError:
-    differing = _differing(world, odd, settings)
-    shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
-    return RankMismatchError(
-        f"the config on rank {odd.shown} is not that of rank 0: {shown}. Give every rank the same"
-    )
-
-
-def _differing(world: World, odd: MismatchedRanks, own: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return by name the values of rank 0 and of the first odd rank, if they differ. Collective: yes."""
-
-    def compare(told: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, str]]:
-        first, other = told[0], told[odd.first]
-        pairs = {name: (first.get(name, "absent"), other.get(name, "absent")) for name in sorted({*first, *other})}
-        return {name: values for name, values in pairs.items() if values[0] != values[1]}
-
-    return world.map_reduce(lambda: own if world.rank in (0, odd.first) else {}, compare)
+def _differing(world: World, mismatched: MismatchedRanks, own: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return by name the values of rank 0 and of the first other rank, if they differ. Collective: yes."""
+    values = world.all_gather_object(own if world.rank in (0, mismatched.first) else {})
+    first, other = values[0], values[mismatched.first]
+    pairs = {name: (first.get(name, "absent"), other.get(name, "absent")) for name in sorted({*first, *other})}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

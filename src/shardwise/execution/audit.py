@@ -2,21 +2,23 @@
 
 [Note: One checkpoint] The first rank reads the headers for all, so a rank on another machine that has another file
 under the same path would silently read wrong numbers. Every rank therefore reports the identity of each file it
-opens: boot of the machine, device, inode, size and modification time. Ranks for which these are equal read the same
-bytes. If there are several copies, the first rank of each compares sizes, headers and the first and last block of
-every tensor.
+opens: boot of the machine, device, inode, size and modification time. Ranks with equal identities read the same
+bytes. If there are several copies, the first rank of each copy reads its sizes, its headers, and the first and last
+block of every tensor, and these are compared.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from shardwise.conversion.expression import Expression
 from shardwise.errors import KeyMismatchError, RankMismatchError
+from shardwise.execution.checksums import checksums
 from shardwise.execution.reading import ReadExecutor, identities_of
 from shardwise.execution.world import MismatchedRanks, World, digest_of
 from shardwise.formats.contract import CheckpointIndex
@@ -63,32 +65,29 @@ def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
     Raises:
         RankMismatchError: naming the buffers.
     """
-    digests = {item.fqn: _digest_of(item.local) for item in held if item.kind is TensorKind.BUFFER}
-    if world.map_reduce(lambda: digest_of(sorted(digests.items())), MismatchedRanks.among) is None:
+    if world.size == 1:
         return
-    first = world.broadcast(lambda: digests)
-
-    def refuse(told: Sequence[Sequence[str]]) -> None:
-        if names := sorted({name for found in told for name in found}):
-            raise RankMismatchError(
-                f"non-persistent buffers differ between ranks: {', '.join(names[:20])}. Pass buffers=... with a "
-                "callable that computes them"
-            )
-
-    world.map_reduce(lambda: [name for name in digests if first.get(name) != digests[name]], refuse)
-
-
-def _digest_of(tensor: torch.Tensor) -> str:
-    flat = raw_bytes(tensor.cpu())
-    shape = f"{tuple(tensor.shape)} {tensor.dtype}"
-    return hashlib.sha256(shape.encode() + flat.numpy().tobytes()).hexdigest()
+    buffers = {item.fqn: item.local for item in held if item.kind is TensorKind.BUFFER}
+    sums = {
+        name: (tuple(tensor.shape), tensor.dtype, value)
+        for (name, tensor), value in zip(buffers.items(), checksums(list(buffers.values())), strict=True)
+    }
+    if world.all_reduce_object(digest_of(sorted(sums.items())), MismatchedRanks.among) is None:
+        return
+    first = world.broadcast(lambda: sums)
+    differing = [name for name in sums if first.get(name) != sums[name]]
+    if names := sorted({name for found in world.all_gather_object(differing) for name in found}):
+        raise RankMismatchError(
+            f"non-persistent buffers differ between ranks: {', '.join(names[:20])}. Pass buffers=... with a "
+            "callable that computes them"
+        )
 
 
 _BLOCK_NUMEL = 1 << 20
 
 
 def find_unequal_tied(plan: LoadPlan, placer: ReadExecutor, rank: int, size: int) -> list[str]:
-    """Names of tensors whose further expressions differ from the first in this rank's part of the rows."""
+    """Return names of tensors whose other expressions differ from the first in this rank's part of the rows."""
     reads = plan.reads()
     unequal: list[str] = []
     for name, others in plan.twins.items():
@@ -104,7 +103,7 @@ def are_equal(
 ) -> bool:
     """Return whether two expressions have bitwise the same values as ``dtype``, in this rank's part of the rows.
 
-    Rows are dealt to the ``size`` ranks in blocks, so that all ranks together read each expression once.
+    Blocks of rows are distributed over the ``size`` ranks, which together read each expression once.
     Memory: two blocks of about a million elements.
     """
     if first.shape != second.shape:
@@ -125,8 +124,7 @@ def are_equal(
 
 _BLOCK_BYTES = 4096
 
-
-_MOST_HEADER_BYTES = 100_000_008
+_MAX_HEADER_BYTES = 100_000_008
 
 
 def require_one_checkpoint(
@@ -148,43 +146,44 @@ def require_one_checkpoint(
             identities.update({file: reader.identity(file) for file in files})
         return _digest(place_of(reader, file).encode(errors="surrogatepass") for file in files)
 
-    told = world.all_gather(place)
-    firsts = [told.index(place) for place in told]
+    places = world.all_gather(place)
+    firsts = [places.index(place) for place in places]
     if not any(firsts):
         return identities, ()
 
-    def look() -> list[tuple[object, ...]]:
+    def sample() -> list[tuple[object, ...]]:
         if not identities:
             identities.update(identities_of(reader, files, world.check))
         return [_facts(world, reader, index, file) for file in files] if world.rank in firsts else []
 
-    def compare(facts: Sequence[Sequence[tuple[object, ...]]]) -> None:
-        for number, file in enumerate(files):
-            for place, word in enumerate(("size", "header", "values of tensors")):
-                ranks = [
-                    rank
-                    for rank, first in enumerate(firsts)
-                    if facts[first][number][place] != facts[0][number][place]
-                ]
-                if ranks:
-                    raise RankMismatchError(
-                        f"{shown(file)} in {index.root}: its {word} on rank {shown_ranks(ranks)} is not that on "
-                        "rank 0. Copy the checkpoint anew to the machines of these ranks, or put it on a file "
-                        "system that all machines share"
-                    )
-
-    world.map_reduce(look, compare)
+    world.map_reduce(sample, partial(_compare_copies, index.root, files, firsts))
     count = len(set(firsts))
     return identities, (
         f"the ranks read {count} copies of the checkpoint, whose sizes, headers and samples are equal",
     )
 
 
-def place_of(reader: StorageReader, file: str) -> str:
-    """Return a text that two ranks have in common only if they read the same bytes.
+def _compare_copies(
+    root: str, files: Sequence[str], firsts: Sequence[int], facts: Sequence[Sequence[tuple[object, ...]]]
+) -> None:
+    """Raise if copies differ. ``firsts`` has for each rank the first rank that reads the same copy."""
+    for number, file in enumerate(files):
+        for column, what in enumerate(("size", "header", "values of tensors")):
+            expected = facts[0][number][column]
+            ranks = [rank for rank, first in enumerate(firsts) if facts[first][number][column] != expected]
+            if ranks:
+                raise RankMismatchError(
+                    f"{shown(file)} in {root}: its {what} on rank {shown_ranks(ranks)} is not that on rank 0. Copy "
+                    "the checkpoint to the machines of these ranks again, or put it on a file system that all "
+                    "machines share"
+                )
 
-    For a remote storage that is its root: the identities of its files, which mean the same on every rank, are
-    compared with those that the first rank saw whenever something is read.
+
+def place_of(reader: StorageReader, file: str) -> str:
+    """Return a text that is equal on two ranks only if they read the same bytes.
+
+    For a remote storage that is its root: the identities of its files are the same on every rank, and each read
+    compares them with those that the first rank saw.
     """
     if isinstance(reader, FilePlaces):
         return reader.place(file)
@@ -201,22 +200,18 @@ def _facts(world: World, reader: StorageReader, index: CheckpointIndex, file: st
     entries = [entry for entry in index.entries.values() if entry.file == file]
     first = min((entry.start for entry in entries), default=nbytes)
     last = max((entry.stop for entry in entries), default=nbytes)
-    header = [(0, min(first, _MOST_HEADER_BYTES)), (max(last, nbytes - _MOST_HEADER_BYTES), nbytes)]
-    blocks = [
-        part
-        for entry in entries
-        for part in (
-            (entry.start, min(entry.start + _BLOCK_BYTES, entry.stop)),
-            (max(entry.start, entry.stop - _BLOCK_BYTES), entry.stop),
-        )
-    ]
+    header = [(0, min(first, _MAX_HEADER_BYTES)), (max(last, nbytes - _MAX_HEADER_BYTES), nbytes)]
+    blocks: list[tuple[int, int]] = []
+    for entry in entries:
+        blocks.append((entry.start, min(entry.start + _BLOCK_BYTES, entry.stop)))
+        blocks.append((max(entry.start, entry.stop - _BLOCK_BYTES), entry.stop))
+    return size, _digest(_contents(world, reader, file, header)), _digest(_contents(world, reader, file, blocks))
 
-    def read(ranges: Iterable[tuple[int, int]]) -> Iterable[bytes]:
-        for start, stop in ranges:
-            world.check()
-            yield reader.read(file, start, stop)
 
-    return size, _digest(read(header)), _digest(read(blocks))
+def _contents(world: World, reader: StorageReader, file: str, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    for start, stop in ranges:
+        world.check()
+        yield reader.read(file, start, stop)
 
 
 def _digest(parts: Iterable[bytes]) -> bytes:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
+import torch.distributed as dist
+
 from shardwise.errors import RankLostError, ShardwiseError
 from shardwise.execution.control_channel import ControlChannel
 
@@ -19,8 +22,7 @@ if TYPE_CHECKING:
 Where: TypeAlias = Callable[[], str]
 """Returns a description of the operation, the same on all ranks."""
 
-Condition: TypeAlias = Callable[[], bool]
-"""Returns whether this rank was asked to stop."""
+WhenStuck: TypeAlias = Callable[[RankLostError], object]
 
 
 _COLLECTIVE = re.compile(
@@ -33,89 +35,71 @@ _COLLECTIVE = re.compile(
 _MEMORY = re.compile(r"out of memory|DefaultCPUAllocator|can.t allocate memory|not enough memory", re.IGNORECASE)
 
 
-WhenStuck: TypeAlias = Callable[[RankLostError], object]
-
-
 _STUCK_S = 5.0
-"""A rank that is still in a collective so long after another was lost will not come out of it in time."""
+"""A rank that is still in a collective so long after another was lost will not return from it in time."""
 
-
-_ASKED_S = 1.0
-"""The same of a rank that was asked to stop."""
+_CHECK_S = 1.0
 
 
 @contextmanager
-def translate_collective_errors(
-    world: World,
-    where: Where,
-    when_stuck: WhenStuck | None = None,
-    is_asked: Condition = bool,
-) -> Iterator[None]:
+def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuck | None = None) -> Iterator[None]:
     """In this block ranks compute by collectives of torch's own, which break when one of them is gone.
 
     An exception of a collective then becomes an error that names the lost rank. A rank that runs out of memory, or
     raises any other error, announces it to the others. ``where`` is a description of the operation, the same on all
     ranks. The ranks have met before.
 
-    A collective may also wait for a lost rank for as long as its backend does, and cannot be called back. After
-    some seconds of this, ``when_stuck`` is called on another thread, which does not depend on the store, because
-    this rank may be the one that is cut off. It is called earlier if this rank ``is_asked`` to stop.
+    A collective may also wait for a lost rank for as long as its backend does, and cannot be canceled. After some
+    seconds of this, ``when_stuck`` is called on another thread, which does not depend on the store, because this
+    rank may be the one that is cut off.
 
     Raises:
         RankLostError: a rank is lost, has left the block, or has run out of memory. The same on every rank.
     """
-    line = world.meetings
+    channel, has_left = world.channel, threading.Event()
+    watching = threading.Thread(
+        target=_watch, args=(channel, where, when_stuck, has_left), name="shardwise-stuck", daemon=True
+    )
+    watching.start()
     try:
-        with _watched(line, where, when_stuck, is_asked):
+        try:
             yield
+        finally:
+            has_left.set()
+            watching.join(timeout=_CHECK_S)  # it holds on to what was trained
     except ShardwiseError:
         raise
     except Exception as error:
         is_out, is_broken = is_out_of_memory(error), is_of_a_collective(error)
         cause = _out_of_memory(error) if is_out else f"{type(error).__name__}: {error}"
-        if line is None:
+        if channel is None:
             if is_out:
                 raise RankLostError(f"{where()}: {cause}") from error
             raise
         if is_out or not is_broken:
-            line.leave(cause)
+            channel.abort(cause)
         try:
-            line.find_lost()
+            channel.await_verdict()
         except RankLostError as lost:
             if is_out or is_broken:
                 raise RankLostError(f"{where()}: {lost}") from error
         else:
-            line.leave(cause)
+            channel.abort(cause)
         raise
 
 
-@contextmanager
-def _watched(
-    line: ControlChannel | None, where: Where, when_stuck: WhenStuck | None, is_asked: Condition
-) -> Iterator[None]:
-    if line is None:
-        yield
+def _watch(
+    channel: ControlChannel | None, where: Where, when_stuck: WhenStuck | None, has_left: threading.Event
+) -> None:
+    if channel is None or when_stuck is None:
         return
-    has_left = threading.Event()
-
-    def watch() -> None:
-        since = math.inf
-        while not has_left.wait(min(line.timeouts.heartbeat_interval_s, _ASKED_S)):
-            in_haste = is_asked()
-            lost = line.lost(in_haste=in_haste)
-            since = math.inf if lost is None else min(since, time.monotonic())
-            if lost is not None and time.monotonic() - since >= (_ASKED_S if in_haste else _STUCK_S):
-                if when_stuck is not None:
-                    when_stuck(RankLostError(f"{where()}: {lost}"))
-                return
-
-    watching = threading.Thread(target=watch, name="shardwise-stuck", daemon=True)
-    watching.start()
-    try:
-        yield
-    finally:
-        has_left.set()
-        watching.join(timeout=_ASKED_S)  # it holds on to what was trained
+    lost_s = math.inf
+    while not has_left.wait(min(channel.timeouts.heartbeat_interval_s, _CHECK_S)):
+        lost = channel.loss()
+        lost_s = math.inf if lost is None else min(lost_s, time.monotonic())
+        if lost is not None and time.monotonic() - lost_s >= _STUCK_S:
+            when_stuck(RankLostError(f"{where()}: {lost}"))
+            return
 
 
 def _out_of_memory(error: BaseException) -> str:
@@ -125,20 +109,13 @@ def _out_of_memory(error: BaseException) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if this process, or its device, has no memory left."""
-    import torch
-    import torch.distributed as dist
-
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and not isinstance(error, dist.DistError) and _tells(_MEMORY, error)
+    is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, dist.DistError)
+    return is_of_torch and _MEMORY.search(str(error)) is not None
 
 
 def is_of_a_collective(error: BaseException) -> bool:
     """Return True if ranks could not communicate. The cause may be on another rank."""
-    import torch.distributed as dist
-
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _tells(_COLLECTIVE, error))
-
-
-def _tells(pattern: re.Pattern[str], error: BaseException) -> bool:
-    return pattern.search(str(error)) is not None
+    is_known = isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error)) is not None
+    return is_known or isinstance(error, dist.DistError)

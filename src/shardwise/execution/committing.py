@@ -1,18 +1,18 @@
 """Begin, commit and undo of a save, in one process for all ranks. See [Note: One commit].
 
-[Note: Asked again] Saves of all formats are committed in the same way:
+[Note: Checked twice] Saves of all formats are committed in the same way:
 
-1. The folder is marked. Files on their way to a final name are removed before the folder's state is read.
-2. Files are written and synced, those too that the last step will rename.
+1. The folder is locked. Files with temporary names are removed before the folder's state is read.
+2. Files are written and synced, also those that the last step will rename.
 3. Check again: does this save hold the lock, and do all files have the sizes that were written?
-4. The steps after which it counts. One of them gives a file that is this save's alone its name. A save that has
-   taken the folder over has removed that file in 1. The step fails then, and the other's files stay. A save that
-   takes it over after the step finds this save committed.
+4. The steps that commit. One of them renames a file that belongs to this save only. A save that has taken the
+   folder over has removed that file in 1. The step fails then, and the other's files stay. A save that takes the
+   folder over after the step finds this save committed.
 5. Check again: is this save committed, and no other in its place?
-6. Only then, and under this save's own mark, the older one is removed.
+6. Only then, and while the lock is held, the older save is removed.
 
 If one of these checks fails, nothing of the older save has been removed, and this save's changes to older files are
-reverted as far as possible. A StorageError has the finding.
+reverted as far as possible. The StorageError names the finding.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ from types import MappingProxyType
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.locked_folder import LockedFolder
 from shardwise.execution.rename_journal import finish, remove_empty, remove_unnamed, work_folder
-from shardwise.execution.saving_lock import HeldLock, LockHolder, take_lock
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, is_training_file, named_training
 from shardwise.formats.safetensors_files import read_header
 from shardwise.planning import commit_plan, fingerprints, save_plan
@@ -40,44 +39,44 @@ _BLOCK_BYTES = 8 << 20
 
 
 def commit_files(
-    writer: StorageWriter, held: HeldLock, commit: commit_plan.Commit, beside: Mapping[str, bytes]
+    writer: StorageWriter, locked: LockedFolder, commit: commit_plan.Commit, small_files: Mapping[str, bytes]
 ) -> list[str]:
     """Commit a written and synced save and remove the older one. Return the removed names.
 
     Args:
-        writer: of the folder in which the files are.
-        held: the mark, of this folder or of one around it.
+        writer: of the folder that contains the files.
+        locked: this folder, or its parent.
         commit: the checks and changes to carry out.
-        beside: small files that are put in place just before the commit, and reverted if it fails.
+        small_files: these are replaced just before the commit, and restored if it fails.
 
     Raises:
-        StorageError: before the commit, the lock or the files were not as they had been left, or another save was
-            committed instead. See [Note: Asked again].
+        StorageError: before the commit, the lock was lost or the files had changed, or another save was committed
+            instead. See [Note: Checked twice].
     """
     for name, content in commit.ready.items():
         make_file(writer, name, content)
-    held.require()
+    locked.require()
     _require_there(writer, {**commit.files, **{name: len(content) for name, content in commit.ready.items()}})
-    with _put_back_if_in_vain(writer, held, commit, beside):
-        for name, content in beside.items():
+    with _restoring(writer, locked, commit, small_files):
+        for name, content in small_files.items():
             if writer.read(name) != content:
                 writer.replace(name, content)
-        if beside:
+        if small_files:
             writer.sync_names()
-            held.require()
+            locked.require()
         for step in commit.steps:
             if isinstance(step, commit_plan.Remove) or step in commit.aside:
-                held.require()  # these concern the files of others, which nothing of this save's fences
+                locked.require()  # the step changes files of other saves, and is not fenced by one of this save's
             if isinstance(step, commit_plan.Remove):
                 _require_there(writer, commit.then)
-            _take(writer, step)
-        if not counts(writer, commit):
+            _execute(writer, step)
+        if not is_committed(writer, commit):
             raise StorageError(
-                f"{writer.root}: another save has taken this one's place while it was committed; nothing of the "
-                "older one has been removed. Save to a directory of its own"
+                f"{writer.root}: another save has replaced this one while it was committed; nothing of the older "
+                "one has been removed. Save to a directory of its own"
             )
-    if held.whose() is not LockHolder.OURS:
-        return []  # it counts. Whoever has the folder by now takes its place in turn, and removes what is older
+    if not locked.is_held():
+        return []  # committed. The save that holds the lock now replaces this one, and removes what is older
     aside = {step.file: step.name for step in commit.aside}
     for name in {**dict.fromkeys(commit.obsolete), **aside}:
         writer.remove(aside.get(name, name))
@@ -86,31 +85,30 @@ def commit_files(
 
 def publish(
     writer: StorageWriter,
-    held: HeldLock,
+    locked: LockedFolder,
     name: str,
     content: bytes,
     files: Mapping[str, int],
-    beside: Mapping[str, bytes] = MappingProxyType({}),
+    small_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Let files that are written and synced count by one small file, which is put in its place last.
+    """Commit files that are written and synced under their final names by one small file, which is renamed last.
 
-    ``files`` have their names already. ``beside`` are small files that belong to them. Raises as
-    :func:`commit_files` does.
+    ``small_files`` belong to them. Raises as :func:`commit_files` does.
     """
-    ready = commit_plan.on_its_way(name, held.save_id)
+    ready = commit_plan.on_its_way(name, locked.save_id)
     commit = commit_plan.Commit(
         files,
         steps=(commit_plan.Publish(ready, name),),
         then=files,
         ready={ready: content},
-        says={**beside, name: content},
+        says={**small_files, name: content},
         without=frozenset({ready}),
     )
-    commit_files(writer, held, commit, beside)
+    commit_files(writer, locked, commit, small_files)
 
 
-def counts(writer: StorageWriter, commit: commit_plan.Commit) -> bool:
-    """Return whether it is this save that counts, whole."""
+def is_committed(writer: StorageWriter, commit: commit_plan.Commit) -> bool:
+    """Return True if this save is the committed one, and complete."""
     sizes = writer.sizes()
     return (
         all(sizes.get(name) == nbytes for name, nbytes in commit.then.items())
@@ -124,7 +122,7 @@ def counts(writer: StorageWriter, commit: commit_plan.Commit) -> bool:
 
 
 def make_file(writer: StorageWriter, name: str, content: bytes) -> None:
-    """Write and sync a small file that nobody has a use for but this save."""
+    """Write and sync a small file of this save only."""
     if not writer.policy.has_random_writes:
         writer.replace(name, content)
         return
@@ -139,59 +137,59 @@ def _require_there(writer: StorageWriter, files: Mapping[str, int]) -> None:
         if sizes.get(name) != nbytes:
             found = "is gone" if name not in sizes else f"has {sizes[name]} bytes"
             raise StorageError(
-                f"{shown(name)} in {writer.root}: was written with {nbytes} bytes, and now it {found}; another "
-                "save has been here, or ranks do not see one folder: save to a directory of its own that all share"
+                f"{shown(name)} in {writer.root}: was written with {nbytes} bytes, and now it {found}. Another "
+                "save has changed it, or ranks do not see one folder. Save to a directory of its own that all share"
             )
 
 
-def _take(writer: StorageWriter, step: commit_plan.CommitStep) -> None:
-    match step:
-        case commit_plan.Rename(file, name) | commit_plan.Publish(file, name):
-            try:
-                writer.rename(file, name) if isinstance(step, commit_plan.Rename) else writer.publish(file, name)
-            except StorageError as error:
-                if file in writer.list():
-                    raise
-                raise StorageError(
-                    f"{shown(file)} in {writer.root}: another save has taken this folder over, and has removed "
-                    f"what was to be {shown(name)}. What is theirs stays. Save to a directory of its own"
-                ) from error
-        case commit_plan.Remove(file):
-            writer.remove(file)
-            writer.sync_names()
+def _execute(writer: StorageWriter, step: commit_plan.CommitStep) -> None:
+    if isinstance(step, commit_plan.Remove):
+        writer.remove(step.file)
+        writer.sync_names()
+        return
+    try:
+        rename = writer.rename if isinstance(step, commit_plan.Rename) else writer.publish
+        rename(step.file, step.name)
+    except StorageError as error:
+        if step.file in writer.list():
+            raise
+        raise StorageError(
+            f"{shown(step.file)} in {writer.root}: another save has taken this folder over, and has removed the "
+            f"file that was to become {shown(step.name)}. Its files stay. Save to a directory of its own"
+        ) from error
 
 
 @contextmanager
-def _put_back_if_in_vain(
-    writer: StorageWriter, held: HeldLock, commit: commit_plan.Commit, beside: Mapping[str, bytes]
+def _restoring(
+    writer: StorageWriter, locked: LockedFolder, commit: commit_plan.Commit, small_files: Mapping[str, bytes]
 ) -> Iterator[None]:
     """If the block fails and this save is not committed, restore the files that it set aside or replaced."""
-    before = {name: writer.read(name) for name in {**beside, **commit.says}}
+    before = {name: writer.read(name) for name in {**small_files, **commit.says}}
     try:
         yield
     except BaseException:
         with contextlib.suppress(StorageError):
-            if not counts(writer, commit):
-                _put_back(writer, held, commit, beside, before)
+            if not is_committed(writer, commit):
+                _restore(writer, locked, commit, small_files, before)
         raise
 
 
-def _put_back(
+def _restore(
     writer: StorageWriter,
-    held: HeldLock,
+    locked: LockedFolder,
     commit: commit_plan.Commit,
-    beside: Mapping[str, bytes],
+    small_files: Mapping[str, bytes],
     before: Mapping[str, bytes | None],
 ) -> None:
-    """Small files are put back under this save's own mark only: else they may be another's by now."""
+    """Restore small files only while the lock is held: otherwise they may belong to another save."""
     there = writer.list()
     asides = [step for step in commit.aside if step.name in there]
     if any(step.file in there for step in asides):
-        return  # somebody else's weights have the name
+        return  # another save's weights have the name
     if any(writer.read(name) not in (content, before[name]) for name, content in commit.says.items()):
-        return  # somebody else's index, or config
-    if held.whose() is LockHolder.OURS:
-        for name, content in {**beside, **commit.says}.items():
+        return  # another save's index, or config
+    if locked.is_held():
+        for name, content in {**small_files, **commit.says}.items():
             old = before[name]
             if old == content or writer.read(name) != content:
                 continue
@@ -200,9 +198,9 @@ def _put_back(
                 writer.sync_names()
             else:
                 writer.replace(name, old)
-    misread = any(writer.read(name) != content for name, content in before.items() if name in commit.says)
+    is_mixed = any(writer.read(name) != before[name] for name in commit.says)
     for step in asides:
-        if not (misread and step.file in commit.then):  # else they would lie beside a config that is not theirs
+        if not (is_mixed and step.file in commit.then):  # weights must not be read with another save's config
             writer.rename(step.name, step.file)
 
 
@@ -210,10 +208,10 @@ def _put_back(
 
 
 def write_again(writer: StorageWriter, file: str, save_id: str) -> None:
-    """Put a synced copy in the place of a file that others wrote into a local folder. Memory: a block.
+    """Replace a file that another library wrote into a local folder by a synced copy. Memory: a block.
 
     Raises:
-        StorageError: it cannot be read or written, or changes meanwhile.
+        StorageError: it cannot be read or written, or changes during the copy.
     """
     folder, slash, name = file.rpartition("/")
     new = f"{folder}{slash}{commit_plan.on_its_way(name, save_id)}"
@@ -225,7 +223,7 @@ def copy_in(writer: StorageWriter, source: str, file: str) -> int:
     """Write a local file into a folder under this name, and sync it. Return its bytes. Memory: a block.
 
     Raises:
-        StorageError: it cannot be read or written, or changes meanwhile.
+        StorageError: it cannot be read or written, or changes during the copy.
     """
     try:
         with open(source, "rb") as opened:
@@ -250,7 +248,7 @@ def copy_in(writer: StorageWriter, source: str, file: str) -> int:
 class CommitState:
     """A save that holds the lock of its folder, the folder's state before it, and its records."""
 
-    held: HeldLock
+    locked: LockedFolder
     standing: commit_plan.FolderState
     recorded: Sequence[fingerprints.RecordedSave]
 
@@ -261,34 +259,28 @@ def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> CommitState:
     Raises:
         StorageError: another save is writing there, or the folder cannot be written to.
     """
-    held = take_lock(writer, plan.save_id)
+    locked = LockedFolder(writer, plan.save_id)
     try:
-        nothing: frozenset[str] = frozenset()
-        remove_unnamed(
-            writer, commit_plan.obsolete(plan, commit_plan.FolderState(frozenset(writer.list()), nothing))
-        )
+        by_name = commit_plan.FolderState(frozenset(writer.list()), weights=frozenset())
+        remains = commit_plan.obsolete(plan, by_name)
+        remove_unnamed(writer, remains)
         standing = commit_plan.look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
         standing = replace(standing, named=standing.named | _trainings_named(writer, plan))
         recorded = fingerprints.from_bytes(writer.read(fingerprints.file_beside(plan.stem)))
-        left = [
-            name
-            for name in commit_plan.obsolete(plan, commit_plan.FolderState(standing.files, nothing))
-            if name != plan.index_file
-        ]
         if standing.weights:
-            writer.sync_names()  # what counts must last before weights that were set aside for it go
-        kept = standing.weights | standing.named  # by whoever had the folder before, if it goes on after all
-        for name in left:
-            is_needed = (
-                name.endswith(commit_plan.OLDER) and not standing.weights
-            )  # the only weights until something counts
-            if name not in kept and not is_needed:
+            writer.sync_names()  # the committed weights must last before those that were set aside are removed
+        kept = (
+            standing.weights | standing.named | {plan.index_file}
+        )  # a save that has lost the lock may commit them
+        for name in sorted(standing.files.intersection(remains) - kept):
+            # Older weights that were set aside are the only ones until a save is committed.
+            if standing.weights or not name.endswith(commit_plan.OLDER):
                 writer.remove(name)  # its space may be needed
     except BaseException:
         with contextlib.suppress(StorageError):
-            held.release()
+            locked.release()
         raise
-    return CommitState(held, standing, recorded)
+    return CommitState(locked, standing, recorded)
 
 
 def undo_save(writer: StorageWriter, plan: save_plan.SavePlan, begun: CommitState) -> None:
@@ -300,8 +292,7 @@ def undo_save(writer: StorageWriter, plan: save_plan.SavePlan, begun: CommitStat
         for name in names:
             writer.remove(name)
     with contextlib.suppress(StorageError):
-        begun.held.release()
-        writer.sync_names()
+        begun.locked.release()
 
 
 def _trainings_named(writer: StorageWriter, plan: save_plan.SavePlan) -> frozenset[str]:
@@ -347,19 +338,15 @@ def commit_save(
     bound = _bound(writer, plan, small_files)
     free = {name: content for name, content in small_files.items() if name not in bound}
     commit = commit_plan.commit_of(plan, begun.standing, can_rename=writer.policy.can_rename, bound=bound)
-    removed = commit_files(writer, begun.held, commit, {**free, fingerprints_file: both})
-    if begun.held.whose() is LockHolder.OURS:
+    removed = commit_files(writer, begun.locked, commit, {**free, fingerprints_file: both})
+    if begun.locked.is_held():
         writer.replace(fingerprints_file, fingerprints.to_bytes([recorded]))
-    begun.held.release()
-    writer.sync_names()
+    begun.locked.release()
     return removed
 
 
 def _bound(writer: StorageWriter, plan: save_plan.SavePlan, small_files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the small files that would change the meaning of the older weights.
-
-    An adapter's config that differs.
-    """
+    """Return the small files that would change the meaning of the older weights: a new config of an adapter."""
     content = small_files.get(ADAPTER_CONFIG)
     if plan.stem != save_plan.ADAPTER or content is None or writer.read(ADAPTER_CONFIG) == content:
         return {}
@@ -367,30 +354,25 @@ def _bound(writer: StorageWriter, plan: save_plan.SavePlan, small_files: Mapping
 
 
 def commit_written(
-    marked: LockedFolder,
+    locked: LockedFolder,
     written: commit_plan.WrittenFiles,
     older: Sequence[str],
-    beside: Mapping[str, bytes] = MappingProxyType({}),
+    small_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Commit the files of a save, rename them, and remove the older ones. Then release the lock.
 
-    ``beside`` are small files that are put in place just before.
+    ``small_files`` are replaced just before.
 
     Raises:
-        StorageError: as of :func:`~shardwise.execution.committing.commit_files`.
+        StorageError: as of :func:`commit_files`.
     """
-    root = marked.writer.root
-    renames = commit_plan.Renames(marked.save_id, tuple(written.named), tuple(older))
+    root = locked.writer.root
+    renames = commit_plan.Renames(locked.save_id, tuple(written.named), tuple(older))
     folders = {name.rpartition("/")[0] for name in (*written.named, *written.beside, *older)} - {""}
     with FoldersWriter(root, folders) as writer:
-        commit_files(writer, marked.held, renames.commit(written), beside)
-    if (
-        marked.held.whose() is not LockHolder.ANOTHERS
-    ):  # who has the folder by now has found the list, and finishes it
-        finish(root, renames.file, marked.held)
+        commit_files(writer, locked, renames.commit(written), small_files)
+    if locked.is_held():  # else another save has found the list, and finishes it
+        finish(root, renames.file, locked)
     remove_empty(root, folders)
-    remove_folder(work_folder(root, marked.save_id))
-    marked.release()
-
-
-# Data of a DCP folder
+    remove_folder(work_folder(root, locked.save_id))
+    locked.release()

@@ -1,56 +1,55 @@
-"""Chunks of tensors in files of torch.distributed.checkpoint: plans, layout, writing, metadata.
+"""Chunks of tensors in files of torch.distributed.checkpoint: planning, staging, writing, metadata.
 
 In a folder of ``torch.distributed.checkpoint`` every rank writes its own file: chunk after chunk, each a box of a
-tensor in the format of ``torch.save``, then its values that are not tensors. Replicated tensors are written by one
-of their ranks, in parts or in turns.
+tensor in the format of ``torch.save``, then its values that are not tensors. Each of the ranks that hold a
+replicated tensor writes a part of it, or one of them all of it.
 """
 
 from __future__ import annotations
 
 import pickle
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
-from shardwise.execution.checksums import runs_of
-from shardwise.execution.memory import collected_later, memory_of
+from shardwise.execution.memory import (
+    HostStaging,
+    collected_later,
+    in_background,
+    memory_of,
+    pinned_bytes,
+    row_slices,
+)
 from shardwise.execution.tensor_facts import TensorFacts, held_by_rank
-from shardwise.execution.write import Sink
 from shardwise.formats.torch_files import read_torch_tensor
 from shardwise.layout import place_of
 from shardwise.models.torch_api import copy_all, save_without_data, stored_at
-from shardwise.models.view import local_boxes, strided_view
+from shardwise.models.view import local_boxes, raw_bytes, strided_view
 from shardwise.planning.moves import Boxes, shares_by_rank, shares_of_first
+from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading import LocalReader
 from shardwise.tensors import Box, ByteRange, Strided, numel
 
-Way = TypeVar("Way", bound=tuple[str | int, ...])
-"""What leads to a value of a checkpoint, as in ``("optimizer", "state", FQN, "step")``; numbers lead into lists."""
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""The keys that lead to a value, as in ``("optimizer", "state", FQN, "step")``. Numbers are indices of lists."""
 
+KeyPathT = TypeVar("KeyPathT", bound=KeyPath)
 
-_NO_OTHERS: Mapping[Any, Any] = MappingProxyType({})
-
-
-_VERSION = "1.0.0"
-"""Of the format, as torch 2.11 to 2.13 note it."""
-
+_FORMAT_VERSION = "1.0.0"
+"""The version that torch 2.11 to 2.13 write."""
 
 _ALIGNMENT = 64
-"""Where archives begin in a file, as their tensors do in them."""
+"""Of archives in a file, and of their tensors in them."""
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def data_file(rank: int, number: int = 0) -> str:
@@ -58,9 +57,9 @@ def data_file(rank: int, number: int = 0) -> str:
     return f"__{rank}_{number}.distcp"
 
 
-def key_of(way: tuple[str | int, ...]) -> str:
-    """Return torch's name for the value at the end of this path."""
-    return ".".join(map(str, way))
+def key_of(path: KeyPath) -> str:
+    """Return torch's name for the value at this path."""
+    return ".".join(map(str, path))
 
 
 class Envelope(NamedTuple):
@@ -103,14 +102,14 @@ class ArchivedChunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorsPlan:
-    """The tensors of a checkpoint, and the chunks of each rank's file, in their order there.
+    """The tensors of a checkpoint, and the chunks of each rank's file, in order.
 
-    ``others`` are further names of tensors that have several, with the keys of their first ones.
+    ``aliases`` are further names of tensors that have several, with the keys of their first ones.
     """
 
-    tensors: Mapping[str, tuple[tuple[str | int, ...], tuple[int, ...], torch.dtype]]
+    tensors: Mapping[str, tuple[KeyPath, tuple[int, ...], torch.dtype]]
     by_rank: tuple[tuple[ArchivedChunk, ...], ...]
-    others: Mapping[tuple[str | int, ...], str]
+    aliases: Mapping[KeyPath, str]
 
     @property
     def state_bytes(self) -> int:
@@ -125,33 +124,38 @@ class TensorsPlan:
 
 @collected_later()
 def plan_tensors(
-    tensors: Mapping[Way, tuple[tuple[int, ...], torch.dtype]],
-    told: Sequence[Mapping[str, TensorFacts]],
+    tensors: Mapping[KeyPathT, torch.Tensor],
+    facts: Sequence[Mapping[str, TensorFacts]],
     buffers: Collection[str] = (),
-    others: Mapping[Way, Way] = _NO_OTHERS,
+    aliases: Mapping[KeyPathT, KeyPathT] | None = None,
 ) -> TensorsPlan:
-    """Deal the tensors out to the ranks. ``told`` has the tensors that each rank holds, by key.
+    """Distribute the tensors over the ranks' files.
 
-    ``buffers`` are keys of tensors that the first rank that holds them writes, see [Note: Patchworks]. ``others``
-    are further names of tensors, with their first ones.
+    Args:
+        tensors: by path, DTensors or full tensors.
+        facts: the tensors that each rank holds, by key.
+        buffers: keys of tensors that the first rank that holds them writes, see [Note: Patchworks].
+        aliases: further names of tensors, with their first ones.
 
     Raises:
         RankMismatchError: the ranks have different tensors.
         ShardingError: together they do not hold all of one.
     """
-    held = held_by_rank(told)
-    ends = [0] * len(told)
-    files: list[list[ArchivedChunk]] = [[] for _ in told]
-    found: dict[str, tuple[tuple[str | int, ...], tuple[int, ...], torch.dtype]] = {}
-    for number, (path, (shape, dtype)) in enumerate(tensors.items()):
-        key = key_of(path)
-        found[key] = path, shape, dtype
+    held = held_by_rank(facts)
+    ends = [0] * len(facts)
+    files: list[list[ArchivedChunk]] = [[] for _ in facts]
+    planned: dict[str, tuple[KeyPath, tuple[int, ...], torch.dtype]] = {}
+    for number, (path, tensor) in enumerate(tensors.items()):
+        key, shape, dtype = key_of(path), tuple(tensor.shape), tensor.dtype
+        planned[key] = path, shape, dtype
         boxes = held[key]
         shares = shares_of_first(boxes) if key in buffers else shares_by_rank(boxes, number, dtype.itemsize)
-        if not numel(shape):  # somebody has to say that there is nothing
-            shares = ((Box.whole(shape),), *((),) * (len(told) - 1))
+        if not numel(shape):  # one rank writes the empty tensor
+            shares = ((Box.whole(shape),), *((),) * (len(facts) - 1))
         _lay_out(key, dtype, shares, files, ends)
-    return TensorsPlan(found, tuple(map(tuple, files)), {path: key_of(first) for path, first in others.items()})
+    return TensorsPlan(
+        planned, tuple(map(tuple, files)), {path: key_of(first) for path, first in (aliases or {}).items()}
+    )
 
 
 def _lay_out(
@@ -159,52 +163,56 @@ def _lay_out(
 ) -> None:
     for rank, boxes in enumerate(shares):
         for box in boxes:
-            chunk = ArchivedChunk(key, box, dtype, -(-ends[rank] // _ALIGNMENT) * _ALIGNMENT)
+            chunk = ArchivedChunk(key, box, dtype, _aligned(ends[rank]))
             ends[rank] = chunk.stop
             files[rank].append(chunk)
 
 
 @collected_later()
 def metadata_of(
-    plan: TensorsPlan, values: Sequence[Mapping[Way, int]], name: Callable[[int], str] = data_file
+    plan: TensorsPlan, values: Sequence[Mapping[KeyPathT, int]], name: Callable[[int], str] = data_file
 ) -> bytes:
-    """The file ``.metadata``.
+    """Return the file ``.metadata``.
 
-    ``values`` are the values of each rank that are not tensors, with their bytes, in order.
+    A tensor with several names is listed under each of them, because torch requests all of them. Its bytes are
+    stored once.
 
-    ``name`` is that of the file of a rank. A tensor with several names is listed under each of them, because torch
-    requests all of them. Its bytes are stored once.
+    Args:
+        plan: of the tensors.
+        values: the values of each rank that are not tensors, with their bytes, in order.
+        name: function of a rank that returns the name of its file.
     """
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        key: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-        for key, (_, shape, dtype) in plan.tensors.items()
-    }
-    paths: dict[str, tuple[str | int, ...]] = {key: path for key, (path, _, _) in plan.tensors.items()}
-    places: dict[MetadataIndex, object] = {}
-    for rank, chunks in enumerate(plan.by_rank):
-        for chunk in chunks:
-            tensor = described[chunk.key]
-            assert isinstance(tensor, TensorStorageMetadata)
-            index = MetadataIndex(chunk.key, chunk.box.offsets, len(tensor.chunks))
-            tensor.chunks.append(ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes)))
+    described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+    paths: dict[str, KeyPath] = {}
+    places: dict[dcp.MetadataIndex, object] = {}
+    chunks: dict[str, list[dcp.ChunkStorageMetadata]] = {key: [] for key in plan.tensors}
+    for rank, archived in enumerate(plan.by_rank):
+        for chunk in archived:
+            index = dcp.MetadataIndex(chunk.key, chunk.box.offsets, len(chunks[chunk.key]))
+            chunks[chunk.key].append(
+                dcp.ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
+            )
             places[index] = stored_at(name(rank), chunk.start, chunk.stop - chunk.start)
-    chunks_of: dict[str, list[MetadataIndex]] = {}
+    for key, (path, shape, dtype) in plan.tensors.items():
+        paths[key] = path
+        described[key] = dcp.TensorStorageMetadata(
+            dcp.TensorProperties(dtype=dtype), torch.Size(shape), chunks[key]
+        )
+    indices: dict[str, list[dcp.MetadataIndex]] = {}
     for index in places:
-        chunks_of.setdefault(index.fqn, []).append(index)
-    for path, first in plan.others.items():
+        indices.setdefault(index.fqn, []).append(index)
+    for path, first in plan.aliases.items():
         key = key_of(path)
         described[key], paths[key] = described[first], path
-        places |= {replace(index, fqn=key): places[index] for index in chunks_of[first]}
+        places |= {replace(index, fqn=key): places[index] for index in indices[first]}
     for rank, sizes in enumerate(values):
         position = plan.nbytes(rank)
         for path, nbytes in sizes.items():
             key = key_of(path)
-            described[key] = BytesStorageMetadata()
-            paths[key] = path
-            places[MetadataIndex(key)] = stored_at(name(rank), position, nbytes)
+            described[key], paths[key] = dcp.BytesStorageMetadata(), path
+            places[dcp.MetadataIndex(key)] = stored_at(name(rank), position, nbytes)
             position += nbytes
-    metadata = Metadata(described, paths, places, version=_VERSION)
-    return pickle.dumps(metadata)
+    return pickle.dumps(dcp.Metadata(described, paths, places, version=_FORMAT_VERSION))
 
 
 Views = Mapping[ArchivedChunk, torch.Tensor]
@@ -214,7 +222,7 @@ Views = Mapping[ArchivedChunk, torch.Tensor]
 def views_of(
     chunks: Sequence[ArchivedChunk], tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]
 ) -> Views:
-    """Views of each chunk in this rank's memory. ``tensors`` may be DTensors, whose own parts are ``local``."""
+    """Return views of each chunk in this rank's memory. ``local`` are the local tensors of ``tensors``."""
     held = {key: local_boxes(tensors[key], key) for key in dict.fromkeys(chunk.key for chunk in chunks)}
     nothing = Strided(0, (0,), (1,))
     places = {chunk: place_of(chunk.box, held[chunk.key]) if chunk.box.numel else nothing for chunk in chunks}
@@ -222,7 +230,7 @@ def views_of(
 
 
 def slabs_of(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Deal blocks of bytes to slabs whose sizes are powers of two.
+    """Pack blocks of bytes into slabs whose sizes are powers of two.
 
     torch rounds pinned memory up to a power of two, so that one slab for all blocks might take twice their bytes.
 
@@ -267,7 +275,7 @@ class ChunkStaging:
         return self._copies
 
     def _laid_out(self, views: Views, *, is_pinned: bool) -> Views:
-        sizes, places = slabs_of([-(-view.nbytes // _ALIGNMENT) * _ALIGNMENT for view in views.values()])
+        sizes, places = slabs_of([_aligned(view.nbytes) for view in views.values()])
         if [slab.nbytes for slab in self._slabs] != sizes or any(
             slab.is_pinned() != is_pinned for slab in self._slabs
         ):
@@ -281,65 +289,82 @@ class ChunkStaging:
         }
 
 
-def write_chunks(
-    sink: Sink,
-    file: str,
-    chunks: Sequence[ArchivedChunk],
-    views: Views,
-    values: Sequence[bytes],
-    budget_bytes: int,
-) -> int:
-    """Write chunks, then values, from the start of a file. Return their end.
+def _is_plain(view: torch.Tensor) -> bool:
+    """Return whether the bytes of a tensor lie in host memory as they are written."""
+    return view.device.type == "cpu" and view.is_contiguous()
 
-    The sink is shown all bytes by the name "", with their places in the file.
 
-    Memory: ``budget_bytes``, for tensors that are strided or on an accelerator.
+@dataclass
+class ChunkWriter:
+    """Writes a rank's file from its beginning to its end.
+
+    Attributes:
+        writer: to the folder of the file, which exists.
+        file: its name.
+        check: called before each write. An exception of it ends the writing.
+        add_checksum: called with all bytes and their places in the file, in order, on another thread.
     """
-    stream = _ChunkStream(sink, file)
-    for chunk in chunks:
-        around = envelope(chunk.box.sizes, chunk.dtype)
-        stream.add(memoryview(bytes(chunk.start - stream.end) + around.before))
-        for block in _blocks(views[chunk], budget_bytes // 2):
-            stream.add(block)
-            if stream.pending_nbytes >= min(budget_bytes // 2, sink.writer.policy.request_bytes):
-                stream.flush()
-        stream.add(memoryview(around.after))
-    for content in values:
-        stream.add(memoryview(content))
-    stream.flush()
-    return stream.end
 
+    writer: StorageWriter
+    file: str
+    check: Callable[[], None]
+    add_checksum: Callable[[int, memoryview], object] | None = None
+    _pending: list[memoryview] = field(default_factory=list)
+    _pending_nbytes: int = 0
+    _staged_nbytes: int = 0
+    _end: int = 0
 
-def _blocks(view: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in order.
+    def write(
+        self, chunks: Sequence[ArchivedChunk], views: Views, values: Iterable[bytes], budget_bytes: int
+    ) -> None:
+        """Write chunks, then packed values that are not tensors.
 
-    The tensor itself if it is contiguous in host memory, otherwise copies of blocks.
-    """
-    is_plain = view.device.type == "cpu" and view.is_contiguous()
-    for run in runs_of(view, view.nbytes if is_plain else block_bytes):
-        yield memory_of(run.cpu())
+        Memory: half of ``budget_bytes``, for tensors that are strided or on an accelerator. Pinned for the latter.
 
+        Raises:
+            StorageError: bytes could not be written.
+        """
+        copied = [view for view in views.values() if not _is_plain(view)]
+        nbytes = pinned_bytes(budget_bytes // 2, sum(_aligned(view.nbytes) for view in copied))
+        staging = HostStaging(nbytes, is_pinned=any(view.device.type != "cpu" for view in copied))
+        for chunk in chunks:
+            around = envelope(chunk.box.sizes, chunk.dtype)
+            self._add(bytes(chunk.start - self._end) + around.before)
+            self._add_tensor(views[chunk], staging)
+            self._add(around.after)
+        for content in values:
+            self._add(content)
+        self._flush()
 
-class _ChunkStream:
-    """A file written from its beginning to its end."""
+    def _add(self, content: bytes | memoryview) -> None:
+        self._pending.append(memoryview(content))
+        self._pending_nbytes += len(content)
+        self._end += len(content)
 
-    def __init__(self, sink: Sink, file: str) -> None:
-        self._sink = sink
-        self._file = file
-        self._pending: list[memoryview] = []
-        self.pending_nbytes = 0
-        self.end = 0
+    def _add_tensor(self, view: torch.Tensor, staging: HostStaging) -> None:
+        """Add a tensor's bytes: its own memory if that is possible, otherwise staged copies of blocks."""
+        is_plain = _is_plain(view)
+        for part in row_slices(view.shape, (view.nbytes if is_plain else staging.nbytes) // view.element_size()):
+            block = view[part]
+            if not is_plain:
+                if self._staged_nbytes + block.nbytes > staging.nbytes:
+                    self._flush()
+                block = staging.stage(block, self._staged_nbytes)
+                self._staged_nbytes += _aligned(block.nbytes)
+            self._add(memory_of(raw_bytes(block)))
+            if self._pending_nbytes >= self.writer.policy.request_bytes:
+                self._flush()
 
-    def add(self, content: memoryview) -> None:
-        self._pending.append(content)
-        self.pending_nbytes += content.nbytes
-        self.end += content.nbytes
+    def _flush(self) -> None:
+        self.check()
+        start = self._end - self._pending_nbytes
+        with in_background(self._add_checksums, start):
+            self.writer.write(self.file, start, self._pending)
+        self._pending, self._pending_nbytes, self._staged_nbytes = [], 0, 0
 
-    def flush(self) -> None:
-        start = position = self.end - self.pending_nbytes
-        run: list[tuple[str | None, int, memoryview]] = []
-        for part in self._pending:
-            run.append(("", position, part))
-            position += len(part)
-        self._sink.write(self._file, start, run)
-        self._pending, self.pending_nbytes = [], 0
+    def _add_checksums(self, start: int) -> None:
+        if self.add_checksum is None:
+            return
+        for content in self._pending:
+            self.add_checksum(start, content)
+            start += content.nbytes

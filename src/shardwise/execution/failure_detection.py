@@ -12,27 +12,23 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
-from shardwise.storage import machine
+from shardwise.storage.machine import ProcessPlace
 
 _ENDED = b"ended"
+"""The heartbeat of a process that has ended in order."""
 
+_INTERVAL_S = 1.0
+_JOIN_S = 1.0
 
-_BEAT_S = 1.0
-
-
-_LAST_WORDS_S = 1.0
-
-
-_PART_BYTES = 1 << 22
-"""A larger value is stored in several: torch's store takes 8 MiB at most."""
+_CHUNK_BYTES = 1 << 22
+"""A larger value is stored in chunks: torch's store takes 8 MiB at most."""
 
 
 class KeyStore:
@@ -42,21 +38,21 @@ class KeyStore:
         self.store = store
         self.prefix = prefix
 
-    def put(self, key: str, value: bytes) -> list[str]:
-        """Set a key. Returns the names of all keys set, for :meth:`forget`. The key itself is set last."""
-        parts = [value[at : at + _PART_BYTES] for at in range(0, len(value), _PART_BYTES)] or [b""]
-        names = [f"{key}/{number}" for number in range(1, len(parts))]
-        for name, part in zip(names, parts[1:], strict=True):
-            self.store.set(f"{self.prefix}/{name}", part)
-        self.store.set(f"{self.prefix}/{key}", len(names).to_bytes(4) + parts[0])
-        return [key, *names]
+    def set(self, key: str, value: bytes) -> list[str]:
+        """Set a key. Return the names of all keys that were set, the key itself last, for :meth:`delete`."""
+        chunks = [value[start : start + _CHUNK_BYTES] for start in range(0, len(value), _CHUNK_BYTES)] or [b""]
+        names = [*(f"{key}/{number}" for number in range(1, len(chunks))), key]
+        first = (len(chunks) - 1).to_bytes(4) + chunks[0]
+        for name, chunk in zip(names, [*chunks[1:], first], strict=True):
+            self.store.set(f"{self.prefix}/{name}", chunk)
+        return names
 
-    def take(self, keys: Sequence[str]) -> list[bytes]:
-        """Values put under keys that are there."""
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that are set."""
         values = []
-        for key, found in zip(keys, self._get(keys), strict=True):
-            more, value = int.from_bytes(found[:4]), found[4:]
-            values.append(value + b"".join(self._get([f"{key}/{number}" for number in range(1, more + 1)])))
+        for key, first in zip(keys, self._get(keys), strict=True):
+            others = [f"{key}/{number}" for number in range(1, int.from_bytes(first[:4]) + 1)]
+            values.append(first[4:] + b"".join(self._get(others)))
         return values
 
     def _get(self, keys: Sequence[str]) -> list[bytes]:
@@ -68,161 +64,121 @@ class KeyStore:
     def has(self, key: str) -> bool:
         return bool(self.store.check([f"{self.prefix}/{key}"]))
 
-    def set_first(self, key: str, value: str) -> str:
+    def set_default(self, key: str, value: str) -> str:
         """Set a key unless it exists. Return its value."""
         return bytes(self.store.compare_set(f"{self.prefix}/{key}", "", value)).decode()
 
-    def count(self, key: str, more: int) -> int:
-        return int(self.store.add(f"{self.prefix}/{key}", more))
+    def add(self, key: str, amount: int) -> int:
+        return int(self.store.add(f"{self.prefix}/{key}", amount))
 
-    def forget(self, keys: Iterable[str]) -> None:
+    def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             self.store.delete_key(f"{self.prefix}/{key}")
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessPlace:
-    """Location of a rank's process. Host names are for messages, because containers may share one."""
-
-    host: str
-    process: int
-    born: str
-    space: str
-
-    @classmethod
-    def here(cls) -> Self:
-        process = os.getpid()
-        return cls(socket.gethostname(), process, machine.born(process), machine.process_space())
-
-    def has_ended(self) -> bool:
-        """Return True if the process has certainly ended: its id has the same meaning here, and does not exist."""
-        return self.space == machine.process_space() and machine.born(self.process) != self.born
-
-    def is_running(self) -> bool:
-        """Return True if the process certainly exists and is not stopped."""
-        is_here = self.space == machine.process_space() and machine.born(self.process) == self.born
-        return is_here and not machine.is_stopped(self.process)
-
-    def __str__(self) -> str:
-        return f"host {self.host}, process {self.process}"
+def heartbeat_keys(store: Any) -> KeyStore:
+    """Return the keys of all heartbeats."""
+    return KeyStore(store, "shardwise/alive")
 
 
 @dataclass(slots=True)
-class Sign:
-    """Last heartbeat of a process (``told``), and the time since when it is unchanged."""
+class Heartbeat:
+    """The last heartbeat of a process, and when it was first seen, by the monotonic clock."""
 
     place: ProcessPlace
-    told: bytes
-    since: float
+    value: bytes
+    since_s: float
 
-    @property
-    def has_ended(self) -> bool:
-        return self.told == _ENDED or self.place.has_ended()
-
-    def is_lost(self, heartbeat_timeout_s: float) -> bool:
-        return self.has_ended or (
-            time.monotonic() - self.since > heartbeat_timeout_s and not self.place.is_running()
-        )
-
-    @property
-    def progress(self) -> int:
-        return 0 if self.told == _ENDED else int(self.told.split()[1])
+    def loss(self, timeout_s: float) -> str | None:
+        """Return why the process counts as lost, or None if it does not."""
+        silent_s = time.monotonic() - self.since_s
+        if self.value == _ENDED or self.place.has_ended():
+            return "its process has ended"
+        if silent_s > timeout_s and not self.place.is_running():
+            return f"no sign of life for {silent_s:.0f} s (killed, ended or stopped)"
+        return None
 
 
 class Detector:
     """The heartbeat of this process in one store, and those of others.
 
     Attributes:
-        heard_s: when the store answered last, by the monotonic clock.
+        answered_s: when the store answered last, by the monotonic clock.
         error: the failure of the connection to the store, if any.
-        progress: a number published with each heartbeat.
-        signs: the last heartbeat of the processes looked for, by rank among all that use the store.
+        heartbeats: those of the watched processes, by rank among all that use the store.
+        watchers: their ``watch(store)`` is called at each heartbeat, on this thread and over its connection.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
         self.process = os.getpid()
-        self.heard_s = time.monotonic()
+        self.answered_s = time.monotonic()
         self.error: Exception | None = None
-        self.progress = 0
-        self.signs: dict[int, Sign] = {}
-        self._beat_s = _BEAT_S
+        self.heartbeats: dict[int, Heartbeat] = {}
+        self._interval_s = _INTERVAL_S
         self._rank = rank
         self._store = weakref.ref(store)
-        self._watchers: set[Any] = set()
+        self.watchers: set[Any] = set()
         self._has_ended = False
         self._awake = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"shardwise-heartbeat-{rank}", daemon=True)
         self._thread.start()
+        atexit.register(self.end)
 
-    def add(self, watcher: Any, heartbeat_interval_s: float) -> None:
-        """Call ``watcher.look(store)`` once a heartbeat, on the detector's thread and over its connection."""
-        self._watchers.add(watcher)
-        if heartbeat_interval_s < self._beat_s:
-            self._beat_s = heartbeat_interval_s
+    @property
+    def unanswered_s(self) -> float:
+        return time.monotonic() - self.answered_s
+
+    def add(self, watcher: Any, interval_s: float) -> None:
+        """Add a watcher that needs heartbeats in this interval."""
+        self.watchers.add(watcher)
+        if interval_s < self._interval_s:
+            self._interval_s = interval_s
             self._awake.set()
-
-    def remove(self, watcher: Any) -> None:
-        self._watchers.discard(watcher)
 
     def end(self) -> None:
         """Announce that this process ends."""
         self._has_ended = True
         self._awake.set()
         if self.process == os.getpid():
-            self._thread.join(timeout=_LAST_WORDS_S)
+            self._thread.join(timeout=_JOIN_S)
 
-    def look_for(self, keys: KeyStore, ranks: Iterable[int]) -> None:
-        """Update the signs of these ranks. A process that was never in a call has none."""
-        found = [rank for rank in ranks if rank in self.signs or keys.has(f"beat/{rank}")]
-        for rank, told in zip(found, keys.take([f"beat/{rank}" for rank in found]), strict=True):
-            sign = self.signs.get(rank)
-            if sign is None:
-                [place] = keys.take([f"place/{rank}"])
-                self.signs[rank] = Sign(ProcessPlace(**json.loads(place)), told, time.monotonic())
-            elif told != sign.told:
-                sign.told, sign.since = told, time.monotonic()
+    def update(self, keys: KeyStore, ranks: Iterable[int]) -> None:
+        """Update the heartbeats of these ranks. A process that was never in a call has none."""
+        known = [rank for rank in ranks if rank in self.heartbeats or keys.has(f"beat/{rank}")]
+        for rank, value in zip(known, keys.get([f"beat/{rank}" for rank in known]), strict=True):
+            beat = self.heartbeats.get(rank)
+            if beat is None:
+                [place] = keys.get([f"place/{rank}"])
+                self.heartbeats[rank] = Heartbeat(ProcessPlace(**json.loads(place)), value, time.monotonic())
+            elif value != beat.value:
+                beat.value, beat.since_s = value, time.monotonic()
 
     def _run(self) -> None:
         try:
-            store = self._connection()
-            keys, beats = alive_keys(store), 0
-            keys.put(f"place/{self._rank}", json.dumps(asdict(ProcessPlace.here())).encode())
+            store: Any = self._store()
+            store = store.clone() if hasattr(store, "clone") else store
+            keys, count = heartbeat_keys(store), 0
+            keys.set(f"place/{self._rank}", json.dumps(asdict(ProcessPlace.here())).encode())
             while self._store() is not None and not self._has_ended:
-                beats += 1
-                keys.put(f"beat/{self._rank}", f"{beats} {self.progress}".encode())
-                for watcher in tuple(self._watchers):
-                    watcher.look(store)
-                self.heard_s = time.monotonic()
-                self._awake.wait(self._beat_s)
+                count += 1
+                keys.set(f"beat/{self._rank}", str(count).encode())
+                for watcher in tuple(self.watchers):
+                    watcher.watch(store)
+                self.answered_s = time.monotonic()
+                self._awake.wait(self._interval_s)
                 self._awake.clear()
             if self._has_ended:
-                keys.put(f"beat/{self._rank}", _ENDED)
+                keys.set(f"beat/{self._rank}", _ENDED)
         except Exception as error:  # the store is gone
             self.error = error
-
-    def _connection(self) -> Any:
-        store: Any = self._store()
-        return store.clone() if hasattr(store, "clone") else store
-
-
-def alive_keys(store: Any) -> KeyStore:
-    """The keys of all heartbeats."""
-    return KeyStore(store, "shardwise/alive")
 
 
 _detectors: weakref.WeakKeyDictionary[Any, dict[int, Detector]] = weakref.WeakKeyDictionary()
 
 
 def detector_of(store: Any, rank: int) -> Detector:
-    """The detector of this process, which is ``rank`` among all that use the store. The heartbeat begins here."""
+    """Return the detector of this process, which is ``rank`` among all that use the store. Starts the heartbeat."""
     own = _detectors.setdefault(store, {})
     if rank not in own or own[rank].process != os.getpid():
         own[rank] = Detector(store, rank)
     return own[rank]
-
-
-@atexit.register
-def _end_all() -> None:
-    for own in list(_detectors.values()):
-        for detector in own.values():
-            detector.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,66 +11,88 @@ from os import PathLike, fspath
 from typing import TypeAlias
 
 from shardwise.errors import StorageError
-from shardwise.execution.saving_lock import LOCK_FILE, HeldLock, new_save_id, require_lock, take_lock
+from shardwise.execution import saving_lock
+from shardwise.execution.saving_lock import new_save_id
 from shardwise.execution.world import World
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.writing import open_writer
 
 
-@dataclass(frozen=True, slots=True)
 class LockedFolder:
-    """A marked folder, as the first rank has it.
+    """A folder that this process has locked for a save. The lock is renewed until it is released.
 
-    Attributes:
+    Args:
         writer: of the folder.
-        held: its mark.
-        save_id: that of this save, 8 hex digits.
+        save_id: the id of the save, 8 hex digits.
+
+    Raises:
+        StorageError: as of :func:`~shardwise.execution.saving_lock.take_lock`.
     """
 
-    writer: StorageWriter
-    held: HeldLock
-    save_id: str
+    def __init__(self, writer: StorageWriter, save_id: str) -> None:
+        saving_lock.take_lock(writer, save_id)
+        self.writer = writer
+        self.save_id = save_id
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="shardwise-lock", daemon=True)
+        self._thread.start()
 
-    @property
-    def files(self) -> frozenset[str]:
-        """Files that exist for the lease only."""
-        return frozenset({LOCK_FILE})
+    def is_held(self) -> bool:
+        """Return False if another save has taken the lock over, or it was removed."""
+        return saving_lock.holds_lock(self.writer, self.save_id)
+
+    def require(self) -> None:
+        """Raise StorageError if the lock is not held any more."""
+        saving_lock.require_lock(self.writer, self.save_id)
 
     def release(self) -> None:
-        """Take the mark away, for good."""
-        self.held.release()
+        """Remove the lock for good, if it exists. May be called again.
+
+        Raises:
+            StorageError: the lock cannot be removed. The save is over all the same, and the lock is stale.
+        """
+        self._ended.set()
+        self._thread.join()
+        saving_lock.release_lock(self.writer, self.save_id)
         self.writer.sync_names()
+
+    def _renew(self) -> None:
+        count = 0
+        while not self._ended.wait(saving_lock.RENEWAL_S):
+            count += 1
+            with contextlib.suppress(OSError, StorageError):  # the commit will find out
+                saving_lock.renew_lock(self.writer, self.save_id, count)
 
 
 OnFirst: TypeAlias = Callable[[LockedFolder], None]
-"""What the first rank does in a marked folder."""
+"""An action of the first rank in a locked folder."""
 
 
 @dataclass(slots=True)
 class Saving:
-    """A save that all ranks take part in: its id, the folder, and, on the first rank alone, its mark."""
+    """A save of all ranks: its id, the folder, and, on the first rank alone, its lock."""
 
     save_id: str
     folder: str
-    _marked: LockedFolder | None
+    _locked: LockedFolder | None
 
     @property
-    def marked(self) -> LockedFolder:
+    def locked(self) -> LockedFolder:
         """On the first rank."""
-        assert self._marked is not None, "only the first rank holds the mark"
-        return self._marked
+        assert self._locked is not None, "only the first rank holds the lock"
+        return self._locked
 
     def require(self) -> None:
-        """Look whether the mark is this save's still, on any rank.
+        """Require on any rank that the lock is still this save's.
 
         Raises:
             StorageError: it is not.
         """
         with open_writer(self.folder) as writer:
-            require_lock(writer, self.save_id)
+            saving_lock.require_lock(writer, self.save_id)
 
     def cause_of(self, failure: Exception) -> Exception:
-        """Why this rank could not save: that somebody else has taken the folder over, if that is it."""
+        """Return the cause of a failure on this rank: the loss of the lock, or else the failure itself."""
         try:
             self.require()
         except StorageError as lost:
@@ -82,7 +105,7 @@ class Saving:
 def locked_by_first_rank(
     world: World, folder: str | PathLike[str], tidy: OnFirst | None = None, undo: OnFirst | None = None
 ) -> Iterator[Saving]:
-    """Mark a folder on the first rank for the time of the block.
+    """Lock a folder on the first rank for the time of the block.
 
     ``tidy`` reads the folder and removes remains, once the lock is held. If ``tidy`` or the block fails, ``undo``
     removes this save's files, and the lock is released. Otherwise the block has released it.
@@ -92,37 +115,35 @@ def locked_by_first_rank(
     Raises:
         StorageError: another save holds the lock, the folder is not writable, or ``tidy`` failed.
     """
-    found: list[LockedFolder] = []
-    with ExitStack() as closing:
+    locked: list[LockedFolder] = []
+    with ExitStack() as stack:
 
         def begin() -> str:
-            save_id = new_save_id()
-            writer = closing.enter_context(open_writer(folder))
-            found.append(LockedFolder(writer, take_lock(writer, save_id), save_id))
+            locked.append(LockedFolder(stack.enter_context(open_writer(folder)), new_save_id()))
             if tidy is not None:
-                tidy(found[0])
-            return save_id
+                tidy(locked[0])
+            return locked[0].save_id
 
         try:
             save_id = world.broadcast(begin)
-            yield Saving(save_id, fspath(folder), found[0] if found else None)
+            yield Saving(save_id, fspath(folder), locked[0] if locked else None)
         except BaseException:
-            for marked in found:
+            for first in locked:
                 with contextlib.suppress(StorageError):
                     if undo is not None:
-                        undo(marked)
+                        undo(first)
                 with contextlib.suppress(StorageError):
-                    marked.release()
+                    first.release()
             raise
 
 
 @contextmanager
 def locked_here(folder: str | PathLike[str]) -> Iterator[LockedFolder]:
-    """Mark a folder for the time of the block, by one rank. Collective: no.
+    """Lock a folder for the time of the block, by one rank. Collective: no.
 
     Raises:
         StorageError: another save is writing there, or the folder cannot be written to.
     """
     with locked_by_first_rank(World(0, 1), folder) as saving:
-        yield saving.marked
-        saving.marked.release()
+        yield saving.locked
+        saving.locked.release()

@@ -9,10 +9,12 @@ import ctypes
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -25,7 +27,7 @@ from shardwise.models.view import TensorRef, local_tensor, strided_view
 from shardwise.planning.load_memory import Available, Segment, staging_within
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.machine import GROUPS, OWN_GROUP, control_groups, number_in, text_of
-from shardwise.tensors import Strided
+from shardwise.tensors import Strided, row_blocks
 
 
 def home_of(held: Sequence[TensorRef], default: torch.device | None) -> torch.device:
@@ -49,77 +51,54 @@ def staging_device(held: Sequence[TensorRef], tensors: Iterable[torch.Tensor]) -
 
 
 Managers: TypeAlias = Mapping[nn.Parameter, Any]
-"""FSDP2's own object for each parameter that it shards."""
-
-
-def fsdp_param_groups_of(model: nn.Module) -> Managers:
-    """Return the parameters that FSDP2 manages. Valid for meta tensors until they are materialized."""
-    return torch_api.fsdp_params(model)
+"""FSDP2's own object for each parameter that it shards. Valid for meta tensors until they are materialized."""
 
 
 def devices_of(held: Sequence[TensorRef], managers: Managers, home: torch.device) -> dict[str, torch.device]:
     """Return the device of each tensor by FQN, or the device that it will be materialized on."""
-    return {
-        item.fqn: _WantedMemory.of(item, managers, home).device
-        if item.tensor.is_meta
-        else local_tensor(item.tensor).device
-        for item in held
-    }
+    return {item.fqn: _device_of(item, managers, home) for item in held}
+
+
+def _device_of(item: TensorRef, managers: Managers, home: torch.device) -> torch.device:
+    if not item.tensor.is_meta:
+        return item.local.device
+    manager = _manager_of(item, managers)
+    return torch.device("cpu") if manager is not None and torch_api.is_offloaded(manager) else home
+
+
+def _manager_of(item: TensorRef, managers: Managers) -> Any:
+    return managers.get(item.tensor) if isinstance(item.tensor, nn.Parameter) else None
 
 
 def materialize(held: Sequence[TensorRef], managers: Managers, home: torch.device) -> dict[str, torch.Tensor]:
-    """Allocate uninitialized memory of this rank's shard for every meta tensor. Real tensors are unchanged.
+    """Allocate uninitialized memory of this rank's shard for every meta tensor. Other tensors are unchanged.
 
     ``managers`` belong to the model. A parameter that is not among them is in no FSDP2 group. Returns this rank's
-    own tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with their
+    local tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with their
     ``requires_grad`` and attributes. Memory: this rank's shards.
     """
-    found = {item.fqn: local_tensor(item.tensor) for item in held if not item.tensor.is_meta}
-    wanted = [_WantedMemory.of(item, managers, home) for item in held if item.tensor.is_meta]
-    return found | {item.item.fqn: item.fulfil() for item in wanted}
+    return {item.fqn: _allocate(item, managers, home) if item.tensor.is_meta else item.local for item in held}
 
 
-@dataclass(frozen=True, slots=True)
-class _WantedMemory:
-    """A tensor on meta, and the memory it is to have: ``size`` is padded where FSDP2 wants it so."""
-
-    item: TensorRef
-    manager: Any
-    size: tuple[int, ...]
-    device: torch.device
-    is_pinned: bool
-
-    @classmethod
-    def of(cls, item: TensorRef, managers: Managers, home: torch.device) -> _WantedMemory:
-        tensor = item.tensor
-        manager = managers.get(tensor) if isinstance(tensor, nn.Parameter) else None
-        if manager is None:
-            return cls(item, None, tuple(local_tensor(tensor).shape), home, is_pinned=False)
-        device = torch.device("cpu") if torch_api.is_offloaded(manager) else home
-        pins = torch_api.pins_memory(manager)
-        return cls(item, manager, torch_api.padded_size(manager), device, is_pinned=pins)
-
-    def fulfil(self) -> torch.Tensor:
-        """Install a tensor with memory, this rank's own part of it."""
-        tensor = self.item.tensor
-        if self.manager is not None:
-            fresh = torch.empty(self.size, dtype=tensor.dtype, device=self.device, pin_memory=self.is_pinned)
-        else:
-            fresh = torch.empty_like(local_tensor(tensor), device=self.device)
-        if self.manager is not None:
-            fresh = torch_api.without_padding(self.manager, fresh)
-        made = torch_api.sharded_as(tensor, fresh) if isinstance(tensor, DTensor) else fresh
-        if not isinstance(tensor, nn.Parameter):
-            self.item.install(made)
-            return fresh
-        parameter = (
-            made if isinstance(made, nn.Parameter) else nn.Parameter(made, requires_grad=tensor.requires_grad)
-        )
-        take_after(parameter, tensor)
-        self.item.install(parameter)
-        if self.manager is not None:
-            torch_api.adopt_sharded(self.manager, parameter)
-        return fresh
+def _allocate(item: TensorRef, managers: Managers, home: torch.device) -> torch.Tensor:
+    """Replace a tensor on meta by one with uninitialized memory. Return its local tensor."""
+    tensor, device, manager = item.tensor, _device_of(item, managers, home), _manager_of(item, managers)
+    if manager is None:
+        local = torch.empty_like(local_tensor(tensor), device=device)
+    else:
+        size, pins = torch_api.padded_size(manager), torch_api.pins_memory(manager)
+        padded = torch.empty(size, dtype=tensor.dtype, device=device, pin_memory=pins)
+        local = torch_api.without_padding(manager, padded)
+    made = torch_api.sharded_as(tensor, local) if isinstance(tensor, DTensor) else local
+    if not isinstance(tensor, nn.Parameter):
+        item.install(made)
+        return local
+    parameter = made if isinstance(made, nn.Parameter) else nn.Parameter(made, requires_grad=tensor.requires_grad)
+    take_after(parameter, tensor)
+    item.install(parameter)
+    if manager is not None:
+        torch_api.adopt_sharded(manager, parameter)
+    return local
 
 
 def offloads_shards(managers: Managers) -> bool:
@@ -128,66 +107,87 @@ def offloads_shards(managers: Managers) -> bool:
 
 
 class HostStaging:
-    """Staging for tensors in host memory. Memory: ``nbytes``, from the first request on that stages anything."""
+    """Staging buffer of one worker in host memory, pinned for tensors of an accelerator.
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._staging: torch.Tensor | None = None
+    Memory: ``nbytes`` (a power of two if pinned, since torch rounds up to one), from the first use on.
+    """
+
+    def __init__(self, nbytes: int, *, is_pinned: bool = False) -> None:
+        self.nbytes = nbytes
+        self._is_pinned = is_pinned
+
+    @cached_property
+    def buffer(self) -> torch.Tensor:
+        """The buffer, as flat bytes."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
+
+    def stage(self, values: torch.Tensor, start: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a row-major copy of a tensor at byte ``start`` of the buffer, cast to ``dtype`` if given."""
+        dtype = values.dtype if dtype is None else dtype
+        part = self.buffer[start : start + values.numel() * dtype.itemsize]
+        return part.view(dtype).view(values.shape).copy_(values)
+
+    def copy(self, values: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy values to a tensor of the same shape, from an accelerator to the host through the buffer."""
+        if target.device.type != "cpu" or values.device.type == "cpu":
+            target.copy_(values)
+            return
+        for part in row_slices(values.shape, self.nbytes // values.element_size()):
+            target[part].copy_(self.stage(values[part]))
 
     def begin(self) -> memoryview:
-        """Return staging memory for the next request. Earlier copies may still be in progress."""
-        if self._staging is None:
-            self._staging = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
-        return memory_of(self._staging)
+        """Return the buffer for the bytes of the next request."""
+        return memory_of(self.buffer)
 
     def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
-        """Copy a segment, read to byte ``start`` of the staging memory, into its place in the tensor."""
-        assert self._staging is not None
-        strided_view(tensor, segment.copy.target).copy_(as_stored(self._staging, segment, start))
+        """Copy a segment, read to byte ``start`` of the buffer, into its place in the tensor."""
+        strided_view(tensor, segment.copy.target).copy_(as_stored(self.buffer, segment, start))
+
+    def upload(self, values: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy host values to a tensor of the same shape, cast to its dtype."""
+        target.copy_(values)
 
     def end(self) -> None:
-        """Everything of this request has been put."""
+        """Mark the end of a request: all of its segments have been put."""
 
     def finish(self) -> None:
-        """Wait until all that was put is there."""
+        """Wait for all copies."""
 
 
 class DeviceStaging:
-    """Staging for tensors on an accelerator: two pinned slabs in turn, and a stream of its own.
+    """Staging of one worker for tensors on an accelerator: two pinned buffers in turn, and a stream of its own.
 
     Created on the thread that made or last wrote the tensors, so that the device's queue is in order.
 
-    While one slab is on its way to the device, the next request is read into the other. Bytes that are only moved
-    are copied straight into the tensor. Those that are cast or strided go to a slab on the device first. Memory:
+    While one buffer is copied to the device, the next request is read into the other. Bytes that are only moved
+    are copied straight into the tensor. Those that are cast or strided go to a buffer on the device first. Memory:
     two times ``nbytes``, pinned, and as much again on the device for tensors that are cast or strided.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._nbytes = nbytes
+        self._pinned = HostStaging(nbytes, is_pinned=True), HostStaging(nbytes, is_pinned=True)
         self._device = device
         self._module = module_of(device)
         self._stream = self._module.Stream(device)
         self._stream.wait_stream(self._module.current_stream(device))
-        self._pinned: list[torch.Tensor] = []
         self._on_device: list[torch.Tensor] = []
-        self._sent: list[Any] = []
+        self._copied: list[Any] = []
         self._turn = 0
 
     def begin(self) -> memoryview:
-        if not self._pinned:
-            with self._module.device(self._device):  # a thread begins at the first one of the machine
-                self._pinned = [
-                    torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
-                ]
-                self._sent = [self._module.Event() for _ in range(2)]
         self._turn = 1 - self._turn
-        self._sent[self._turn].synchronize()
-        return memory_of(self._pinned[self._turn])
+        with self._module.device(self._device):  # the current one of a new thread is the first of the machine
+            if not self._copied:
+                self._copied = [self._module.Event() for _ in self._pinned]
+            self._copied[self._turn].synchronize()
+            return self._pinned[self._turn].begin()
 
     def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
         copy = segment.copy
         with self._module.stream(self._stream):
-            source = as_stored(self._pinned[self._turn], segment, start)
+            pinned = self._pinned[self._turn].buffer
+            source = as_stored(pinned, segment, start)
             target = strided_view(tensor, copy.target)
             if copy.source.is_contiguous and copy.target.is_contiguous and source.dtype == target.dtype:
                 target.copy_(source, non_blocking=True)
@@ -195,26 +195,52 @@ class DeviceStaging:
             if not self._on_device:
                 with self._module.device(self._device):
                     self._on_device = [
-                        torch.empty(self._nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)
+                        torch.empty(self._nbytes, dtype=torch.uint8, device=self._device) for _ in self._pinned
                     ]
             part = slice(start, start + segment.bytes.nbytes)
-            slab = self._on_device[self._turn]
-            slab[part].copy_(self._pinned[self._turn][part], non_blocking=True)
-            target.copy_(as_stored(slab, segment, start))
+            buffer = self._on_device[self._turn]
+            buffer[part].copy_(pinned[part], non_blocking=True)
+            target.copy_(as_stored(buffer, segment, start))
 
     def end(self) -> None:
-        self._sent[self._turn].record(self._stream)
+        self._copied[self._turn].record(self._stream)
 
     def finish(self) -> None:
         self._stream.synchronize()
 
+    def upload(self, values: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy host values to a tensor of the same shape. They are cast to its dtype on the host."""
+        if target.device.type == "cpu":
+            target.copy_(values)
+            return
+        for part in row_slices(target.shape, self._nbytes // target.element_size()):
+            self.begin()
+            staged = self._pinned[self._turn].stage(values[part], dtype=target.dtype)
+            with self._module.stream(self._stream):
+                target[part].copy_(staged, non_blocking=True)
+            self.end()
 
-Landing: TypeAlias = HostStaging | DeviceStaging
-"""Staging memory of one worker, and what it does with the bytes in it."""
+
+StagingBuffer: TypeAlias = HostStaging | DeviceStaging
+"""Staging buffer of one worker of a load."""
+
+
+def row_slices(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
+    """Yield indices of blocks of a tensor of this shape, in order, each of at most ``most`` elements (at least 1).
+
+    Each block is one run of a row-major tensor.
+    """
+    for box in row_blocks(shape, max(1, most)):
+        yield tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+
+
+def pinned_bytes(budget_bytes: int, needed_bytes: int) -> int:
+    """Return the size of a pinned buffer, a power of two: at least the needed bytes if the budget allows it."""
+    return 1 << (min(budget_bytes, max(1, 2 * needed_bytes - 1)).bit_length() - 1)
 
 
 def as_stored(staging: torch.Tensor, segment: Segment, start: int) -> torch.Tensor:
-    """The elements of a segment that lies at byte ``start`` of a buffer, in the order of its copy."""
+    """Return the elements of a segment at byte ``start`` of a buffer, in the order of its copy."""
     source, dtype = segment.copy.source, to_torch(segment.dtype)
     values = staging[start : start + segment.bytes.nbytes].view(dtype)
     return strided_view(values, Strided(0, source.sizes, source.strides))
@@ -222,11 +248,11 @@ def as_stored(staging: torch.Tensor, segment: Segment, start: int) -> torch.Tens
 
 def staging_buffers(
     budget_bytes: int, concurrency: int, device: torch.device, most_bytes: int | None = None
-) -> Sequence[Landing]:
-    """Return at most ``concurrency`` landings for tensors on a device, that stage together within the budget.
+) -> Sequence[StagingBuffer]:
+    """Return at most ``concurrency`` staging buffers for tensors on a device, together within the budget.
 
-    On an accelerator their slabs are no larger than ``most_bytes``, the most that one request stages, rounded up to
-    a power of two.
+    On an accelerator they are no larger than ``most_bytes``, the most that one request stages, rounded up to a
+    power of two.
     """
     staging = staging_within(budget_bytes, concurrency, on_device=device.type != "cpu")
     if device.type == "cpu":
@@ -236,7 +262,7 @@ def staging_buffers(
 
 
 def memory_of(flat: torch.Tensor) -> memoryview:
-    """The bytes of a flat CPU tensor."""
+    """Return the bytes of a flat CPU tensor."""
     array: Any = flat.numpy()
     return memoryview(array)
 
@@ -250,38 +276,33 @@ def available_memory(home: torch.device) -> Available:
     For an accelerator, this includes memory that torch has reserved and not given to a tensor. For the host: memory
     available without swapping, limited by the control groups of this process.
     """
-    device_bytes = None
-    if home.type != "cpu":
-        from shardwise.models.torch_api import free_memory
-
-        device_bytes = free_memory(home)
-    return Available(device_bytes, host_memory())
+    return Available(None if home.type == "cpu" else torch_api.free_memory(home), host_memory())
 
 
 def host_memory(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> int | None:
     """Return free bytes of the machine, or of a control group that limits this process further. None if unknown."""
-    found = [_room(group) for group in control_groups(own_group, groups)]
+    found = [_free_bytes(group) for group in control_groups(own_group, groups)]
     for line in text_of(meminfo).splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             found.append(int(value.split()[0]) * 1024)
-    return min((room for room in found if room is not None), default=None)
+    return min((free for free in found if free is not None), default=None)
 
 
-def _room(group: Path) -> int | None:
+def _free_bytes(group: Path) -> int | None:
     most, used = number_in(group / "memory.max"), number_in(group / "memory.current")
     if most is None or used is None:
         return None
     statistics = dict(line.split() for line in text_of(group / "memory.stat").splitlines())
     cache = sum(int(statistics.get(name, 0)) for name in ("inactive_file", "active_file"))
-    return max(0, most - used + cache)  # the page cache gives way
+    return max(0, most - used + cache)  # the page cache is reclaimed
 
 
 _PAGE_BYTES: Final = 4096
 
 
 def require_budget(budget_bytes: int) -> None:
-    """Raise for a budget, of any call, that no page goes into.
+    """Raise for a budget that is smaller than a page.
 
     Raises:
         ConfigError: naming it.
@@ -294,10 +315,10 @@ def require_budget(budget_bytes: int) -> None:
 
 @contextmanager
 def collected_later() -> Iterator[None]:
-    """For the time of the block, no search for unreachable cycles begins by itself.
+    """Disable automatic garbage collection during the block.
 
-    The objects of a plan set searches off by their number, and each of these walks over all that torch and
-    transformers have made: a quarter of a second, to find nothing. Nothing that waits or reads belongs in here.
+    The many objects of a plan trigger collections, each of which traverses all objects of torch and transformers:
+    a quarter of a second, to find nothing. Not for blocks that wait or read.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -309,17 +330,17 @@ def collected_later() -> Iterator[None]:
 
 
 def trim_heap() -> None:
-    """Return freed host memory to the system, which glibc keeps if a block that lasts lies behind it."""
+    """Return freed host memory to the system, which glibc keeps below blocks that are still in use."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
 
 
 Task = TypeVar("Task")
-Tool = TypeVar("Tool")
+Buffer = TypeVar("Buffer")
+P = ParamSpec("P")
 
-_LOOK_S = 0.1
-"""How often the waiting thread looks whether there is a reason to leave."""
+_CHECK_INTERVAL_S = 0.1
 
 
 def computing(policy: ReadPolicy, processors: int) -> int:
@@ -328,19 +349,19 @@ def computing(policy: ReadPolicy, processors: int) -> int:
 
 
 @dataclass
-class WorkerPool(Generic[Task, Tool]):
-    """Threads, each with a tool of its own, that take tasks in their order.
+class WorkerPool(Generic[Task, Buffer]):
+    """Threads, each with a buffer of its own, that take tasks in their order.
 
     The threads are daemons: one that hangs in a read of a dead file system does not keep the process alive.
 
     Args:
-        carry_out: function of a task and a tool, run on a thread that has the tool.
-        tools: one for each thread.
+        carry_out: function of a task and a buffer, run on the thread of the buffer.
+        buffers: one for each thread.
         check: called periodically by the waiting thread. An exception of it ends the work.
     """
 
-    carry_out: Callable[[Task, Tool], None]
-    tools: Sequence[Tool]
+    carry_out: Callable[[Task, Buffer], None]
+    buffers: Sequence[Buffer]
     check: Callable[[], None] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stop: bool = False
@@ -353,19 +374,19 @@ class WorkerPool(Generic[Task, Tool]):
     def run(self, tasks: Sequence[Task]) -> None:
         """Carry out all tasks. The first error is raised after the other workers have finished their current tasks.
 
-        When ``check`` raises, nobody is waited for.
+        When ``check`` raises, the workers are not waited for.
         """
         pending = iter(tasks)
-        tools = self.tools[: max(1, min(len(self.tools), len(tasks)))]
-        self._at_work = len(tools)
-        for number, tool in enumerate(tools):
+        buffers = self.buffers[: max(1, min(len(self.buffers), len(tasks)))]
+        self._at_work = len(buffers)
+        for number, buffer in enumerate(buffers):
             threading.Thread(
-                target=self._serve, args=(pending, tool), name=f"shardwise-worker-{number}", daemon=True
+                target=self._serve, args=(pending, buffer), name=f"shardwise-worker-{number}", daemon=True
             ).start()
         try:
             with self._finished:
                 while self._at_work:
-                    self._finished.wait(_LOOK_S)
+                    self._finished.wait(_CHECK_INTERVAL_S)
                     if self.check is not None:
                         self.check()
         finally:
@@ -373,14 +394,14 @@ class WorkerPool(Generic[Task, Tool]):
         if self._failure is not None:
             raise self._failure
 
-    def _serve(self, pending: object, tool: Tool) -> None:
+    def _serve(self, pending: object, buffer: Buffer) -> None:
         try:
             while not self._stop:
                 with self._lock:
                     task: Task | None = next(pending, None)  # type: ignore[call-overload]
                 if task is None:
                     break
-                self.carry_out(task, tool)
+                self.carry_out(task, buffer)
         except BaseException as error:
             with self._lock:
                 self._failure = self._failure or error
@@ -390,30 +411,20 @@ class WorkerPool(Generic[Task, Tool]):
             self._finished.notify_all()
 
 
-class Prefetch(Generic[Task]):
-    """The value of a function that a thread of its own has begun to work out.
+@contextmanager
+def in_background(function: Callable[P, object], *args: P.args, **keywords: P.kwargs) -> Iterator[None]:
+    """Run a function on another thread during the block. The block ends after it, with its error if it raised."""
+    outcome: Future[object] = Future()
 
-    The thread is a daemon, as those of :class:`WorkerPool` are.
-    """
-
-    def __init__(self, function: Callable[[], Task]) -> None:
-        self._function = function
-        self._value: list[Task] = []
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="shardwise-ahead", daemon=True)
-        self._thread.start()
-
-    def value(self, check: Callable[[], None]) -> Task:
-        """Wait for the value, or raise the function's error. ``check`` is called meanwhile."""
-        while self._thread.is_alive():
-            self._thread.join(_LOOK_S)
-            check()
-        if self._failure is not None:
-            raise self._failure
-        return self._value[0]
-
-    def _work(self) -> None:
+    def run() -> None:
         try:
-            self._value.append(self._function())
+            outcome.set_result(function(*args, **keywords))
         except BaseException as error:
-            self._failure = error
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="shardwise-background", daemon=True).start()
+    try:
+        yield
+    finally:
+        wait([outcome])
+    outcome.result()

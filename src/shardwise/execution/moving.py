@@ -1,10 +1,10 @@
-"""Movement of tensors between ranks: gathers, scatters, resharding, and assembling of a checkpoint's tensors.
+"""Movement of tensors between ranks: gather, scatter, resharding, and assembly of a checkpoint's tensors.
 
-[Note: Rounds] All ranks go through the same rounds (:mod:`shardwise.planning.moves`). A rank packs the data that it
+[Note: Rounds] All ranks execute the same rounds (:mod:`shardwise.planning.moves`). A rank packs the data that it
 sends, all ranks synchronize (see [Note: Nobody waits in a collective] in
 :mod:`shardwise.execution.control_channel`), and one all-to-all moves the bytes. Packing and unpacking, which can
-fail on one rank alone, are before a meeting, so a failed rank never misses a collective that others have entered. A
-round is on its way while the caller has the one before it.
+fail on one rank alone, precede a synchronization, so a failed rank never misses a collective that others have
+entered. The all-to-all of a round overlaps with the caller's work on the previous round.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from shardwise.conversion.expression import Stored
-from shardwise.execution.memory import trim_heap
+from shardwise.execution.memory import HostStaging, pinned_bytes, trim_heap
 from shardwise.execution.tensor_facts import facts_by_name, held_by_rank
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox, place_of
@@ -26,11 +27,11 @@ from shardwise.models.view import local_boxes, local_tensor, strided_view
 from shardwise.planning import moves
 from shardwise.tensors import Box, DType, Strided, numel
 
-Share = Callable[[str, int], torch.Tensor]
-"""A share of a tensor that this rank gives, by name and number, as a row-major tensor."""
+ShareOf: TypeAlias = Callable[[str, int], torch.Tensor]
+"""Returns a share of a tensor that this rank sends, by name and number, as a row-major tensor."""
 
-Room = Callable[[str, Box], torch.Tensor]
-"""Flat memory for the elements of a tensor's box, in the dtype in which they are wanted."""
+BufferFor: TypeAlias = Callable[[str, Box], torch.Tensor]
+"""Returns flat memory for the elements of a tensor's box, in the dtype in which they are wanted."""
 
 
 @dataclass(slots=True)
@@ -50,10 +51,10 @@ class Traffic:
 
 
 @dataclass
-class _RankPart:
-    """One rank's part of a round: pieces that it keeps, sends and receives, and the bytes by rank.
+class _LocalRound:
+    """One rank's part of a round: the blocks that it keeps, sends and receives, and the bytes by other rank.
 
-    Sent blocks have their offset in the data for their target, received blocks that in the data from their source.
+    Sent blocks have their offset in the data for each target, received blocks that in the data from their source.
     """
 
     sent: list[int]
@@ -63,22 +64,22 @@ class _RankPart:
     receives: list[tuple[moves.Block, tuple[moves.Piece, ...], int, int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, blocks: moves.Round, rank: int, size: int) -> _RankPart:
-        part = cls([0] * size, [0] * size)
+    def of(cls, blocks: moves.Round, rank: int, size: int) -> _LocalRound:
+        local = cls([0] * size, [0] * size)
         for block in blocks:
-            for source, given in block.given:
-                nbytes = block.staged_bytes(given)
+            for source, pieces in block.given:
+                nbytes = block.staged_bytes(pieces)
                 if source == rank:
                     if rank in block.targets:
-                        part.keeps.append((block, given))
+                        local.keeps.append((block, pieces))
                     others = [target for target in block.targets if target != rank]
-                    part.sends.append((block, given, {target: part.sent[target] for target in others}))
+                    local.sends.append((block, pieces, {target: local.sent[target] for target in others}))
                     for target in others:
-                        part.sent[target] += nbytes
+                        local.sent[target] += nbytes
                 elif rank in block.targets:
-                    part.receives.append((block, given, source, part.received[source]))
-                    part.received[source] += nbytes
-        return part
+                    local.receives.append((block, pieces, source, local.received[source]))
+                    local.received[source] += nbytes
+        return local
 
 
 @dataclass
@@ -88,20 +89,21 @@ class Exchange:
     Args:
         world: the ranks.
         rounds: the same on every rank.
-        share: this rank's shares.
-        room: function that returns memory for each block that this rank receives, called before the block's round
-            is yielded.
+        share_of: this rank's shares.
+        buffer_for: returns memory for each block that this rank receives, before the block's round is yielded. If
+            None, blocks are put into ``received``, on ``device``, and the caller removes them after each round.
         dtype_of: the dtype in which a tensor is sent, by key. Sources cast to it.
-        device: where staging memory lies: of the kind that the process group's backend moves.
+        device: of staging memory: of the kind that the process group's backend moves.
     """
 
     world: World
     rounds: Sequence[moves.Round]
-    share: Share
-    room: Room
+    share_of: ShareOf
+    buffer_for: BufferFor | None
     dtype_of: Mapping[str, torch.dtype]
     device: torch.device
     traffic: Traffic = field(default_factory=Traffic)
+    received: dict[tuple[str, Box], torch.Tensor] = field(default_factory=dict)
     _staging: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
     _work: dist.Work | None = None
     _failure: Exception | None = None
@@ -109,7 +111,7 @@ class Exchange:
     def run(self) -> Generator[moves.Round]:
         """Yield each round when all of it has arrived. See [Note: Rounds].
 
-        A generator that all ranks go through alike. Closing it on all ranks after the same round is no fault.
+        All ranks iterate over the generator in step. Closing it on all ranks after the same round is allowed.
 
         Collective: yes.
         Memory: the bucket of the plan.
@@ -118,69 +120,75 @@ class Exchange:
             CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
             RankLostError: a rank has been lost, or has left.
         """
-        parts = [_RankPart.of(blocks, self.world.rank, self.world.size) for blocks in self.rounds]
-        self.traffic.staging_bytes = max((sum(part.sent) + sum(part.received) for part in parts), default=0)
-        arriving: _RankPart | None = None
+        local = [_LocalRound.of(blocks, self.world.rank, self.world.size) for blocks in self.rounds]
+        self.traffic.staging_bytes = max((sum(part.sent) + sum(part.received) for part in local), default=0)
+        arriving: _LocalRound | None = None
         try:
-            for number, leaving in enumerate([*parts, None]):
+            for number, leaving in enumerate([*local, None]):
                 self.world.run_all(partial(self._step, arriving, leaving))
-                if leaving is not None:
-                    self._send(leaving, any(_moves(block) for block in self.rounds[number]))
+                if leaving is not None and any(_is_sent(block) for block in self.rounds[number]):
+                    self._send(leaving)
                 if arriving is not None:
                     yield self.rounds[number - 1]
                 arriving = leaving
         finally:
-            # Nobody is kept waiting for what is under way, and its memory is in use. A rank that is lost is told of
-            # at the next meeting, if there is one.
+            # The memory of an all-to-all in progress is in use. The next synchronization, if any, reports an error.
             with contextlib.suppress(Exception):
                 self._wait()
 
     @torch.no_grad()
-    def _step(self, arriving: _RankPart | None, leaving: _RankPart | None) -> None:
-        """Unpack the round that has arrived and pack the next. No rank waits meanwhile."""
+    def _step(self, arriving: _LocalRound | None, leaving: _LocalRound | None) -> None:
+        """Unpack the round that has arrived and pack the next, without communication."""
         if arriving is not None:
-            for block, given in arriving.keeps:
-                self._put(block, given, self._given(block, given))
-                self.traffic.kept_bytes += _nbytes(block, given)
+            for block, pieces in arriving.keeps:
+                self._put(block, pieces, self._source_values(block, pieces))
+                self.traffic.kept_bytes += _nbytes(block, pieces)
             self._wait()
-            for block, given, source, start in arriving.receives:
-                place = sum(arriving.sent) + sum(arriving.received[:source]) + start
-                self._put(block, given, self._pieces(block, given, place))
-                self.traffic.received_bytes += _nbytes(block, given)
+            for block, pieces, source, start in arriving.receives:
+                offset = sum(arriving.sent) + sum(arriving.received[:source]) + start
+                self._put(block, pieces, self._staged(block, pieces, offset))
+                self.traffic.received_bytes += _nbytes(block, pieces)
         if leaving is not None:
             if self._staging.numel() < self.traffic.staging_bytes:
                 self._staging = torch.empty(self.traffic.staging_bytes, dtype=torch.uint8, device=self.device)
-            for block, given, starts in leaving.sends:
-                places = [sum(leaving.sent[:target]) + start for target, start in starts.items()]
+            for block, pieces, starts in leaving.sends:
+                offsets = [sum(leaving.sent[:target]) + start for target, start in starts.items()]
                 for values, *copies in zip(
-                    self._given(block, given), *(self._pieces(block, given, place) for place in places), strict=True
+                    self._source_values(block, pieces),
+                    *(self._staged(block, pieces, offset) for offset in offsets),
+                    strict=True,
                 ):
                     for copy in copies:
                         copy.copy_(values)
-                self.traffic.sent_bytes += _nbytes(block, given) * len(places)
+                self.traffic.sent_bytes += _nbytes(block, pieces) * len(offsets)
 
-    def _given(self, block: moves.Block, given: Sequence[moves.Piece]) -> Iterator[torch.Tensor]:
-        for piece in given:
+    def _source_values(self, block: moves.Block, pieces: Sequence[moves.Piece]) -> Iterator[torch.Tensor]:
+        for piece in pieces:
             self.world.check()
-            yield strided_view(self.share(block.leaves[piece.leaf], piece.share), piece.source)
+            yield strided_view(self.share_of(block.leaves[piece.leaf], piece.share), piece.source)
 
-    def _put(self, block: moves.Block, given: Sequence[moves.Piece], values: Iterator[torch.Tensor]) -> None:
-        memory = self.room(block.key, block.box)
-        for piece, value in zip(given, values, strict=True):
+    def _put(self, block: moves.Block, pieces: Sequence[moves.Piece], values: Iterator[torch.Tensor]) -> None:
+        memory = self._buffer(block.key, block.box)
+        for piece, value in zip(pieces, values, strict=True):
             self.world.check()
             strided_view(memory, piece.target).copy_(value)
 
-    def _pieces(self, block: moves.Block, given: Sequence[moves.Piece], start: int) -> Iterator[torch.Tensor]:
-        """The pieces in staging memory, from a byte of it on."""
-        flat = self._staging[start : start + _nbytes(block, given)].view(self.dtype_of[block.key])
-        for piece in given:
+    def _buffer(self, key: str, box: Box) -> torch.Tensor:
+        if self.buffer_for is not None:
+            return self.buffer_for(key, box)
+        if (key, box) not in self.received:
+            self.received[key, box] = torch.empty(box.numel, dtype=self.dtype_of[key], device=self.device)
+        return self.received[key, box]
+
+    def _staged(self, block: moves.Block, pieces: Sequence[moves.Piece], start: int) -> Iterator[torch.Tensor]:
+        """Yield the pieces in staging memory, which are at byte ``start`` of it."""
+        flat = self._staging[start : start + _nbytes(block, pieces)].view(self.dtype_of[block.key])
+        for piece in pieces:
             yield flat[: piece.target.numel].view(piece.target.sizes)
             flat = flat[piece.target.numel :]
 
-    def _send(self, part: _RankPart, is_needed: bool) -> None:  # noqa: FBT001
-        """Start moving a round that all ranks have packed. Errors are raised by :meth:`_wait`."""
-        if not is_needed:  # on any rank
-            return
+    def _send(self, part: _LocalRound) -> None:
+        """Start the all-to-all of a round that all ranks have packed. Its errors are raised by :meth:`_wait`."""
         sent = sum(part.sent)
         try:
             self._work = dist.all_to_all_single(
@@ -191,23 +199,24 @@ class Exchange:
                 group=self.world.group,
                 async_op=True,
             )
-        except Exception as error:  # told to all by the next meeting: between meetings nobody would know
+        except Exception as error:  # all ranks learn of it at the next synchronization
             self._failure = error
 
     def _wait(self) -> None:
         if self._failure is not None:
             raise self._failure
-        work, self._work = self._work, None  # what has failed is not waited for again: it may never end
+        work, self._work = self._work, None  # one that has failed may never end: it is waited for once
         if work is not None:
             self.world.wait_for(work)
 
 
-def _moves(block: moves.Block) -> bool:
+def _is_sent(block: moves.Block) -> bool:
+    """Return whether any rank sends pieces of a block to another."""
     return any(set(block.targets) - {source} for source, _ in block.given)
 
 
-def _nbytes(block: moves.Block, given: Sequence[moves.Piece]) -> int:
-    return sum(piece.target.numel for piece in given) * block.itemsize
+def _nbytes(block: moves.Block, pieces: Sequence[moves.Piece]) -> int:
+    return sum(piece.target.numel for piece in pieces) * block.itemsize
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -228,28 +237,28 @@ class LocalTensor:
         return cls(local_tensor(tensor), local_boxes(tensor, name))
 
     @classmethod
-    def whole(cls, tensor: torch.Tensor, box: Box | None = None) -> LocalTensor:
-        """Memory that is all of a tensor, or a box of one."""
+    def whole(cls, tensor: torch.Tensor) -> LocalTensor:
+        """Return the local memory of a full tensor."""
         place = Strided(0, tuple(tensor.shape), tuple(tensor.stride()))
-        return cls(tensor, (LocalBox(box or Box.whole(tuple(tensor.shape)), place),))
+        return cls(tensor, (LocalBox(Box.whole(tuple(tensor.shape)), place),))
 
     def view(self, box: Box) -> torch.Tensor:
-        """The elements of a box, which lies in one of this rank's."""
+        """Return the elements of a box, which is within one of this rank's."""
         return strided_view(self.local, place_of(box, self.boxes))
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
-    """A tensor under way. All but ``mine`` and ``into`` is the same on every rank.
+class Transfer:
+    """A tensor to move between ranks. All but ``source`` and ``target`` is the same on every rank.
 
     Attributes:
-        name: that of no other.
-        shape: of all of it.
-        dtype: in which it travels and arrives.
+        name: unique among the transfers.
+        shape: of the full tensor.
+        dtype: in which it is sent and received.
         held: boxes by rank that hold the tensor, equal or without overlap.
         wanted: boxes by rank that need the tensor. A rank that holds its box uses its own values.
-        mine: source memory on this rank, or None.
-        into: target memory on this rank, or None.
+        source: source memory on this rank, or None.
+        target: target memory on this rank, or None.
     """
 
     name: str
@@ -257,12 +266,12 @@ class Handover:
     dtype: torch.dtype
     held: tuple[moves.Boxes, ...]
     wanted: tuple[moves.Boxes, ...]
-    mine: LocalTensor | None
-    into: LocalTensor | None
+    source: LocalTensor | None
+    target: LocalTensor | None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of the full tensor."""
         return numel(self.shape) * self.dtype.itemsize
 
     def move(self) -> moves.Move:
@@ -273,11 +282,11 @@ class Handover:
         )
         return moves.Move(self.name, Stored(self.name, tuple(self.shape), DType.U8), self.dtype.itemsize, lacking)
 
-    def take_own(self, rank: int) -> int:
+    def copy_own(self, rank: int, staging: HostStaging) -> int:
         """Copy this rank's own values. Return their bytes."""
         own = [box for box in self.wanted[rank] if box.numel and _is_held(box, self.held[rank])]
         for box in own:
-            _there(self.into).view(box).copy_(_there(self.mine).view(box))
+            staging.copy(_present(self.source).view(box), _present(self.target).view(box))
         return sum(box.numel for box in own) * self.dtype.itemsize
 
 
@@ -285,14 +294,14 @@ def _is_held(box: Box, held: moves.Boxes) -> bool:
     return any(part.intersect(box) == box for part in held)
 
 
-def _there(place: LocalTensor | None) -> LocalTensor:
-    assert place is not None, "the plan has this rank give or take what it has no part in"
-    return place
+def _present(local: LocalTensor | None) -> LocalTensor:
+    assert local is not None, "the plan has this rank send or receive a tensor of which it has no memory"
+    return local
 
 
 @torch.no_grad()
-def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, device: torch.device) -> Traffic:
-    """Move all tensors from their sources to their targets. ``device`` is where staging lies.
+def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, device: torch.device) -> Traffic:
+    """Move all tensors from their sources to their targets. ``device`` is that of staging memory.
 
     Collective: yes. Memory: ``budget_bytes``, and a share that is not one contiguous run.
 
@@ -305,41 +314,38 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
         for number, item in enumerate(items)
     }
     last: dict[tuple[str, int], torch.Tensor] = {}
-    arrived: dict[tuple[str, Box], torch.Tensor] = {}
 
-    def share(name: str, number: int) -> torch.Tensor:
+    def share_of(name: str, number: int) -> torch.Tensor:
         if (name, number) not in last:
             last.clear()
-            last[name, number] = _there(by_name[name].mine).view(shares[name][world.rank][number]).contiguous()
+            last[name, number] = _present(by_name[name].source).view(shares[name][world.rank][number]).contiguous()
         return last[name, number]
 
-    def room(name: str, box: Box) -> torch.Tensor:
-        if (name, box) not in arrived:
-            place = _there(by_name[name].into).local
-            arrived[name, box] = torch.empty(box.numel, dtype=by_name[name].dtype, device=place.device)
-        return arrived[name, box]
-
     rounds = world.run_all(lambda: moves.plan_rounds([[item.move() for item in items]], shares, budget_bytes))
-    exchange = Exchange(world, rounds, share, room, {item.name: item.dtype for item in items}, device)
+    exchange = Exchange(world, rounds, share_of, None, {item.name: item.dtype for item in items}, device)
+    largest = max((item.nbytes for item in items), default=0)
+    staging = HostStaging(pinned_bytes(budget_bytes, largest), is_pinned=True)
     for _ in exchange.run():
-        for (name, box), values in arrived.items():
-            _there(by_name[name].into).view(box).copy_(values.view(box.sizes))
-        arrived.clear()
-    exchange.traffic.kept_bytes += sum(world.run_all(lambda: [item.take_own(world.rank) for item in items]))
+        for (name, box), values in exchange.received.items():
+            staging.copy(values.view(box.sizes), _present(by_name[name].target).view(box))
+        exchange.received.clear()
+    exchange.traffic.kept_bytes += sum(
+        world.run_all(lambda: [item.copy_own(world.rank, staging) for item in items])
+    )
     return exchange.traffic
 
 
-Prepare = Callable[[Sequence[str]], Mapping[str, LocalTensor]]
-"""Makes memory for tensors, just before they arrive."""
+Prepare: TypeAlias = Callable[[Sequence[str]], Mapping[str, LocalTensor]]
+"""Allocates memory for tensors, just before they are received."""
 
 
 def distribute(
-    world: World, items: list[Handover], prepare: Prepare, *, budget_bytes: int, device: torch.device
+    world: World, items: list[Transfer], prepare: Prepare, *, budget_bytes: int, device: torch.device
 ) -> Traffic:
-    """Hand all tensors over, as many at once as are of ``budget_bytes``, or one that is larger.
+    """Transfer all tensors, as many at once as fit into ``budget_bytes``, or one that is larger.
 
-    Collective: yes. Memory: ``budget_bytes``, in addition to the tensors that ``prepare`` makes. ``items`` is
-    emptied: a source lets go of a tensor that it has given.
+    Collective: yes. Memory: ``budget_bytes``, in addition to the tensors that ``prepare`` allocates. ``items`` is
+    emptied, so that a source can free each tensor that it has sent.
     """
     traffic = Traffic()
     items.reverse()
@@ -347,9 +353,9 @@ def distribute(
         batch, used = [items.pop()], 0
         while items and (used := used + batch[-1].nbytes) + items[-1].nbytes <= budget_bytes:
             batch.append(items.pop())
-        into = world.run_all(partial(prepare, [item.name for item in batch]))
-        batch = [replace(item, into=into[item.name]) for item in batch]
-        traffic.add(hand_over(world, batch, budget_bytes=budget_bytes, device=device))
+        targets = world.run_all(partial(prepare, [item.name for item in batch]))
+        batch = [replace(item, target=targets[item.name]) for item in batch]
+        traffic.add(transfer(world, batch, budget_bytes=budget_bytes, device=device))
         trim_heap()
     return traffic
 
@@ -364,8 +370,8 @@ def gather(
 ) -> dict[str, torch.Tensor]:
     """Return full tensors on the CPU on the target ranks, and none on the others.
 
-    ``tensors`` are of the same names on every rank, shards or whole, and not on meta. Replicas must have equal
-    values.
+    ``tensors`` are of the same names on every rank, shards or full tensors, and not on meta. Replicas must have
+    equal values.
 
     Collective: yes. Memory: ``budget_bytes``, and the full tensors on the ranks that get them.
 
@@ -373,22 +379,22 @@ def gather(
         RankMismatchError: ranks have different tensors.
         ShardingError: ranks do not have, together, all of a tensor.
     """
-    told = world.all_gather(facts_by_name, tensors)
-    held = world.run_all(held_by_rank, told)
-    targets = moves.receivers(form, world.size)
-    made: dict[str, torch.Tensor] = {}
+    facts = world.all_gather(facts_by_name, tensors)
+    held = world.run_all(held_by_rank, facts)
+    ranks = moves.receivers(form, world.size)
+    gathered: dict[str, torch.Tensor] = {}
+    items: list[Transfer] = []
 
-    def begin() -> list[Handover]:
-        items: list[Handover] = []
+    def prepare() -> None:
         for name, tensor in tensors.items():
-            into = None
-            if world.rank in targets:
-                made[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                into = LocalTensor.whole(made[name])
-            wanted = moves.whole_on(targets, tuple(tensor.shape), world.size)
-            mine = LocalTensor.of(tensor, name)
-            items.append(Handover(name, tensor.shape, tensor.dtype, held[name], wanted, mine, into))
-        return items
+            target = None
+            if world.rank in ranks:
+                gathered[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                target = LocalTensor.whole(gathered[name])
+            wanted = moves.whole_on(ranks, tuple(tensor.shape), world.size)
+            source = LocalTensor.of(tensor, name)
+            items.append(Transfer(name, tensor.shape, tensor.dtype, held[name], wanted, source, target))
 
-    hand_over(world, world.run_all(begin), budget_bytes=budget_bytes, device=device)
-    return made
+    world.run_all(prepare)
+    transfer(world, items, budget_bytes=budget_bytes, device=device)
+    return gathered

@@ -4,54 +4,61 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec, TypeVar
 
 from shardwise import errors
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.observing import current_step
 
-if TYPE_CHECKING:
-    pass
-
-
-SILENT = b""
-"""The message of a rank that has nothing to tell: None."""
-
-
-_COMPRESSED_BYTES = 1 << 14
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Stopped(Exception):
-    """This rank left its work because another one has failed."""
+    """This rank stopped its work because another one has failed."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error as it travels between ranks."""
+    """An error as it is sent between ranks.
+
+    Attributes:
+        kind: the name of its class in :mod:`shardwise.errors`, or of :class:`Stopped`.
+        message: its text.
+        step: the call and the phase in which it was raised.
+        cause: the exception, on the rank that raised it.
+    """
 
     kind: str
     message: str
+    step: str = field(default="", compare=False)
+    cause: Exception | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        if isinstance(error, (errors.ShardwiseError, Stopped)):
-            return cls(type(error).__name__, str(error))
-        return cls(CheckpointError.__name__, f"{type(error).__name__}: {error}")
+        own = [base for base in type(error).__mro__ if base is Stopped or base.__module__ == errors.__name__]
+        message = str(error) if own else f"{type(error).__name__}: {error}"
+        step = getattr(error, "step", "") or current_step()
+        return cls((own or [CheckpointError])[0].__name__, message, step, error)
 
     @classmethod
-    def among(cls, told: Sequence[object], asked: int, global_ranks: Sequence[int]) -> Failure | None:
-        """Return the first failure of the ranks, with its rank unless all ``asked`` ranks failed alike.
+    def among(cls, values: Sequence[object], count: int, global_ranks: Sequence[int]) -> Failure | None:
+        """Return the first failure of the ranks, with its rank unless all ``count`` ranks failed alike.
 
         ``global_ranks`` are the ranks in the default group. A rank that only stopped because of another one is
         passed over.
         """
-        failures = {rank: item for rank, item in enumerate(told) if isinstance(item, Failure)}
-        own = {rank: item for rank, item in failures.items() if not item.is_stop} or failures
+        failures = {rank: value for rank, value in enumerate(values) if isinstance(value, Failure)}
+        own = {rank: failure for rank, failure in failures.items() if not failure.is_stop} or failures
         for rank, first in own.items():
-            is_common = len(own) == asked and set(own.values()) == {first}
+            is_common = len(own) == count and set(own.values()) == {first}
             return first if is_common else first.at_rank(global_ranks[rank])
         return None
+
+    def __reduce__(self) -> tuple[type[Failure], tuple[str, str, str]]:
+        return Failure, (self.kind, self.message, self.step)
 
     @property
     def is_stop(self) -> bool:
@@ -60,24 +67,38 @@ class Failure:
     def at_rank(self, rank: int) -> Failure:
         return self if self.message.startswith("rank ") else replace(self, message=f"rank {rank}: {self.message}")
 
-    def to_error(self) -> Exception:
-        kind: type[errors.ShardwiseError] = getattr(errors, self.kind, CheckpointError)
-        return kind(self.message)
+    def to_error(self) -> ShardwiseError:
+        kind: type[ShardwiseError] = getattr(errors, self.kind, CheckpointError)
+        return at_step(kind(self.message), self.step)
 
 
-_PLAIN, _COMPRESSED = b"p", b"z"
+def at_step(error: ShardwiseError, step: str) -> ShardwiseError:
+    """Add the step in which the ranks were to an error, with a note that tracebacks show."""
+    if step:
+        error.step = step
+        error.add_note(f"The ranks were in this step: {step}")
+    return error
 
 
-def encode(value: Any) -> bytes:
-    """Pickle a value as a message. An object that is in it several times is in the message once."""
+def attempt(function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T | Failure:
+    """Return the function's value, or its exception as a failure."""
+    try:
+        return function(*args, **keywords)
+    except Exception as error:
+        return Failure.of(error)
+
+
+def encode(value: object) -> bytes:
+    """Pickle a value as a message: None as the empty one, and one that cannot be pickled as a failure.
+
+    An object that is in it several times is in the message once.
+    """
     if value is None:
-        return SILENT
-    plain = pickle.dumps(value)
-    return _COMPRESSED + zlib.compress(plain, 1) if len(plain) > _COMPRESSED_BYTES else _PLAIN + plain
+        return b""
+    pickled = attempt(pickle.dumps, value)
+    return zlib.compress(pickle.dumps(pickled) if isinstance(pickled, Failure) else pickled, 1)
 
 
 def decode(message: bytes) -> Any:
-    """The value of a message."""
-    if not message:
-        return None
-    return pickle.loads(zlib.decompress(message[1:]) if message[:1] == _COMPRESSED else message[1:])
+    """Return the value of a message."""
+    return pickle.loads(zlib.decompress(message)) if message else None

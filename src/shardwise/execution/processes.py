@@ -6,7 +6,6 @@ import ctypes
 import logging
 import math
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -16,18 +15,22 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from shardwise.errors import RankLostError, ShardingError, ShardwiseError
-from shardwise.execution.control_channel import TELL_AGAIN_S, TELL_S, waiting_for
+from shardwise.execution.control_channel import WARN_AGAIN_S, WARN_S, waiting_for
 from shardwise.execution.failure_detection import detector_of
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import Store  # type: ignore[attr-defined]
+from shardwise.execution.outcomes import Failure, decode, encode
+from shardwise.storage import machine
 
 RankFunction: TypeAlias = Callable[..., Any]
 """A function of an importable module, called on every rank."""
@@ -36,9 +39,6 @@ _log = logging.getLogger(__name__)
 
 _GRACE_S = 10.0
 """Seconds for which the other ranks may continue after one has failed, and as many after SIGTERM."""
-
-_PR_SET_PDEATHSIG = 1
-"""Of Linux's ``prctl``: the signal that a process gets when its parent ends."""
 
 
 class RankError(ShardwiseError):
@@ -54,11 +54,7 @@ class RanksLateError(RankError):
 
 
 def run_spawned(
-    size: int,
-    function: RankFunction,
-    *args: Any,
-    asks_first: bool = False,
-    timeout_s: float = math.inf,
+    size: int, function: RankFunction, *args: Any, asks_first: bool = False, timeout_s: float = math.inf
 ) -> list[Any]:
     """Call the function of an importable module on ``size`` new processes. Return its values (picklable) by rank.
 
@@ -71,8 +67,6 @@ def run_spawned(
         RanksLateError: ranks had not finished ``timeout_s`` seconds after the start, imports included.
         RankError: a rank failed otherwise, or ended.
     """
-    from torch.multiprocessing.spawn import start_processes
-
     with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
         call = size, folder, function, args
         context: Any = start_processes(_call, call, size, join=False, start_method="spawn")
@@ -89,19 +83,12 @@ def run_spawned(
             for rank, process in enumerate(context.processes)
             if rank not in late
         }
-    failures = {rank: outcome.error for rank, outcome in outcomes.items() if isinstance(outcome, _Failed)}
+    failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, ShardwiseError)}
     if failures:  # the others may have been ended because the first one had
         raise failures[min(failures, key=lambda rank: (_priority(failures[rank]), rank != first))]
     if late:
         raise RanksLateError(f"rank {', '.join(map(str, late))} did not finish in {timeout_s:g} s; it was ended")
     return list(outcomes.values())
-
-
-class _Failed:
-    """The error of a rank, as its outcome."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
 
 
 def _priority(error: BaseException) -> int:
@@ -112,22 +99,24 @@ def _priority(error: BaseException) -> int:
 
 def _join_all(context: Any, timeout_s: float) -> int | None:
     """Wait for all ranks, but only a few seconds more once one has failed. Return the rank that failed first."""
-    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
-
     end = time.monotonic() + timeout_s
     try:
         while (left_s := end - time.monotonic()) > 0:
             if context.join(None if left_s == math.inf else left_s, grace_period=_GRACE_S):
                 break
-    except (ProcessExitedException, ProcessRaisedException) as error:
+    except ProcessException as error:
         return int(error.error_index)
     return None
 
 
 def _outcome(file: Path, rank: int, exit_code: int | None) -> Any:
-    if file.exists():
-        return pickle.loads(file.read_bytes())
-    return _Failed(RankEndedError(f"rank {rank}: its process ended with exit code {exit_code}"))
+    """Return the value or the error of a rank."""
+    if not file.exists():
+        return RankEndedError(f"rank {rank}: its process ended with exit code {exit_code}")
+    outcome = decode(file.read_bytes())
+    if not isinstance(outcome, Failure):
+        return outcome
+    return RankError(outcome.message) if outcome.kind == RankError.__name__ else outcome.to_error()
 
 
 def acknowledge_stop() -> None:
@@ -135,36 +124,36 @@ def acknowledge_stop() -> None:
     os.write(2, b"finishing the current step, then saving. Press Ctrl-C again to stop now\n")
 
 
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
 @contextmanager
 def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None]:
-    """With ``asks_first`` the first signal is passed on to the ranks as SIGTERM.
-
-    The next one, or any otherwise, raises.
-    """
+    """Raise on signals. With ``asks_first``, the first one is passed on to the ranks as SIGTERM instead."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    has_asked = not asks_first
-
-    def hear(number: int, _frame: FrameType | None) -> None:
-        nonlocal has_asked
-        if not has_asked:
-            has_asked = True
-            acknowledge_stop()
-            for process in ranks:
-                if process.is_alive():
-                    process.terminate()
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
-        else:
-            sys.exit(128 + number)
-
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handler = partial(_pass_on, ranks) if asks_first else _raise_signal
+    before = {number: signal.signal(number, handler) for number in _STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _pass_on(ranks: Sequence[BaseProcess], _number: int, _frame: FrameType | None) -> None:
+    for number in _STOP_SIGNALS:
+        signal.signal(number, _raise_signal)
+    acknowledge_stop()
+    for process in ranks:
+        process.terminate()
+
+
+def _raise_signal(number: int, _frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
 
 
 # On the ranks
@@ -173,37 +162,22 @@ def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None
 def _call(rank: int, size: int, folder: str, function: RankFunction, args: Sequence[Any]) -> None:
     """Join the other ranks, call the function, and write its outcome to a file in ``folder``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: sent when the parent ends
     outcome: Any
     try:
-        _join(rank, size, folder)
+        torch.set_num_threads(max(1, machine.processor_count() // size))
+        store = FileStore(str(Path(folder, "store")), size)
+        dist.init_process_group(select_accelerator({}, rank, size), store=store, rank=rank, world_size=size)
+        try_collectives()
         outcome = function(*args)
     except ShardwiseError as error:
-        outcome = _Failed(error)
+        outcome = Failure.of(error)
     except BaseException:
         text = "".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines())
-        outcome = _Failed(RankError(text.strip()))
-    try:
-        message = pickle.dumps(outcome)
-        pickle.loads(message)
-    except Exception:  # an error with arguments of its own
-        outcome = _Failed(RankError(f"[rank {rank}] {getattr(outcome, 'error', outcome)!r}"))
-        message = pickle.dumps(outcome)
-    Path(folder, f"{rank}.new").write_bytes(message)
+        outcome = Failure(RankError.__name__, text.strip())
+    Path(folder, f"{rank}.new").write_bytes(encode(outcome))
     os.replace(Path(folder, f"{rank}.new"), Path(folder, str(rank)))
-    sys.exit(isinstance(outcome, _Failed))
-
-
-def _join(rank: int, size: int, folder: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from shardwise.storage import machine
-
-    torch.set_num_threads(max(1, machine.processor_count() // size))
-    store = dist.FileStore(str(Path(folder, "store")), size)  # type: ignore[attr-defined]
-    dist.init_process_group(select_accelerator({}, rank, size), store=store, rank=rank, world_size=size)
-    try_collectives()
+    sys.exit(isinstance(outcome, Failure))
 
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
@@ -219,8 +193,6 @@ def select_accelerator(environment: Mapping[str, str], local_rank: int, local_si
     Raises:
         ShardingError: there are accelerators, but not one for each rank of this machine.
     """
-    import torch
-
     from shardwise.models.torch_api import accelerator, both_backends, module_of
 
     kind = accelerator()
@@ -245,9 +217,6 @@ def try_collectives() -> None:
     Raises:
         ShardingError: it failed.
     """
-    import torch
-    import torch.distributed as dist
-
     from shardwise.models.torch_api import accelerator, backend_of, has_collectives
 
     kind = accelerator()
@@ -267,7 +236,7 @@ def try_collectives() -> None:
 # Ranks of a launcher
 
 _RENDEZVOUS = timedelta(minutes=10)
-"""The time that ranks of a launcher wait for each other."""
+"""The time for which ranks of a launcher wait for each other."""
 
 
 def run_launched(environment: Mapping[str, str], function: RankFunction, *args: Any) -> list[Any]:
@@ -279,10 +248,8 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
 
     Raises:
         RankLostError: ranks have not come within ten minutes, or could not connect to each other.
-        ShardingError: there are more ranks than accelerators, or these cannot communicate.
+        ShardingError: there are more ranks than accelerators.
     """
-    import torch.distributed as dist
-
     from shardwise.execution.world import World
     from shardwise.models.torch_api import default_store
 
@@ -299,7 +266,7 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
     detector_of(default_store(), dist.get_rank())
     try_collectives()
     own = function(*args)
-    with World.current() as world:
+    with World.current(call="run_launched") as world:
         values = world.all_gather_object(own)
     if dist.is_initialized():  # accelerate may have ended it
         dist.destroy_process_group()
@@ -311,41 +278,32 @@ def _store_of_launched(environment: Mapping[str, str]) -> tuple[Store, int, int]
 
     It is the store of torch's ``env://``, which waits without output. Here, missing ranks are logged.
     """
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    holds = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    joint = TCPStore(host, port, size, holds, _RENDEZVOUS, wait_for_workers=False, multi_tenant=True)
-    store = PrefixStore(f"shardwise/attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", joint)
+    is_server = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    tcp_store = TCPStore(host, port, size, is_server, _RENDEZVOUS, wait_for_workers=False, multi_tenant=True)
+    store = PrefixStore(f"shardwise/attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp_store)
     store.set(f"here/{rank}", "")
-    begun = time.monotonic()
-    tell_at = begun + TELL_S
+    end, warn_at = time.monotonic() + _RENDEZVOUS.total_seconds(), time.monotonic() + WARN_S
     while not store.check([f"here/{other}" for other in range(size)]):
-        now = time.monotonic()
-        if now > tell_at:
+        if time.monotonic() > warn_at:
+            warn_at = time.monotonic() + WARN_AGAIN_S
             missing = [other for other in range(size) if not store.check([f"here/{other}"])]
-            if now > begun + _RENDEZVOUS.total_seconds():
-                raise RankLostError(f"{waiting_for(missing, size, f'{host}:{port}')}, for too long")
-            tell_at = now + TELL_AGAIN_S
-            _log.warning("%s", waiting_for(missing, size, f"{host}:{port}"))
+            text = waiting_for(missing, size, tcp_store)
+            if time.monotonic() > end:
+                raise RankLostError(f"{text}, for too long")
+            _log.warning("%s", text)
         time.sleep(0.05)
     return store, rank, size
 
 
 def this_place() -> tuple[int, int]:
-    """This rank, and how many there are."""
-    from shardwise.execution.world import World
-
-    world = World.current()
-    return world.rank, world.size
+    """Return this rank, and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def this_device() -> torch.device:
-    """This rank's accelerator, else the CPU."""
-    import torch
-    import torch.distributed as dist
-
+    """Return this rank's accelerator, or else the CPU."""
     from shardwise.models.torch_api import accelerator, has_collectives, module_of
 
     kind = accelerator()

@@ -9,13 +9,11 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.locked_folder import LockedFolder
-from shardwise.execution.saving_lock import HeldLock, LockHolder
 from shardwise.formats.accelerate_saves import is_distributed_folder
 from shardwise.formats.distributed import read_metadata
 from shardwise.formats.joining import METADATA
@@ -28,7 +26,7 @@ from shardwise.storage.writing import open_writer
 
 
 def remove_unnamed(writer: StorageWriter, files: Collection[str]) -> None:
-    """Remove those of these files that were on their way to another name: by them nothing can begin to count."""
+    """Remove the files that have temporary names, so that no other save can commit by renaming one."""
     names = [file for file in files if commit_plan.is_on_its_way(file)]
     for name in names:
         writer.remove(name)
@@ -37,7 +35,7 @@ def remove_unnamed(writer: StorageWriter, files: Collection[str]) -> None:
 
 
 _WORK = (".shardwise.", ".work")
-"""The beginning and the end of the name of a folder in which others write for a save, with its id between."""
+"""Prefix and suffix of a folder that other libraries write to for a save. Between them is its id."""
 
 
 def work_folder(folder: str | os.PathLike[str], save_id: str) -> Path:
@@ -45,45 +43,39 @@ def work_folder(folder: str | os.PathLike[str], save_id: str) -> Path:
     return Path(folder, save_id.join(_WORK))
 
 
-def tidy(marked: LockedFolder) -> None:
+def tidy(locked: LockedFolder) -> None:
     """Finish pending renames, and remove the remains of saves of accelerate's files.
 
     Raises:
-        FormatError: a list of renames makes no sense.
+        FormatError: a list of renames is invalid.
         StorageError: a file cannot be renamed or removed.
     """
-    root = marked.writer.root
+    root = locked.writer.root
     folders = distributed_folders(root)
     with FoldersWriter(root, folders) as writer:
-        writer.sync_names()  # a rename that a kill has cut short must last before what it replaced is removed
-        remove_unnamed(writer, writer.list())  # by what was about to be named nothing can begin to count
+        writer.sync_names()  # renames of a killed save must last before the replaced files are removed
+        remove_unnamed(writer, writer.list())
         for file in commit_plan.lists_among(writer.list()):
-            finish(root, file, marked.held)
-        remove_fresh(writer, writer.list())
-        for folder in folders:
-            for name in left_in(Path(root, folder)):
-                writer.remove(f"{folder}/{name}")
+            finish(root, file, locked)
+        _remove_uncommitted(writer, folders)
     for entry in _entries(root):
         if entry.name.startswith(_WORK[0]) and entry.name.endswith(_WORK[1]):
             remove_folder(entry.path)
 
 
-def undo(marked: LockedFolder, also: Collection[str] = ()) -> None:
+def undo(locked: LockedFolder, also: Collection[str] = ()) -> None:
     """Remove the files of this save unless it is committed. ``also`` are further folders that it wrote into."""
-    root = marked.writer.root
+    root = locked.writer.root
     folders = distributed_folders(root)
     also = [folder for folder in also if not is_through_link(root, folder)]
     with FoldersWriter(root, {*folders, *also}) as writer:
         names = writer.list()
-        listed = commit_plan.Renames(marked.save_id, ()).file
-        writer.remove(commit_plan.on_its_way(listed, marked.save_id))
+        listed = commit_plan.Renames(locked.save_id, ()).file
+        writer.remove(commit_plan.on_its_way(listed, locked.save_id))
         if listed not in names:
-            remove_fresh(writer, [name for name in names if commit_plan.save_id_of_fresh(name) == marked.save_id])
-            for folder in folders:
-                for name in left_in(Path(root, folder), of=marked.save_id):
-                    writer.remove(f"{folder}/{name}")
+            _remove_uncommitted(writer, folders, locked.save_id)
     remove_empty(root, {*folders, *also})
-    remove_folder(work_folder(root, marked.save_id))
+    remove_folder(work_folder(root, locked.save_id))
 
 
 def _entries(root: str) -> list[os.DirEntry[str]]:
@@ -92,15 +84,23 @@ def _entries(root: str) -> list[os.DirEntry[str]]:
 
 
 def distributed_folders(root: str) -> list[str]:
-    """The folders of models and optimizers that are there. Links are not followed."""
+    """Return the folders of models and optimizers in a folder. Links are not followed."""
     return sorted(entry.name for entry in _entries(root) if is_distributed_folder(entry.name))
 
 
-def remove_fresh(writer: FoldersWriter, names: Collection[str]) -> None:
-    """Remove those of these files that saves have written and not named."""
-    for name in names:
-        if commit_plan.save_id_of_fresh(name) is not None:
+def remove_fresh(writer: StorageWriter, files: Collection[str], save_id: str | None = None) -> None:
+    """Remove those of these files that saves (by default all) have written and not renamed."""
+    for name in files:
+        if (found := commit_plan.save_id_of_fresh(name)) is not None and save_id in (None, found):
             writer.remove(name)
+
+
+def _remove_uncommitted(writer: FoldersWriter, folders: Collection[str], save_id: str | None = None) -> None:
+    """Remove the files that saves (by default all) have written and not committed, also in these folders."""
+    remove_fresh(writer, writer.list(), save_id)
+    for folder in folders:
+        for name in left_in(Path(writer.root, folder), save_id):
+            writer.remove(f"{folder}/{name}")
 
 
 def remove_empty(root: str, folders: Collection[str]) -> None:
@@ -109,16 +109,16 @@ def remove_empty(root: str, folders: Collection[str]) -> None:
             os.rmdir(os.path.join(root, folder))
 
 
-def finish(root: str, file: str, held: HeldLock) -> None:
+def finish(root: str, file: str, locked: LockedFolder) -> None:
     """Rename the listed files and remove older ones, while holding the lock.
 
-    Whoever has taken the folder over does the same meanwhile, and may be done first. Then new files do not exist
-    under their temporary names any more. Before a name is removed that another save may have written, the lock is
-    checked.
+    A save that has taken the folder over does the same at the same time, and may be done first. Then new files do
+    not exist under their temporary names any more. Before a name is removed that another save may have written, the
+    lock is checked.
     """
     renames = read_list(Path(root), file)
     if renames is None:
-        return  # somebody else has finished it
+        return  # another save has finished it
     with FoldersWriter(root) as writer:
         for name in (*renames.names, *renames.older):
             writer.add_folder_of(name)
@@ -135,11 +135,11 @@ def finish(root: str, file: str, held: HeldLock) -> None:
                     f"{file} in {root}: lists {shown(name)}, which is gone. Remove that list, and save again"
                 )
         if file not in writer.list():
-            return  # what is there by now may be of a newer save
+            return  # the files may belong to a newer save by now
         for name in renames.older:
             if name in there and name not in renames.names:
-                if held.whose() is not LockHolder.OURS:
-                    return  # the list stays until all that is older is gone; whoever has the folder goes on by it
+                if not locked.is_held():
+                    return  # the list stays until all older files are gone; the next save finishes it
                 writer.remove(name)
         writer.sync_names()
         writer.remove(file)
@@ -162,13 +162,12 @@ def read_list(folder: Path, file: str) -> commit_plan.Renames | None:
             content = reader.read(file, 0, nbytes) if nbytes <= _MAX_LIST_BYTES else b""
         except StorageError:
             if not os.path.lexists(folder / file):
-                return None  # carried out meanwhile
+                return None  # finished by another save
             raise
     renames = commit_plan.Renames.from_bytes(file, content)
     if renames is None:
         raise FormatError(f"{file} in {folder}: is not a list of renames of an interrupted save. Remove it")
-    linked = [way for way in _folders_of(folder, renames) if (folder / way).is_symlink()]
-    if linked:
+    if linked := [inner for inner in _folders_of(folder, renames) if (folder / inner).is_symlink()]:
         raise FormatError(
             f"{file} in {folder}: lists files in {shown(linked[0])}, which is a link. Remove the list"
         )
@@ -176,23 +175,18 @@ def read_list(folder: Path, file: str) -> commit_plan.Renames | None:
 
 
 def _folders_of(folder: Path, renames: commit_plan.Renames) -> list[str]:
-    """Return the existing folders that listed names are in, parents first."""
-    found: set[str] = set()
-    for around in {name.rpartition("/")[0] for name in (*renames.names, *renames.older)} - {""}:
-        for way in accumulate(around.split("/"), "{}/{}".format):
-            if way not in found and not (folder / way).is_dir():
-                break
-            found.add(way)
-    return sorted(found)
+    """Return the existing folders that contain listed names, parents first."""
+    parents = {str(parent) for name in (*renames.names, *renames.older) for parent in PurePosixPath(name).parents}
+    return sorted(inner for inner in parents - {"."} if (folder / inner).is_dir())
 
 
 def home_of(path: Path) -> Path:
-    """The folder whose lists concern a path: itself, or that around a file, or around the folder of one model."""
+    """Return the folder whose lists concern a path: itself, or the parent of a file or of one model's folder."""
     return path.parent if not path.is_dir() or is_distributed_folder(path.name) else path
 
 
 def lists_in(folder: Path) -> list[commit_plan.Renames]:
-    """The lists of renames that an interrupted save has left in a folder.
+    """Return the lists of renames that interrupted saves have left in a folder.
 
     Raises:
         FormatError, StorageError: as of :func:`read_list`.
@@ -206,15 +200,15 @@ def lists_in(folder: Path) -> list[commit_plan.Renames]:
 
 @contextmanager
 def as_renamed(folder: Path) -> Iterator[Path]:
-    """A folder as it is once the renames that are listed in it have been carried out. Nothing in it is changed.
+    """Yield a folder as it is after the renames that are listed in it. Nothing in it is changed.
 
-    Yield the folder itself if it has no journal, otherwise a temporary folder of links. Links lead nowhere once
-    somebody carries the list out: see :func:`leads_nowhere`.
+    It is the folder itself if it has no list, otherwise a temporary folder of links. Links are broken once a save
+    finishes the list: see :func:`leads_nowhere`.
 
     Collective: no.
 
     Raises:
-        FormatError: a list makes no sense, or a file that it names is gone.
+        FormatError: a list is invalid, or a file that it names is gone.
         StorageError: the folder cannot be read.
     """
     with ExitStack() as stack:
@@ -232,33 +226,30 @@ def as_renamed(folder: Path) -> Iterator[Path]:
                         "The save is damaged. Use another one, or remove the list to restore the one before"
                     )
                 break
-            place = folder  # carried out meanwhile
+            place = folder  # a save has finished it
         yield place
 
 
 def leads_nowhere(place: Path) -> bool:
-    """Return whether a folder of links has some to files that are gone by now."""
+    """Return True if a folder of links has a broken one."""
     return any(path.is_symlink() and not path.exists() for path in place.rglob("*"))
 
 
 def _link(folder: Path, pending: Sequence[commit_plan.Renames], place: Path) -> list[str]:
     """Link the files of a folder under their final names. Return the listed names that are missing."""
-    inner = {way for renames in pending for way in _folders_of(folder, renames)}
+    inner_folders = {inner for renames in pending for inner in _folders_of(folder, renames)}
     links: dict[str, str] = {}
-    for way in ("", *sorted(inner)):
-        (place / way).mkdir(exist_ok=True)
-        names = [(PurePosixPath(way) / name).as_posix() for name in os.listdir(folder / way)]
-        links |= {name: name for name in names if name not in inner and commit_plan.save_id_of_fresh(name) is None}
+    for inner in ("", *sorted(inner_folders)):
+        (place / inner).mkdir(exist_ok=True)
+        names = {(PurePosixPath(inner) / name).as_posix() for name in os.listdir(folder / inner)} - inner_folders
+        links |= {name: name for name in names if commit_plan.save_id_of_fresh(name) is None}
     for renames in pending:
-        links |= {
-            name: new
-            for name in renames.names
-            if (folder / (new := commit_plan.fresh(name, renames.save_id))).is_file()
-        }
+        fresh = {name: commit_plan.fresh(name, renames.save_id) for name in renames.names}
+        links |= {name: new for name, new in fresh.items() if (folder / new).is_file()}
         for name in {renames.file, *renames.older} - {*renames.names}:
             links.pop(name, None)
-    for name, lies_at in links.items():
-        (place / name).symlink_to(folder / lies_at)
+    for name, source in links.items():
+        (place / name).symlink_to(folder / source)
     return [name for renames in pending for name in renames.names if name not in links]
 
 
@@ -266,7 +257,7 @@ _DATA_FILE = re.compile(r"__[0-9]+_([0-9]+)\.distcp")
 
 
 _FIRST_NUMBER = 1 << 32
-"""Names of files have the number of their save, from here on: those that torch writes count from 0."""
+"""Added to the id of a save in file names, because the numbers of torch's own files count from 0."""
 
 
 def number_of(save_id: str) -> int:
@@ -279,22 +270,23 @@ def older_in(folder: Path, files: Collection[str]) -> list[str]:
         return [name for name in writer.list() if _DATA_FILE.fullmatch(name) and name not in files]
 
 
-def left_in(folder: Path, of: str = "") -> list[str]:
-    """Return data files of our saves that ``.metadata`` does not list, of the save with this id, or of any."""
+def left_in(folder: Path, save_id: str | None = None) -> list[str]:
+    """Return the data files of shardwise's saves (by default all) that ``.metadata`` does not list."""
     with open_writer(folder) as writer:
         names = writer.list()
-    ours = [name for name in names if (found := _DATA_FILE.fullmatch(name)) and int(found[1]) >= _FIRST_NUMBER]
-    if of:
-        ours = [name for name in ours if (found := _DATA_FILE.fullmatch(name)) and int(found[1]) == number_of(of)]
-    if not ours or METADATA not in names:
-        return ours
+    numbers = {name: int(found[1]) for name in names if (found := _DATA_FILE.fullmatch(name))}
+    own = [name for name, number in numbers.items() if number >= _FIRST_NUMBER]
+    if save_id is not None:
+        own = [name for name in own if numbers[name] == number_of(save_id)]
+    if not own or METADATA not in names:
+        return own
     try:
         with LocalReader(folder) as reader:
             metadata = read_metadata(reader)
     except (FormatError, StorageError):
-        return []  # nobody knows what belongs together
+        return []  # it is unknown which files belong together
     places = [place for tensor in metadata.tensors.values() for _, place in tensor.chunks]
-    named = {place.file for place in [*places, *metadata.objects.values()]}
-    # A rank that holds nothing has a file that is not told of; it goes with the others of its save.
-    counting = {found[1] for name in named if (found := _DATA_FILE.fullmatch(name))}
-    return [name for name in ours if (found := _DATA_FILE.fullmatch(name)) and found[1] not in counting]
+    listed = {place.file for place in [*places, *metadata.objects.values()]}
+    # The file of a rank that holds nothing is not listed, but belongs to the others of its save.
+    committed = {int(found[1]) for name in listed if (found := _DATA_FILE.fullmatch(name))}
+    return [name for name in own if numbers[name] not in committed]

@@ -1,26 +1,25 @@
-"""Compares the values of replicas before anything is taken out of a model.
+"""Compares the values of replicas before a model is saved or gathered, and chooses the shares that ranks send.
 
 [Note: Patchworks] Each holder of replicated data sends a part of it (:mod:`shardwise.planning.moves`). If the
 replicas differ, the assembled tensor exists on no rank. Parameters and their optimizer state are equal if gradients
 are averaged. If they are not, that is an error. Buffers may differ for good reasons, as the running statistics of
-BatchNorm do: those of the first rank that holds them count, all of them, so that they belong together.
-
-Then decides which part of a model's tensors each rank gives, each element once, and takes out its values.
+BatchNorm do: all of them are taken from the first rank that holds them, so that they belong together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, RankMismatchError, ShardingError
 from shardwise.execution.checksums import checksums
-from shardwise.execution.moving import Handover, LocalTensor, hand_over
-from shardwise.execution.tensor_facts import TensorFacts, facts_of, held_by_rank
+from shardwise.execution.moving import LocalTensor, Transfer, transfer
+from shardwise.execution.tensor_facts import TensorFacts, facts_by_name, held_by_rank
 from shardwise.execution.world import World, digest_of
 from shardwise.layout import TensorKind, place_of
 from shardwise.models.rebind import Bound
@@ -47,9 +46,9 @@ class ReplicaGroup:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Tensors that this rank holds together with other ranks, by name, on their device."""
+    """Tensors that this rank holds together with other ranks, by group and name, on their device."""
 
-    circles: Mapping[ReplicaGroup, Mapping[str, Sequence[torch.Tensor]]]
+    by_group: Mapping[ReplicaGroup, Mapping[str, Sequence[torch.Tensor]]]
 
     @classmethod
     def among(
@@ -57,103 +56,97 @@ class Replicas:
     ) -> Replicas:
         """Return the replicated tensors among these, in one order on all ranks.
 
-        ``common`` has the tensors that this rank shares with others.
+        ``common`` has the boxes that this rank holds together with others, by name.
         """
-        found: dict[ReplicaGroup, dict[str, list[torch.Tensor]]] = {}
+        by_group: dict[ReplicaGroup, dict[str, list[torch.Tensor]]] = {}
         for name, boxes in common.items():
             local, places = local_tensor(tensors[name]), local_boxes(tensors[name], name)
             for box, holders in boxes:
-                circle = ReplicaGroup(len(holders), name in buffers, digest_of(holders))
-                part = strided_view(local, place_of(box, places))
-                found.setdefault(circle, {}).setdefault(name, []).append(part)
-        return cls(found)
+                group = ReplicaGroup(len(holders), name in buffers, digest_of(holders))
+                view = strided_view(local, place_of(box, places))
+                by_group.setdefault(group, {}).setdefault(name, []).append(view)
+        return cls(by_group)
 
     def digests(self) -> dict[ReplicaGroup, bytes]:
-        """Return a digest for each circle, equal on its ranks if the values are."""
+        """Return a digest for each group, equal on its ranks if the values are."""
         return {
-            circle: digest_of(checksums([part for parts in of.values() for part in parts]))
-            for circle, of in self.circles.items()
+            group: digest_of(checksums([view for views in tensors.values() for view in views]))
+            for group, tensors in self.by_group.items()
         }
 
-    def details(self, circles: Collection[ReplicaGroup]) -> dict[ReplicaGroup, dict[str, list[int]]]:
-        """Return numbers for each tensor of these circles."""
+    def checksums(self, groups: Collection[ReplicaGroup]) -> dict[ReplicaGroup, dict[str, list[int]]]:
+        """Return the checksums of each tensor of these groups."""
         return {
-            circle: {name: checksums(parts) for name, parts in of.items()}
-            for circle, of in self.circles.items()
-            if circle in circles
+            group: {name: checksums(views) for name, views in tensors.items()}
+            for group, tensors in self.by_group.items()
+            if group in groups
         }
-
-
-DigestWords: TypeAlias = tuple[str, dict[ReplicaGroup, bytes]]
-"""What a rank is asked for, and its digests."""
-
-OddCircles: TypeAlias = frozenset[ReplicaGroup]
-"""The ranks that hold the same, and have different values."""
 
 
 def compare_replicas(world: World, replicas: Replicas, on_differing_buffers: OnDiffering) -> tuple[str, ...]:
     """Compare replicas. Return the names of differing buffers, for which the first rank's values are used.
 
-    Collective: yes. At most two meetings. The second only if something differs. Memory: that of
+    Collective: yes. The checksums of single tensors are exchanged only if something differs. Memory: that of
     :func:`~shardwise.execution.checksums.checksums`.
 
     Raises:
         ConfigError: ``on_differing_buffers`` is no such mode.
         RankMismatchError: parameters or optimizer state differ, or buffers that must not. The message names them.
     """
-    odd = world.map_reduce(tell, mismatched_groups, replicas, on_differing_buffers)
-    return compare_mismatched(world, replicas, odd, on_differing_buffers)
+    mismatched = world.map_reduce(_mode_and_digests, _mismatched_groups, replicas, on_differing_buffers)
+    if not mismatched:
+        return ()
+    return world.map_reduce(
+        replicas.checksums, partial(_differing_buffers, on_differing_buffers=on_differing_buffers), mismatched
+    )
 
 
-def mismatched_groups(asked: Sequence[DigestWords]) -> OddCircles:
-    """Return the circles with differing values, after all ranks have sent the results of :func:`tell`.
+def _mode_and_digests(
+    replicas: Replicas, on_differing_buffers: OnDiffering
+) -> tuple[str, dict[ReplicaGroup, bytes]]:
+    if on_differing_buffers not in ("first_rank", "error"):
+        raise ConfigError(f"on_differing_buffers={on_differing_buffers!r}: pass 'first_rank' or 'error'")
+    return on_differing_buffers, replicas.digests()
+
+
+def _mismatched_groups(gathered: Sequence[tuple[str, dict[ReplicaGroup, bytes]]]) -> frozenset[ReplicaGroup]:
+    """Return the groups whose ranks have different values.
 
     Raises:
         RankMismatchError: ``on_differing_buffers`` is not the same on all ranks.
     """
-    if len({mode for mode, _ in asked}) > 1:
+    if len({mode for mode, _ in gathered}) > 1:
         raise RankMismatchError("on_differing_buffers is not the same on all ranks. Pass one value on every rank")
     return frozenset(
-        circle
-        for circle, found in _by_circle([digests for _, digests in asked]).items()
-        if len(found) != circle.size or any(digests != found[min(found)] for digests in found.values())
+        group
+        for group, by_rank in _by_group([digests for _, digests in gathered]).items()
+        if len(by_rank) != group.size or len(set(by_rank.values())) > 1
     )
 
 
-def _by_circle(told: Sequence[Mapping[ReplicaGroup, T]]) -> dict[ReplicaGroup, dict[int, T]]:
-    """Group the digests of replicas by rank."""
-    circles: dict[ReplicaGroup, dict[int, T]] = {}
-    for rank, found in enumerate(told):
-        for circle, value in found.items():
-            circles.setdefault(circle, {})[rank] = value
-    return circles
+def _by_group(gathered: Sequence[Mapping[ReplicaGroup, T]]) -> dict[ReplicaGroup, dict[int, T]]:
+    """Return the values of each group by rank."""
+    groups: dict[ReplicaGroup, dict[int, T]] = {}
+    for rank, found in enumerate(gathered):
+        for group, value in found.items():
+            groups.setdefault(group, {})[rank] = value
+    return groups
 
 
-def compare_mismatched(
-    world: World, replicas: Replicas, odd: OddCircles, on_differing_buffers: OnDiffering
+def _differing_buffers(
+    gathered: Sequence[Mapping[ReplicaGroup, Mapping[str, list[int]]]], on_differing_buffers: OnDiffering
 ) -> tuple[str, ...]:
-    """The same as :func:`compare_replicas`, if the circles with differing values are known.
-
-    Collective: yes, if there are any.
-    """
-    if not odd:
-        return ()
-    return world.map_reduce(replicas.details, lambda told: _settled(told, on_differing_buffers), odd)
-
-
-def _settled(
-    details: Sequence[Mapping[ReplicaGroup, Mapping[str, list[int]]]], on_differing_buffers: OnDiffering
-) -> tuple[str, ...]:
-    faults: dict[str, set[int]] = {}
+    """Return the names of buffers with differing checksums. Raises :class:`RankMismatchError` for other tensors."""
+    parameters: dict[str, set[int]] = {}
     buffers: dict[str, set[int]] = {}
-    for circle, found in sorted(_by_circle(details).items(), key=lambda item: sorted(item[1])):
-        first, *others = sorted(found)
-        for name in dict.fromkeys(name for numbers in found.values() for name in numbers):
-            if differing := {rank for rank in others if found[rank].get(name) != found[first].get(name)}:
-                (buffers if circle.has_buffers else faults).setdefault(name, set()).update(differing)
-    if faults:
+    for group, by_rank in sorted(_by_group(gathered).items(), key=lambda item: sorted(item[1])):
+        first, *others = sorted(by_rank)
+        for name in dict.fromkeys(name for sums in by_rank.values() for name in sums):
+            if differing := {rank for rank in others if by_rank[rank].get(name) != by_rank[first].get(name)}:
+                (buffers if group.has_buffers else parameters).setdefault(name, set()).update(differing)
+    if parameters:
         raise RankMismatchError(
-            f"{_told(faults)}, and a save would mix them. Parameters "
+            f"{_shown(parameters)}, and a save would mix them. Parameters "
             "stay equal if every rank begins with the same values and gradients are averaged. An adapter or a "
             "module that was added after sharding is not averaged: add it before (tuning=..., or before "
             "fully_shard), or give all ranks one rank's values (torch.distributed.broadcast) and average its "
@@ -161,32 +154,16 @@ def _settled(
         )
     if buffers and on_differing_buffers == "error":
         raise RankMismatchError(
-            f"{_told(buffers)}. These are buffers, such as running statistics: average them over the ranks, "
+            f"{_shown(buffers)}. These are buffers, such as running statistics: average them over the ranks, "
             "or pass on_differing_buffers='first_rank' for those of the first rank"
         )
     return tuple(buffers)
 
 
-def require_mode(on_differing_buffers: object) -> None:
-    """Raises ConfigError for an invalid value."""
-    if on_differing_buffers not in ("first_rank", "error"):
-        raise ConfigError(f"on_differing_buffers={on_differing_buffers!r}: pass 'first_rank' or 'error'")
-
-
-def tell(replicas: Replicas, on_differing_buffers: OnDiffering) -> DigestWords:
-    """Return the digests of this rank's replicas.
-
-    Raises:
-        ConfigError: ``on_differing_buffers`` is no such mode.
-    """
-    require_mode(on_differing_buffers)
-    return repr(on_differing_buffers), replicas.digests()
-
-
-def _told(differing: Mapping[str, set[int]]) -> str:
-    names, who = few_names(differing), shown_ranks(sorted(set().union(*differing.values())))
+def _shown(differing: Mapping[str, set[int]]) -> str:
+    names, ranks = few_names(differing), shown_ranks(sorted(set().union(*differing.values())))
     count = f"{len(differing)} tensors have" if len(differing) > 1 else "one tensor has"
-    return f"{count} other values on rank {who} than on the first rank that holds the same: {names}"
+    return f"{count} other values on rank {ranks} than on the first rank that holds the same: {names}"
 
 
 def equal_on_all(
@@ -198,7 +175,7 @@ def equal_on_all(
     budget_bytes: int,
     device: torch.device,
 ) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """Return the tensors, with copies of the first rank's for differing buffers, and their names.
+    """Return the tensors, with copies of the first rank's for differing buffers, and the names of these.
 
     Collective: yes.
     Memory: the copies, and ``budget_bytes`` for staging, on ``device``.
@@ -206,15 +183,15 @@ def equal_on_all(
     Raises:
         RankMismatchError: as in :func:`compare_replicas`, or ranks have different tensors.
     """
-    told = world.all_gather(lambda: {name: facts_of(tensor, name).boxes for name, tensor in tensors.items()})
-    held = {name: tuple(found.get(name, ()) for found in told) for name in tensors}
+    facts = world.all_gather(facts_by_name, tensors)
+    held = {name: tuple(found[name].boxes if name in found else () for found in facts) for name in tensors}
     replicas = world.run_all(Replicas.among, tensors, in_common(held, world.rank), buffers)
     differing = compare_replicas(world, replicas, on_differing_buffers)
     copies = {name: torch.empty_like(tensors[name]) for name in differing}
 
-    def begin() -> list[Handover]:
+    def transfers() -> list[Transfer]:
         return [
-            Handover(
+            Transfer(
                 name,
                 tensors[name].shape,
                 tensors[name].dtype,
@@ -227,12 +204,12 @@ def equal_on_all(
         ]
 
     if differing:
-        hand_over(world, world.run_all(begin), budget_bytes=budget_bytes, device=device)
+        transfer(world, world.run_all(transfers), budget_bytes=budget_bytes, device=device)
     return {**tensors, **copies}, differing
 
 
 def require_alike_models(world: World, held: Sequence[TensorRef], bounds: Sequence[Bound]) -> None:
-    """Models and optimizers are the same on all ranks, but for their values. Collective: yes.
+    """Check that models and optimizers are the same on all ranks, but for their values. Collective: yes.
 
     Raises:
         RankMismatchError: naming tensors that differ.
@@ -258,8 +235,8 @@ class Shares:
     """Shares of the ranks. The same on every rank.
 
     Attributes:
-        by_name: the boxes that each rank gives, by rank, of every saved tensor, under all of its names.
-        differing: buffers whose values differ between ranks, by their first names: the first rank's are given.
+        by_name: the boxes that each rank sends, by rank, of every saved tensor, under all of its names.
+        differing: buffers whose values differ between ranks, by their first names: the first rank's are sent.
     """
 
     by_name: dict[str, tuple[Boxes, ...]]
@@ -281,40 +258,44 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
     """
     require_alike_models(world, held, ())
     saved = [item for item in held if item.kind.is_saved]
-
-    def look() -> dict[str, TensorFacts]:
-        if absent := [item.fqn for item in saved if item.tensor.is_meta]:
-            raise ShardingError(
-                f"{few_names(absent)} on meta: without values, there is nothing to take out. Load the model first"
-            )
-        return {item.fqn: facts_of(item.tensor, item.fqn) for item in saved}
-
-    told = world.all_gather(look)
-    boxes = world.run_all(held_by_rank, told)
-    shares = world.run_all(_dealt, saved, boxes)
     tensors = {item.fqn: item.tensor for item in saved}
+    facts = world.all_gather(_facts_with_values, tensors)
+    boxes = world.run_all(held_by_rank, facts)
+    shares = world.run_all(_shares_by_name, saved, boxes)
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
     replicas = world.run_all(Replicas.among, tensors, in_common(boxes, world.rank), buffers)
     return Shares(shares, compare_replicas(world, replicas, on_differing_buffers))
 
 
-def _dealt(saved: Sequence[TensorRef], held: Mapping[str, tuple[Boxes, ...]]) -> dict[str, tuple[Boxes, ...]]:
-    made: dict[tuple[int, int, int], tuple[Boxes, ...]] = {}
+def _facts_with_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
+    """Return the facts of tensors. Raises :class:`ShardingError` for tensors on meta."""
+    if absent := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise ShardingError(
+            f"{few_names(absent)} on meta: without values, there is nothing to save. Load the model first"
+        )
+    return facts_by_name(tensors)
+
+
+def _shares_by_name(
+    saved: Sequence[TensorRef], held: Mapping[str, tuple[Boxes, ...]]
+) -> dict[str, tuple[Boxes, ...]]:
+    """Return the shares of each tensor, one value for all tensors with equal ones."""
+    known: dict[tuple[int, int, int], tuple[Boxes, ...]] = {}
     shares: dict[str, tuple[Boxes, ...]] = {}
     for number, item in enumerate(saved):
-        boxes, turn, itemsize = held[item.fqn], number % len(held[item.fqn]), item.tensor.element_size()
-        if item.kind is not TensorKind.PARAMETER:
-            turn = -1
+        boxes, itemsize = held[item.fqn], item.tensor.element_size()
+        is_buffer = item.kind is not TensorKind.PARAMETER
+        turn = -1 if is_buffer else number % len(boxes)
         key = id(boxes), turn, itemsize
-        if key not in made:
-            made[key] = shares_of_first(boxes) if turn < 0 else shares_by_rank(boxes, turn, itemsize)
-        shares |= dict.fromkeys(item.names, made[key])
+        if key not in known:
+            known[key] = shares_of_first(boxes) if is_buffer else shares_by_rank(boxes, turn, itemsize)
+        shares |= dict.fromkeys(item.names, known[key])
     return shares
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows of a 4-bit weight on this rank, and their dequantization.
+    """Rows of a 4-bit weight on this rank.
 
     Attributes:
         weight: packed bytes.
@@ -327,7 +308,7 @@ class PackedRows:
     layer: Any
 
     def dequantize(self, box: Box) -> torch.Tensor:
-        """The numbers of a box of the weight (out, in), rounded to the dtype that they had."""
+        """Return a box of the weight (out, in), rounded to the dtype before quantization."""
         first = local_boxes(self.weight.tensor, self.weight.fqn)[0].box.offsets[0]
         start, count = box.offsets[0], box.sizes[0]
         rows = slice(start - first, start - first + count)
@@ -337,88 +318,58 @@ class PackedRows:
         return whole[:, box.offsets[1] : box.offsets[1] + box.sizes[1]].contiguous()
 
 
-NOTHING_PACKED: Mapping[str, PackedRows] = {}
-
-
 def logical_boxes(boxes: Boxes) -> Boxes:
-    """Boxes of packed bytes as those of the numbers in them."""
+    """Return boxes of packed bytes as boxes of the 4-bit values, two in each byte."""
     return tuple(Box((box.offsets[0], 2 * box.offsets[1]), (box.sizes[0], 2 * box.sizes[1])) for box in boxes)
 
 
+@dataclass
 class ShardSender:
-    """This rank's shares of a model's tensors. Both ``held`` and ``shares`` are by name.
+    """Source of this rank's shares of a model's tensors. ``held`` and ``shares`` (of all ranks) are by name."""
 
-    ``packed`` are 4-bit weights that are sent dequantized, by name. Their shares are boxes of dequantized values.
-    """
-
-    def __init__(
-        self,
-        held: Mapping[str, TensorRef],
-        shares: Mapping[str, Sequence[Boxes]],
-        rank: int,
-        packed: Mapping[str, PackedRows] = NOTHING_PACKED,
-    ) -> None:
-        self.held = held
-        self._packed = packed
-        self.shares = shares
-        self._rank = rank
-        self._last: tuple[tuple[str, int], torch.Tensor] | None = None
-
-    def box(self, name: str, number: int) -> Box:
-        """Return the box of a share in its tensor."""
-        return self.shares[name][self._rank][number]
+    held: Mapping[str, TensorRef]
+    shares: Mapping[str, Sequence[Boxes]]
+    rank: int
+    _last: tuple[tuple[str, int], torch.Tensor] | None = field(default=None, init=False)
 
     def share(self, name: str, number: int) -> torch.Tensor:
-        """A share as a row-major tensor. The last one is kept, because consecutive blocks are parts of it.
+        """Return a share, row-major. The last one is cached, because consecutive blocks are parts of it.
 
         Memory: none if it is a view of its tensor, otherwise the share.
         """
         if self._last is None or self._last[0] != (name, number):
             self._last = None
-            self._last = (name, number), self.values(name, self.box(name, number))
+            self._last = (name, number), self.values(name, self.shares[name][self.rank][number])
         return self._last[1]
 
     def values(self, name: str, box: Box) -> torch.Tensor:
-        """A box of a tensor, as a row-major tensor."""
-        if name in self._packed:
-            return self._packed[name].dequantize(box)
+        """Return a box of a tensor, row-major."""
         item = self.held[name]
         return strided_view(item.local, place_of(box, local_boxes(item.tensor, item.fqn))).contiguous()
 
 
+@dataclass
 class MergingShardSender(ShardSender):
-    """Shares of the base's tensors plus the adapter's delta.
+    """Source of shares of the base's tensors plus the adapter's delta. All mappings are by name in the base.
 
-    Args:
-        held: by name in the base.
-        shares: by name in the base.
-        rank: this rank.
-        factors: by name in the base, of the weights that the adapter changes.
-        matrices: all matrices of the adapter, whole, by FQN.
-        packed: as of :class:`ShardSender`.
+    Attributes:
+        factors: of the weights that the adapter changes.
+        matrices: all matrices of the adapter, in full, by FQN.
+        packed: 4-bit weights, which are dequantized. Their shares are boxes of dequantized values.
 
     Memory: ``matrices`` and twice the largest share, in float32 for adapted weights.
     """
 
-    def __init__(
-        self,
-        held: Mapping[str, TensorRef],
-        shares: Mapping[str, Sequence[Boxes]],
-        rank: int,
-        factors: Mapping[str, Factors],
-        matrices: Mapping[str, torch.Tensor],
-        packed: Mapping[str, PackedRows] = NOTHING_PACKED,
-    ) -> None:
-        super().__init__(held, shares, rank, packed)
-        self._factors = factors
-        self._matrices = matrices
+    factors: Mapping[str, Factors]
+    matrices: Mapping[str, torch.Tensor]
+    packed: Mapping[str, PackedRows]
 
     def values(self, name: str, box: Box) -> torch.Tensor:
-        values = super().values(name, box)
-        if name not in self._factors:
+        values = self.packed[name].dequantize(box) if name in self.packed else super().values(name, box)
+        if name not in self.factors:
             return values
-        factors = self._factors[name]
-        lora_A, lora_B = self._matrices[factors.lora_A], self._matrices[factors.lora_B]
+        factors = self.factors[name]
+        lora_A, lora_B = self.matrices[factors.lora_A], self.matrices[factors.lora_B]
         rows, columns = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
         delta = factors.delta(lora_A[:, columns], lora_B[rows])
         return values.add(delta.to(values.device)).to(values.dtype)

@@ -23,15 +23,15 @@ _MAX_DEPTH = 16
 
 
 _MAX_OBJECT_BYTES = 100_000_000
-"""The longest value that is read and is no tensor."""
+"""The maximum size of a value that is not a tensor."""
 
 
 @dataclass(frozen=True)
 class SavedTree:
     """Dicts and lists, as they were saved.
 
-    Tensors of more than one element are on meta. ``keys`` are those that tensors have in ``index``, by the way to
-    them through ``tree``.
+    Tensors of more than one element are on meta. ``keys`` are the keys of tensors in ``index``, by their path in
+    ``tree``.
     """
 
     index: CheckpointIndex
@@ -42,7 +42,7 @@ class SavedTree:
         """Return the content of an outer dict that holds everything (accelerate writes one), or the tree itself."""
         if not isinstance(self.tree, Mapping) or list(self.tree) != [wrapper]:
             return self
-        return SavedTree(self.index, self.tree[wrapper], {way[1:]: key for way, key in self.keys.items()})
+        return SavedTree(self.index, self.tree[wrapper], {path[1:]: key for path, key in self.keys.items()})
 
 
 def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree:
@@ -55,10 +55,10 @@ def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree
     keys = {metadata.levels[path]: ".".join(path) for path in metadata.tensors}
     stored = {item.key: item for item in index.tensors()}
     values: dict[Levels, Any] = {
-        way: torch.empty(stored[key].shape, dtype=to_torch(stored[key].dtype), device="meta")
-        for way, key in keys.items()
+        levels: torch.empty(stored[key].shape, dtype=to_torch(stored[key].dtype), device="meta")
+        for levels, key in keys.items()
     }
-    numbers = {way: key for way, key in keys.items() if stored[key].numel == 1}
+    numbers = {levels: key for levels, key in keys.items() if stored[key].numel == 1}
     files = StoredValues(reader, index, stored_tensors(index), budget_bytes)
     values |= zip(numbers, files.whole(list(numbers.values())), strict=True)
     values |= read_objects(reader, metadata)
@@ -90,17 +90,17 @@ def read_file_tree(reader: StorageReader, file: str) -> SavedTree:
     index = open_state(reader, file)
     keys: dict[Levels, str] = {}
 
-    def without_tensors(value: Any, way: Levels) -> Any:
-        if len(way) > _MAX_DEPTH:
+    def on_meta(value: Any, path: Levels) -> Any:
+        if len(path) > _MAX_DEPTH:
             raise FormatError(f"{shown(file)} in {reader.root}: its dicts are nested too deeply for an optimizer's")
         if isinstance(value, torch.Tensor):
-            keys[way] = ".".join(map(str, way))
+            keys[path] = ".".join(map(str, path))
             return value.clone() if value.numel() == 1 else torch.empty_like(value, device="meta")
         if isinstance(value, Mapping):
-            return {key: without_tensors(inner, (*way, key)) for key, inner in value.items()}
+            return {key: on_meta(inner, (*path, key)) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(without_tensors(inner, (*way, number)) for number, inner in enumerate(value))
+            return type(value)(on_meta(inner, (*path, number)) for number, inner in enumerate(value))
         return value
 
-    tree = without_tensors(load_plain(Path(reader.root, file)), ())
+    tree = on_meta(load_plain(Path(reader.root, file)), ())
     return SavedTree(index, tree, keys)

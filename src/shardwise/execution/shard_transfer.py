@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import RankMismatchError
 from shardwise.execution import moving
-from shardwise.execution.checksums import checksum
-from shardwise.execution.memory import fsdp_param_groups_of, home_of, materialize
+from shardwise.execution.checksums import checksums
+from shardwise.execution.memory import home_of, materialize
 from shardwise.execution.world import World
 from shardwise.layout import TensorKind
 from shardwise.models import torch_api, wrap
@@ -25,16 +25,16 @@ from shardwise.tensors import Box
 
 @dataclass(frozen=True)
 class SourceTable:
-    """The ranks whose values every tensor gets, and its dtype, by name.
+    """The source ranks of every tensor, and its dtype, by name.
 
     Attributes:
-        keys: names of optimizers' tensors, which follow the model's in ``source_of``.
+        keys: the optimizers' tensors, which follow the model's in ``source_of``.
         live: this rank's values, which are removed as they are sent.
-        source_of: by rank, the rank that gives it the values.
-        dtypes: on which the ranks have settled.
-        cast: ("dtype before", "dtype then") of tensors whose dtype changes.
-        differed: the rank whose values are taken although others have different ones.
-        scalars: counts of steps and the like.
+        source_of: by rank, the rank that sends it the values.
+        dtypes: those that the ranks have agreed on.
+        cast: (old dtype, new dtype) of tensors whose dtype changes.
+        differed: the rank whose values are used although others have different ones.
+        scalars: step counts and other scalars of the optimizers.
     """
 
     keys: dict[str, Key]
@@ -57,7 +57,7 @@ def agree_on_sources(
 
     Raises:
         RankMismatchError: ranks that ``values_from`` relies on have no values, values differ that it takes to be
-            equal, or dtypes cannot be settled.
+            equal, or there is no common choice of dtypes.
     """
     keys = _state_keys(world, bounds)
     tensors = {item.fqn: item.tensor for item in held} | {
@@ -65,29 +65,30 @@ def agree_on_sources(
     }
     live = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
     names = [*(item.fqn for item in held), *keys]
-    has = [list(map(bool, told)) for told in world.all_gather_object(bytes(name in live for name in names))]
-    chosen = world.run_all(matching.choose_sources, names, has, values_from)
-    own = [_name_of(tensors[name].dtype) if name in tensors else "" for name in names]
-    stored = _filled(world.all_gather_object(own), chosen)
+    own = [(_name_of(tensors[name].dtype) if name in tensors else "", name in live) for name in names]
+    gathered = world.all_gather_object(own)
+    is_live = [[found for _, found in facts] for facts in gathered]
+    chosen = world.run_all(matching.choose_sources, names, is_live, values_from)
+    stored = _with_source_dtypes([[dtype for dtype, _ in facts] for facts in gathered], chosen)
     agreed = world.run_all(matching.choose_dtypes, names, chosen, stored)
-    several = [
-        name
+    replicated = {
+        name: live[name]
         for name, source_of in zip(names, chosen, strict=True)
         if len(set(source_of)) > 1 and source_of[world.rank] == world.rank
-    ]
-    sums = world.all_gather(lambda: {name: checksum(live[name]) for name in several})
-    most = list(map(sum, has))
-    settled, differed = world.run_all(matching.resolve_differences, names, chosen, sums, most, values_from)
-    scalars = _scalars(world, bounds, most, values_from, differed)
+    }
+    sums = world.all_gather(lambda: dict(zip(replicated, checksums(list(replicated.values())), strict=True)))
+    counts = list(map(sum, is_live))
+    sources, differed = world.run_all(matching.resolve_differences, names, chosen, sums, counts, values_from)
+    scalars = _scalars(world, bounds, counts, values_from, differed)
     before = {
-        name: [stored[rank][index] for rank in (*settled[index], *range(world.size))]
+        name: [stored[rank][index] for rank in (*sources[index], *range(world.size))]
         for index, name in enumerate(names)
     }
     dtypes = {name: getattr(torch, dtype) for name, dtype in zip(names, agreed, strict=True)}
     for item in held:
         if item.kind is TensorKind.PARAMETER:
             dtypes[item.fqn] = wrap.trained_dtype_of(trained_dtype, dtypes[item.fqn], item.tensor.requires_grad)
-    for name, key in keys.items():  # state in the parameter's dtype goes along, as when torch loads it
+    for name, key in keys.items():  # state in the parameter's dtype is cast with it, as when torch loads it
         if before[name][0] == before[key.parameter][0]:
             dtypes[name] = dtypes[key.parameter]
     cast = {
@@ -95,56 +96,60 @@ def agree_on_sources(
         for name in names
         if (other := [dtype for dtype in before[name] if dtype != _name_of(dtypes[name])])
     }
-    return SourceTable(keys, live, dict(zip(names, settled, strict=True)), dtypes, cast, differed, scalars)
+    return SourceTable(keys, live, dict(zip(names, sources, strict=True)), dtypes, cast, differed, scalars)
 
 
 def _scalars(
     world: World,
     bounds: Sequence[Bound],
-    most: Sequence[int],
+    counts: Sequence[int],
     values_from: matching.ValuesFrom,
     differed: dict[str, int],
 ) -> dict[Key, Scalar]:
-    """Return step counts and other scalars of the optimizers, from the chosen rank. Collective: yes."""
-    mine: dict[Key, Scalar] = {}
+    """Return step counts and other scalars of the optimizers, from the chosen rank. Collective: yes.
+
+    ``counts`` are the tensors with values on each rank. Keys whose values differ are added to ``differed``.
+    """
+    own: dict[Key, Scalar] = {}
     for bound in bounds:
         for key, value in bound.scalars.items():
-            mine[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-    if len(set(world.all_gather_object(matching.digest(list(mine.items()))))) == 1:
-        return mine
-    told = world.all_gather_object(mine)
+            own[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    if len(set(world.all_gather_object(matching.digest(list(own.items()))))) == 1:
+        return own
+    gathered = world.all_gather_object(own)
     chosen: dict[Key, Scalar] = {}
-    for key in dict.fromkeys(key for values in told for key in values):
-        having = [rank for rank, values in enumerate(told) if key in values]
-        rank = 0 if values_from == "first_rank" else matching.leading(having, most)
-        if rank not in having:
+    for key in dict.fromkeys(key for values in gathered for key in values):
+        ranks = [rank for rank, values in enumerate(gathered) if key in values]
+        rank = 0 if values_from == "first_rank" else matching.leading(ranks, counts)
+        if rank not in ranks:
             raise RankMismatchError(f"{values_from} relies on values that rank 0 does not have: {key}")
-        chosen[key] = told[rank][key]
-        if values_from == "first_rank" or len({repr(told[other][key]) for other in having}) == 1:
+        chosen[key] = gathered[rank][key]
+        if values_from == "first_rank" or len({repr(gathered[other][key]) for other in ranks}) == 1:
             continue
         differed[str(key)] = rank
         if values_from != "any":
             raise RankMismatchError(
-                f"{key} is {told[rank][key]} on rank {rank}, and not so on others. Pass values_from='first_rank' "
-                "for those of rank 0"
+                f"{key} is {chosen[key]} on rank {rank}, and has other values on others. Pass "
+                "values_from='first_rank' for those of rank 0"
             )
     return chosen
 
 
 def _state_keys(world: World, bounds: Sequence[Bound]) -> dict[str, Key]:
-    """The optimizers' tensors on any rank, in the same order everywhere. Collective: yes."""
-    mine = [key for bound in bounds for key, tensor in bound.tensors.items() if not tensor.is_meta]
-    single = [key for bound in bounds for key in bound.scalars]
-    told = world.all_gather_object((mine, single))
-    keys = {str(key): key for tensors, _ in told for key in tensors}
-    confused = [str(key) for _, scalars in told for key in scalars if str(key) in keys]
-    if confused:
-        raise RankMismatchError(f"{confused[0]} has the parameter's shape on some ranks, and another on others")
+    """Return the optimizers' tensors on any rank, in the same order on every rank. Collective: yes."""
+    tensors = [key for bound in bounds for key, tensor in bound.tensors.items() if not tensor.is_meta]
+    scalars = [key for bound in bounds for key in bound.scalars]
+    gathered = world.all_gather_object((tensors, scalars))
+    keys = {str(key): key for found, _ in gathered for key in found}
+    if both := [str(key) for _, found in gathered for key in found if str(key) in keys]:
+        raise RankMismatchError(f"{both[0]} has the parameter's shape on some ranks, and another on others")
     return keys
 
 
-def _filled(dtypes_by_rank: Sequence[Sequence[str]], chosen: Sequence[tuple[int, ...]]) -> list[list[str]]:
-    """Ranks without an optimizer's state have no dtype for it, so the source's is used."""
+def _with_source_dtypes(
+    dtypes_by_rank: Sequence[Sequence[str]], chosen: Sequence[tuple[int, ...]]
+) -> list[list[str]]:
+    """Return the dtypes, with that of the source on ranks that do not have an optimizer's state."""
     return [
         [
             dtype or (dtypes_by_rank[source_of[rank]][index] if source_of else "")
@@ -161,7 +166,7 @@ def _name_of(dtype: torch.dtype) -> str:
 def wrap_without_values(
     model: nn.Module, held: Sequence[TensorRef], bounds: Sequence[Bound], sharding: Sharding, supply: SourceTable
 ) -> tuple[str, ...]:
-    """Put parameters without values in place of all, and shard these: the same steps for every state of a model."""
+    """Replace all parameters by ones on meta, and shard these. Return the names of the groups."""
     attributes: dict[str, dict[str, object]] = {}
     for bound in bounds:
         bound.unbind()
@@ -180,25 +185,22 @@ def wrap_without_values(
 
 
 class IncomingShards:
-    """Receiving side of a resharding on this rank.
-
-    The tensors of the wrapped model and the state of its optimizers.
-    """
+    """Receiving side of a resharding on this rank: the wrapped model's tensors and its optimizers' state."""
 
     def __init__(self, model: nn.Module, supply: SourceTable) -> None:
         self.model = model
         self.supply = supply
-        self.managers = fsdp_param_groups_of(model)
+        self.managers = torch_api.fsdp_params(model)
         self.held = {item.fqn: item for item in collect_tensors(model)}
         live = next(iter(supply.live.values()), None)
         self.home = home_of(list(self.held.values()), None if live is None else live.device)
         self.state: dict[Key, torch.Tensor] = {}
 
-    def handovers(self, world: World) -> list[moving.Handover]:
+    def transfers(self, world: World) -> list[moving.Transfer]:
         """List the values to transfer, without buffers that every rank already has."""
         supply = self.supply
-        ranks = list(range(1)) if world.size == 1 else dist.get_process_group_ranks(world.group)
-        handovers: list[moving.Handover] = []
+        ranks = [0] if world.size == 1 else dist.get_process_group_ranks(world.group)
+        transfers: list[moving.Transfer] = []
         for name, source_of in supply.source_of.items():
             live = supply.live.pop(name, None)
             is_buffer = name in self.held and self.held[name].kind is not TensorKind.PARAMETER
@@ -207,39 +209,36 @@ class IncomingShards:
                 tensor = self.held[key.parameter if key is not None else name].tensor
                 boxes = boxes_of_ranks(tensor, name, ranks)
                 whole = Box.whole(tensor.shape)
-                held = tuple((whole,) if source == rank else () for rank, source in enumerate(source_of))
-                mine = moving.LocalTensor.whole(live) if live is not None and held[world.rank] else None
+                held = tuple((whole,) if sender == rank else () for rank, sender in enumerate(source_of))
+                source = moving.LocalTensor.whole(live) if live is not None and held[world.rank] else None
                 dtype = supply.dtypes[name]
-                handovers.append(moving.Handover(name, tensor.shape, dtype, held, boxes, mine, None))
-        return handovers
+                transfers.append(moving.Transfer(name, tensor.shape, dtype, held, boxes, source, None))
+        return transfers
 
     def prepare(self, names: Sequence[str]) -> dict[str, moving.LocalTensor]:
-        """Memory for tensors that are about to arrive."""
+        """Allocate memory for tensors that are about to be received."""
         keys = self.supply.keys
         parameters = [self.held[keys[name].parameter if name in keys else name] for name in names]
         wanted = [item for item in parameters if item.kind is TensorKind.PARAMETER]
         materialize(wanted, self.managers, self.home)
-        staging_buffers: dict[str, moving.LocalTensor] = {}
+        targets: dict[str, moving.LocalTensor] = {}
         for name in names:
             if name in keys:
-                target = self._new_state(keys[name])
+                key = keys[name]
+                target = self.state[key] = state_like(self.held[key.parameter].tensor, self.supply.dtypes[name])
             else:
                 item = self.held[name]
                 if item.kind is not TensorKind.PARAMETER:
                     shape, dtype = item.tensor.shape, self.supply.dtypes[name]
                     item.install(torch.empty(shape, dtype=dtype, device=self.home))
                 target = item.tensor
-            staging_buffers[name] = moving.LocalTensor.of(target, name)
-        return staging_buffers
-
-    def _new_state(self, key: Key) -> torch.Tensor:
-        self.state[key] = state_like(self.held[key.parameter].tensor, self.supply.dtypes[str(key)])
-        return self.state[key]
+            targets[name] = moving.LocalTensor.of(target, name)
+        return targets
 
     def finish(self, bounds: Sequence[Bound], sharding: Sharding) -> list[str]:
-        """Bind the optimizers, and others that need the final parameters.
+        """Bind the optimizers to the final parameters, and average gradients of replicated ones.
 
-        Return the names of tensors without values.
+        Return the names of parameters without values, for which memory has been allocated.
         """
         bound_names = {name for bound in bounds for names in bound.groups for name in names}
         awaiting = [

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion.computed import computes
 from shardwise.conversion.expression import rows_stored
-from shardwise.execution.moving import Handover, LocalTensor, hand_over
+from shardwise.execution.moving import LocalTensor, Transfer, transfer
 from shardwise.execution.reading import ReadExecutor, ReadTarget
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox, place_of
@@ -22,32 +22,32 @@ from shardwise.planning import moves
 def shared_boxes(
     world: World, held: Mapping[str, TensorRef], items: Sequence[ReadTarget]
 ) -> dict[str, tuple[moves.Boxes, ...]]:
-    """The tensors that ranks read together, by name, with the boxes that each rank holds: those with replicas.
+    """Return the tensors with replicas, by name, with the boxes that each rank holds.
 
-    Each of the ranks that hold a box reads a share of it, and gets the others' (:func:`exchange_shared`).
+    Each of the ranks that hold a box reads a share of it, and receives the others' (:func:`exchange_shared`).
     """
     ranks = dist.get_process_group_ranks(world.group)
-    alike: dict[object, tuple[moves.Boxes, ...]] = {}
-    found: dict[str, tuple[moves.Boxes, ...]] = {}
+    known: dict[object, tuple[moves.Boxes, ...]] = {}
+    shared: dict[str, tuple[moves.Boxes, ...]] = {}
     for item in items:
         tensor = held[item.fqn].tensor
-        lies = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         if computes(item.expression) or rows_stored(item.expression) is not None:
             continue
-        if lies is not None and lies[0].size() != world.size:
+        if isinstance(tensor, DTensor) and tensor.device_mesh.size() != world.size:
             continue
-        form = tuple(tensor.shape), lies
-        if form not in alike:
-            alike[form] = boxes_of_ranks(tensor, item.fqn, ranks)
-        if any(len(holders) > 1 for holders in moves.holders_of(alike[form]).values()):
-            found[item.fqn] = alike[form]
-    return found
+        placement = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        form = tuple(tensor.shape), placement
+        if form not in known:
+            known[form] = boxes_of_ranks(tensor, item.fqn, ranks)
+        if any(len(holders) > 1 for holders in moves.holders_of(known[form]).values()):
+            shared[item.fqn] = known[form]
+    return shared
 
 
 def shared_parts(
     world: World, shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[ReadTarget]
 ) -> list[ReadTarget]:
-    """The destinations with only this rank's share of the boxes of those that ranks read together."""
+    """Return the destinations, with only this rank's share of the boxes of shared ones."""
     shares = _shares_of_reads(shared, items)
     return [
         replace(item, boxes=tuple(LocalBox(box, place_of(box, item.boxes)) for box in shares[item.fqn][world.rank]))
@@ -73,20 +73,20 @@ def exchange_shared(
     items: Sequence[ReadTarget],
     placer: ReadExecutor,
 ) -> None:
-    """Send the shares that this rank has read to the other ranks that hold them, and get theirs.
+    """Exchange the shares that the ranks have read with the other ranks that hold the same boxes.
 
     Collective: yes.
     Memory: the budget.
     """
     shares = _shares_of_reads(shared, items)
     members = sorted((item for item in items if item.fqn in shared), key=attrgetter("fqn"))
-    handovers = []
+    transfers = []
     for item in members:
         tensor, read, wanted = held[item.fqn], shares[item.fqn], shared[item.fqn]
         place = LocalTensor(tensor.local, item.boxes)
-        handovers.append(Handover(item.fqn, tensor.tensor.shape, item.dtype, read, wanted, place, place))
+        transfers.append(Transfer(item.fqn, tensor.tensor.shape, item.dtype, read, wanted, place, place))
         placer.count(
             item.fqn, sum(box.numel for box in wanted[world.rank]) - sum(box.numel for box in read[world.rank])
         )
     device = next((item.device for item in members if item.device.type != "cpu"), members[0].device)
-    hand_over(world, handovers, budget_bytes=placer.budget_bytes // 2, device=device)
+    transfer(world, transfers, budget_bytes=placer.budget_bytes // 2, device=device)

@@ -1,7 +1,6 @@
-"""Values of a state, on ranks or in files, and how they get into tensors of a model.
+"""Values of a state, held by ranks (:class:`BroughtValues`) or in files (:class:`StoredValues`).
 
-The values come from ranks (:class:`BroughtValues`) or from files (:class:`StoredValues`), and are resharded to
-their targets.
+Either kind is resharded into tensors of a model or an optimizer.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -63,28 +62,28 @@ def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, 
     """
     given: object = {} if state is None else state
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise ConfigError(f"{what} is a mapping from names, or None on a rank that has none; got {_kind(given)}")
-    found: dict[str, Any] = {}
+        raise ConfigError(
+            f"{what} is a mapping from names, or None on a rank that has none; got {type(given).__name__}"
+        )
+    by_name: dict[str, Any] = {}
     for name, value in given.items():
-        plain = canonical(name)
-        if plain in found and found[plain] is not value:
+        if by_name.setdefault(canonical(name), value) is not value:
             raise ConfigError(
-                f"{what} has {plain} twice, with and without the names of wrappers. Leave one of them"
+                f"{what} has {canonical(name)} twice, with and without the names of wrappers. Leave one of them"
             )
-        found[plain] = value
-    return found
+    return by_name
 
 
-def brought(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
+def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
     """Return a description of the tensors that this rank passes.
 
     Raises:
         ConfigError: a value is no tensor.
         ShardingError: a tensor is on meta, or is not placed as shards.
     """
-    others = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
-    if others:
-        raise ConfigError(f"{others[0]} in the state is a {_kind(tensors[others[0]])}. Only tensors can be set")
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(f"{name} in the state is a {type(value).__name__}. Only tensors can be set")
     reject_meta(tensors, "the state that was given")
     return {
         name: matching.Brought(
@@ -107,13 +106,13 @@ def reject_meta(tensors: Mapping[str, torch.Tensor], what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BroughtValues:
-    """Tensors that ranks have: whole ones or shards, on this rank these."""
+    """Full tensors or shards that ranks hold. ``tensors`` are this rank's."""
 
     tensors: Mapping[str, Any]
 
-    def told(self, world: World) -> list[dict[str, matching.Brought]]:
-        """Return the description of the state on each rank. Collective: yes. Raises as :func:`brought`."""
-        return world.all_gather(brought, self.tensors)
+    def describe(self, world: World) -> list[dict[str, matching.Brought]]:
+        """Return the description of the state on each rank. Collective: yes. Raises as :func:`describe_tensors`."""
+        return world.all_gather(describe_tensors, self.tensors)
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
         """Raise when names of one tensor come with different values. Collective: yes.
@@ -121,12 +120,10 @@ class BroughtValues:
         Raises:
             KeyMismatchError: naming the first two.
         """
-        pairs = _pairs(ties, self.tensors)
+        world.run_all(self._require_ties, _pairs(ties, self.tensors))
 
-        def compare() -> None:
-            _refuse_untied([(one, two) for one, two in pairs if not _is_same(self.tensors[one], self.tensors[two])])
-
-        world.run_all(compare)
+    def _require_ties(self, pairs: Sequence[tuple[str, str]]) -> None:
+        _refuse_untied([(one, two) for one, two in pairs if not _is_same(self.tensors[one], self.tensors[two])])
 
     def bring(
         self,
@@ -145,21 +142,23 @@ class BroughtValues:
         Raises:
             RankMismatchError: ranks have different targets.
         """
-        told = world.all_gather(
-            lambda: {name: tensor_facts.facts_of(target, name) for name, target in targets.items()}
-        )
-        world.run_all(tensor_facts.require_same_tensors, told)
+        facts = world.all_gather(tensor_facts.facts_by_name, targets)
+        world.run_all(tensor_facts.require_same_tensors, facts)
+        items = world.run_all(lambda: [self._transfer(item, targets, facts) for item in match.taken])
+        return moving.transfer(world, items, budget_bytes=budget_bytes, device=device)
 
-        def handover(item: matching.Taken) -> moving.Handover:
-            name = item.place.names[0]
-            target = targets[name]
-            mine = moving.LocalTensor.of(self.tensors[item.name], item.name) if item.name in self.tensors else None
-            wanted = tuple(found[name].boxes for found in told)
-            into = moving.LocalTensor.of(target, name)
-            return moving.Handover(name, target.shape, target.dtype, item.held, wanted, mine, into)
-
-        items = world.run_all(lambda: list(map(handover, match.taken)))
-        return moving.hand_over(world, items, budget_bytes=budget_bytes, device=device)
+    def _transfer(
+        self,
+        item: matching.Taken,
+        targets: Mapping[str, torch.Tensor],
+        facts: Sequence[Mapping[str, tensor_facts.TensorFacts]],
+    ) -> moving.Transfer:
+        name = item.place.names[0]
+        target = targets[name]
+        source = moving.LocalTensor.of(self.tensors[item.name], item.name) if item.name in self.tensors else None
+        wanted = tuple(found[name].boxes for found in facts)
+        into = moving.LocalTensor.of(target, name)
+        return moving.Transfer(name, target.shape, target.dtype, item.held, wanted, source, into)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -167,31 +166,27 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     if isinstance(one, DTensor) != isinstance(other, DTensor) or one.dtype != other.dtype:
         return False
-    mine, its = local_tensor(one), local_tensor(other)
-    return mine.shape == its.shape and torch.equal(raw_bytes(mine).to(its.device), raw_bytes(its))
+    first, second = local_tensor(one), local_tensor(other)
+    return first.shape == second.shape and torch.equal(raw_bytes(first).to(second.device), raw_bytes(second))
 
 
 def _pairs(ties: Sequence[Sequence[str]], present: Collection[str]) -> list[tuple[str, str]]:
-    """Names of one tensor that are both there: the first one with each of the others."""
-    found = [[name for name in names if name in present] for names in ties]
-    return [(names[0], other) for names in found for other in names[1:]]
+    """Return the pairs of names of one tensor that are both present: the first one with each of the others."""
+    tied = [[name for name in names if name in present] for names in ties]
+    return [(names[0], other) for names in tied for other in names[1:]]
 
 
-def _refuse_untied(odd: Sequence[tuple[str, str]]) -> None:
-    for first, other in odd:
+def _refuse_untied(unequal: Sequence[tuple[str, str]]) -> None:
+    for first, other in unequal:
         raise KeyMismatchError(
             f"{first} and {other} are one tensor in the model, and two with different values in the state. "
             "Leave out one of them"
         )
 
 
-def _kind(value: object) -> str:
-    return type(value).__name__
-
-
 @dataclass
 class StoredValues:
-    """The tensors of a state that was saved: the :class:`~shardwise.execution.state_values.Values` of files.
+    """The tensors of a saved state.
 
     Attributes:
         reader: of the files, which every rank sees.
@@ -207,8 +202,11 @@ class StoredValues:
     budget_bytes: int
     read_bytes: int = 0
 
-    def told(self, world: World) -> list[dict[str, matching.Brought]]:
-        """All of it, as if one brought it. The ranks' files are one checkpoint, see [Note: One checkpoint]."""
+    def describe(self, world: World) -> list[dict[str, matching.Brought]]:
+        """Return a description of all tensors, as if one rank held them whole. Collective: yes.
+
+        The ranks' files are compared, see [Note: One checkpoint].
+        """
         require_one_checkpoint(world, self.reader, self.index)
         return [
             {
@@ -218,21 +216,21 @@ class StoredValues:
         ]
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
-        pairs = _pairs(ties, self.expressions)
-        if not pairs:
-            return
+        if pairs := _pairs(ties, self.expressions):
+            unequal = world.all_gather(self._unequal, world, pairs)
+            _refuse_untied([pair for found in unequal for pair in found])
 
-        def unequal() -> list[tuple[str, str]]:
-            placer = self._placer(world)
-            found = [pair for pair in pairs if not self._are_equal(pair, placer, world)]
-            self.read_bytes += placer.read_bytes
-            return found
-
-        _refuse_untied([pair for found in world.all_gather(unequal) for pair in found])
-
-    def _are_equal(self, pair: tuple[str, str], placer: ReadExecutor, world: World) -> bool:
-        one, other = (self.expressions[name] for name in pair)
-        return one.dtype is other.dtype and are_equal(one, other, one.dtype, placer, world.rank, world.size)
+    def _unequal(self, world: World, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return the pairs that differ in this rank's part of the rows."""
+        placer = self._placer(world)
+        unequal: list[tuple[str, str]] = []
+        for pair in pairs:
+            one, other = (self.expressions[name] for name in pair)
+            is_same_dtype = one.dtype is other.dtype
+            if not is_same_dtype or not are_equal(one, other, one.dtype, placer, world.rank, world.size):
+                unequal.append(pair)
+        self.read_bytes += placer.read_bytes
+        return unequal
 
     def bring(
         self,
@@ -248,33 +246,32 @@ class StoredValues:
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
         """
-        placer = self._placer(world)
-
-        def read() -> None:
-            items = []
-            for item in match.taken:
-                name = item.place.names[0]
-                target = targets[name]
-                boxes = tuple(part for part in local_boxes(target, name) if part.box.numel)
-                local = local_tensor(target)
-                items.append(ReadTarget(name, self.expressions[item.name], boxes, local.dtype, local.device))
-            policy = self.reader.policy
-            arrangement = plan_reads(items, self.index, policy, budget_bytes, world.place)
-            placer.place(arrangement, [local_tensor(targets[item.fqn]) for item in arrangement.destinations])
-            for destination in arrangement.destinations:
-                wanted = sum(part.box.numel for part in destination.boxes)
-                if (written := placer.written.get(destination.fqn, 0)) != wanted:
-                    raise StorageError(
-                        f"{destination.fqn}: {written} of {wanted} elements were read from "
-                        f"{self.index.root}. It is damaged: save it again"
-                    )
-
-        world.run_all(read)
-        self.read_bytes += placer.read_bytes
+        world.run_all(self._read, world, match, targets, budget_bytes)
         return moving.Traffic()
 
+    def _read(
+        self, world: World, match: matching.Match, targets: Mapping[str, torch.Tensor], budget_bytes: int
+    ) -> None:
+        placer = self._placer(world)
+        items: list[ReadTarget] = []
+        for item in match.taken:
+            name = item.place.names[0]
+            boxes = tuple(part for part in local_boxes(targets[name], name) if part.box.numel)
+            local = local_tensor(targets[name])
+            items.append(ReadTarget(name, self.expressions[item.name], boxes, local.dtype, local.device))
+        schedule = plan_reads(items, self.index, self.reader.policy, budget_bytes, world.rank / world.size)
+        placer.place(schedule, [local_tensor(targets[item.fqn]) for item in schedule.destinations])
+        for destination in schedule.destinations:
+            wanted = sum(part.box.numel for part in destination.boxes)
+            if (written := placer.written.get(destination.fqn, 0)) != wanted:
+                raise StorageError(
+                    f"{destination.fqn}: {written} of {wanted} elements were read from "
+                    f"{self.index.root}. It is damaged: save it again"
+                )
+        self.read_bytes += placer.read_bytes
+
     def whole(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Small tensors, whole. Collective: no."""
+        """Return full tensors, which are small. Collective: no."""
         wanted = [(self.expressions[name], Box.whole(self.expressions[name].shape)) for name in names]
         placer = self._placer(World(0, 1))
         found = placer.values_of([(item, box, torch_api.to_torch(item.dtype)) for item, box in wanted])
@@ -282,13 +279,8 @@ class StoredValues:
         return found
 
     def _placer(self, world: World) -> ReadExecutor:
-        return ReadExecutor(self.reader, self.index, self.budget_bytes, _Silent(), world)
-
-
-class _Silent:
-    def advance(self, nbytes: int) -> None:
-        pass
+        return ReadExecutor(self.reader, self.index, self.budget_bytes, world)
 
 
 Values: TypeAlias = BroughtValues | StoredValues
-"""The values of a state, by name, wherever they are: on ranks, or in files."""
+"""The values of a state, by name."""

@@ -23,7 +23,7 @@ class TensorFacts:
 
 
 def facts_of(tensor: torch.Tensor, name: str) -> TensorFacts:
-    """A tensor as this rank has it."""
+    """Return the facts of a tensor on this rank."""
     return TensorFacts(tuple(tensor.shape), str(tensor.dtype), boxes_of(tensor, name))
 
 
@@ -33,42 +33,41 @@ def facts_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]
 
 
 def boxes_of(tensor: torch.Tensor, name: str) -> moves.Boxes:
-    """The boxes of a tensor that this rank has."""
+    """Return the boxes of a tensor on this rank."""
     return tuple(item.box for item in local_boxes(tensor, name))
 
 
-def require_same_tensors(told: Sequence[Mapping[str, TensorFacts]]) -> None:
-    """Raise when the facts of ranks are not of the same tensors.
+def require_same_tensors(facts: Sequence[Mapping[str, TensorFacts]]) -> None:
+    """Raise if ranks have different tensors. ``facts`` are by rank.
 
     Raises:
         RankMismatchError: naming tensors.
     """
-    first = {name: (item.shape, item.dtype) for name, item in told[0].items()}
-    for rank, found in enumerate(told):
-        mine = {name: (item.shape, item.dtype) for name, item in found.items()}
-        if list(mine.items()) == list(first.items()):
+    first, *others = [{name: (item.shape, item.dtype) for name, item in found.items()} for found in facts]
+    for rank, other in enumerate(others, start=1):
+        if list(other.items()) == list(first.items()):
             continue
-        names = [name for name in dict.fromkeys([*first, *mine]) if mine.get(name) != first.get(name)]
+        names = [name for name in dict.fromkeys([*first, *other]) if other.get(name) != first.get(name)]
         raise RankMismatchError(
             f"rank {rank} has other tensors than rank 0 (absent, or of another shape, dtype or order): "
-            f"{few_names(names or list(mine))}. Build the model and its optimizers alike on every rank"
+            f"{few_names(names or list(other))}. Build the model and its optimizers alike on every rank"
         )
 
 
-def held_by_rank(told: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[moves.Boxes, ...]]:
-    """Return the nonempty boxes of every tensor by rank, one value for all tensors with the same layout.
+def held_by_rank(facts: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[moves.Boxes, ...]]:
+    """Return the nonempty boxes of every tensor by rank: one object for all tensors with the same layout.
 
     Raises:
         RankMismatchError: ranks have different tensors.
         ShardingError: ranks do not have, together, all of a tensor.
     """
-    require_same_tensors(told)
-    made: dict[tuple[moves.Boxes, ...], tuple[moves.Boxes, ...]] = {}
+    require_same_tensors(facts)
+    known: dict[tuple[moves.Boxes, ...], tuple[moves.Boxes, ...]] = {}
     held: dict[str, tuple[moves.Boxes, ...]] = {}
-    for name in told[0]:
-        boxes = tuple(tuple(box for box in found[name].boxes if box.numel) for found in told)
-        held[name] = made.setdefault(boxes, boxes)
-    if lacking := [name for name, item in told[0].items() if not moves.covers(item.shape, held[name])]:
+    for name in facts[0]:
+        boxes = tuple(tuple(box for box in found[name].boxes if box.numel) for found in facts)
+        held[name] = known.setdefault(boxes, boxes)
+    if lacking := [name for name, item in facts[0].items() if not moves.covers(item.shape, held[name])]:
         raise ShardingError(
             f"the ranks do not hold, together, each element of {few_names(lacking)}. Pass a process_group that has "
             "all ranks of the tensors' meshes"

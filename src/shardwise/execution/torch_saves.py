@@ -9,28 +9,29 @@ import io
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, TypeAlias, cast
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils import serialization
 
 from shardwise.errors import FormatError, ShardingError, StorageError
 from shardwise.execution.committing import make_file
 from shardwise.execution.distributed_chunks import (
+    ChunkWriter,
     data_file,
     key_of,
     metadata_of,
     plan_tensors,
     views_of,
-    write_chunks,
 )
 from shardwise.execution.locked_folder import Saving
 from shardwise.execution.moving import gather
 from shardwise.execution.rename_journal import number_of
-from shardwise.execution.tensor_facts import TensorFacts, facts_of
+from shardwise.execution.tensor_facts import facts_by_name
 from shardwise.execution.world import World
-from shardwise.execution.write import Sink
 from shardwise.formats.joining import METADATA
 from shardwise.formats.torch_files import reject_others
 from shardwise.models.view import local_boxes, local_tensor
@@ -40,13 +41,15 @@ from shardwise.storage.reading import LocalReader
 from shardwise.storage.writing import open_writer
 
 Levels: TypeAlias = tuple[str | int, ...]
-"""The keys that lead to a value, through dicts and (by numbers) lists."""
+"""The path to a value: keys of dicts and indices of lists."""
 
 Nest: TypeAlias = Mapping[Levels, object]
-"""Values of nested dicts and lists, by the way to each."""
+"""Values of nested dicts and lists, by path."""
 
-_SMALL_BYTES = 1 << 20
-"""Smaller parts of a file are collected before they are written."""
+_TORCH_CONFIG: Any = serialization.config
+
+_BUFFER_BYTES = 1 << 20
+"""Smaller writes of ``torch.save`` are buffered."""
 
 
 def write_whole_file(
@@ -72,35 +75,36 @@ def write_whole_file(
         ShardingError: ranks do not have, together, all of a tensor, or two tensors have one name.
         StorageError: the file could not be written.
     """
-    keys: dict[int, str] = {}
-    key_of = {at: keys.setdefault(id(tensor), ".".join(map(str, at))) for at, tensor in tensors.items()}
-    world.run_all(_require_apart, key_of, tensors)
-    once = {key_of[at]: tensors[at] for at in sorted(tensors, key=key_of.__getitem__)}
-    whole = gather(world, once, "full", budget_bytes=budget_bytes, device=device)
+    first_keys: dict[int, str] = {}
+    keys = {path: first_keys.setdefault(id(tensor), key_of(path)) for path, tensor in tensors.items()}
+    unique = world.run_all(_by_key, keys, tensors)
+    full = gather(world, unique, "full", budget_bytes=budget_bytes, device=device)
 
     def write() -> WrittenFiles:
-        state = nested({**{at: whole[key] for at, key in key_of.items()}, **objects})
+        state = nested({**{path: full[key] for path, key in keys.items()}, **objects})
         return WrittenFiles({name: write_torch_file(saving, name, state)})
 
     written = world.broadcast(write)
-    return sum(tensor.nbytes for tensor in once.values()), written if world.rank == 0 else WrittenFiles()
+    return sum(tensor.nbytes for tensor in unique.values()), written if world.rank == 0 else WrittenFiles()
 
 
-def _require_apart(key_of: Mapping[Levels, str], tensors: Mapping[Levels, torch.Tensor]) -> None:
-    of: dict[str, int] = {}
-    for at, key in key_of.items():
-        if of.setdefault(key, id(tensors[at])) != id(tensors[at]):
+def _by_key(keys: Mapping[Levels, str], tensors: Mapping[Levels, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors by key, sorted. Raises :class:`ShardingError` if two tensors have one key."""
+    by_key: dict[str, torch.Tensor] = {}
+    for path, key in sorted(keys.items(), key=itemgetter(1)):
+        if by_key.setdefault(key, tensors[path]) is not tensors[path]:
             raise ShardingError(f"{key}: two tensors have this name, with dots in other places. Rename one")
+    return by_key
 
 
 def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: Any) -> tuple[int, WrittenFiles]:
     """Write this rank's state into the file of its rank. Return the bytes of the file, and all files.
 
     Collective: yes.
-    Memory: none, but for shards that are on an accelerator, which torch copies one by one.
+    Memory: none, but for shards that are on an accelerator, which torch copies one by one into pinned memory.
 
     Raises:
-        StorageError: a file could not be written, or somebody else writes there, or has since.
+        StorageError: a file could not be written, or another save writes there, or has since.
     """
     sizes = world.all_gather(write_torch_file, saving, names[world.rank], state)
     return sizes[world.rank], WrittenFiles(dict(zip(names, sizes, strict=True)) if world.rank == 0 else {})
@@ -119,14 +123,15 @@ def write_torch_file(saving: Saving, name: str, state: Any) -> int:
             nbytes = _size_of(state)
             writer.create(file, nbytes)
             stream = _FileStream(writer, file)
-            with io.BufferedWriter(stream, _SMALL_BYTES) as buffered:
+            pinned = _TORCH_CONFIG.patch("save.use_pinned_memory_for_d2h", True)
+            with io.BufferedWriter(stream, _BUFFER_BYTES) as buffered, pinned:
                 torch.save(state, cast(IO[bytes], buffered))
         except (OSError, RuntimeError) as error:
             raise StorageError(f"{saving.folder}/{name}: writing it failed, {error}") from error
         if stream.position != nbytes:
             raise StorageError(
-                f"{saving.folder}/{name}: torch.save wrote {stream.position} bytes, and {nbytes} when it was "
-                "asked before. The state must not change while it is saved"
+                f"{saving.folder}/{name}: torch.save wrote {stream.position} bytes instead of {nbytes}. The state "
+                "must not change while it is saved"
             )
         writer.sync(file)
         writer.sync_names()
@@ -134,7 +139,7 @@ def write_torch_file(saving: Saving, name: str, state: Any) -> int:
 
 
 def _size_of(state: Any) -> int:
-    """The bytes of the file that ``torch.save`` makes. Memory: none, because it writes a sparse file."""
+    """Return the bytes of the file that ``torch.save`` writes. Memory: none, because this writes a sparse file."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         place = Path(folder, "archive")  # the name that torch gives to archives without one
         with torch.serialization.skip_data():
@@ -143,7 +148,7 @@ def _size_of(state: Any) -> int:
 
 
 class _FileStream(io.RawIOBase):
-    """A file of a storage writer, written from its beginning on."""
+    """A file of a storage writer, written from its beginning to its end."""
 
     def __init__(self, writer: StorageWriter, file: str) -> None:
         super().__init__()
@@ -173,19 +178,19 @@ def nested(values: Nest) -> object:
     return {key: nested(found) for key, found in inner.items()}
 
 
-def flattened(value: Any, way: Levels = (), *, as_text: bool = False) -> Iterator[tuple[Levels, Any]]:
-    """Return the values in nested dicts and lists by their paths. Inverse of :func:`nested`.
+def flattened(value: Any, path: Levels = (), *, as_text: bool = False) -> Iterator[tuple[Levels, Any]]:
+    """Yield the values in nested dicts and lists, with their paths. Inverse of :func:`nested`.
 
-    Empty dicts, and lists without tensors or dicts, are values. ``as_text`` makes texts of the keys of dicts.
+    Empty dicts, and lists without tensors or dicts, are values. ``as_text`` converts keys of dicts to strings.
     """
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from flattened(item, (*way, str(key) if as_text else key), as_text=as_text)
+            yield from flattened(item, (*path, str(key) if as_text else key), as_text=as_text)
     elif isinstance(value, list) and _is_nest(value):
         for number, item in enumerate(value):
-            yield from flattened(item, (*way, number), as_text=as_text)
+            yield from flattened(item, (*path, number), as_text=as_text)
     else:
-        yield way, value
+        yield path, value
 
 
 def _is_nest(value: object) -> bool:
@@ -195,7 +200,7 @@ def _is_nest(value: object) -> bool:
 
 
 def loaded(content: bytes, what: str) -> Any:
-    """Load a value that ``torch.save`` wrote.
+    """Return a value that ``torch.save`` wrote.
 
     Raises:
         FormatError: it holds more than data.
@@ -222,17 +227,19 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
     def read() -> Any:
         if len(names) != world.size:
             raise ShardingError(
-                f"{folder}: {len(names)} ranks saved what they held, each into a file of its own, and nothing says "
-                f"how to deal it to {world.size}. Load it on {len(names)} ranks (load_accelerate_model does) and "
+                f"{folder}: {len(names)} ranks saved their shards, each into a file of its own, which cannot be "
+                f"resharded to {world.size}. Load it on {len(names)} ranks (load_accelerate_model does) and "
                 "save it in another form, or save with use_dcp=True"
             )
         file = folder / names[world.rank]
         found = load_plain(file)
-        tensors = [(way, value) for way, value in flattened(found) if isinstance(value, torch.Tensor)]
-        for name, tensor in ((".".join(map(str, way)), value) for way, value in tensors):
+        for path, tensor in flattened(found):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            name = key_of(path)
             if "flat_param" in name.rpartition(".")[2] or "._flat_param" in name:
                 raise FormatError(
-                    f"{file}: has {name}, a flattened run of several parameters without a word of which (FSDP1's "
+                    f"{file}: has {name}, a flattened run of several parameters without a list of them (FSDP1's "
                     "LOCAL_STATE_DICT). Load it with FSDP1 and save it with FULL_STATE_DICT or SHARDED_STATE_DICT"
                 )
             _require_sound(tensor, f"{name} in {file}")
@@ -241,9 +248,9 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
     return world.run_all(read)
 
 
-_OF_ANOTHER = (
-    "Another version of torch wrote it, which pickles DTensors in its own way. Load it with that one, and save it "
-    "as 'sharded' or 'full'"
+_OTHER_TORCH = (
+    "written by a version of torch that pickles DTensors differently. Load it with that version, and save it as "
+    "'sharded' or 'full'"
 )
 
 
@@ -263,22 +270,22 @@ def load_plain(file: Path, also: Sequence[Any] = ()) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise StorageError(f"{file}: reading it failed, {error.strerror}") from error
-    except Exception as error:  # what torch raises for a damaged or malign file is of many kinds
+    except Exception as error:  # torch raises errors of many kinds for a damaged or malign file
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "ShardedTensor" in str(error):
             raise FormatError(
                 f"{file}: holds tensors of FSDP1's own kind (ShardedTensor), which are read only where FSDP1 saved "
                 "them. Save it with FULL_STATE_DICT, or with SHARDED_STATE_DICT into a folder"
             ) from error
-        if "torch.distributed." in str(error):  # a part of a DTensor that this torch does not know, or not any more
+        if "torch.distributed." in str(error):  # a class of DTensors that this torch does not have
             raise FormatError(
-                f"{file}: torch {torch.__version__} cannot read its DTensors. {_OF_ANOTHER}"
+                f"{file}: torch {torch.__version__} cannot read its DTensors: they were {_OTHER_TORCH}"
             ) from error
         raise FormatError(f"{file}: cannot be read as plain data: {cause}") from error
 
 
 def _require_sound(tensor: torch.Tensor, what: str) -> None:
-    """Check that a DTensor has the local tensor of its placement."""
+    """Raise FormatError if a DTensor's local tensor contradicts its placement."""
     if not isinstance(tensor, DTensor):
         return
     try:
@@ -292,64 +299,45 @@ def _require_sound(tensor: torch.Tensor, what: str) -> None:
         )
     except ShardingError:
         raise
-    except Exception as error:  # of whatever a stranger wrote in place of a mesh
+    except Exception as error:  # an untrusted file may have any object in place of a mesh
         raise FormatError(
-            f"{what}: is not a valid DTensor ({type(error).__name__}: {error}): it is damaged. Or: {_OF_ANOTHER}"
+            f"{what}: is not a valid DTensor ({type(error).__name__}: {error}). It is damaged, or {_OTHER_TORCH}"
         ) from error
     if not is_sound:
-        raise FormatError(f"{what}: its local tensor is not what its placement says. The file is damaged")
+        raise FormatError(f"{what}: its local tensor contradicts its placement. The file is damaged")
 
 
 def write_distributed_folder(
     world: World, saving: Saving, name: str, state: Mapping[str, Any], *, budget_bytes: int
 ) -> WrittenFiles:
-    """Write a nest of dicts with DTensors, whole tensors and other values into a folder of this name.
+    """Write nested dicts with DTensors, full tensors and other values into a folder of this name.
 
-    It is in the folder that is marked, which every rank sees. The new files have other names than an older
-    checkpoint's, which counts until ``.metadata`` takes the place of its own. Values that are not tensors are the
-    first rank's.
+    It is in the locked folder, which every rank sees. The new files have other names than an older checkpoint's,
+    which counts until ``.metadata`` replaces its own. Values that are not tensors are the first rank's.
 
     Collective: yes.
-    Memory: ``budget_bytes``, and that only for tensors that are strided, or on an accelerator.
+    Memory: half of ``budget_bytes``, and that only for tensors that are strided, or on an accelerator.
 
     Raises:
         RankMismatchError: ranks have different tensors.
         ShardingError: the ranks together do not hold all of a tensor, or two tensors have one name.
-        StorageError: the folder could not be written to, or somebody else writes there, or has since.
+        StorageError: the folder could not be written to, or another save writes there, or has since.
     """
-    tensors: dict[Levels, torch.Tensor] = {}
-    values: dict[Levels, bytes] = {}
-
-    def look() -> dict[str, TensorFacts]:
-        keys: set[str] = set()
-        for way, value in flattened(state, as_text=True):
-            if isinstance(value, Mapping):
-                continue  # an empty dict; torch leaves it out
-            if (key := key_of(way)) in keys:
-                raise ShardingError(f"{key}: two values have this name, with dots in other places. Rename one")
-            keys.add(key)
-            if isinstance(value, torch.Tensor):
-                tensors[way] = value
-            elif world.rank == 0:
-                values[way] = _packed(value)
-        return {key_of(way): facts_of(tensor, key_of(way)) for way, tensor in tensors.items()}
-
-    told = world.all_gather(look)
-    shapes = {way: (tuple(tensor.shape), tensor.dtype) for way, tensor in tensors.items()}
-    plan = world.run_all(plan_tensors, shapes, told)
-    sizes = world.all_gather(lambda: {way: len(value) for way, value in values.items()})
+    tensors, packed = world.run_all(_tensors_and_packed, state, is_packed=world.rank == 0)
+    by_key = {key_of(path): tensor for path, tensor in tensors.items()}
+    facts = world.all_gather(facts_by_name, by_key)
+    plan = world.run_all(plan_tensors, tensors, facts)
+    sizes = world.all_gather_object({path: len(value) for path, value in packed.items()})
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
     files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
 
     def write_own() -> None:
         saving.require()
         file, chunks = data_file(world.rank, number), plan.by_rank[world.rank]
-        by_key = {key_of(way): tensor for way, tensor in tensors.items()}
         views = views_of(chunks, by_key, {key: local_tensor(tensor) for key, tensor in by_key.items()})
         with open_writer(folder) as writer:
             writer.create(file, files[file])
-            sink = Sink(writer, check=world.check)
-            write_chunks(sink, file, chunks, views, list(values.values()), budget_bytes)
+            ChunkWriter(writer, file, world.check).write(chunks, views, packed.values(), budget_bytes)
             writer.sync(file)
             writer.sync_names()
 
@@ -363,6 +351,30 @@ def write_distributed_folder(
     world.run_all(write_own)
     named = {f"{name}/{METADATA}": world.broadcast(write_metadata)}
     return WrittenFiles(named, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
+
+
+def _tensors_and_packed(
+    state: Mapping[str, Any], *, is_packed: bool
+) -> tuple[dict[Levels, torch.Tensor], dict[Levels, bytes]]:
+    """Split a state into tensors and other values, by path. The latter are left out unless ``is_packed``.
+
+    Raises:
+        ShardingError: two of them have one name.
+    """
+    tensors: dict[Levels, torch.Tensor] = {}
+    packed: dict[Levels, bytes] = {}
+    keys: set[str] = set()
+    for path, value in flattened(state, as_text=True):
+        if isinstance(value, Mapping):
+            continue  # an empty dict, which torch leaves out
+        if (key := key_of(path)) in keys:
+            raise ShardingError(f"{key}: two values have this name, with dots in other places. Rename one")
+        keys.add(key)
+        if isinstance(value, torch.Tensor):
+            tensors[path] = value
+        elif is_packed:
+            packed[path] = _packed(value)
+    return tensors, packed
 
 
 def _packed(value: object) -> bytes:

@@ -4,32 +4,28 @@
 exceptions. At the end of the phase all ranks exchange their outcomes, and if any of them failed, all raise the same
 error. So no rank waits for a lost one, and error messages do not depend on the rank.
 
-Also the progress bar of a call, on the first rank, and the times of its phases.
+Also the times of a call's phases.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from operator import itemgetter
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar, cast
 
-import numpy as np
 import torch.distributed as dist
-from tqdm import tqdm
 
-from shardwise import errors
-from shardwise.errors import ConfigError, RankMismatchError
+from shardwise.errors import ConfigError, RankLostError, RankMismatchError, ShardwiseError
 from shardwise.execution import Timeouts
-from shardwise.execution.outcomes import SILENT, Failure, Stopped, decode, encode
-from shardwise.models import pretrained, torch_api
-from shardwise.observing import phase
+from shardwise.execution.outcomes import Failure, Stopped, at_step, attempt, decode, encode
+from shardwise.models import torch_api
+from shardwise.observing import current_step, phase
 from shardwise.report.names import shown_ranks
 
 if TYPE_CHECKING:
@@ -40,14 +36,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
 
-ANY_CALL = "another call"
-"""The name of calls that have none."""
-
 
 class World:
     """The ranks of a process group, or one process alone (``group`` None and ``size`` 1).
 
-    A context manager: at the end of the block this rank has left the call.
+    A context manager: at the end of the block this rank has left the call. ``channel`` is None for one process.
     """
 
     def __init__(
@@ -56,48 +49,37 @@ class World:
         size: int,
         group: dist.ProcessGroup | None = None,
         timeouts: Timeouts | None = None,
-        around: World | None = None,
         purpose: str = "",
-        call: str = ANY_CALL,
+        call: str = "a call",
     ) -> None:
         self.rank = rank
         self.size = size
         self.group = group
         self.timeouts = timeouts or Timeouts()
-        self.meetings: ControlChannel | None = None
-        self._around = around
-        self._settled: BaseException | None = None
-        """The error of the last meeting, on every rank."""
+        self.channel: ControlChannel | None = None
         self._call = call
-        self._mark: contextlib.AbstractContextManager[None] | None = None
-        """The phase of this block, for whoever observes this process."""
+        self._phase: AbstractContextManager[None] | None = None
         if size > 1:
-            name = f"shardwise/{group.group_name if group is not None else 'all'}{purpose}"
-            if around is not None and around.meetings is not None:
-                name += f"/in {around.meetings.name}/{around.meetings.join()}"
             from shardwise.execution.control_channel import ControlChannel
 
+            name = f"shardwise/{group.group_name if group is not None else 'all'}{purpose}"
             global_ranks = dist.get_process_group_ranks(group)
-            self.meetings = ControlChannel(torch_api.default_store(), name, rank, global_ranks, self.timeouts, call)
-            self.while_waiting = None if around is None else around.check
-            weakref.finalize(self, self.meetings.close)
+            self.channel = ControlChannel(torch_api.default_store(), name, rank, global_ranks, self.timeouts, call)
+            weakref.finalize(self, self.channel.close)
 
     @classmethod
     def current(
         cls,
         group: dist.ProcessGroup | None = None,
         timeouts: Timeouts | None = None,
-        around: World | None = None,
         purpose: str = "",
-        call: str = ANY_CALL,
+        call: str = "a call",
     ) -> World:
         """The given group, else the default group, else this process alone. Collective: no.
 
         Args:
             group: a process group, or None for the default one.
             timeouts: how long ranks wait for each other.
-            around: a larger world, in a phase of which the ranks of the group act: they leave their work when that
-                one does.
             purpose: separates meetings that the same ranks hold in two threads at once.
             call: name of the public function, for messages. Ranks that meet in different calls all raise one
                 RankMismatchError.
@@ -105,38 +87,30 @@ class World:
         if not dist.is_initialized():
             return cls(0, 1, call=call)
         if dist.get_rank(group) < 0:
-            raise ConfigError(
-                "process_group: this rank is not in it. Pass a group that contains every calling rank"
-            )
-        return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, around, purpose, call)
-
-    @property
-    def place(self) -> float:
-        """The rank as a fraction of the size, from 0 to below 1."""
-        return self.rank / self.size
+            raise ConfigError("process_group: this rank is not in it. Pass a group with every calling rank")
+        return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, purpose, call)
 
     def __enter__(self) -> Self:
-        if self.meetings is not None:
-            self.meetings.join()
-        self._mark = contextlib.nullcontext() if self._call == ANY_CALL else phase(self._call)
-        self._mark.__enter__()
+        if self.channel is not None:
+            self.channel.join()
+        self._phase = phase(self._call)
+        self._phase.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-            self._mark = None
-        if self.meetings is None:
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+            self._phase = None
+        if self.channel is None:
             return
-        is_known = isinstance(error, (errors.ShardwiseError, Stopped)) or error is self._settled
-        if error is not None and not is_known:
-            # Not raised by a meeting (Ctrl-C, say, or a mistake between two of them): nobody else knows of it.
-            self.meetings.leave(f"{type(error).__name__}: {error}")
-        elif self._around is None and not isinstance(error, errors.RankLostError):
-            self.meetings.part()
-        self.meetings.close()
+        if error is not None and not isinstance(error, (ShardwiseError, Stopped)):
+            # Not raised by a collective (Ctrl-C, or a fault between two of them): the other ranks do not have it.
+            self.channel.abort(f"{type(error).__name__}: {error}")
+        elif not isinstance(error, RankLostError):
+            self.channel.finish()
+        self.channel.close()
 
     def run_all(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
         """Run ``function`` on every rank. Return its value if it succeeded everywhere.
@@ -148,16 +122,16 @@ class World:
             RankLostError: a rank has been lost.
             RankMismatchError: ranks are in different calls.
         """
-        own: list[T] = []
-        self._meet(partial(_keep, own, partial(function, *args, **keywords)), len)
-        return own[0]
+        own = attempt(function, *args, **keywords)
+        self._reduce(own if isinstance(own, Failure) else None, len)
+        return cast(T, own)
 
     def map_reduce(
         self, map_fun: Callable[P, T], reduce_fun: Callable[[list[T]], R], *args: P.args, **keywords: P.kwargs
     ) -> R:
         """Run ``map_fun`` on every rank, and ``reduce_fun`` on the first rank with all results.
 
-        Return its value on every rank. Values are picklable. Equal results may be one object. The store carries
+        Return its value on every rank. Values are picklable, and equal ones may be one object. The store carries
         each value once, and the result for each rank.
 
         Collective: yes.
@@ -165,11 +139,11 @@ class World:
         Raises:
             CheckpointError: (or a subclass) as in :meth:`run_all`, also for errors of ``reduce_fun``.
         """
-        return self._meet(partial(map_fun, *args, **keywords), reduce_fun)
+        return self._reduce(attempt(map_fun, *args, **keywords), reduce_fun)
 
     def all_reduce_object(self, value: T, reduce_fun: Callable[[list[T]], R]) -> R:
         """Return on every rank the result of ``reduce_fun`` for all values (picklable). Collective: yes."""
-        return self._meet(lambda: value, reduce_fun)
+        return self._reduce(value, reduce_fun)
 
     def all_gather(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> list[T]:
         """Run ``function`` on every rank.
@@ -181,31 +155,16 @@ class World:
         Raises:
             CheckpointError: (or a subclass) as in :meth:`run_all`.
         """
-        first, *others = self._meet(partial(function, *args, **keywords), _without_repeats)
-        return [first, *(others * (self.size - 1) if len(others) == 1 else others)]
+        return self.all_gather_object(attempt(function, *args, **keywords))
 
-    def all_gather_object(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T | Failure) -> list[T]:
         """Return every rank's value (picklable) by rank. Collective: yes."""
-        return self.all_gather(lambda: value)
+        return self._reduce(value, list)
 
     def broadcast(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
         """Run ``function`` on the first rank. Return its value (picklable) on all. Collective: yes."""
-        return self._meet(
-            lambda: function(*args, **keywords) if self.rank == 0 else None,
-            lambda values: cast(T, values[0]),
-            asked=1,
-        )
-
-    def gather(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> list[T]:
-        """Run ``function`` on every rank.
-
-        Return all values (picklable) by rank on the first rank, and an empty list elsewhere.
-
-        Collective: yes.
-        """
-        found: list[T] = []
-        self._meet(partial(function, *args, **keywords), found.extend)
-        return found
+        own = attempt(function, *args, **keywords) if self.rank == 0 else None
+        return cast(T, self._reduce(own, itemgetter(0), num_attempts=1))
 
     def require_equal(self, value: object, what: str) -> None:
         """Raise on every rank when a value (picklable) differs between ranks. Collective: yes.
@@ -214,22 +173,12 @@ class World:
             RankMismatchError: a value differs. The message has the difference and the ranks without the first
                 rank's value.
         """
-        if odd := self.all_reduce_object(value, MismatchedRanks.among):
-            raise RankMismatchError(f"{what} on rank {odd.shown} is not that of rank 0")
-
-    def sum_integers(self, values: Sequence[int]) -> list[int]:
-        """Sum over all ranks, place by place, modulo 2**64. Collective: yes."""
-        unsigned = np.array([value % (1 << 64) for value in values], dtype=np.uint64)
-        total = self.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64))
-        return [int(value) for value in total.tolist()]
+        if mismatched := self.all_reduce_object(value, MismatchedRanks.among):
+            raise RankMismatchError(f"{what} on rank {mismatched.shown} is not that of rank 0")
 
     def is_first_of(self, place: str) -> bool:
         """Return True on the lowest rank that is at this place. Collective: yes."""
-
-        def firsts(places: list[str]) -> set[int]:
-            return set({place: rank for rank, place in reversed(list(enumerate(places)))}.values())
-
-        return self.rank in self.all_reduce_object(place, firsts)
+        return self.all_gather_object(place).index(place) == self.rank
 
     # While working
 
@@ -239,15 +188,13 @@ class World:
         Raises:
             Stopped: another rank has failed.
         """
-        if self.meetings is not None and self.meetings.is_cut:
+        if self.channel is not None and self.channel.is_interrupted:
             raise Stopped("left its work: another rank has failed, or the store did not answer")
-        if self._around is not None:
-            self._around.check()
 
-    def cut(self) -> None:
-        """Announce that this rank has failed, before it reports its error at the next meeting."""
-        if self.meetings is not None:
-            self.meetings.cut()
+    def interrupt(self) -> None:
+        """Announce that this rank has failed, before it reports its error in the next collective."""
+        if self.channel is not None:
+            self.channel.interrupt()
 
     def wait_for(self, work: dist.Work) -> None:
         """Wait for a collective that was begun with ``async_op=True``, but not longer than all ranks live."""
@@ -262,94 +209,51 @@ class World:
             raise
         work.wait()
 
-    @property
-    def while_waiting(self) -> Callable[[], None] | None:
-        """Called now and then while this rank waits for the others."""
-        return None if self.meetings is None else self.meetings.while_waiting
+    def _reduce(self, own: T | Failure, reduce_fun: Callable[[list[T]], R], num_attempts: int | None = None) -> R:
+        """Return on every rank the result of ``reduce_fun`` on the first rank, for the values of all.
 
-    @while_waiting.setter
-    def while_waiting(self, function: Callable[[], None] | None) -> None:
-        if self.meetings is not None:
-            self.meetings.while_waiting = function
-
-    def tell_progress(self, total: int) -> None:
-        """Report this rank's progress to the first rank."""
-        if self.meetings is not None:
-            self.meetings.tell_progress(total)
-
-    def heard_progress(self, own: int) -> int:
-        """Return the last reported sum of all ranks' progress on the first rank, and this rank's own elsewhere."""
-        return own if self.meetings is None or self.rank else own + self.meetings.others_progress
-
-    def _meet(self, tell: Callable[[], T], conclude: Callable[[list[T]], R], asked: int | None = None) -> R:
-        """Return the first rank's conclusion from all messages. ``asked`` ranks (default: all) could have failed.
+        ``num_attempts`` is the number of ranks that could have failed (default: all).
 
         Raises:
-            CheckpointError: (or a subclass) the same on every rank, if ``tell`` failed on any, or ``conclude``.
+            CheckpointError: (or a subclass) the same on every rank, if ``own`` is a failure on any of them, or
+                ``reduce_fun`` raises.
         """
-        meetings = self.meetings
-        if meetings is None:
-            return _alone(lambda: conclude([tell()]))
-        failure: Exception | None = None
-        own: T | Failure
-        message = SILENT
+        channel, latest = self.channel, cast(object, own)
+        if channel is None:
+            return _alone(own if isinstance(own, Failure) else attempt(reduce_fun, [own]))
+        if isinstance(own, Failure) and not own.is_stop:
+            channel.interrupt()
         try:
-            own = tell()
-            message = encode(own) if self.rank else SILENT
-        except Exception as error:
-            if not isinstance(error, Stopped):
-                meetings.cut()
-            failure, own = error, Failure.of(error)
-            message = encode(own)
-
-        def answer_to(said: dict[int, bytes]) -> bytes:
-            nonlocal failure
-            values = {one: decode(one) for one in {*said.values(), SILENT}}
-            told = [own, *(values[said.get(rank, SILENT)] for rank in range(1, self.size))]
-            found = Failure.among(told, asked or self.size, meetings.global_ranks)
-            if found is not None:
-                return encode(found)
-            try:
-                return encode(conclude(cast(list[T], told)))
-            except Exception as error:
-                failure = error
-                return encode(Failure.of(error))
-
-        try:
-            answer = decode(meetings.meet(message, answer_to))
-        except errors.RankLostError:
-            if not meetings.has_lost_store or failure is None or isinstance(failure, Stopped):
-                raise
-            # The first rank has ended, maybe of this very failure, which this rank knows better than any other.
-            raise Failure.of(failure).at_rank(meetings.global_ranks[self.rank]).to_error() from failure
-        if not isinstance(answer, Failure):
-            return cast(R, answer)
-        # Ranks that stopped because of another's failure have nothing to tell. Where that is all there is, the
-        # failure is that of a rank of the world around this one.
-        if answer.is_stop and self._around is not None:
-            raise Stopped
-        self._settled = answer.to_error()
-        if self._mark is None:  # in no block, at whose end the first rank waits for the others to have read this
-            meetings.part()
-        raise self._settled from failure
+            if self.rank:
+                result = decode(channel.report(encode(own)))
+            else:
+                reports = channel.gather()
+                values = {message: decode(message) for message in set(reports)}
+                inputs = [own, *(values[message] for message in reports)]
+                failure = Failure.among(inputs, num_attempts or self.size, channel.global_ranks)
+                latest = failure or attempt(reduce_fun, cast(list[T], inputs))
+                message = encode(latest)
+                channel.publish(message)
+                result = decode(message)
+        except RankLostError as error:
+            if not channel.store_loss() or not isinstance(own, Failure) or own.is_stop:
+                raise at_step(error, current_step()) from error.__cause__
+            # The first rank has ended, maybe because of this failure, of which this rank has the details.
+            raise own.at_rank(channel.global_ranks[self.rank]).to_error() from own.cause
+        if not isinstance(result, Failure):
+            return cast(R, result)
+        if self._phase is None:  # else the first rank waits for the others at the end of the block
+            channel.finish()
+        raise result.to_error() from (latest.cause if isinstance(latest, Failure) else None)
 
 
-def _without_repeats(told: list[T]) -> list[T]:
-    """Return the first rank's value and those of the others: one value if all of these are the same object."""
-    return told[:2] if all(value is told[1] for value in told[2:]) else told
-
-
-def _keep(values: list[T], function: Callable[[], T]) -> None:
-    values.append(function())
-
-
-def _alone(function: Callable[[], T]) -> T:
-    try:
-        return function()
-    except errors.ShardwiseError:
-        raise
-    except Exception as error:
-        raise Failure.of(error).to_error() from error
+def _alone(outcome: T | Failure) -> T:
+    """Return a value, or raise a failure: shardwise's own errors as they are, others as a CheckpointError."""
+    if not isinstance(outcome, Failure):
+        return outcome
+    if isinstance(outcome.cause, (ShardwiseError, Stopped)):
+        raise outcome.cause
+    raise outcome.to_error() from outcome.cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,61 +271,13 @@ class MismatchedRanks:
     @classmethod
     def among(cls, values: Sequence[object]) -> MismatchedRanks | None:
         """Return the ranks with differing values, or None if all are equal."""
-        odd = [rank for rank, value in enumerate(values) if value != values[0]]
-        return cls(odd[0], shown_ranks(odd)) if odd else None
+        ranks = [rank for rank, value in enumerate(values) if value != values[0]]
+        return cls(ranks[0], shown_ranks(ranks)) if ranks else None
 
 
 def digest_of(value: object) -> bytes:
     """Return the SHA-256 of a value's ``repr``, for comparison between ranks."""
     return hashlib.sha256(repr(value).encode(errors="surrogatepass")).digest()
-
-
-class Progress(Protocol):
-    """Receiver of byte counts as they arrive."""
-
-    def advance(self, nbytes: int) -> None: ...
-
-
-class ProgressBar:
-    """A bar of bytes with rate and time left. No output if there is no terminal or transformers' bars are off.
-
-    Every rank has one and adds its own bytes. The first rank's shows the last reported sum of all ranks.
-    """
-
-    def __init__(self, label: str, world: World, total_bytes: int, *, enabled: bool) -> None:
-        shown = enabled and world.rank == 0 and pretrained.progress_bars_enabled()
-        self._world = world
-        self._own = 0
-        self._bar = tqdm(
-            total=total_bytes,
-            desc=label,
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            disable=None if shown else True,  # None: only when stderr is a terminal
-            leave=False,
-            dynamic_ncols=True,
-            mininterval=0.2,
-        )
-
-    def advance(self, nbytes: int) -> None:
-        self._own += nbytes
-        self._world.tell_progress(self._own)
-        self._show()
-
-    def _show(self) -> None:
-        self._bar.update(max(0, self._world.heard_progress(self._own) - self._bar.n))
-
-    def __enter__(self) -> Self:
-        self._world.while_waiting = self._show
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._world.while_waiting = None
-        self._world.tell_progress(0)
-        self._bar.close()
 
 
 @dataclass

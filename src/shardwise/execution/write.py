@@ -10,20 +10,21 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from tqdm import tqdm
 
 from shardwise.conversion.expression import Expression
-from shardwise.execution.memory import Prefetch, WorkerPool, as_stored, memory_of
+from shardwise.execution.memory import HostStaging, WorkerPool, as_stored, in_background, memory_of, pinned_bytes
 from shardwise.execution.moving import Exchange
 from shardwise.execution.reading import bytes_of
 from shardwise.execution.replicas import ShardSender
-from shardwise.execution.world import Progress, World
+from shardwise.execution.world import World
 from shardwise.formats.contract import TensorEntry
 from shardwise.formats.safetensors_files import NewFile
 from shardwise.models.torch_api import settle, to_torch
-from shardwise.models.view import strided_view
+from shardwise.models.view import raw_bytes, strided_view
 from shardwise.planning.fingerprints import MODULUS, fingerprint
-from shardwise.planning.load_memory import ReadRequest, Segment, Staging, aligned
-from shardwise.planning.moves import Boxes, Round, plan_rounds
+from shardwise.planning.load_memory import ReadRequest, Staging, aligned
+from shardwise.planning.moves import plan_rounds
 from shardwise.planning.save_plan import choose_owners, wanted_by_owners
 from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.tensors import Box, contiguous_strides
@@ -33,7 +34,7 @@ _READ_BACK_BYTES = 4 << 20
 
 @dataclass
 class Emitter:
-    """Writing of this rank's tensors, with fingerprints by key (see [Note: Fingerprints]).
+    """Writer of this rank's tensors, with fingerprints by key (see [Note: Fingerprints]).
 
     ``tensors`` are this rank's own, by the numbers that segments have. ``written_bytes`` counts by file.
     """
@@ -42,7 +43,7 @@ class Emitter:
     entries: Mapping[str, TensorEntry]
     tensors: Sequence[torch.Tensor]
     staging: Staging
-    progress: Progress
+    progress: tqdm
     world: World
     written_bytes: dict[str, int] = field(default_factory=dict)
     sums: dict[str, int] = field(default_factory=dict)
@@ -54,17 +55,16 @@ class Emitter:
         Raises:
             StorageError: bytes could not be written.
         """
+        WorkerPool(self._write_request, self._staging_buffers(), self.world.check).run(requests)
 
-        def carry_out(request: ReadRequest, desk: _WorkerStaging) -> None:
-            buffers = self._buffers(request, desk)
-            self._add(request, buffers)
-            self.writer.write(request.file, request.bytes.start, buffers)
-            with self._lock:
-                done = self.written_bytes.get(request.file, 0)
-                self.written_bytes[request.file] = done + request.bytes.nbytes
-                self.progress.advance(request.bytes.nbytes)
-
-        WorkerPool(carry_out, self._desks(), self.world.check).run(requests)
+    def _write_request(self, request: ReadRequest, staging: HostStaging) -> None:
+        buffers = self._buffers(request, staging)
+        self._add_fingerprints(request, buffers)
+        self.writer.write(request.file, request.bytes.start, buffers)
+        with self._lock:
+            done = self.written_bytes.get(request.file, 0)
+            self.written_bytes[request.file] = done + request.bytes.nbytes
+            self.progress.update(request.bytes.nbytes)
 
     def finish(self, requests: Sequence[ReadRequest], created: Collection[str] = ()) -> None:
         """Make the bytes of these requests durable.
@@ -72,12 +72,10 @@ class Emitter:
         Files that this rank ``created`` are synced in any case: their sizes are not durable before.
         """
         files = sorted({*created, *(request.file for request in requests)})
+        WorkerPool(self._sync, [None], self.world.check).run(files)
 
-        def sync() -> None:
-            for file in files:
-                self.writer.sync(file)
-
-        Prefetch(sync).value(self.world.check)
+    def _sync(self, file: str, _: None) -> None:
+        self.writer.sync(file)
 
     def require_same(self, reader: StorageReader, requests: Sequence[ReadRequest]) -> list[str]:
         """Read everything back. Return the keys of tensors whose bytes differ from memory.
@@ -85,39 +83,41 @@ class Emitter:
         Memory: the staging, and 4 MiB for each of its workers.
         """
         differing: set[str] = set()
-
-        def compare(request: ReadRequest, desk: _WorkerStaging) -> None:
-            for segment, buffer in zip(request.segments, self._buffers(request, desk), strict=True):
-                for first in range(0, len(buffer), _READ_BACK_BYTES):
-                    wanted = buffer[first : first + _READ_BACK_BYTES]
-                    start = segment.bytes.start + first
-                    if reader.read(request.file, start, start + len(wanted)) != wanted:
-                        differing.add(segment.copy.leaf.key)
-
-        WorkerPool(compare, self._desks(), self.world.check).run(requests)
+        compare = partial(self._compare, reader, differing)
+        WorkerPool(compare, self._staging_buffers(), self.world.check).run(requests)
         return sorted(differing)
 
-    def _desks(self) -> list[_WorkerStaging]:
+    def _compare(
+        self, reader: StorageReader, differing: set[str], request: ReadRequest, staging: HostStaging
+    ) -> None:
+        for segment, buffer in zip(request.segments, self._buffers(request, staging), strict=True):
+            for first in range(0, len(buffer), _READ_BACK_BYTES):
+                expected = buffer[first : first + _READ_BACK_BYTES]
+                start = segment.bytes.start + first
+                if reader.read(request.file, start, start + len(expected)) != expected:
+                    differing.add(segment.copy.leaf.key)
+
+    def _staging_buffers(self) -> list[HostStaging]:
         is_pinned = any(tensor.device.type != "cpu" for tensor in self.tensors)
         settle(self.tensors)
-        return [_WorkerStaging(self.staging.nbytes, is_pinned=is_pinned) for _ in range(self.staging.workers)]
+        return [HostStaging(self.staging.nbytes, is_pinned=is_pinned) for _ in range(self.staging.workers)]
 
-    def _buffers(self, request: ReadRequest, desk: _WorkerStaging) -> list[memoryview]:
-        """The bytes of a request, segment by segment."""
+    def _buffers(self, request: ReadRequest, staging: HostStaging) -> list[memoryview]:
+        """Return the bytes of a request by segment, cast to the dtype in which they are saved."""
         buffers: list[memoryview] = []
         used = 0
         for segment in request.segments:
             tensor = self.tensors[segment.target]
             if segment.is_direct:
                 start = segment.copy.target.offset * tensor.element_size()
-                buffer = bytes_of(tensor)[start : start + segment.bytes.nbytes]
+                buffers.append(bytes_of(tensor)[start : start + segment.bytes.nbytes])
             else:
-                buffer = desk.stage(segment, used, tensor)
+                as_stored(staging.buffer, segment, used).copy_(strided_view(tensor, segment.copy.target))
+                buffers.append(memory_of(staging.buffer)[used : used + segment.bytes.nbytes])
                 used += aligned(segment.bytes.nbytes)
-            buffers.append(buffer)
         return buffers
 
-    def _add(self, request: ReadRequest, buffers: Sequence[memoryview]) -> None:
+    def _add_fingerprints(self, request: ReadRequest, buffers: Sequence[memoryview]) -> None:
         found: list[tuple[str, int]] = []
         for segment, buffer in zip(request.segments, buffers, strict=True):
             key = segment.copy.leaf.key
@@ -125,22 +125,6 @@ class Emitter:
         with self._lock:
             for key, value in found:
                 self.sums[key] = (self.sums.get(key, 0) + value) % MODULUS
-
-
-class _WorkerStaging:
-    """One worker's staging memory. Memory: ``nbytes`` from the first use on, pinned for tensors of a GPU."""
-
-    def __init__(self, nbytes: int, *, is_pinned: bool) -> None:
-        self._nbytes = nbytes
-        self._is_pinned = is_pinned
-        self._staging: torch.Tensor | None = None
-
-    def stage(self, segment: Segment, start: int, tensor: torch.Tensor) -> memoryview:
-        """Put a segment's elements at byte ``start``, cast to the dtype in which they are saved."""
-        if self._staging is None:
-            self._staging = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
-        as_stored(self._staging, segment, start).copy_(strided_view(tensor, segment.copy.target))
-        return memory_of(self._staging)[start : start + segment.bytes.nbytes]
 
 
 @dataclass
@@ -155,69 +139,12 @@ class WrittenTensors:
         return sum(self.bytes_by_file.values())
 
     def add(self, key: str, start: int, data: memoryview) -> None:
-        """Bytes of a tensor, from its byte ``start`` on."""
+        """Add bytes of a tensor, from its byte ``start`` on, to its fingerprint."""
         self.fingerprints[key] = (self.fingerprints.get(key, 0) + fingerprint(data, start)) % MODULUS
 
 
-def _unseen(name: str, first: int, data: memoryview) -> None:
-    pass
-
-
-def _unchecked() -> None:
-    pass
-
-
-class Sink:
-    """Writer of runs of bytes into files of a folder. The bytes are checksummed as they are written.
-
-    One thread writes at a time.
-
-    Args:
-        writer: to the folder.
-        seen: is shown the bytes of tensors in the order of a run: a tensor's name, the byte of it at which they
-            begin, and they themselves. Perhaps on a thread of its own.
-        check: called before and after each run. An exception of it ends the writing.
-        bytes_by_file: in which bytes of tensors are counted.
-    """
-
-    def __init__(
-        self,
-        writer: StorageWriter,
-        seen: Callable[[str, int, memoryview], object] = _unseen,
-        *,
-        check: Callable[[], None] = _unchecked,
-        bytes_by_file: dict[str, int] | None = None,
-    ) -> None:
-        self.writer = writer
-        self._seen = seen
-        self._check = check
-        self._bytes_by_file = {} if bytes_by_file is None else bytes_by_file
-
-    def write(self, file: str, start: int, run: Sequence[tuple[str | None, int, memoryview]]) -> None:
-        """Write these bytes from byte ``start`` of a file on, one after the other.
-
-        Those without a name belong to no tensor.
-
-        Raises:
-            StorageError: they could not be written.
-        """
-        self._check()
-        buffers = [data for _, _, data in run]
-        named = [(name, first, data) for name, first, data in run if name is not None]
-
-        def show() -> None:
-            for item in named:
-                self._seen(*item)
-
-        showing = Prefetch(show)
-        self.writer.write(file, start, buffers)
-        showing.value(self._check)
-        nbytes = sum(len(data) for _, _, data in named)
-        self._bytes_by_file[file] = self._bytes_by_file.get(file, 0) + nbytes
-
-
-_BUCKETS = 3
-"""Sent and received, put together, and a copy of that on the host where it is put together on an accelerator."""
+_BUFFERS = 3
+"""Of a round: the bytes sent and received, the boxes assembled from them, and their copy in pinned memory."""
 
 
 def write_by_owners(
@@ -225,28 +152,26 @@ def write_by_owners(
     writer: StorageWriter,
     files: Sequence[NewFile],
     expressions: Mapping[str, Expression],
-    giver: ShardSender,
-    shares: Mapping[str, Sequence[Boxes]],
+    sender: ShardSender,
     *,
     budget_bytes: int,
     device: torch.device,
-    progress: Progress,
+    progress: tqdm,
 ) -> WrittenTensors:
-    """Create, write and sync every file, each on one rank that receives the other ranks' parts.
+    """Create, write and sync every file, each on one rank that receives the other ranks' shards.
 
     For storages that take a file from one writer only. A file is written without a gap, its header first, and is
-    complete when it has been synced. Files of different ranks are written side by side.
+    complete when it has been synced. Files of different ranks are written concurrently.
 
     Args:
         world: the ranks.
         writer: this rank's own, of the same folder on every rank.
-        files: the planned files, the same on every rank. None of them is there yet.
+        files: the planned files, the same on every rank. None of them exists yet.
         expressions: by key, over the model's tensors.
-        giver: this rank's shares.
-        shares: those of all ranks, by name of the model's tensors.
+        sender: source of this rank's shares.
         budget_bytes: of memory that a rank may use.
-        device: where buffers lie that are sent: of the kind that the process group's backend moves.
-        progress: called with the bytes that this rank writes.
+        device: device of the buffers that are sent: of the kind that the process group's backend moves.
+        progress: updated with the bytes that this rank writes.
 
     Collective: yes.
     Memory: ``budget_bytes``.
@@ -259,64 +184,83 @@ def write_by_owners(
     """
     owners = choose_owners(files, world.size)
     streams = wanted_by_owners(files, owners, expressions, world.size)
-    rounds = world.run_all(plan_rounds, streams, shares, budget_bytes // _BUCKETS)
+    buffer_bytes = budget_bytes // _BUFFERS
+    rounds = world.run_all(plan_rounds, streams, sender.shares, buffer_bytes)
     own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
-    out = OwnFiles(world, writer, own, progress.advance)
-    arrived: dict[tuple[str, Box], torch.Tensor] = {}
-
-    def room(key: str, box: Box) -> torch.Tensor:
-        if (key, box) not in arrived:
-            arrived[key, box] = torch.empty(box.numel, dtype=dtypes[key], device=device)
-        return arrived[key, box]
-
-    def write(blocks: Round) -> None:
-        mine = [(block.key, block.box) for block in blocks if block.targets == (world.rank,)]
-        out.write([(key, box, memory_of(arrived.pop((key, box)).cpu().view(torch.uint8))) for key, box in mine])
-
-    arrivals = Exchange(world, rounds, giver.share, room, dtypes, device).run()
-    with contextlib.closing(arrivals):
+    out = OwnFiles(world, writer, own, progress.update, pinned_bytes(buffer_bytes, buffer_bytes))
+    exchange = Exchange(world, rounds, sender.share, None, dtypes, device)
+    with contextlib.closing(exchange.run()) as arrivals:
         for blocks in arrivals:
-            world.run_all(partial(write, blocks))
+            own_blocks = [(block.key, block.box) for block in blocks if block.targets == (world.rank,)]
+            world.run_all(out.write, [(*block, exchange.received.pop(block)) for block in own_blocks])
     world.run_all(out.finish)
     return out.written
 
 
 class OwnFiles:
-    """Writes this rank's files, one after the other. ``advance`` is called with bytes that have been written."""
+    """Writes this rank's files, one after the other, with fingerprints of their tensors.
+
+    Args:
+        world: the ranks.
+        writer: to the folder.
+        files: of this rank, in order.
+        advance: called with the number of bytes that have been written.
+        staging_bytes: pinned memory through which tensors on an accelerator are copied.
+    """
 
     def __init__(
-        self, world: World, writer: StorageWriter, files: Sequence[NewFile], advance: Callable[[int], None]
+        self,
+        world: World,
+        writer: StorageWriter,
+        files: Sequence[NewFile],
+        advance: Callable[[int], None],
+        staging_bytes: int = 0,
     ) -> None:
         self.written = WrittenTensors({entry.key: 0 for file in files for entry in file.entries})
-        self._sink = Sink(writer, self.written.add, check=world.check, bytes_by_file=self.written.bytes_by_file)
+        self._world = world
         self._writer = writer
         self._waiting = list(reversed(files))
         self._entries = {entry.key: entry for file in files for entry in file.entries}
         self._file: NewFile | None = None
         self._advance = advance
+        self._staging = HostStaging(staging_bytes, is_pinned=True)
 
-    def write(self, blocks: Sequence[tuple[str, Box, memoryview]]) -> None:
-        """Write boxes of tensors that continue the previous ones."""
-        step = self._writer.policy.request_bytes
-        for key, box, data in blocks:
+    def write(self, blocks: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
+        """Write values of boxes of tensors that continue the previous ones.
+
+        Raises:
+            StorageError: they could not be written.
+        """
+        for key, box, values in blocks:
             entry = self._entries[key]
             while self._file is None or self._file.name != entry.file:
-                self._turn_to_next()
+                self._start_next()
             strides = contiguous_strides(entry.shape)
-            inside = entry.dtype.itemsize * sum(map(operator.mul, box.offsets, strides))
-            for first in range(0, len(data), step):
-                part = data[first : first + step]
-                self._sink.write(entry.file, entry.start + inside + first, [(key, inside + first, part)])
-                self._advance(len(part))
+            start = entry.dtype.itemsize * sum(map(operator.mul, box.offsets, strides))
+            self._write_values(entry, start, raw_bytes(values))
+
+    def _write_values(self, entry: TensorEntry, start: int, values: torch.Tensor) -> None:
+        """Write flat bytes from byte ``start`` of a tensor on. Their fingerprint is computed meanwhile."""
+        is_on_host = values.device.type == "cpu"
+        step = self._writer.policy.request_bytes
+        for part in values.split(step if is_on_host else min(step, self._staging.nbytes)):
+            self._world.check()
+            data = memory_of(part if is_on_host else self._staging.stage(part))
+            with in_background(self.written.add, entry.key, start, data):
+                self._writer.write(entry.file, entry.start + start, [data])
+            start += len(data)
+            written = self.written.bytes_by_file
+            written[entry.file] = written.get(entry.file, 0) + len(data)
+            self._advance(len(data))
 
     def finish(self) -> None:
         """Complete the last file, and those that hold no elements."""
         while self._waiting:
-            self._turn_to_next()
+            self._start_next()
         self._complete()
 
-    def _turn_to_next(self) -> None:
+    def _start_next(self) -> None:
         self._complete()
         self._file = file = self._waiting.pop()
         self._writer.create(file.name, file.nbytes)
@@ -326,6 +270,3 @@ class OwnFiles:
         if self._file is not None:
             self._writer.sync(self._file.name)
             self._file = None
-
-
-# Writing

@@ -92,8 +92,6 @@ class ShardwiseTrainer(_Trainer):
         given = given_arguments(after, positional, keywords)
         with World.current(call="ShardwiseTrainer") as world:
             world.run_all(lambda: require_trainable(type(self), given, world))
-        self.is_asked_to_stop: Callable[[], bool] = lambda: False
-        """Whether a signal asks for the end: ranks that wait for a lost one then do so for a second at most."""
         self._asked_for: list[bool] = []
         """``save_only_model``, as it was."""
         try:
@@ -177,7 +175,7 @@ class ShardwiseTrainer(_Trainer):
         if watched.size > 1:
             watched.all_gather_object(None)
         try:
-            named = translate_collective_errors(watched, self._where, _end_stuck, self.is_asked_to_stop)
+            named = translate_collective_errors(watched, self._where, _end_stuck)
             with named, self._meeting(watched):
                 return super().train(None if source is None else str(source), *others, **keywords)
         finally:
@@ -250,9 +248,9 @@ class ShardwiseTrainer(_Trainer):
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
-            world.broadcast(lambda: folders.complete(saving.marked, folder, facts))
+            world.broadcast(lambda: folders.complete(saving.locked, folder, facts))
             self._saved_step = step
-            world.broadcast(lambda: self._end_save(run, limit, saving.marked))
+            world.broadcast(lambda: self._end_save(run, limit, saving.locked))
 
     def _finalize_training(self, trial: Any, *given: Any) -> Any:
         with self._keeping_all() as limit:
@@ -314,7 +312,7 @@ class ShardwiseTrainer(_Trainer):
             facts = world.broadcast(folders.facts_of, folder)
         if facts.holds == MODEL_ALONE:
             _log.warning("%s: holds the model alone (save_only_model). The optimizer starts from zero", folder)
-            load_trainer_checkpoint(self._trained, folder, load_rng_state=False)
+            load_trainer_checkpoint(self._trained, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / folders.STATE_FOLDER).is_dir():
@@ -336,7 +334,7 @@ class ShardwiseTrainer(_Trainer):
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         assert best is not None
-        load_trainer_checkpoint(self._trained, best, adapter=self._adapter() or "default", load_rng_state=False)
+        load_trainer_checkpoint(self._trained, best, adapter=self._adapter() or "default")
 
     # What of the training is kept
 

@@ -9,7 +9,7 @@ import inspect
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.errors import ConfigError, KnownNames
+from shardwise.errors import ConfigError, KnownNames, require_names
 
 with KnownNames("transformers", "5.19 to 5.23"):
     from transformers import Trainer
@@ -18,17 +18,13 @@ with KnownNames("transformers", "5.19 to 5.23"):
     from transformers.trainer_callback import CallbackHandler
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
 
-    for _owner, _names in (
-        (PreTrainedModel, ("is_distributed_loading_by_transformers", "_is_distributed_loading_by_transformers")),
-        (Trainer, ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler")),
-        (Trainer, ("_load_best_model", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_rng_state")),
-        (Trainer, ("_save", "_save_scaler", "_get_output_dir", "_sync_replicated_trainable_parameters")),
-        (Trainer, ("get_batch_samples", "compute_loss")),
-        (Trainer, ("_finalize_training", "create_accelerator_and_postprocess", "get_total_train_batch_size")),
-        (CallbackHandler, ("call_event",)),
-    ):
-        for _name in _names:
-            getattr(_owner, _name)
+    require_names(PreTrainedModel, "is_distributed_loading_by_transformers _is_distributed_loading_by_transformers")
+    require_names(Trainer, "_load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state _load_scaler")
+    require_names(Trainer, "_load_best_model _save_checkpoint _save_optimizer_and_scheduler _save_rng_state")
+    require_names(Trainer, "_save _save_scaler _get_output_dir _sync_replicated_trainable_parameters")
+    require_names(Trainer, "get_batch_samples compute_loss get_total_train_batch_size")
+    require_names(Trainer, "_finalize_training create_accelerator_and_postprocess")
+    require_names(CallbackHandler, "call_event")
 
 _MARK = "_is_distributed_loading_by_transformers"
 _MANAGED = "_is_fsdp_managed_module"

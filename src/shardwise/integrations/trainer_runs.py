@@ -27,7 +27,6 @@ from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.committing import publish, write_again
 from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
 from shardwise.execution.rename_journal import remove_unnamed
-from shardwise.execution.saving_lock import LockHolder
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
@@ -252,7 +251,7 @@ def locked_for(world: World, run: Path, step: int) -> AbstractContextManager[Sav
 
 
 def _begin(run: Path, step: int, marked: LockedFolder) -> None:
-    _remove_left(run)  # before it is looked what counts; see [Note: Asked again]
+    _remove_left(run)  # before it is looked what counts; see [Note: Checked twice]
     folder = folder_of(run, step)
     if folder.is_dir():
         raise StorageError(f"{folder}: exists already, {kind_of(folder).value}. Nothing was overwritten")
@@ -269,7 +268,7 @@ def _undo(run: Path, step: int, marked: LockedFolder) -> None:
     folder = folder_of(run, step)
     if not folder.is_dir():
         return
-    if marked.held.whose() is LockHolder.OURS:
+    if marked.is_held():
         if (folder / BEGUN_FILE).is_file():
             _remove_unless_it_counts(folder)
         return
@@ -289,7 +288,7 @@ def complete(marked: LockedFolder, folder: Path, facts: TrainerFacts) -> None:
     Raises:
         StorageError: the files could not be written, or the folder is not the one that was started.
     """
-    marked.held.require()
+    marked.require()
     with FoldersWriter(folder, folders_in(folder)) as writer:
         if writer.read(BEGUN_FILE) != marked.save_id.encode():
             raise StorageError(
@@ -301,7 +300,7 @@ def complete(marked: LockedFolder, folder: Path, facts: TrainerFacts) -> None:
                 write_again(writer, name, marked.save_id)
         writer.sync_names()
         files = {name: nbytes for name, nbytes in writer.sizes().items() if name != FACTS_FILE}
-        publish(writer, marked.held, FACTS_FILE, facts.to_bytes(), files)
+        publish(writer, marked, FACTS_FILE, facts.to_bytes(), files)
 
 
 def _lasting(writer: FoldersWriter) -> set[str]:
@@ -323,12 +322,12 @@ def remove_under(marked: LockedFolder, run: Path, steps: Sequence[int]) -> None:
         StorageError: something cannot be removed.
     """
     for step in steps:
-        if marked.held.whose() is not LockHolder.OURS:
+        if not marked.is_held():
             return  # whoever has the folder by now does it
         try:
             _remove(folder_of(run, step))
         except StorageError:
-            if marked.held.whose() is LockHolder.OURS:
+            if marked.is_held():
                 raise  # else another one is removing the same
 
 

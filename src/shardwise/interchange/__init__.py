@@ -1,7 +1,4 @@
-"""Files of other programs.
-
-Reading and writing those of accelerate and the Trainer, and merging sharded checkpoints.
-"""
+"""Reads and writes files of accelerate and the Trainer, and merges sharded checkpoints."""
 
 from shardwise.errors import require_versions
 

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from shardwise.engines.arguments import world_of
 from shardwise.engines.model_states import set_model_values, stored_values
 from shardwise.engines.optimizer_fit import OptimizerTargets
-from shardwise.engines.optimizer_states import set_optimizer_values
+from shardwise.engines.optimizer_states import optimizer_targets, set_optimizer_values
+from shardwise.errors import answer_keywords
 from shardwise.execution import state_values
 from shardwise.execution.rename_journal import as_renamed, home_of, lists_in
 from shardwise.execution.saved_trees import SavedTree, read_distributed_tree, read_file_tree
@@ -57,6 +58,7 @@ class FilesSource:
         )
 
 
+@answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")
 @torch.no_grad()
 def load_accelerate_model(
     model: nn.Module,
@@ -108,6 +110,7 @@ def load_accelerate_model(
         return read_model(world, model, source, only, clock)
 
 
+@answer_keywords(optimizer_index="Pass number=...")
 @torch.no_grad()
 def load_accelerate_optimizer(
     model: nn.Module,
@@ -171,12 +174,7 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
 
 
 def read_optimizer(
-    world: World,
-    model: nn.Module,
-    optimizer: Optimizer,
-    source: FilesSource,
-    order: ParameterOrder,
-    clock: Clock,
+    world: World, model: nn.Module, optimizer: Optimizer, source: FilesSource, order: ParameterOrder, clock: Clock
 ) -> StateReport:
     """Find an optimizer's files and give an optimizer their state. Collective: yes.
 
@@ -186,12 +184,10 @@ def read_optimizer(
     with ExitStack() as stack:
         with clock.phase("agree"):
             found = _found(world, source, accelerate_saves.OPTIMIZER, stack)
-
-        def take_apart(ours: OptimizerTargets) -> tuple[ParsedState, state_values.Values]:
-            return _state_of_optimizer(world, found, ours, order, options, stack)
-
+            targets = optimizer_targets(world, model, optimizer)
+            given, values = _state_of_optimizer(world, found, targets, order, options, stack)
         return set_optimizer_values(
-            world, model, optimizer, take_apart, tolerance=source.tolerance, options=options, clock=clock
+            world, targets, given, values, tolerance=source.tolerance, options=options, clock=clock
         )
 
 
@@ -219,7 +215,7 @@ def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> sta
 def _state_of_optimizer(
     world: World,
     found: accelerate_saves.AccelerateSave,
-    ours: OptimizerTargets,
+    targets: OptimizerTargets,
     order: ParameterOrder,
     options: state_values.StateOptions,
     stack: ExitStack,
@@ -227,21 +223,24 @@ def _state_of_optimizer(
     """Return this rank's part of the stored state, and the values of its tensors. Collective: yes."""
     if isinstance(found, accelerate_saves.OfRanks):
         state = read_rank_file(world, Path(found.folder), found.files)
-        given = world.run_all(lambda: _read(state, ours, order)[0])
+        given, _ = world.run_all(_parse, state, targets, order)
         return given, state_values.BroughtValues(given.tensors)
     reader = stack.enter_context(world.run_all(LocalReader, found.folder))
     file = found.file if isinstance(found, accelerate_saves.WholeFile) else None
-
-    def look() -> tuple[SavedTree, ParsedState, dict[str, Levels]]:
-        tree = read_distributed_tree(reader, options.budget_bytes) if file is None else read_file_tree(reader, file)
-        saved = tree.inside("optimizer")
-        return saved, *_read(saved.tree, ours, order)
-
-    saved, given, ways = world.broadcast(look)
+    saved, given, ways = world.broadcast(_read_tree, reader, file, targets, order, options.budget_bytes)
     expressions = stored_tensors(saved.index)
     by_label = {name: expressions[saved.keys[ways[name]]] for name in given.tensors}
     values = state_values.StoredValues(reader, saved.index, by_label, options.budget_bytes)
     return (given if world.rank == 0 else ParsedState()), values
+
+
+def _read_tree(
+    reader: LocalReader, file: str | None, targets: OptimizerTargets, order: ParameterOrder, budget_bytes: int
+) -> tuple[SavedTree, ParsedState, dict[str, Levels]]:
+    """Parse a state in one file, or in a folder if ``file`` is None."""
+    tree = read_distributed_tree(reader, budget_bytes) if file is None else read_file_tree(reader, file)
+    saved = tree.inside("optimizer")
+    return saved, *_parse(saved.tree, targets, order)
 
 
 def _found(
@@ -252,39 +251,34 @@ def _found(
     Collective: yes.
     """
     path, number = source.path, source.number
-
-    def linked() -> accelerate_saves.AccelerateSave:
-        home = home_of(path)
-        return accelerate_saves.find_saved(
-            stack.enter_context(as_renamed(home)) / path.relative_to(home), kind, number
-        )
-
-    if world.broadcast(lambda: bool(lists_in(home_of(path)))):
-        return world.run_all(linked)
+    home = home_of(path)
+    if world.broadcast(lists_in, home):
+        path = world.run_all(lambda: stack.enter_context(as_renamed(home))) / path.relative_to(home)
+        return world.run_all(accelerate_saves.find_saved, path, kind, number)
     return world.broadcast(accelerate_saves.find_saved, path, kind, number)
 
 
-def _read(state: Any, ours: OptimizerTargets, order: ParameterOrder) -> tuple[ParsedState, dict[str, Levels]]:
-    """A state taken apart, and the way to each of its values, by label.
+def _parse(state: Any, targets: OptimizerTargets, order: ParameterOrder) -> tuple[ParsedState, dict[str, Levels]]:
+    """Parse a state. Return also the path of each of its values in the stored tree, by label.
 
     Raises:
         ConfigError, KeyMismatchError: it has another layout, or unknown parameters.
     """
     if isinstance(state, Mapping) and "param_groups" in state:
         state = {"state": {}, **state}  # a folder has no room for an empty dict
-        named = with_names(state, ours.groups, ours.shapes, order)
+        named = with_names(state, targets.groups, targets.shapes, order)
         groups = [
             {**group, "params": [named.get(name, name) for name in group["params"]]}
             for group in state["param_groups"]
         ]
     else:
-        return read(state, ours.first_names, ours.shapes), {}
+        return read(state, targets.first_names, targets.shapes), {}
     values: dict[str, Any] = {}
     ways: dict[str, Levels] = {}
     for name, entries in state["state"].items():
         number = int(name) if isinstance(name, str) and name.isdecimal() and len(name) < _MOST_DIGITS else name
         full = str(named.get(number, name))
         values[full] = entries
-        plain = ours.first_names.get(canonical(full), canonical(full))
+        plain = targets.first_names.get(canonical(full), canonical(full))
         ways |= {label(plain, str(entry)): ("state", name, entry) for entry in entries}
-    return read({"state": values, "param_groups": groups}, ours.first_names, ours.shapes), ways
+    return read({"state": values, "param_groups": groups}, targets.first_names, targets.shapes), ways

@@ -2,7 +2,7 @@
 
 Of a state, models and optimizers are written in place by all ranks. Everything else that accelerate or a hook
 writes goes into a temporary folder, and the first rank copies it from there. All files have temporary names until
-a list of renames makes them count together ([Note: A list of renames]).
+a list of renames commits them together ([Note: A list of renames]).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import world_of
+from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.engines.model_states import collect_model
 from shardwise.engines.optimizer_states import collect_optimizers
-from shardwise.errors import ConfigError, StorageError
+from shardwise.errors import ConfigError, StorageError, answer_keywords
 from shardwise.execution import committing, rename_journal
 from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
+from shardwise.execution.saving_lock import LOCK_FILE
 from shardwise.execution.state_values import StateOptions, require_same_call
 from shardwise.execution.torch_saves import flattened, write_distributed_folder, write_rank_files, write_whole_file
 from shardwise.execution.world import World
@@ -34,14 +35,14 @@ from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import TensorRef, without_compile
 from shardwise.planning.commit_plan import WrittenFiles, fresh
 from shardwise.planning.load_plan import OnDiffering
-from shardwise.planning.matching import FileForm, require_file_form
+from shardwise.planning.matching import FileForm
 from shardwise.report.save_reports import FilesReport
 from shardwise.storage.folders import FoldersWriter, folders_in, remove_folder
 
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """A model or an optimizer counts when the state does that it is a part of, and whose mark the folder has."""
+    """The state that a model or an optimizer is a part of, and is committed with."""
 
     saving: Saving
     parts: list[WrittenFiles] = field(default_factory=list)
@@ -62,18 +63,16 @@ class FilesPlace:
         Raises:
             ConfigError, RankMismatchError: the message has the argument.
         """
-
-        def check() -> None:
-            require_file_form(self.form)
-            if type(self.number) is not int or self.number < 0:
-                raise ConfigError(
-                    f"number={self.number!r} is the place of a model or optimizer in its folder, from 0 on"
-                )
-
-        world.run_all(check)
+        world.run_all(self._check)
         require_same_call(world, os.fspath(self.folder), self.form, self.number, modes, options=options)
 
+    def _check(self) -> None:
+        require_meant(hints_of(save_accelerate_model), {"form": self.form})
+        if type(self.number) is not int or self.number < 0:
+            raise ConfigError(f"number={self.number!r}: is not an index. Pass the position in the folder, from 0")
 
+
+@answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")
 def save_accelerate_model(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -99,8 +98,8 @@ def save_accelerate_model(
         form: in which form.
         number: of the model among those in the folder.
         only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's.
-        on_differing_buffers: buffers that have other values on some ranks than on others are the first rank's,
-            ``"first_rank"``, or an error, ``"error"``.
+        on_differing_buffers: for buffers whose values differ between ranks: ``"first_rank"`` writes those of the
+            first rank, ``"error"`` raises.
         options: budget, process group, timeouts.
 
     Raises:
@@ -115,6 +114,7 @@ def save_accelerate_model(
     return save_model(model, FilesPlace(Path(directory), number, form), only, on_differing_buffers, options)
 
 
+@answer_keywords(optimizer_index="Pass number=...")
 def save_accelerate_optimizer(
     model: nn.Module,
     optimizer: Optimizer,
@@ -182,7 +182,7 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, op
 
 
 def beside_trained(held: Sequence[TensorRef], adapter: str) -> list[str]:
-    """All names of tensors that are not trained, nor the adapter's own, in a model of which something is."""
+    """Return all names of tensors that are neither trained nor the adapter's. Empty if nothing is trained."""
     untouched = [
         name
         for item in held
@@ -207,7 +207,7 @@ def _write(
         return path, nbytes
     with locked_by_first_rank(world, place.folder, rename_journal.tidy, rename_journal.undo) as saving:
         path, nbytes, written = _written(world, saving, place, kind, state, home, options)
-        world.broadcast(lambda: committing.commit_written(saving.marked, written, _older(place, kind, written)))
+        world.broadcast(lambda: committing.commit_written(saving.locked, written, _older(place, kind, written)))
     return path, nbytes
 
 
@@ -266,7 +266,7 @@ def _older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[st
 
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
 _ALWAYS_THERE = "random_states_0.pkl"
-"""Of every state that counts."""
+"""A file in every committed state."""
 
 
 class LinkedFolder(str):
@@ -324,9 +324,9 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
         work = WorkFolder.of(saving)
         yield work
         seen = world.all_gather(_names_in, work)
-        names = sorted({name for told in seen for name in told})
+        names = sorted({name for found in seen for name in found})
         carried |= {name.rpartition("/")[0] for name in names} - {""}
-        world.broadcast(lambda: _commit_state(saving.marked, work, names))
+        world.broadcast(lambda: _commit_state(saving.locked, work, names))
 
 
 def newest_in(place: Path) -> Path | None:
@@ -350,7 +350,7 @@ def keep_newest(place: Path, newest: Path, limit: int | None) -> None:
     """
     found = [folder for _, folder in sorted(_numbered(place)) if (folder / _ALWAYS_THERE).is_file()]
     for folder in found[: max(0, len(found) - limit)] if limit is not None else ():
-        if folder != newest and not folder.is_symlink():  # else it is somebody else's, or elsewhere
+        if folder != newest and not folder.is_symlink():  # a link leads to another folder
             with locked_here(folder) as marked, FoldersWriter(folder) as writer:
                 rename_journal.tidy(marked)
                 writer.remove(_ALWAYS_THERE)  # a half of a state does not count as one
@@ -366,7 +366,7 @@ def _numbered(place: Path) -> list[tuple[int, Path]]:
 
 def _require_new(marked: LockedFolder) -> None:
     root = marked.writer.root
-    others = [name for name in os.listdir(root) if name not in marked.files]
+    others = [name for name in os.listdir(root) if name != LOCK_FILE]
     if others:
         raise StorageError(
             f"{root}: exists already. Set accelerator.project_configuration.iteration to the number that is to "
@@ -396,7 +396,7 @@ def _commit_state(marked: LockedFolder, work: WorkFolder, names: list[str]) -> N
 
 
 def _older_state(root: str, written: WrittenFiles) -> list[str]:
-    """Files of an older state that nothing new takes the place of."""
+    """Return the files of an older state that are not replaced by a new one."""
     with FoldersWriter(root, rename_journal.distributed_folders(root)) as writer:
         new = {*written.named, *written.beside}
         return [name for name in writer.list() if is_of_accelerate(name) and name not in new]

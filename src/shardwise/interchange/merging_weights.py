@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig
 from shardwise.engines import offline
 from shardwise.engines.arguments import hints_of, require_meant
 from shardwise.engines.offline import companions_of, config_content, templates_of, write_templates
-from shardwise.engines.outline import ModelOptions, class_of, config_of
+from shardwise.engines.outline import ModelOptions, class_of, config_of, outline
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.engines.verifying import verify_files
-from shardwise.errors import ConfigError, FormatError, StorageError
+from shardwise.errors import ConfigError, FormatError, StorageError, answer_keywords
 from shardwise.execution.committing import commit_written
 from shardwise.execution.locked_folder import locked_by_first_rank
 from shardwise.execution.reading import ReadExecutor, bytes_of
@@ -27,7 +27,7 @@ from shardwise.execution.rename_journal import home_of, lists_in, tidy, undo
 from shardwise.execution.saved_trees import read_objects
 from shardwise.execution.stream_out import Outgoing
 from shardwise.execution.torch_saves import Levels, flattened, load_plain, nested
-from shardwise.execution.world import ProgressBar, World
+from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.distributed import holds_optimizer, open_state, read_metadata
@@ -36,7 +36,7 @@ from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.torch_files import TorchFileContents, read_torch_file
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
-from shardwise.models.pretrained import assign_keys
+from shardwise.models.pretrained import assign_keys, progress_bar
 from shardwise.models.torch_api import to_torch
 from shardwise.planning.commit_plan import WrittenFiles, fresh, look_at_folder
 from shardwise.planning.load_memory import stored_tensors
@@ -85,6 +85,13 @@ class NamedOutputs:
         return {self.nest.get(item[0], (item[0],)): item for item in self.outgoing.tensors()}
 
 
+@answer_keywords(
+    save_path="Pass out=...",
+    output_path="Pass out=...",
+    safe_serialization='Pass file_format="bin" for pytorch_model.bin',
+    remove_checkpoint_dir="Pass remove_source=...",
+    model_path="Pass base=...",
+)
 def merge_weights(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -131,11 +138,11 @@ def merge_weights(
                 f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which "
                 "would be lost with it. Merge it without removing it"
             )
-        placer = stack.enter_context(offline.placer_of(reader, index))
+        executor = offline.executor_of(reader, index)
         if is_optimizer:
-            named = optimizer_outputs(reader, index, placer, base=base, dtype=dtype)
+            named = optimizer_outputs(reader, index, executor, base=base, dtype=dtype)
         else:
-            named = named_outputs(folder, index, placer, base=base, dtype=dtype)
+            named = named_outputs(folder, index, executor, base=base, dtype=dtype)
         file_format = "bin" if is_optimizer else file_format
         companions = _companions(named, folder, dtype)
         streamed, files = _write(named, companions, file_format, out, max_shard_bytes)
@@ -167,7 +174,7 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
         raise StorageError(f"{checkpoint}: no such file or folder. Check the path")
     if lists_in(home := home_of(checkpoint)):
         raise StorageError(
-            f"{home}: its last save was killed when it counted, and before its files had their names. Load it with "
+            f"{home}: its last save was interrupted between its commit and its renames. Load it with "
             "load_state, load_accelerate_model or load_accelerate_optimizer, and save it again"
         )
     opened = open_storage(checkpoint)
@@ -198,7 +205,6 @@ def _write(
             named.parameters,
             max_shard_bytes=max_shard_bytes,
             companions=companions,
-            label="Merging",
         )
 
 
@@ -222,7 +228,7 @@ def _write_torch_file(
     named.outgoing.require_bounded()
     written = WrittenTensors(bytes_by_file={named.torch_file: nbytes})
     with (
-        ProgressBar("Merging", World(0, 1), nbytes, enabled=True) as bar,
+        progress_bar("Merging", nbytes, enabled=True) as bar,
         locked_by_first_rank(World(0, 1), writer.root, tidy, undo) as saving,
     ):
         file = fresh(named.torch_file, saving.save_id)
@@ -236,17 +242,17 @@ def _write_torch_file(
                 writer.write(file, starts[tuple(map(str, way))] + at, [content])
                 written.add(key, at, content)
                 at += content.nbytes
-                bar.advance(content.nbytes)
+                bar.update(content.nbytes)
         writer.sync(file)
         writer.sync_names()
-        commit_written(saving.marked, WrittenFiles({named.torch_file: contents.file_nbytes}), [], companions)
+        commit_written(saving.locked, WrittenFiles({named.torch_file: contents.file_nbytes}), [], companions)
     return written
 
 
 def _write_around_tensors(writer: LocalWriter, file: str, named: NamedOutputs) -> TorchFileContents:
     """Create the file with all of ``torch.save``'s content except for the elements of tensors. Return their places.
 
-    ``torch.save`` writes a sparse file of its own, of memory that nobody touches, in a temporary folder.
+    ``torch.save`` writes a sparse file of untouched memory in a temporary folder.
     """
     places = named.places()
     empty = {way: torch.empty(shape, dtype=to_torch(dtype)) for way, (_, dtype, shape) in places.items()}
@@ -270,7 +276,7 @@ def _write_around_tensors(writer: LocalWriter, file: str, named: NamedOutputs) -
 
 
 def _folders_of(folder: Path, index: CheckpointIndex) -> list[Path]:
-    """The folders in which the checkpoint's files lie."""
+    """Return the folders of the checkpoint's files."""
     return sorted({(folder / file).parent for file in index.files})
 
 
@@ -280,7 +286,7 @@ def _remove(folder: Path, index: CheckpointIndex) -> str:
     files = [folder / file for file in index.files]
     files += [place / METADATA for place in folders if (place / METADATA).is_file()]
     try:
-        # What says how the others belong together goes first: the rest is then taken for what it is, a remainder.
+        # The metadata goes first, so that an interrupted removal leaves no folder that looks complete.
         for file in sorted(files, key=lambda file: file.name != METADATA):
             file.unlink()
         for place in folders:
@@ -295,7 +301,7 @@ def _remove(folder: Path, index: CheckpointIndex) -> str:
 
 
 def _read_back(out: Path, streamed: WrittenTensors, named: NamedOutputs, file_format: Format) -> None:
-    """Read everything that was written, as a stranger would.
+    """Read everything that was written, and compare it.
 
     Raises:
         StorageError: bytes differ from those written. The message names the tensor.
@@ -308,13 +314,13 @@ def _read_back(out: Path, streamed: WrittenTensors, named: NamedOutputs, file_fo
         damaged, compared = [*report.damaged, *report.damaged_files], report.compared
     if damaged or compared != len(streamed.fingerprints):
         raise StorageError(
-            f"{out}: {', '.join(map(shown, damaged[:5])) or 'tensors'} are not read back as they were written, "
+            f"{out}: {', '.join(map(shown, damaged[:5])) or 'tensors'} differ when they are read back, "
             "so the checkpoint they come from was not removed. Check the disk"
         )
 
 
 def _damaged_in(file: Path, streamed: WrittenTensors, named: NamedOutputs) -> list[str]:
-    """The keys of tensors that are not read as they were written from a file of ``torch.save``."""
+    """Return the keys of tensors in a file of ``torch.save`` that differ from what was written."""
     try:
         tree = dict(flattened(load_plain(file)))
     except FormatError:
@@ -329,7 +335,7 @@ def _damaged_in(file: Path, streamed: WrittenTensors, named: NamedOutputs) -> li
 def named_outputs(
     folder: Path,
     index: CheckpointIndex,
-    placer: ReadExecutor,
+    executor: ReadExecutor,
     *,
     base: str | os.PathLike[str] | None,
     dtype: str | None,
@@ -339,7 +345,7 @@ def named_outputs(
     if config_folder is None:
         return _as_named(
             index,
-            placer,
+            executor,
             dtype,
             f"no config.json in or above {folder}. Name the base (--base, base=) for the hub's",
         )
@@ -349,8 +355,8 @@ def named_outputs(
     except ConfigError as error:
         if base is not None:
             raise
-        return _as_named(index, placer, dtype, str(error))
-    return _as_on_hub(config_folder, config, index, placer, has_base=base is not None, dtype=dtype)
+        return _as_named(index, executor, dtype, str(error))
+    return _as_on_hub(config_folder, config, index, executor, has_base=base is not None, dtype=dtype)
 
 
 def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | None:
@@ -366,11 +372,11 @@ def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | 
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def _as_named(index: CheckpointIndex, placer: ReadExecutor, dtype: str | None, why: str) -> NamedOutputs:
-    """Every tensor as it is, under the name it has."""
+def _as_named(index: CheckpointIndex, executor: ReadExecutor, dtype: str | None, why: str) -> NamedOutputs:
+    """Return every tensor unchanged, under its own name."""
     if dtype is not None:
-        raise ConfigError(f"dtype={dtype!r} is applied as the model says, which is not known: {why}")
-    outgoing = Outgoing({key: (item.dtype, item) for key, item in stored_tensors(index).items()}, placer)
+        raise ConfigError(f"dtype={dtype!r} depends on the model, which is unknown: {why}")
+    outgoing = Outgoing({key: (item.dtype, item) for key, item in stored_tensors(index).items()}, executor)
     notes = [f"not taken along: {', '.join(map(shown, index.ignored[:5]))}"] if index.ignored else []
     adapted = sum(_OF_AN_ADAPTER in key for key in outgoing.made)
     if adapted:
@@ -382,9 +388,9 @@ def _as_named(index: CheckpointIndex, placer: ReadExecutor, dtype: str | None, w
 
 
 def optimizer_outputs(
-    reader: StorageReader, index: CheckpointIndex, placer: ReadExecutor, *, base: object, dtype: object
+    reader: StorageReader, index: CheckpointIndex, executor: ReadExecutor, *, base: object, dtype: object
 ) -> NamedOutputs:
-    """The state of an optimizer in dicts and lists, as it was saved.
+    """Return the state of an optimizer in dicts and lists, as it was saved.
 
     Raises:
         ConfigError: another output is requested.
@@ -395,15 +401,12 @@ def optimizer_outputs(
     skipped = 1 if _is_wrapped(metadata.levels.values()) else 0
     nest = {".".join(path): metadata.levels[path][skipped:] for path in metadata.tensors}
     objects = {way[skipped:]: value for way, value in read_objects(reader, metadata).items()}
-    named = _as_named(index, placer, None, "an optimizer's state")
+    named = _as_named(index, executor, None, "an optimizer's state")
     return replace(named, torch_file=OPTIMIZER_FILE, nest=nest, objects=objects)
 
 
 def _is_wrapped(paths: Iterable[Levels]) -> bool:
-    """Return whether all is in one dict, as accelerate saves it: {"optimizer": {"state": ..., "param_groups".
-
-    ...}}.
-    """
+    """Return whether all is in one dict, as accelerate saves it: ``{"optimizer": {"state": ...}}``."""
     found = list(paths)
     inner = {path[1] for path in found if len(path) > 1}
     return (
@@ -421,13 +424,14 @@ def _as_on_hub(
     folder: Path,
     config: PreTrainedConfig,
     index: CheckpointIndex,
-    placer: ReadExecutor,
+    executor: ReadExecutor,
     *,
     has_base: bool,
     dtype: str | None,
 ) -> NamedOutputs:
-    """The model's tensors as the hub has them."""
-    source = offline.read_source(folder, config, index, placer, _options(dtype))
+    """Return the model's tensors as the hub has them."""
+    built = outline(folder, config, index, _options(dtype))
+    source = offline.bind_offline(config, index, built, executor)
     if dtype is None:
         source = source.as_stored()
     if has_base and (transforms := _used_for(folder, config, source)):
@@ -436,9 +440,10 @@ def _as_on_hub(
         pretrained.record_conversions(source.built.model, source.built.transforms)
     outputs = source.revert()
     parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
-    outgoing = Outgoing(offline.made_of(source, outputs, source.by_every_name()), placer)
-    notes = (*source.notes, *offline.ties_undone(source))
-    return NamedOutputs(outgoing, f"the hub's, by {folder / 'config.json'}", folder, parameters, notes)
+    outgoing = Outgoing(offline.merged_outputs(source, outputs, source.by_every_name()), executor)
+    return NamedOutputs(
+        outgoing, f"the hub's, by {folder / 'config.json'}", folder, parameters, tuple(source.notes)
+    )
 
 
 def _used_for(folder: Path, config: PreTrainedConfig, source: offline.OfflineModel) -> list[Any]:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
-import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import load_checkpoint
 from shardwise.engines.model_states import set_model_values, stored_values
-from shardwise.errors import FormatError, KeyMismatchError, StorageError
+from shardwise.errors import FormatError, KeyMismatchError, StorageError, answer_keywords
 from shardwise.execution.rename_journal import as_renamed
 from shardwise.execution.state_values import StateOptions, require_same_call
 from shardwise.execution.torch_saves import load_plain
@@ -44,30 +42,29 @@ _NOT_READ = {
 }
 
 
+@answer_keywords()
 @torch.no_grad()
 def load_trainer_checkpoint(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
     *,
     optimizer: Optimizer | None = None,
-    scheduler: Scheduler | None = None,
-    load_rng_state: bool = True,
+    scheduler: LRScheduler | None = None,
     adapter: str = "default",
     order: ParameterOrder = "name",
     on_unexpected: OnFault = "error",
     options: StateOptions = StateOptions(),  # noqa: B008
 ) -> TrainerReport:
-    """Restore model, optimizer, schedule and random numbers from a ``checkpoint-N`` of the Trainer's.
+    """Restore model, optimizer and schedule from a ``checkpoint-N`` of the Hugging Face Trainer.
 
     The model's weights are read from ``pytorch_model_fsdp*`` if it exists, otherwise from the files of
     ``save_pretrained``. Those of a PEFT model are its adapter's. The optimizer is ``optimizer.bin``,
     ``optimizer_0/`` or files of ranks, as
     :func:`~shardwise.interchange.accelerate_reading.load_accelerate_optimizer` reads them, or ``optimizer.pt``,
-    which has numbers for parameters: see ``order``. Every rank reads its own bytes, on any number of ranks but for
-    files of ranks.
+    which has numbers for parameters: see ``order``. Every rank reads its own bytes, on any number of ranks (files
+    of ranks need the same number).
 
-    Whether everything is there and sound is looked at before anything is changed, but for the tensors of the
-    optimizer.
+    Everything but the tensors of the optimizer is checked before anything is changed.
 
     Collective: yes, over ``options.process_group`` (default: all ranks). Memory: ``options.budget_bytes``. For
     files of ``save_pretrained``, that of a load.
@@ -77,10 +74,9 @@ def load_trainer_checkpoint(
         checkpoint: the folder.
         optimizer: to restore, created as when it was saved. It needs no state.
         scheduler: to be restored, after the optimizer.
-        load_rng_state: restore the state of this rank's generators of random numbers, on as many ranks as there
-            were.
         adapter: of a PEFT model, which one.
-        order: ``"position"`` where ``optimizer.pt`` does not name parameters, and the optimizer was made alike.
+        order: ``"position"`` if ``optimizer.pt`` does not name parameters, and the optimizer was made in the
+            same way.
         on_unexpected: ``Ignore(only=...)`` for tensors of the checkpoint that the model does not have.
         options: budget, process group, timeouts.
 
@@ -104,7 +100,6 @@ def load_trainer_checkpoint(
             file = world.run_all(lambda: folder.weights_of(adapter) if is_adapter else None)
             left_out = _never_restored(folder, model)
             schedule = world.run_all(schedule_in, folder, scheduler, left_out)
-            rng_state = world.run_all(read_rng_state, folder, world, left_out, wanted=load_rng_state)
         set_model = _set_model(world, model, folder, file, adapter, on_unexpected, options)
         if optimizer is None and folder.optimizer is not None:
             left_out["optimizer"] = "it was not given"
@@ -118,9 +113,6 @@ def load_trainer_checkpoint(
         if scheduler is not None and schedule is not None:
             world.run_all(restore_schedule, folder, scheduler, schedule)
             restored.append("scheduler")
-        if rng_state is not None:
-            _set_rng_state(rng_state)
-            restored.append("random numbers")
     return TrainerReport(
         checkpoint=str(folder.path),
         step=folder.step,
@@ -136,7 +128,9 @@ def load_trainer_checkpoint(
 def _never_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
     """Return the parts that are never restored, with reasons."""
     found = {name: why for name, why in _NOT_READ.items() if name in folder.names}
-    found["position in the data"] = f"the data are not the model's. Go on after {folder.step} steps"
+    found["position in the data"] = f"the data are not the model's. Skip the batches of {folder.step} steps"
+    if any(name.startswith("rng_state") for name in folder.names):
+        found["random numbers"] = "they belong to the Trainer's order of data and number of ranks. Seed the ranks"
     if has_adapters(model):
         found["base weights"] = "only the adapter was saved; they are as they were"
     return found
@@ -270,21 +264,12 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 _SCHEDULER_FILE = "scheduler.pt"
-_RANDOM = re.compile(r"rng_state(?:_(\d{1,9}))?\.pth")
-
-
-class Scheduler(Protocol):
-    """A schedule of learning rates, as in ``torch.optim.lr_scheduler``."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def schedule_in(
-    folder: TrainerFolder, scheduler: Scheduler | None, not_restored: dict[str, str]
+    folder: TrainerFolder, scheduler: LRScheduler | None, not_restored: dict[str, str]
 ) -> dict[str, Any] | None:
-    """The scheduler's state, if it is one of this kind of scheduler.
+    """Return the scheduler's state, or None if it is not restored.
 
     Raises:
         KeyMismatchError: it is of another.
@@ -309,8 +294,8 @@ def schedule_in(
     return state
 
 
-def restore_schedule(folder: TrainerFolder, scheduler: Scheduler, state: dict[str, Any]) -> None:
-    """Put a state that has been looked at into a scheduler.
+def restore_schedule(folder: TrainerFolder, scheduler: LRScheduler, state: dict[str, Any]) -> None:
+    """Set the checked state of a scheduler.
 
     Raises:
         KeyMismatchError: the scheduler refuses it.
@@ -322,50 +307,3 @@ def restore_schedule(folder: TrainerFolder, scheduler: Scheduler, state: dict[st
             f"{folder.path / _SCHEDULER_FILE}: {type(scheduler).__name__} refuses it ({type(error).__name__}: "
             f"{error}). Make the scheduler as it was made when it was saved"
         ) from error
-
-
-def read_rng_state(
-    folder: TrainerFolder, world: World, not_restored: dict[str, str], *, wanted: bool
-) -> dict[str, Any] | None:
-    """Return the checked states of this rank's random generators, or None if they are not restored.
-
-    Raises:
-        FormatError: the file is no state of random number generators.
-    """
-    what = "random numbers"
-    files = [name for name in folder.names if _RANDOM.fullmatch(name)]
-    if not wanted:
-        not_restored[what] = "load_rng_state=False was asked for"
-        return None
-    expected = [f"rng_state_{rank}.pth" for rank in range(world.size)] if world.size > 1 else ["rng_state.pth"]
-    if not files:
-        not_restored[what] = "the checkpoint has no rng_state*.pth"
-        return None
-    if sorted(files) != sorted(expected):
-        not_restored[what] = f"there are those of {len(files)} ranks, and now there are {world.size}"
-        return None
-    file = folder.path / expected[world.rank]
-    array = np.array([0], dtype=np.uint32)
-    rebuild = array.__reduce__()[0]
-    state: dict[str, Any] = load_plain(file, also=[rebuild, np.ndarray, np.dtype, type(array.dtype)])
-    try:
-        random.Random().setstate(state["python"])
-        np.random.RandomState().set_state(state["numpy"])
-        torch.Generator().set_state(state["cpu"].clone())
-    except Exception as error:  # of whatever a stranger wrote there
-        raise FormatError(
-            f"{file}: holds no state of random number generators: {type(error).__name__}: {error}"
-        ) from error
-    return state
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the states of generators. A state of one CUDA device is set on the current one."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.random.set_rng_state(state["cpu"].clone())
-    cuda = state.get("cuda", ())
-    if torch.cuda.is_available() and isinstance(cuda, torch.Tensor):
-        torch.cuda.set_rng_state(cuda)
-    elif torch.cuda.is_available() and len(cuda):
-        torch.cuda.set_rng_state_all(cuda)

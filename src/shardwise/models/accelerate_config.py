@@ -1,14 +1,13 @@
-"""Reads how a configuration of accelerate, or of the Trainer, shards a model, in the terms of FSDP2.
+"""Translates the sharding in a configuration of accelerate or of the Trainer to FSDP2.
 
-Three things are read: the YAML of ``accelerate config`` (``fsdp_config`` with the prefix ``fsdp_``, mixed
-precision, ``parallelism_config``), the Trainer's ``fsdp`` and ``fsdp_config`` (without a prefix), and an
-``fsdp_config`` alone. Keys of FSDP1 are translated to FSDP2 with a note, or rejected.
+It reads the YAML of ``accelerate config`` (``fsdp_config`` with the prefix ``fsdp_``, mixed precision,
+``parallelism_config``), the Trainer's ``fsdp`` and ``fsdp_config`` (without a prefix), or an ``fsdp_config`` alone.
+Keys of FSDP1 are translated to FSDP2 with a note, or rejected.
 """
 
-import difflib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,23 +15,13 @@ import torch
 import yaml
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardwise.errors import ConfigError
-from shardwise.models.policies import Classes, MinSize, WrapPolicy
+from shardwise.errors import ConfigError, nearest
+from shardwise.models.policies import UNUSED_BY_FSDP2, Classes, MinSize, WrapPolicy
 
 _MAX_BYTES = 1_000_000
 
 _RESHARDS: Final = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 _PRECISIONS: Final = {"no": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-_MEANINGLESS: Final = {
-    **dict.fromkeys(
-        ("backward_prefetch", "backward_prefetch_policy", "forward_prefetch"), "FSDP2 orders its gathers itself"
-    ),
-    "limit_all_gathers": "FSDP2 bounds its gathers itself",
-    "sync_module_states": "every rank reads its own bytes",
-    "use_orig_params": "FSDP2 always has the original parameters",
-}
-"""Keys that nothing is made of, and why."""
 
 _REFUSED: Final = {
     **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"), "FSDP on TPUs is not supported"),
@@ -40,35 +29,38 @@ _REFUSED: Final = {
     "deepspeed_config": "only FSDP2 is done here",
     "megatron_lm_config": "only FSDP2 is done here",
 }
-"""Keys that cannot be honored where they are set, and why."""
+"""Keys that cannot be honored, and why."""
 
 _FSDP_KEYS: Final[Mapping[str, Any]] = {
-    **dict.fromkeys((*_MEANINGLESS, *_REFUSED, "cpu_ram_efficient_loading", "xla_fsdp_settings"), object),
-    **dict.fromkeys(("offload_params", "cpu_offload", "activation_checkpointing"), bool),
+    **dict.fromkeys((*UNUSED_BY_FSDP2, *_REFUSED, "cpu_ram_efficient_loading", "xla_fsdp_settings"), object),
+    **dict.fromkeys(("offload_params", "activation_checkpointing"), bool),
     **dict.fromkeys(("activation_checkpointing_offload", "reshard_after_forward"), bool),
-    **dict.fromkeys(("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap"), object),
-    **dict.fromkeys(("min_num_params", "mixed_precision_policy"), object),
+    **dict.fromkeys(("transformer_layer_cls_to_wrap", "min_num_params", "mixed_precision_policy"), object),
     "version": ("1", "2"),
-    # FSDP1 numbers them, too; without sharding there would be nothing to do
     "sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
     "state_dict_type": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
 }
-"""Keys of FSDP, without their prefix: ``bool``, one of these words (or its number, from 1), or any value."""
+"""Type of each key, without its prefix: ``bool``, one of these words (or its number, from 1), or any value."""
+
+_ALIASES: Final = {
+    "cpu_offload": "offload_params",
+    "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap",
+}
 
 
 def read_accelerate_config(
     source: str | os.PathLike[str] | Mapping[str, Any],
 ) -> tuple[dict[str, Any], int, list[str]]:
-    """Read a file (YAML or JSON), or the values of one.
+    """Read a file (YAML or JSON), or its values.
 
     Returns:
-        Return fields of a :class:`~shardwise.models.wrap.Sharding` except for its mesh, the number of replicas, and
-        notes on keys that have no meaning here, or another one.
+        The fields of a :class:`~shardwise.models.wrap.Sharding` except for its mesh, the number of replicas, and
+        notes on keys without effect.
 
     Raises:
-        ConfigError: it cannot be read, or naming every key that is unknown, contradicts another, or cannot be
-            honored.
+        ConfigError: it cannot be read, or keys are unknown, contradictory, or not supported. The message has every
+            such key.
     """
     name = "the configuration" if isinstance(source, Mapping) else os.fspath(source)
     reading = _Reading(source if isinstance(source, Mapping) else _read_file(Path(source)))
@@ -94,7 +86,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
 
 
 class _Reading:
-    """One configuration: ``fsdp`` has its keys of FSDP without prefix, ``faults`` and ``notes`` a sentence each."""
+    """One configuration. ``fsdp`` are its keys of FSDP without prefix, ``faults`` and ``notes`` are sentences."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -109,7 +101,8 @@ class _Reading:
             nested = {}
         own = {key: value for key, value in values.items() if _is_of_fsdp(key)}
         for key, value in {**own, **nested}.items():
-            self._take(key.removeprefix("fsdp_"), key, value)
+            plain = key.removeprefix("fsdp_")
+            self._take(_ALIASES.get(plain, plain), key, value)
         self.fsdp = {**self._words(values.get("fsdp")), **self.fsdp}
         kind = str(values.get("distributed_type", "FSDP")).rpartition(".")[2].upper()
         if kind not in ("FSDP", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "NO"):
@@ -120,9 +113,9 @@ class _Reading:
             )
 
     def _take(self, plain: str, key: str, value: Any) -> None:
-        """Put down a value as a bool, as one of the words of its key, or as it is."""
+        """Convert the value of a key to its type."""
         if plain not in _FSDP_KEYS:
-            self.faults.append(f"{key}: no such key{_near(plain, _FSDP_KEYS)}")
+            self.faults.append(f"{key}: no such key. {nearest(plain, _FSDP_KEYS)}".rstrip())
             return
         kind, text = _FSDP_KEYS[plain], str(value).rpartition(".")[2].upper()
         if plain == "reshard_after_forward" and text in _RESHARDS:
@@ -137,13 +130,13 @@ class _Reading:
             word = kind[int(text) - 1] if text.isdecimal() and 1 <= int(text) <= len(kind) else text
             if word not in kind or word == "NO_SHARD":
                 words = [known for known in kind if known != "NO_SHARD"]
-                self.faults.append(f"{key}={value!r}: it must be one of {', '.join(words)}{_near(text, kind)}")
+                self.faults.append(f"{key}={value!r}: it must be one of {', '.join(words)}")
             value = word
         if value is not None and self.fsdp.setdefault(plain, value) != value:
             self.faults.append(f"{key}={value!r} and {plain}={self.fsdp[plain]!r} are one key. Give one of them")
 
     def _words(self, legacy: Any) -> dict[str, Any]:
-        """Return the keys that the Trainer's ``fsdp`` means, which is true, or words."""
+        """Return the keys for the Trainer's ``fsdp``, which is true, or words."""
         if not legacy:
             return {}
         words = [] if legacy is True else legacy.split() if isinstance(legacy, str) else [str(it) for it in legacy]
@@ -161,12 +154,9 @@ class _Reading:
         }
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a Sharding but for its mesh."""
+        """Return the fields of a Sharding except for its mesh."""
         self._note()
         dtype = self._dtype()
-        offloads: dict[str, Any] = {
-            key: self.fsdp[key] for key in ("offload_params", "cpu_offload") if key in self.fsdp
-        }
         strategy = self.fsdp.get("sharding_strategy")
         reshards = {key: self.fsdp[key] for key in ("reshard_after_forward",) if key in self.fsdp}
         if strategy in _RESHARDS:
@@ -175,7 +165,7 @@ class _Reading:
             "wrap": self._wrap(),
             # accelerate computes, reduces and returns in one dtype
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
-            "offload_policy": CPUOffloadPolicy() if self._one_of(offloads, default=False) else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy() if self.fsdp.get("offload_params") else OffloadPolicy(),
             "reshard_after_forward": bool(self._one_of(reshards, default=True)),
             "activation_checkpointing": bool(self.fsdp.get("activation_checkpointing")),
         }
@@ -184,7 +174,7 @@ class _Reading:
         if self.fsdp.get("version", "1" if "sharding_strategy" in self.fsdp else "2") == "1":
             self.notes.append("it was written for FSDP1. The model is sharded by FSDP2")
         self.notes += [
-            f"{key}: {why}, so it means nothing" for key, why in _MEANINGLESS.items() if key in self.fsdp
+            f"{key}: {why}, so it means nothing" for key, why in UNUSED_BY_FSDP2.items() if key in self.fsdp
         ]
         if (kind := self.fsdp.get("state_dict_type")) is not None:
             form = "'full'" if kind == "FULL_STATE_DICT" else "'sharded'"
@@ -204,14 +194,9 @@ class _Reading:
         return next(iter(given.values()), default)
 
     def _wrap(self) -> WrapPolicy:
-        names = tuple(
-            dict.fromkeys(
-                name.strip()
-                for key in ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap")
-                for value in (self.fsdp.get(key) or (),)
-                for name in (value.split(",") if isinstance(value, str) else map(str, value))
-            )
-        )
+        classes = self.fsdp.get("transformer_layer_cls_to_wrap") or ()
+        listed = classes.split(",") if isinstance(classes, str) else map(str, classes)
+        names = tuple(dict.fromkeys(name.strip() for name in listed))
         numel = self.fsdp.get("min_num_params")
         default = "TRANSFORMER_BASED_WRAP" if names else "SIZE_BASED_WRAP" if numel else "NO_WRAP"
         policy = self.fsdp.get("auto_wrap_policy", default)
@@ -276,10 +261,4 @@ class _Reading:
 
 def _is_of_fsdp(key: str) -> bool:
     is_named = key.startswith("fsdp") and key not in ("fsdp", "fsdp_config")
-    return is_named or key in _FSDP_KEYS
-
-
-def _near(name: str, known: Collection[str]) -> str:
-    """Return the name most likely meant, for an error."""
-    found = difflib.get_close_matches(name, sorted(known), 1, 0.6)
-    return f"; did you mean {found[0]}?" if found else ""
+    return is_named or key in _FSDP_KEYS or key in _ALIASES

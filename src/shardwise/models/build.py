@@ -1,4 +1,4 @@
-"""A transformers model on meta, as ``from_pretrained`` builds it, and transformers' functions that fill it."""
+"""Construction of a transformers model on meta, and transformers' own functions that load one."""
 
 import contextlib
 from collections.abc import Collection, Iterable, Mapping
@@ -12,7 +12,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression, Hole, concat, slice_dim
-from shardwise.errors import ConfigError, FormatError, KnownNames
+from shardwise.errors import ConfigError, FormatError, KnownNames, require_names
 from shardwise.models import pretrained
 from shardwise.models.initialize import NewRows
 from shardwise.models.pretrained import models_of
@@ -27,24 +27,17 @@ with KnownNames("transformers", "5.17 to 5.23"):
     from transformers.monkey_patching import patch_output_recorders
     from transformers.utils.loading_report import LoadStateDictInfo
 
-    for _name in [
-        "_from_config",
-        "get_init_context",
-        "_load_pretrained_model",
-        "_move_missing_keys_from_meta_to_device",
-    ]:
-        getattr(PreTrainedModel, _name)
+    require_names(PreTrainedModel, "_from_config get_init_context _load_pretrained_model")
+    require_names(PreTrainedModel, "_move_missing_keys_from_meta_to_device")
 
 
 def read_config(
     directory: Path, model_class: Any = None, *, trust_remote_code: bool, overrides: Mapping[str, Any]
 ) -> PreTrainedConfig:
-    """The model's config with ``overrides`` applied.
-
-    A model class reads it by its own config class, as its ``from_pretrained`` does.
+    """Return the model's config with ``overrides`` applied, read by the config class of a model class.
 
     Raises:
-        ConfigError: when there is none, it cannot be read, or an override is unknown to it.
+        ConfigError: there is none, it cannot be read, or it does not have an override.
     """
     if directory.is_dir() and not (directory / "config.json").is_file():
         raise ConfigError(
@@ -67,12 +60,12 @@ def read_config(
 def resolve_class(
     config: PreTrainedConfig, model_class: Any, directory: Path, *, trust_remote_code: bool
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The model class and the config it takes.
+    """Return the model class and its config.
 
     ``model_class`` is a model class, an Auto class, or None for the class named by ``config.architectures``.
 
     Raises:
-        ConfigError: when no class is found, or it is the checkpoint's own code and there is no consent to run it.
+        ConfigError: no class is found, or it is the checkpoint's own code without ``trust_remote_code``.
     """
     if model_class is None:
         return _class_from_config(config, directory, trust_remote_code=trust_remote_code)
@@ -125,15 +118,15 @@ def _class_from_config(
 def resolve_dtype(
     dtype: str | torch.dtype, config: PreTrainedConfig, stored: Iterable[DType], named: str | None = None
 ) -> torch.dtype:
-    """Return the dtype of the model: the given one, or for "auto" that of transformers' ``from_pretrained``.
+    """Return the dtype of the model, for "auto" that of transformers' ``from_pretrained``.
 
-    That is the dtype of the config, else the one ``named`` by the checkpoint's index, else the first floating one
-    of ``stored`` that a model can be built in. It is also set on the config and its sub-configs.
+    That is the dtype of the config, otherwise the one ``named`` by the checkpoint's index, otherwise the first
+    float of at least 16 bits in ``stored``. It is also set on the config and its sub-configs.
     """
+    found: object = dtype
     if dtype == "auto":
-        found = getattr(config, "dtype", None) or named or _first_floating(stored)
-    else:
-        found = dtype
+        floats = (to_torch(each) for each in stored if each.kind == "float" and each.bits >= 16)
+        found = getattr(config, "dtype", None) or named or next(floats, torch.get_default_dtype())
     if isinstance(found, str):
         found = getattr(torch, found, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
@@ -146,21 +139,14 @@ def resolve_dtype(
     return found
 
 
-def _first_floating(stored: Iterable[DType]) -> torch.dtype:
-    for dtype in stored:
-        if dtype.kind == "float" and dtype.bits >= 16:
-            return to_torch(dtype)
-    return torch.get_default_dtype()
-
-
 def build_on_meta(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, directory: Path
 ) -> PreTrainedModel:
-    """The model with every tensor on meta and nothing tied, in evaluation mode.
+    """Build the model on meta, without ties, in evaluation mode.
 
     Raises:
-        ConfigError: when the class cannot be built from the config.
-        FormatError: when the checkpoint's ``generation_config.json`` cannot be read.
+        ConfigError: the class cannot be built from the config.
+        FormatError: the checkpoint's ``generation_config.json`` cannot be read.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -179,7 +165,7 @@ def build_on_meta(
 
 
 def _generation_config(directory: Path) -> GenerationConfig | None:
-    """Return the checkpoint's own, otherwise the generation fields of its model config, as in old checkpoints.
+    """Return the checkpoint's generation config, in old checkpoints the generation fields of its model config.
 
     Raises:
         FormatError: it cannot be read.
@@ -192,18 +178,17 @@ def _generation_config(directory: Path) -> GenerationConfig | None:
         return None
     try:
         return GenerationConfig.from_pretrained(directory, **keywords)
-    except Exception as error:  # of many kinds, of whatever a stranger wrote there
+    except Exception as error:  # the content is untrusted, and errors are of many kinds
         raise FormatError(
             f"{file} in {directory}: is not a generation config ({error}). It is damaged: restore the file"
         ) from error
 
 
 def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[str, str]) -> None:
-    """Give the tensors the model keeps in float32 that dtype, still on meta.
+    """Change the dtype of tensors on meta that the model keeps in another dtype, such as float32.
 
-    As in transformers, a tensor made by a conversion follows the first tensor that the conversion makes:
-    ``siblings`` maps its name to that one's. Tensors that are in neither mapping nor checkpoint keep the dtype
-    they were built with.
+    As in transformers, the result of a conversion follows the conversion's first result: ``siblings`` maps its name
+    to that one's. Tensors without a sibling keep their dtype.
     """
     kept_dtype = pretrained.kept_dtypes(model, dtype)
     for item in collect_tensors(model):
@@ -215,7 +200,7 @@ def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[st
 
 @dataclass(frozen=True, slots=True)
 class ResizeVocab:
-    """The number of tokens a model is to have, and how those that the checkpoint lacks begin."""
+    """The number of tokens of a model, and the values of new rows."""
 
     size: int
     rows: NewRows = "initialized"
@@ -226,7 +211,7 @@ class ResizeVocab:
 
 
 def set_vocab_size(config: PreTrainedConfig, size: int) -> None:
-    """Have a model of this config built with so many tokens.
+    """Set the number of tokens in a config.
 
     Raises:
         ConfigError: the config has no vocabulary.
@@ -240,10 +225,10 @@ def set_vocab_size(config: PreTrainedConfig, size: int) -> None:
 
 
 def vocabulary_tensors(model: PreTrainedModel, held: list[TensorRef]) -> set[str]:
-    """Return the names of tensors with a row for each token: the input embedding, the head, and the head's bias.
+    """Return the names of tensors with a row for each token: the input embedding, the head, and its bias.
 
     Raises:
-        ConfigError: the model's class does not return its embedding.
+        ConfigError: the model has no input embedding.
     """
     try:
         modules = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -254,22 +239,22 @@ def vocabulary_tensors(model: PreTrainedModel, held: list[TensorRef]) -> set[str
 
 
 def resized(bindings: Bindings, names: set[str], size: int) -> Bindings:
-    """The bindings of a model with ``size`` tokens: rows are left away, or left to be filled."""
-
-    def fitted(expression: Expression) -> Expression:
-        rows = expression.shape[0]
-        if rows >= size:
-            return slice_dim(expression, 0, 0, size)
-        return concat([expression, Hole((size - rows, *expression.shape[1:]), expression.dtype)], 0)
-
-    offers: Mapping[str, tuple[Expression, ...]] = {
-        name: tuple(map(fitted, found)) if name in names else found for name, found in bindings.offers.items()
-    }
+    """Return the bindings for a model with ``size`` tokens. ``names`` are its tensors with a row for each token."""
+    offers = dict(bindings.offers)
+    for name in names & offers.keys():
+        offers[name] = tuple(_with_rows(expression, size) for expression in offers[name])
     return replace(bindings, offers=offers)
 
 
+def _with_rows(expression: Expression, size: int) -> Expression:
+    rows = expression.shape[0]
+    if rows >= size:
+        return slice_dim(expression, 0, 0, size)
+    return concat([expression, Hole((size - rows, *expression.shape[1:]), expression.dtype)], 0)
+
+
 def registered_model_class(config: PreTrainedConfig, names: Collection[str]) -> Any:
-    """A class of one of these names that a user has registered for a config with an Auto class, if there is one."""
+    """Return a class of one of these names that a user has registered with an Auto class, or None."""
     for auto_class in list(vars(modeling_auto).values()):
         own = getattr(models_of(auto_class), "_extra_content", {})
         found = own.get(type(config)) if isinstance(own, dict) else None
@@ -279,7 +264,7 @@ def registered_model_class(config: PreTrainedConfig, names: Collection[str]) -> 
 
 
 def auto_model_class(config: PreTrainedConfig, auto_class: Any) -> tuple[Any, PreTrainedConfig]:
-    """The class an Auto class stands for with this config, and the config that class takes (as Auto does it).
+    """Return the model class of an Auto class for this config, and the config of that class.
 
     Raises:
         ConfigError: the Auto class does not have the config.
@@ -294,11 +279,11 @@ def auto_model_class(config: PreTrainedConfig, auto_class: Any) -> tuple[Any, Pr
     return found, config
 
 
-def remote_model_class(reference: str, name_or_path: str, **hub: Any) -> Any:
-    """The class of a checkpoint that brings its own code. Runs that code: only with the user's consent."""
+def remote_model_class(reference: str, folder: str) -> Any:
+    """Import the model class in a checkpoint's own code, with the user's consent."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    return get_class_from_dynamic_module(reference, name_or_path, **hub)
+    return get_class_from_dynamic_module(reference, folder)
 
 
 def choose_implementations(
@@ -312,9 +297,9 @@ def choose_implementations(
 
 
 def loading_door() -> tuple[Any, str]:
-    """The class and the name of the function by which ``from_pretrained`` fills a model that is on meta.
+    """Return the class and the name of the function by which ``from_pretrained`` fills a model on meta.
 
-    It is given the model, a state dict or None, the files or None, and a config of the load.
+    Its arguments are the model, a state dict or None, the files or None, and a config of the load.
     """
     return PreTrainedModel, "_load_pretrained_model"
 
@@ -322,29 +307,29 @@ def loading_door() -> tuple[Any, str]:
 def placing_door() -> tuple[Any, str]:
     """Return the class and the name of transformers' function that allocates missing tensors for initialization.
 
-    Its arguments begin with the model and the names of missing tensors. Under FSDP it treats the first rank and
-    others apart, and in transformers 5.17 gives all of a model memory on the others.
+    Its first arguments are the model and the names of missing tensors. Under FSDP it differs between ranks, and in
+    transformers 5.17 allocates the full model on all but the first.
     """
     return PreTrainedModel, "_move_missing_keys_from_meta_to_device"
 
 
 def loads_for_fsdp() -> bool:
-    """Return whether the environment requests ``from_pretrained`` to leave other ranks without weights for FSDP."""
+    """Return whether the environment requests that ``from_pretrained`` loads weights on the first rank only."""
     return bool(is_fsdp_enabled())
 
 
 def is_plain_load(config: Any) -> bool:
-    """Return whether a load is neither quantized, nor dealt to devices by a map or a mesh."""
+    """Return whether a load is neither quantized nor has a device map or a mesh."""
     return not config.is_quantized and config.device_map is None and config.device_mesh is None
 
 
 def dtype_of_load(config: Any) -> torch.dtype:
-    """The dtype in which a model is loaded."""
+    """Return the dtype in which a model is loaded."""
     return config.dtype or torch.get_default_dtype()
 
 
 def load_outcome(missing: set[str], unexpected: set[str], mismatched: set[tuple[str, Any, Any]]) -> Any:
-    """Return the loading info that transformers continues from: it ties, initializes and reports."""
+    """Return the loading info with which transformers ties, initializes and reports."""
     return LoadStateDictInfo(
         missing_keys=missing,
         unexpected_keys=unexpected,

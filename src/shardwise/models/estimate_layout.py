@@ -1,7 +1,7 @@
-"""Groups and per-rank layouts that ``wrap`` would create on any mesh, computed without a mesh.
+"""Groups and layouts that ``wrap`` would create on a mesh, and the activations of a step, without processes.
 
-Groups, unsharded parameters and split dimensions come from :mod:`shardwise.models.policies`, the indices of a rank
-from torch's own placements. So this module has no sharding logic of its own, and the estimate matches the load.
+Groups, unsharded parameters and split dimensions come from :mod:`shardwise.models.policies`, and the indices of a
+rank from torch's placements, as in a load.
 """
 
 import inspect
@@ -14,11 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from shardwise.errors import ShardingError
 from shardwise.layout import (
     Activations,
     GroupLayout,
-    LocalBox,
     MeshShape,
     ModelLayout,
     Origin,
@@ -27,7 +25,7 @@ from shardwise.layout import (
     TensorLayout,
     WorldLayout,
 )
-from shardwise.models.policies import Group, WrapPolicy, group_parameters, shard_dim
+from shardwise.models.policies import WrapPolicy, group_parameters, shard_dim
 from shardwise.models.torch_api import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
 from shardwise.models.view import (
     TensorRef,
@@ -51,9 +49,8 @@ def predict_layout(
 ) -> WorldLayout:
     """Return the layout that :func:`~shardwise.models.wrap.wrap` would give a model that is not sharded yet.
 
-    ``root`` is the wrapped module, by default the model. Names of groups are relative to it.
-
-    Pure: needs no process group, and leaves the model as it is.
+    ``root`` is the wrapped module, by default the model. Names of groups are relative to it. No process group is
+    needed, and the model is not changed.
 
     Raises:
         ShardingError: the policy matches nothing, or ``fully_shard`` would reject a parameter.
@@ -61,10 +58,6 @@ def predict_layout(
     held = collect_tensors(model)
     grouping = group_parameters(root or model, policy, kept_whole)
     fqns = {item.tensor: item.fqn for item in held}
-
-    def layout_of_group(group: Group) -> GroupLayout:
-        return GroupLayout(group.modules, tuple(fqns[parameter] for parameter in group.parameters))
-
     spreader = _Spreader(mesh, set(grouping.whole))
     spreads: dict[str, Spread] = {}
     tensors: list[TensorLayout] = []
@@ -76,13 +69,16 @@ def predict_layout(
         mesh=mesh,
         first=ModelLayout(tuple(tensors)),
         spreads=spreads,
-        groups=(*map(layout_of_group, grouping.blocks), layout_of_group(grouping.root)),
+        groups=tuple(
+            GroupLayout(group.modules, tuple(fqns[parameter] for parameter in group.parameters))
+            for group in (*grouping.blocks, grouping.root)
+        ),
         whole={fqns[parameter]: reason for parameter, reason in grouping.whole.items()},
     )
 
 
 class _Spreader:
-    """Spreads of tensors over a mesh, one object for all of the same shape, memory and placement."""
+    """Spreads of tensors over a mesh, one for all tensors of equal shape, strides and placement."""
 
     def __init__(self, mesh: MeshShape, whole: set[nn.Parameter]) -> None:
         self.mesh = mesh
@@ -90,38 +86,31 @@ class _Spreader:
         self.made: dict[object, Spread] = {}
 
     def spread(self, item: TensorRef) -> tuple[Spread, str]:
-        """Return the distribution of a tensor, and its description."""
+        """Return the spread of a tensor, and its description."""
         tensor = item.tensor
+        shape = tuple(tensor.shape)
+        key: object = (shape, tuple(tensor.stride()))
         if item.kind is not TensorKind.PARAMETER or tensor in self.whole:
-            whole_key = (tuple(tensor.shape), tuple(tensor.stride()))
-            if whole_key not in self.made:
+            if key not in self.made:
                 boxes = local_boxes(tensor, item.fqn)
-                self.made[whole_key] = Spread((boxes,) * self.mesh.shard_size, tensor.numel())
-            return self.made[whole_key], "whole"
-        if not tensor.is_contiguous():
-            raise ShardingError(
-                f"{item.fqn} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}: fully_shard "
-                "takes contiguous parameters only. Have the model's class make it contiguous"
-            )
+                self.made[key] = Spread((boxes,) * self.mesh.shard_size, tensor.numel())
+            return self.made[key], "whole"
         dim = shard_dim(tensor.shape, self.mesh.shard_size)
         placements = (*[Replicate()] * (len(self.mesh.sizes) - 1), Shard(dim))
-        sharded_key = (tuple(tensor.shape), dim)
-        if sharded_key not in self.made:
-            self.made[sharded_key] = self.sharded(tuple(tensor.shape), placements, item.fqn)
-        return self.made[sharded_key], describe_placements(placements, self.mesh.names, self.mesh.sizes)
+        key = (shape, dim)
+        if key not in self.made:
+            self.made[key] = self.sharded(shape, placements)
+        return self.made[key], describe_placements(placements, self.mesh.names, self.mesh.sizes)
 
-    def sharded(self, shape: tuple[int, ...], placements: Sequence[Placement], fqn: str) -> Spread:
-        """The boxes at every position of the shard axis."""
-
-        def boxes(position: int, strides: tuple[int, ...]) -> tuple[LocalBox, ...]:
-            coordinate = (*[0] * (len(self.mesh.sizes) - 1), position)
-            return boxes_at(shape, placements, self.mesh.sizes, coordinate, strides, fqn)
-
-        # A shard is the first part of contiguous memory that is padded to the size of the first position's.
-        (first,) = boxes(0, contiguous_strides(shape))
+    def sharded(self, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Spread:
+        """Return the boxes at every coordinate of the shard axis."""
+        sizes = self.mesh.sizes
+        coordinates = [(*[0] * (len(sizes) - 1), position) for position in range(self.mesh.shard_size)]
+        (first,) = boxes_at(shape, placements, sizes, coordinates[0], contiguous_strides(shape))
+        # All shards have the contiguous memory of the first one, and are padded at the end.
         strides = contiguous_strides(first.box.sizes)
-        positions = range(self.mesh.shard_size)
-        return Spread(tuple(boxes(position, strides) for position in positions), first.box.numel)
+        boxes = tuple(boxes_at(shape, placements, sizes, each, strides) for each in coordinates)
+        return Spread(boxes, first.box.numel)
 
 
 aten = torch.ops.aten
@@ -137,13 +126,13 @@ def trace_activations(
     autocast: torch.dtype | None = None,
     in_root: Iterable[str] = (),
 ) -> Activations:
-    """Run a model on fake tensors and measure its activations. The model, on meta, is changed for good.
+    """Run a model on fake tensors and measure its activations. The model, on meta, is changed.
 
-    Logits are computed for one token of each row if the model can do so.
+    Logits are computed for one token of each row if the model can do that.
 
     Args:
-        model: the trained model, PEFT's model if there is an adapter.
-        base: the model of transformers in it.
+        model: the trained model, PEFT's if there is an adapter.
+        base: the transformers model in it.
         blocks: names of the repeated blocks in ``base``.
         size: rows and tokens of a row.
         param_dtype: dtype of gathered parameters. None for their own.
@@ -159,22 +148,21 @@ def trace_activations(
         _make_fake(model, param_dtype)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in roots:
-            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+            parameter.register_post_accumulate_grad_hook(_free_gradient)
     model.train()
     watch = _LiveBytes((*model.parameters(), *model.buffers()))
     passes = _Passes(watch, [base.get_submodule(name) for name in blocks])
     with mode, watch, torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
         ids = torch.zeros(size, dtype=torch.int64, device="cpu")
-        keywords: dict[str, Any] = {"use_cache": False} if _takes(base, "use_cache") else {}
-        if _takes(base, "logits_to_keep"):
-            keywords["logits_to_keep"] = 1
+        known = inspect.signature(base.forward).parameters
+        keywords = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in known}
         output = next(leaf for leaf in tree_leaves(model(input_ids=ids, **keywords)) if _needs_gradient(leaf))
         output.float().sum().backward()
     return passes.found()
 
 
-def _takes(model: nn.Module, keyword: str) -> bool:
-    return keyword in inspect.signature(model.forward).parameters
+def _free_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def _needs_gradient(leaf: object) -> bool:
@@ -182,7 +170,7 @@ def _needs_gradient(leaf: object) -> bool:
 
 
 def _make_fake(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Replace tensors on meta by fake ones on the CPU. Tied ones stay tied."""
+    """Replace tensors on meta by fake ones on the CPU. Ties are kept."""
     for item in collect_tensors(model):
         tensor = item.tensor
         is_parameter = item.kind is TensorKind.PARAMETER
@@ -192,7 +180,7 @@ def _make_fake(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Count bytes of storages that operations create, while they are alive. Numbers read from tensors are 1."""
+    """Counts the bytes of live storages created by operations. Values read from tensors are 1."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -208,23 +196,23 @@ class _LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor, tensor.untyped_storage().nbytes())
-        # Two gradients of one tensor are summed in place, but not while a mode is active: the first is gone next.
+        # Autograd sums two gradients of a tensor in place, except under a mode.
         if func is not aten.add.Tensor or torch.is_grad_enabled():
             self.peak = max(self.peak, self.live)
         return result
 
     def take_peak(self) -> int:
-        """The peak since the last call."""
+        """Return the peak since the last call."""
         found, self.peak = max(self.peak, self.live), self.live
         return found
 
     @staticmethod
     def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is aten.nonzero.default:  # the number of elements depends on data: all
+        if func is aten.nonzero.default:  # the result depends on data: all elements
             return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
         if func is aten._local_scalar_dense.default:
             return 1
-        if func is aten._grouped_mm.default:  # torch's own is for bfloat16 alone
+        if func is aten._grouped_mm.default:  # torch's fake implementation is for bfloat16 only
             left, right = args[:2]
             count = left.shape[0] if left.ndim == 3 else len(args[2]) if left.ndim == right.ndim else None
             shape = (left.shape[-2], right.shape[-1])
@@ -246,7 +234,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _Passes:
-    """Measures the passes by hooks on the first and the last block."""
+    """Measures forward and backward pass by hooks on the first and the last block."""
 
     def __init__(self, watch: _LiveBytes, blocks: Sequence[nn.Module]) -> None:
         self.watch = watch
@@ -261,7 +249,7 @@ class _Passes:
             leaf.register_hook(self._end_blocks)
 
     def _leave(self, _: nn.Module, _args: Any, output: Any) -> None:
-        if self.is_back:  # computed again
+        if self.is_back:  # recomputation
             return
         self.kept = self.watch.live
         self.watch.take_peak()
@@ -278,8 +266,8 @@ class _Passes:
 
     def found(self) -> Activations:
         rest = self.watch.take_peak()
-        if not self.is_back:  # nothing before the head is trained
+        if not self.is_back:  # only the head is trained
             self.loss = rest - self.kept
-        elif not self.backward:  # blocks are the first that is trained
+        elif not self.backward:  # nothing before the blocks is trained
             self.backward = max(rest - self.kept, 0)
         return Activations(self.kept, self.loss, self.backward, rest if self.backward else 0)

@@ -1,4 +1,4 @@
-"""Conversion of a base on meta to 4 bits: choice of layers, bindings for them, and marks on the model."""
+"""Conversion of a base on meta to 4 bits: choice of layers, their bindings, and marks on the model."""
 
 import re
 from collections import Counter
@@ -34,13 +34,13 @@ _ROUTERS = (".gate", ".router")
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Linear layers and experts to quantize, and reasons for the others.
+    """Linear layers and experts to quantize, and the others with reasons.
 
     Attributes:
         layers: by name.
         stacks: stacked weights of experts, as (module, local name), by name.
-        stay: names of linear layers, and of stacked weights of experts, that stay, to the reason.
-        absent: names that were given, and match nothing.
+        skip_modules: the reason for each layer and stack that is not quantized.
+        absent: requested names that match nothing.
     """
 
     layers: Mapping[str, nn.Linear]
@@ -57,13 +57,13 @@ def _choose(
     *,
     must_match: bool,
 ) -> Chosen:
-    """Choose the weights in ``wanted`` of a tied model on meta that can be put into 4 bits.
+    """Choose weights of a tied model on meta that can be kept in 4 bits, among those in ``wanted``.
 
     The output layer, tied weights, routers, experts that are not computed one by one, and named modules are not
-    converted. ``stored`` are stacks of experts that are taken as they are stored.
+    converted. ``stored`` are stacks of experts that are kept as they are stored.
 
     Raises:
-        ConfigError: a name matches nothing, or nothing is left, unless ``must_match`` is False.
+        ConfigError: a name or the whole choice matches nothing, unless ``must_match`` is False.
     """
     uses = Counter(
         id(parameter)
@@ -77,19 +77,19 @@ def _choose(
     for names, module, local, why in _candidates(model, quantization, stored):
         named = [pattern for pattern in quantization.skip_modules if any(_matches(pattern, name) for name in names)]
         matched.update(named)
-        told = names[-1]
+        shown = names[-1]
         if named:
-            skip_modules[told] = "as asked for"
+            skip_modules[shown] = "as requested"
         elif why is not None:
-            skip_modules[told] = f"it {why}"
+            skip_modules[shown] = f"it {why}"
         elif uses[id(module.get_parameter(local))] > 1:
-            skip_modules[told] = "its weight is tied"
+            skip_modules[shown] = "its weight is tied"
         elif f"{names[0]}.{local}" not in wanted:
-            skip_modules[told] = "the checkpoint does not hold it, or as numbers beside others in four bits"
+            skip_modules[shown] = "the checkpoint lacks it, or has it in another form than others in four bits"
         elif isinstance(module, nn.Linear):
-            linear[told] = module
+            linear[shown] = module
         else:
-            stacks[told] = (module, local)
+            stacks[shown] = (module, local)
     absent = tuple(pattern for pattern in quantization.skip_modules if pattern not in matched)
     if must_match and absent:
         known = ", ".join(pattern for pattern, _ in collapse(sorted({*linear, *stacks, *skip_modules}))[:8])
@@ -105,14 +105,14 @@ def _choose(
 def _candidates(
     model: nn.Module, quantization: KeptForm, stored: Mapping[str, tuple[FourBitForm, int]]
 ) -> Iterator[tuple[tuple[str, ...], nn.Module, str, str | None]]:
-    """Yield all linear layers and stacks of experts: names to keep them by, module, local name, why they stay."""
+    """Yield linear layers and stacks of experts: names for ``skip_modules``, module, local name, reason to skip."""
     head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     last = next(reversed([name for name, _ in model.named_parameters()]), "").rpartition(".")[0]
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if original_class(module) is nn.Linear:
             assert isinstance(module, nn.Linear)
-            why = layers.skip_reason(module, quantization)
+            why = layers.skip_reason(module.weight.dtype, module.in_features, quantization)
             if module is head or name == last:
                 why = "computes what comes out"
             elif name.endswith(_ROUTERS) and f"{name.rpartition('.')[0]}.experts" in modules:
@@ -142,45 +142,45 @@ def convert_base_to_four_bits(
     must_match: bool = True,
     config: Mapping[str, Any] | None = None,
 ) -> tuple[Bindings, tuple[str, ...]]:
-    """Put the layers of a base on meta into 4 bits. Return the new bindings, and notes for the report.
+    """Convert layers of a base on meta to 4 bits. Return the new bindings, and notes for the report.
 
     Args:
         model: the base.
         bindings: the checkpoint's bindings.
-        quantization: how layers are packed that are not stored packed.
-        keeps_experts: experts that are stored packed stay so.
-        must_match: names of modules that stay are the user's, and not those of the checkpoint's config.
-        config: the ``quantization_config`` of the checkpoint where the model is to have that.
+        quantization: form of layers that are not stored in 4 bits.
+        keeps_experts: whether experts that are stored in 4 bits are kept so.
+        must_match: whether unmatched names in ``skip_modules`` are an error.
+        config: the ``quantization_config`` of the model. None for that of ``quantization``.
 
     Raises:
-        ConfigError: something named matches nothing, or nothing is left.
+        ConfigError: a name matches nothing, or no layer is left.
     """
-    stored = {
-        name for name, claims in bindings.offers.items() if any(stored_form(item) is not None for item in claims)
+    forms = {
+        name: form
+        for name, claims in bindings.offers.items()
+        if (form := next(filter(None, map(stored_form, claims)), None)) is not None
     }
     stacks = _stored_stacks(model, bindings) if keeps_experts else {}
-    wanted = stored | stacks.keys()
+    wanted = forms.keys() | stacks.keys()
     if not wanted and config is None:
         wanted = {name for name, claims in bindings.offers.items() if claims}
     chosen = _choose(model, quantization, wanted, stacks, must_match=must_match)
     if not chosen.layers and not chosen.stacks:
         return bindings, notes_of(chosen, quantization)
     for name, layer in chosen.layers.items():
-        form = next(filter(None, map(stored_form, bindings.offers[f"{name}.{layers.WEIGHT}"])), None)
-        layers.convert_to_four_bits(layer, quantization if form is None else of_form(form, quantization))
+        layers.convert_to_four_bits(layer, of_form(forms.get(f"{name}.{layers.WEIGHT}"), quantization))
     kinds: dict[nn.Module, dict[str, KeptForm]] = {}
     for name, (module, local) in chosen.stacks.items():
-        kind = of_form(stacks[name], quantization) if name in stacks else quantization
-        kinds.setdefault(module, {})[local] = kind
+        kinds.setdefault(module, {})[local] = of_form(stacks.get(name), quantization)
     for module, names in kinds.items():
         layers.convert_experts_to_four_bits(module, names)
-    kept = tuple(sorted(pattern for pattern in chosen.skip_modules))
-    mark_in_four_bits(model, config or to_transformers(quantization, kept, model.dtype))
+    skipped = tuple(sorted(chosen.skip_modules))
+    mark_in_four_bits(model, config or to_transformers(quantization, skipped, model.dtype))
     return offered_in_four_bits(model, bindings), notes_of(chosen, quantization)
 
 
 def _stored_stacks(model: nn.Module, bindings: Bindings) -> dict[str, tuple[FourBitForm, int]]:
-    """Stacks of experts that a checkpoint has packed, by name: their form, and the size of their blocks."""
+    """Return the form and the block size of stacks of experts that are stored in 4 bits, by name."""
     found: dict[str, tuple[FourBitForm, int]] = {}
     for name, module in model.named_modules():
         for local, _ in layers.stacks_of(name, module):
@@ -192,12 +192,12 @@ def _stored_stacks(model: nn.Module, bindings: Bindings) -> dict[str, tuple[Four
 
 
 def _as_rows(stack: Expression, *, is_transposed: bool) -> Expression:
-    """A stack (experts, out, in), of one that may be (experts, in, out)."""
+    """Return the stack as (experts, out, in)."""
     return permute(stack, (0, 2, 1)) if is_transposed and len(stack.shape) == 3 else stack
 
 
 def notes_of(chosen: Chosen, quantization: KeptForm) -> tuple[str, ...]:
-    """Return sentences that list the quantized modules, the others, and the reasons."""
+    """Return sentences on the quantized modules, and on the others with the reasons."""
     by_reason: dict[str, list[str]] = {}
     for name, why in chosen.skip_modules.items():
         by_reason.setdefault(why, []).append(name)
@@ -224,35 +224,35 @@ class _Quantizer:
     quantization_config = SimpleNamespace(
         quant_method="four bits by shardwise, whose shardwise.save(model, folder) writes its files,"
     )
-    """What transformers says of a model that it does not save."""
+    """transformers names the method in its error for a model that it does not save."""
     is_trainable = is_serializable = True
     is_qat_trainable = is_compileable = False
 
     def dequantize(self, _model: nn.Module, dtype: object = None) -> nn.Module:  # noqa: ARG002 - transformers' own
-        """Raise ConfigError: weights are dequantized while the files are read."""
+        """Raise ConfigError, because weights are dequantized only while files are read."""
         raise ConfigError(
             "dequantize: layers in four bits cannot be dequantized in place. Save the model by "
             "shardwise.save, and load it with shardwise.from_pretrained(folder, quantization='dequantize')"
         )
 
     def get_state_dict_and_metadata(self, _model: nn.Module) -> tuple[None, dict[str, str]]:
-        """Return the model's own state for transformers' save of an adapter, without extra metadata."""
+        """Return no state of its own, so that transformers saves an adapter as usual."""
         return None, {}
 
 
 def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None:
     """Mark a model as quantized for PEFT, accelerate and the Trainer. ``config`` goes into the model's config."""
-    told: Any = model
-    if has_bitsandbytes() and not is_mxfp4(config):  # whoever asks for this goes on to import it
-        told.is_loaded_in_4bit = True
-    told.is_quantized = True
-    told.quantization_method = QuantizationMethod.MXFP4 if is_mxfp4(config) else QuantizationMethod.BITS_AND_BYTES
-    told.hf_quantizer = _Quantizer()
-    told.config.quantization_config = dict(config)
+    marked: Any = model
+    if has_bitsandbytes() and not is_mxfp4(config):  # readers of this attribute import bitsandbytes
+        marked.is_loaded_in_4bit = True
+    marked.is_quantized = True
+    marked.quantization_method = QuantizationMethod.MXFP4 if is_mxfp4(config) else QuantizationMethod.BITS_AND_BYTES
+    marked.hf_quantizer = _Quantizer()
+    marked.config.quantization_config = dict(config)
 
 
 def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
-    """Return a checkpoint's bindings for a model, with weights of 4-bit layers packed while they are read."""
+    """Return a checkpoint's bindings for a model, with weights of 4-bit layers quantized while they are read."""
     offers, own = dict(bindings.offers), set[str]()
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -281,13 +281,13 @@ def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
 
 
 def _are_packed(module: nn.Module, local: str, claims: Sequence[Expression]) -> bool:
-    """Return whether the stored bytes are the model's own, as saved with ``"internal"`` names."""
+    """Return whether the checkpoint has the model's own codes, as saved with ``"internal"`` names."""
     shape = tuple(module.get_parameter(local).shape)
     return all(item.dtype is DType.U8 and item.shape == shape for item in claims)
 
 
 def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -> dict[str, tuple[Expression, ...]]:
-    """Return the expressions of a stack of weights, packed and scales, by FQN."""
+    """Return the expressions of the codes and scales of a stack of weights, by FQN."""
     rounds_to = from_torch(packing.dtype, fqn)
     rows = [_as_rows(item, is_transposed=packing.is_transposed) for item in claims]
     try:
@@ -301,20 +301,12 @@ def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -
 
 
 def _kept(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:
-    """Return the expressions of a weight's stored parts by local name.
+    """Return the expressions of a weight's codes and scales by local name.
 
-    Nested scales that are not stored nested stay as they are.
+    Scales that are to be nested, and are not stored nested, are ``weight_whole_scales``.
     """
     form, block = layer.packing.form, layer.packing.block_size
     if layer.is_nested and (parts := nested_as_stored(numbers, form, block)) is not None:
-        return {
-            layers.WEIGHT: parts.packed,
-            layers.SCALES: parts.codes,
-            layers.NESTED: parts.nested,
-            layers.OFFSET: parts.offset,
-        }
+        return dict(zip((layers.WEIGHT, layers.SCALES, layers.NESTED, layers.OFFSET), parts, strict=True))
     weight, scales = packed(numbers, form, block, rounds_to=from_torch(layer.packing.dtype, name))
-    return {
-        layers.WEIGHT: weight,
-        (layers.WHOLE_SCALES if layer.is_nested else layers.SCALES): scales,
-    }
+    return {layers.WEIGHT: weight, layers.WHOLE_SCALES if layer.is_nested else layers.SCALES: scales}

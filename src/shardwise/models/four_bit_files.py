@@ -1,13 +1,13 @@
-"""Layers in four bits as files of bitsandbytes have them: which tensors, under which keys, of which shapes.
+"""Keys, shapes and metadata of layers in four bits in files of bitsandbytes.
 
-In addition to ``weight``, packed bytes (n, 1), there are ``weight.absmax``, a float32 for each block,
+In addition to ``weight``, codes (n, 1), there are ``weight.absmax``, a float32 for each block,
 ``weight.quant_map``, the values of the sixteen codes, and ``weight.quant_state.bitsandbytes__nf4``, JSON with the
-shape, the dtype and the block size. Nested scales are bytes, with ``weight.nested_absmax`` and
-``weight.nested_quant_map``, and their offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.)
+shape, the dtype and the block size. Nested scales are uint8, with ``weight.nested_absmax`` and
+``weight.nested_quant_map``, and their offset is in the JSON. (``QuantState.as_dict`` of bitsandbytes.)
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,14 +35,14 @@ BLOCKS = "_blocks"
 
 
 def has_four_bits(model: nn.Module) -> bool:
-    """Return whether any layer of a model is in four bits, or any of its experts."""
+    """Return whether any layer or experts of a model are in four bits."""
     return any(
         layers.is_in_four_bits(module) or layers.are_experts_in_four_bits(module) for module in model.modules()
     )
 
 
 def held_in_files(held: Sequence[TensorRef]) -> list[TensorRef]:
-    """Return a model's tensors as they are stored: scales as floats, and the metadata of the packing.
+    """Return a model's tensors as files have them, with scales as floats and the metadata.
 
     Raises:
         ConfigError: experts are in four bits.
@@ -54,7 +54,8 @@ def held_in_files(held: Sequence[TensorRef]) -> list[TensorRef]:
     found: list[TensorRef] = []
     in_files = {layers.SCALES: f"{layers.WEIGHT}.{ABSMAX}", layers.NESTED: f"{layers.WEIGHT}.{NESTED_ABSMAX}"}
     for item in held_as_stored(held):
-        module, name = item.slots[0].module, item.slots[0].name
+        module: Any = item.slots[0].module
+        name = item.slots[0].name
         is_packed = layers.is_in_four_bits(module)
         if is_packed and name in in_files:
             is_raw = name == layers.SCALES and not module.is_nested
@@ -63,12 +64,17 @@ def held_in_files(held: Sequence[TensorRef]) -> list[TensorRef]:
         elif not is_packed or name != layers.OFFSET:
             found.append(item)
         if is_packed and name == layers.WEIGHT:
-            found += _constants(module, item)
+            offset = module.weight_nested_offset.item() if module.is_nested else None
+            constants = constants_of(module.packing, (module.out_features, module.in_features), offset)
+            found += [
+                _renamed(item, tensor, TensorKind.PERSISTENT_BUFFER, name, f"{name}.{suffix}")
+                for suffix, tensor in constants.items()
+            ]
     return found
 
 
 def held_as_stored(held: Sequence[TensorRef]) -> list[TensorRef]:
-    """Return the same, with packed bytes of MXFP4 under their names in checkpoints: ``.._blocks``."""
+    """Return the tensors with codes of MXFP4 under their names in checkpoints: ``.._blocks``."""
     return [
         _renamed(item, item.tensor, item.kind, item.slots[0].name, f"{item.slots[0].name}{BLOCKS}")
         if _is_mxfp4(item.slots[0].module, item.slots[0].name)
@@ -86,7 +92,7 @@ def _is_mxfp4(module: nn.Module, stack: str) -> bool:
 
 
 def reject_without_scales(held: Sequence[TensorRef]) -> None:
-    """Raises ConfigError for packed bytes of bitsandbytes' own layers, whose scales no tensor of the model has."""
+    """Raise ConfigError for weights of bitsandbytes' own layers, whose scales are not tensors of the model."""
     for item in held:
         kind = type(item.tensor)
         if kind.__module__.partition(".")[0] == "bitsandbytes":
@@ -97,7 +103,7 @@ def reject_without_scales(held: Sequence[TensorRef]) -> None:
 
 
 def reject_experts(held: Sequence[TensorRef], why: str) -> None:
-    """Raises ConfigError where experts are in four bits, with the reason why they may not be."""
+    """Raise ConfigError, with this reason, if experts are in four bits."""
     for slot in (item.slots[0] for item in held):
         if layers.are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
             raise ConfigError(
@@ -106,22 +112,13 @@ def reject_experts(held: Sequence[TensorRef], why: str) -> None:
             )
 
 
-def _constants(layer: Any, weight: TensorRef) -> Iterator[TensorRef]:
-    """Small tensors that are equal on all ranks."""
-    shape = (layer.out_features, layer.in_features)
-    offset = layer.weight_nested_offset.item() if layer.is_nested else None
-    constants = constants_of(layer.packing, shape, offset)
-    for name, tensor in constants.items():
-        yield _renamed(weight, tensor, TensorKind.PERSISTENT_BUFFER, layers.WEIGHT, f"{layers.WEIGHT}.{name}")
-
-
 def constants_of(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
-    """Return the small constant tensors stored with a packed weight, by the suffix after ``weight.`` in their keys.
+    """Return the metadata of a weight as tensors, by the suffix after ``weight.`` in their keys.
 
     ``shape`` is that of the dequantized weight, ``offset`` that of nested scales, None for plain ones.
     """
     form = packing.form
-    told: dict[str, Any] = {
+    state: dict[str, Any] = {
         "quant_type": form.value,
         "blocksize": packing.block_size,
         "dtype": str(packing.dtype).removeprefix("torch."),
@@ -129,9 +126,9 @@ def constants_of(packing: Packing, shape: Sequence[int], offset: float | None) -
     }
     constants = {QUANT_MAP: torch.tensor(form.numbers, dtype=torch.float32)}
     if offset is not None:
-        told |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
+        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
         constants[NESTED_MAP] = torch.tensor(dynamic_numbers(), dtype=torch.float32)
-    text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
     return constants | {f"{QUANT_STATE}{form.value}": text}
 
 
@@ -141,7 +138,7 @@ def _renamed(item: TensorRef, tensor: torch.Tensor, kind: TensorKind, old: str, 
 
 
 def _as_floats(raw: torch.Tensor) -> torch.Tensor:
-    """Return bytes (rows, 4 n) as a float32 view, with the same placement."""
+    """View bytes (rows, 4 n) as float32 (rows, n), with the same placement."""
     if not isinstance(raw, DTensor):
         return raw.detach().view(torch.float32)
     rows, columns = raw.shape[0], raw.shape[1] // 4
@@ -158,10 +155,7 @@ def _as_floats(raw: torch.Tensor) -> torch.Tensor:
 
 
 def dequantized_layout(layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:
-    """Return the layout with dequantized weights in place of 4-bit ones, without their scales.
-
-    Boxes are of rows.
-    """
+    """Return the layout with dequantized weights in place of 4-bit ones and their scales. These have no boxes."""
     slots = {item.fqn: item.slots[0] for item in held}
     tensors: list[TensorLayout] = []
     for tensor in layout.tensors:
@@ -185,9 +179,9 @@ def dequantized_layout(layout: ModelLayout, held: Sequence[TensorRef]) -> ModelL
 
 
 def in_shapes_of_files(held: Sequence[TensorRef], outputs: Mapping[str, Output]) -> dict[str, Output]:
-    """Return outputs with weights (n, 1) and scales (n,) if ``held`` is in the files' form. Others are unchanged.
+    """Return the outputs with the shapes of files: codes (n, 1) and scales (n,).
 
-    Packed bytes of MXFP4 (experts, out, in / 32, 16).
+    Codes of MXFP4 are (experts, out, in / 32, 16). Outputs of other forms are unchanged.
     """
     slots = {item.fqn: item.slots[0] for item in held}
     scales = f"{layers.WEIGHT}.{ABSMAX}"

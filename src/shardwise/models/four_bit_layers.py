@@ -1,31 +1,28 @@
 """Linear layers and fused experts with 4-bit weights: conversion on meta, and detection.
 
-[Note: A layer in four bits] The layer keeps its place, its name and its class's methods. Its weight is a uint8
-parameter (out, in / 2). Its scales are the bytes of float32: a parameter ``weight_scales`` (out, 4
-* in / block) of uint8. Both are frozen, and sharded by rows in the group of the layer's block. FSDP2 casts floats
-to the dtype of the mixed precision, and leaves integers alone: that is why scales are bytes. If bitsandbytes is
-installed, the layer is one of its ``Linear4bit``, by which PEFT chooses its own 4-bit layers. That class's handling
-of ``quant_state`` is not used.
+[Note: A layer in four bits] The layer keeps its name and its class's methods. Its weight is a uint8 parameter (out,
+in / 2). Its scales are a uint8 parameter ``weight_scales`` (out, 4 * in / block), the bytes of float32, because
+FSDP2 casts floats, but not integers, to the dtype of the mixed precision. Both are frozen, and sharded by rows in
+the group of the layer's block. If bitsandbytes is installed, the layer is a subclass of its ``Linear4bit``, by
+which PEFT chooses its own 4-bit layers. That class's ``quant_state`` is not used.
 
-Nested scales are codes, a uint8 parameter ``weight_scales`` (out, in / block). Their own scales are unsharded on
-every rank: the buffers ``weight_nested_scales`` (float32, one for 256) and ``weight_nested_offset`` (float32, one).
-While such a layer is loaded, its scales are there as they are for a moment, as ``weight_whole_scales``
-(``engines/nesting.py``).
+Nested scales are codes, a uint8 parameter ``weight_scales`` (out, in / block). Their own scales are unsharded
+buffers: ``weight_nested_scales`` (float32, one for 256) and ``weight_nested_offset`` (float32, one). While such a
+layer is loaded, it has its float32 scales as ``weight_whole_scales`` (``engines/nesting.py``).
 
-[Note: Experts in four bits] The module keeps its place, its name and its class's methods. A stack of weights
-(experts, out, in) is a uint8 parameter (experts, out, in / 2) of the same name. Its scales are the bytes of
-float32: ``<name>_scales`` (experts, out, 4 * in / block). Both are frozen, and sharded in the group of the module's
-block as other parameters are. The class's own forward pass computes expert by expert. It gets a stand-in for the
-module, whose stacks return the weight of one expert at a time, which is packed until ``linear`` multiplies by it.
-So of all experts one is there as numbers, and nothing of it is kept for the way back but its bytes. Products of all
-experts at once (``experts_implementation``) would need all weights dequantized. They are not used here, whatever
-the config requests.
+[Note: Experts in four bits] The module keeps its name and its class's methods. A stack of weights (experts, out,
+in) is a uint8 parameter (experts, out, in / 2) of the same name. Its scales are the bytes of float32,
+``<name>_scales`` (experts, out, 4 * in / block). Both are frozen, and sharded in the group of the module's block.
+The class's own forward function computes expert by expert. It runs on a proxy of the module, whose stacks return
+the weight of one expert, which is dequantized by ``linear``. So the weights of one expert at a time are
+dequantized, and only codes and scales are kept for the backward pass. Kernels for all experts at once
+(``experts_implementation``) would need all weights dequantized, and are not used.
 
-Scales are plain ones, also where those of linear layers are nested. Stacks that are stored as MXFP4 have their
-exponents as scales, (experts, out, in / 32). A stack that the model has as (experts, in, out) is also kept as
-(experts, out, in / 2), as it is stored: blocks run along the input dimension.
+Scales of experts are never nested. Stacks that are stored as MXFP4 have exponents as scales, (experts, out, in /
+32). A stack that the model has as (experts, in, out) is stored and kept as (experts, out, in / 2): blocks run along
+the input dimension.
 
-A LoRA of PEFT's on a stack has its product added to that of the weight, instead of its matrices to the weight.
+The product of a PEFT LoRA on a stack is added to that of the weight. The weight itself is not changed.
 """
 
 from __future__ import annotations
@@ -60,16 +57,14 @@ NESTED = "weight_nested_scales"
 OFFSET = "weight_nested_offset"
 WHOLE_SCALES = "weight_whole_scales"
 
-_SUFFIX = "FourBitLinear"
-
 
 class FourBitLinear:
     """Mixin of linear layers in 4 bits. See [Note: A layer in four bits].
 
     Attributes:
-        packing: how its weight is kept.
+        packing: form of its weight.
         quantization: the requested form.
-        whole_scales: during a load, the full scales before they are nested.
+        whole_scales: during a load, the expressions of the scales before they are nested.
     """
 
     kept_as: ClassVar[str] = "four bits"
@@ -88,32 +83,31 @@ class FourBitLinear:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the weight (out, in) of gathered parameters, by default in its original dtype."""
-        return self.packing.dequantize(self.weight, self.scales(), dtype or self.packing.dtype)
-
-    def scales(self) -> torch.Tensor:
-        """The scales, float32 (out, in / block), of gathered parameters."""
-        return self._kept_scales().floats(self.packing.form)
+        scales = self.scales_of(self.weight_scales, 0)
+        return self.packing.dequantize(self.weight, scales, dtype or self.packing.dtype)
 
     def scales_of(self, kept: torch.Tensor, row: int) -> torch.Tensor:
-        """The scales, float32, of rows of ``weight_scales``, the first of which is the matrix' ``row``-th."""
+        """Return the float32 scales of rows of ``weight_scales``, beginning with the ``row``-th of the weight."""
         start = row * (self.in_features // self.packing.block_size)
         return self._kept_scales(kept).floats(self.packing.form, start)
 
-    def _kept_scales(self, kept: torch.Tensor | None = None) -> KeptScales:
-        nested = (self.weight_nested_scales, self.weight_nested_offset) if self.is_nested else (None, None)
-        return KeptScales(self.weight_scales if kept is None else kept, *nested)
+    def _kept_scales(self, kept: torch.Tensor) -> KeptScales:
+        if not self.is_nested:
+            return KeptScales(kept)
+        return KeptScales(kept, self.weight_nested_scales, self.weight_nested_offset)
 
     @property
     def is_nested(self) -> bool:
-        """True if its scales are kept in a byte each."""
+        """True if its scales are quantized to 8 bits."""
         return self.quantization.double_quant
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         dtype = self.compute_dtype or rows.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        return product(rows.to(dtype), self.weight, self._kept_scales(), bias, self.packing).to(rows.dtype)
+        scales = self._kept_scales(self.weight_scales)
+        return product(rows.to(dtype), self.weight, scales, bias, self.packing).to(rows.dtype)
 
-    def tell_peft(self) -> None:
+    def mark_for_peft(self) -> None:
         """Set the attributes that PEFT reads from the weight of a 4-bit layer, before it is sharded."""
         self.weight.compress_statistics = self.is_nested  # type: ignore[attr-defined]
         self.weight.quant_type = form_name(self.packing.form).lower()  # type: ignore[attr-defined]
@@ -121,24 +115,17 @@ class FourBitLinear:
     def __setstate__(self, state: Any) -> None:
         """Restore a copy, because torch copies parameters without their Python attributes."""
         super().__setstate__(state)  # type: ignore[misc]
-        self.tell_peft()
+        self.mark_for_peft()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Its class is created again on unpickling: that of bitsandbytes if it is installed there."""
+        """Pickle without the class, which depends on whether bitsandbytes is installed."""
         kind: type = type(self)
-        if kind is not _class():  # with FSDP2's in front
+        if kind is not _class():  # a class of FSDP2
             return super().__reduce_ex__(protocol)
         return _without_values, (_class,), self.__dict__
 
-    def extra_repr(self) -> str:
-        form, block = form_name(self.packing.form).lower(), self.packing.block_size
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"{form} in blocks of {block}"
-        )
-
     def _apply(self, function: Any, recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - as torch has it
-        """Apply a device move to everything. Casts to another dtype skip codes and scales."""
+        """Move all tensors to a device. Casts to another dtype skip codes and scales."""
         own: Any = self
         floats = {name: own._buffers.pop(name) for name in (NESTED, OFFSET) if name in own._buffers}
         super()._apply(function, recurse)  # type: ignore[misc]
@@ -152,7 +139,7 @@ class FourBitLinear:
 
 @cache
 def _class() -> type[nn.Linear]:
-    """Return the class of the layers: that of bitsandbytes if it is installed, because PEFT checks for it."""
+    """Return the class of the layers, a subclass of ``Linear4bit`` for PEFT if bitsandbytes is installed."""
     if has_bitsandbytes():
         from bitsandbytes.nn import Linear4bit
 
@@ -170,12 +157,8 @@ def is_in_four_bits(module: nn.Module) -> TypeGuard[Any]:
     return isinstance(module, FourBitLinear)
 
 
-def skip_reason(module: nn.Linear, quantization: KeptForm) -> str | None:
-    """Return the reason why a linear layer cannot be kept in 4 bits, or None."""
-    return _why_unpacked(module.weight.dtype, module.in_features, quantization)
-
-
-def _why_unpacked(dtype: torch.dtype, columns: int, quantization: KeptForm) -> str | None:
+def skip_reason(dtype: torch.dtype, columns: int, quantization: KeptForm) -> str | None:
+    """Return the reason why a weight of these columns cannot be kept in 4 bits, or None."""
     if dtype not in COMPUTED_IN:
         return f"is of {dtype}, of which nothing is packed"
     if columns % quantization.block_size:
@@ -204,13 +187,9 @@ def convert_to_four_bits(module: nn.Linear, quantization: KeptForm) -> None:
     layer.compute_dtype = quantization.compute_dtype
     layer.quant_state = None
     layer.whole_scales = ()
-    layer.tell_peft()
+    layer.mark_for_peft()
     for parameter in layer.parameters(recurse=False):
         parameter.requires_grad_(False)
-
-
-# Both are operations of torch's, so that what compiles, or traces without values, knows their shapes and does not
-# look into them.
 
 
 _SCALES = "_scales"
@@ -220,10 +199,10 @@ class FourBitExperts(nn.Module):
     """Mixin of fused experts in 4 bits. See [Note: Experts in four bits].
 
     Attributes:
-        packings: how each stack in four bits is kept, by its local name.
+        packings: form of each stack in four bits, by its local name.
         compute_dtype: of the products. None for that of the input.
-        deltas: LoRAs while the module is called with them, each the local name of a stack and two matrices for
-            each expert, (experts, in, r) and (experts, r, out).
+        deltas: active LoRAs, each the local name of a stack and two matrices for each expert, (experts, in, r) and
+            (experts, r, out).
     """
 
     kept_as: ClassVar[str] = "four bits"
@@ -233,27 +212,21 @@ class FourBitExperts(nn.Module):
     deltas: tuple[tuple[str, torch.Tensor, torch.Tensor], ...] = ()
 
     _eager: Callable[..., torch.Tensor]
-    """Of the class; computes expert by expert."""
+    """Forward function of the class that computes expert by expert."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Its class is created again on unpickling."""
+        """Pickle the original class instead of this one, which is created at run time."""
         _, _, kind, *_ = type(self).__mro__
-        if type(self) is not _class_of_experts(kind):  # with FSDP2's in front
+        if type(self) is not _class_of_experts(kind):  # a class of FSDP2
             return super().__reduce_ex__(protocol)
         return _without_values, (_class_of_experts, kind), self.__dict__
 
     def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
-        return type(self)._eager(_Lookalike(self), *args, **keywords)
-
-    def extra_repr(self) -> str:
-        return ", ".join(
-            f"{name} in {form_name(packing.form).lower()} in blocks of {packing.block_size}"
-            for name, packing in self.packings.items()
-        )
+        return type(self)._eager(_ExpertsProxy(self), *args, **keywords)
 
 
-class _Lookalike:
-    """A module of experts whose stacks in four bits give the weights of single experts."""
+class _ExpertsProxy:
+    """A module of experts whose stacks in four bits return the weights of single experts."""
 
     def __init__(self, experts: FourBitExperts) -> None:
         self._experts = experts
@@ -265,7 +238,7 @@ class _Lookalike:
 
 @dataclass(frozen=True, slots=True)
 class _WeightsOfExperts:
-    """The weights of all experts, one of which can be taken."""
+    """The weights of all experts, which can be indexed by expert."""
 
     experts: FourBitExperts
     name: str
@@ -281,7 +254,7 @@ class _WeightsOfExperts:
 
 @dataclass(frozen=True, slots=True)
 class _WeightOfOne:
-    """Weight of one expert, for ``torch.nn.functional.linear``, or for ``@`` if it is transposed."""
+    """The weight of one expert, for ``torch.nn.functional.linear``, or for ``@`` if it is transposed."""
 
     packed: torch.Tensor
     scales: KeptScales
@@ -335,27 +308,24 @@ def shown_dequantized(model: nn.Module) -> Iterator[None]:
 
 
 def weight_of_expert(module: nn.Module, name: str, expert: int) -> Any:
-    """Return the weight of one expert of gathered parameters.
-
-    A tensor, or an object that can be multiplied like one.
-    """
+    """Return the weight of one expert of gathered parameters: a tensor, or an object that multiplies like one."""
     if are_experts_in_four_bits(module) and name in module.packings:
         return _WeightsOfExperts(module, name)[expert]
     return getattr(module, name)[expert]
 
 
 def scales_of(name: str) -> str:
-    """The local name of the scales of a stack."""
+    """Return the local name of a stack's scales."""
     return f"{name}{_SCALES}"
 
 
 def are_experts_in_four_bits(module: nn.Module) -> TypeGuard[FourBitExperts]:
-    """Return whether a module is one of experts of which some weights are in four bits."""
+    """Return whether a module is fused experts with weights in four bits."""
     return isinstance(module, FourBitExperts)
 
 
 def stacks_of(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the stacked weights of a mixture's experts by local name. Empty for other modules."""
+    """Yield the stacked weights of fused experts by local name. Nothing for other modules."""
     if not are_fused_experts(module) and fqn.rpartition(".")[2] != "experts":
         return
     for name, parameter in parameters_of(module).items():
@@ -368,7 +338,7 @@ def experts_skip_reason(
 ) -> str | None:
     """Return the reason why a stack of weights cannot be kept in 4 bits, or None.
 
-    ``is_stored``: the checkpoint has it in this very form.
+    ``is_stored`` is True if the checkpoint has it in this form.
     """
     if not are_fused_experts(module):
         return "belongs to experts that are not computed one after the other in a way that is known"
@@ -376,13 +346,13 @@ def experts_skip_reason(
         return "is stored with what comes in before what comes out, so that no row is whole blocks"
     if are_parted_experts(module):
         return "belongs to experts that are on ranks of their own"
-    return _why_unpacked(stack.dtype, 0 if is_stored else stack.shape[-1], quantization)
+    return skip_reason(stack.dtype, 0 if is_stored else stack.shape[-1], quantization)
 
 
 def convert_experts_to_four_bits(module: nn.Module, names: Mapping[str, KeptForm]) -> None:
     """Convert stacks of a module on meta to 4 bits, in place, so that hooks and names stay.
 
-    ``names`` are those of the stacks, each with how it is to be kept.
+    ``names`` has the form of each stack by local name.
     """
     packings: dict[str, Packing] = {}
     for name, quantization in names.items():
@@ -418,21 +388,18 @@ def are_fused_experts(module: nn.Module) -> bool:
 
 
 def eager_experts(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
-    """Return the forward function of fused experts that computes them one by one, regardless of the config."""
+    """Return the forward function of fused experts that computes expert by expert, regardless of the config."""
     forward: Any = kind.forward
     found: Callable[..., torch.Tensor] = getattr(forward, "__wrapped__", forward)  # use_experts_implementation
     return found
 
 
 def are_parted_experts(module: nn.Module) -> bool:
-    """Return whether ranks have experts of their own."""
+    """Return whether the experts are distributed over ranks (expert parallelism)."""
     return bool(getattr(module, "_is_expert_parallel", False))
 
 
 def activated(experts: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Apply the activation of fused experts to the first product, (tokens, 2 * width) or (tokens, width).
-
-    Returns (tokens, width).
-    """
+    """Apply the activation of fused experts to (tokens, 2 * width) or (tokens, width). Return (tokens, width)."""
     found: torch.Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
     return found

@@ -1,6 +1,6 @@
-"""Gradients of a sharded model: clipping by one norm, averaging of unsharded parameters, and FSDP2's passes.
+"""Gradients of a sharded model: clipping, averaging of unsharded parameters, and gathers of FSDP2's passes.
 
-Unexported names of FSDP2's groups are used here. All others of torch are in ``torch_api``.
+Unexported names of FSDP2's groups are used here, all others of torch in ``torch_api``.
 """
 
 import contextlib
@@ -26,11 +26,10 @@ from shardwise.models.view import abbreviate, canonical, local_tensor
 def clip_gradients(
     parameters: Sequence[nn.Parameter], max_norm: float, *, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Scale gradients down to a global 2-norm of at most ``max_norm``. Return the norm before.
+    """Clip gradients to a global 2-norm of at most ``max_norm``. Return the norm before.
 
-    Parameters may be whole, sharded, or on several meshes: each rank adds its share of the squares, and one sum
-    over all ranks counts every element once, so the norm is equal on all ranks. Gradients whose norm is not finite
-    are left as they are.
+    Parameters may be unsharded, sharded, or on several meshes. The norm is equal on all ranks. Gradients whose norm
+    is not finite are not changed.
 
     Collective: yes, over ``group`` (default: all ranks), once.
     """
@@ -50,11 +49,11 @@ def clip_gradients(
 
 
 _TINY = 1e-6
-"""What torch adds to a norm before it divides by it."""
+"""Added to the norm in the divisor, as in ``clip_grad_norm_``."""
 
 
 def _copies(parameter: nn.Parameter, ranks: int) -> float:
-    """Number of ranks that hold each element of a parameter."""
+    """Return the number of ranks that hold each element of a parameter."""
     if not isinstance(parameter, DTensor):
         return ranks
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
@@ -62,7 +61,7 @@ def _copies(parameter: nn.Parameter, ranks: int) -> float:
 
 
 def _own_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's gradient, placed as its parameter: tensor parallelism leaves some partial, to be summed later."""
+    """Return this rank's gradient, placed like its parameter. Partial ones (tensor parallelism) are reduced."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
         assert isinstance(parameter, DTensor)
@@ -72,13 +71,13 @@ def _own_gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give whole parameters of a sharded model the mean gradient of all ranks, as sharded ones have it.
+    """Average gradients of unsharded parameters of a sharded model over all ranks.
 
     Call it after the parameters are materialized (the hooks belong to the parameter objects). Repeated calls have
-    no effect. Afterwards every backward pass ends with a collective for all trained ones, unless FSDP2 does not
-    synchronize gradients (``set_requires_gradient_sync(False)``). They then accumulate on each rank until it does.
+    no effect. Every backward pass then ends with a collective, unless FSDP2 does not synchronize gradients
+    (``set_requires_gradient_sync(False)``). Gradients accumulate on each rank until it does.
     """
-    average = Averaging(mesh, exchanges_gradients(model))
+    average = Averaging(mesh, model)
     for parameter in model.parameters():
         is_alone = parameter.requires_grad and parameter.numel() and not isinstance(parameter, DTensor)
         if is_alone and not is_averaged(parameter):
@@ -86,20 +85,24 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class Averaging:
-    """A hook that averages gradients over all ranks of a mesh, in one bucket at the end of a backward pass.
+    """A hook that averages gradients over all ranks of a mesh, in buckets at the end of a backward pass.
 
-    A gradient averaged in an earlier pass is equal on every rank, and so is its mean. So a new gradient may be
-    added to it before averaging. Memory: the gradients once more, while they are averaged.
+    Accumulated gradients of earlier passes are equal on all ranks, so averaging the sum does not change them.
+    Memory: the gradients once more.
     """
 
-    def __init__(self, mesh: DeviceMesh, exchanges: Callable[[], bool]) -> None:
+    def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
         self.mesh = mesh
-        self.exchanges = exchanges
+        self._group = next(param_groups(model), None)
         self._waiting: dict[int, list[torch.Tensor]] = {}
-        """Parameters by the backward pass. One within another's (reentrant checkpointing) has its own bucket."""
+        """Parameters by backward pass. Nested passes (reentrant checkpointing) have their own buckets."""
+
+    def is_synchronizing(self) -> bool:
+        """Return whether FSDP2 reduces gradients over all ranks in the current backward pass."""
+        return self._group is None or bool(self._group.reduce_grads and self._group.all_reduce_grads)
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is None or not self.exchanges():
+        if parameter.grad is None or not self.is_synchronizing():
             return
         number = torch_api.backward_pass()
         if number not in self._waiting:
@@ -123,45 +126,41 @@ class Averaging:
 
 
 def is_averaged(parameter: nn.Parameter) -> bool:
-    """Return whether :func:`average_replicated_gradients` takes care of a parameter's gradient."""
+    """Return whether :func:`average_replicated_gradients` averages a parameter's gradient."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return any(isinstance(hook, Averaging) for hook in hooks.values())
 
 
 def require_synchronized(model: nn.Module, ranks: int) -> None:
-    """Refuse trained parameters whose gradients the ranks would keep to themselves.
+    """Reject trained parameters whose gradients are not reduced over all ranks.
 
-    Accepted are those that ``fully_shard`` (or another user of DTensors) has spread over all ranks, whole ones that
-    :func:`average_replicated_gradients` looks after, and those in torch's
-    DistributedDataParallel.
-
-    Collective: no. The result is the same on every rank if the models are.
+    They must be DTensors on all ranks, averaged by :func:`average_replicated_gradients`, or in torch's
+    DistributedDataParallel. Collective: no. The result is the same on every rank if the models are.
 
     Args:
         model: sharded or in DistributedDataParallel.
-        ranks: that train together.
+        ranks: number of ranks that train together.
 
     Raises:
-        ConfigError: naming them.
+        ConfigError: the message has the parameters.
     """
     if ranks == 1:
         return
-    cared_for = {
+    in_ddp = {
         parameter
         for module in model.modules()
         if isinstance(module, DistributedDataParallel)
         for parameter in module.parameters()
     }
-    alone: list[str] = []
-    elsewhere: list[str] = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or not parameter.numel() or parameter in cared_for:
-            continue
-        if isinstance(parameter, DTensor):
-            if parameter.device_mesh.size() < ranks:
-                elsewhere.append(canonical(name))
-        elif not is_averaged(parameter):
-            alone.append(canonical(name))
+    trained = {
+        canonical(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.numel() and parameter not in in_ddp
+    }
+    alone = [name for name, each in trained.items() if not isinstance(each, DTensor) and not is_averaged(each)]
+    elsewhere = [
+        name for name, each in trained.items() if isinstance(each, DTensor) and each.device_mesh.size() < ranks
+    ]
     if alone:
         raise ConfigError(
             f"{abbreviate(alone)}: trained, but neither sharded nor averaged over the {ranks} ranks, so each rank "
@@ -175,20 +174,11 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
         )
 
 
-def exchanges_gradients(model: nn.Module) -> Callable[[], bool]:
-    """Return a function that returns whether FSDP2 will synchronize gradients in the current backward pass.
-
-    (Of all ranks: with two axes also over the one that replicates.)
-    """
-    group = next(param_groups(model), None)
-    return lambda: group is None or bool(group.reduce_grads and group.all_reduce_grads)
-
-
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """All-gather of a group of parameters: elements per rank, and whether all sharding ranks take part.
+    """An all-gather of a group of parameters.
 
-    (Not all do in the backward pass where ``reshard_after_forward`` is a number.)
+    ``numel`` is per rank. ``is_of_all`` is False in the backward pass if ``reshard_after_forward`` is a number.
     """
 
     group: int
@@ -198,14 +188,14 @@ class Gather:
 
 
 SeeGather: TypeAlias = Callable[[Gather], None]
-"""Is shown each gather before it begins."""
+"""Called before each gather."""
 
 
 @contextlib.contextmanager
 def seeing_gathers(model: nn.Module, see: SeeGather) -> Iterator[None]:
-    """In the block ``see`` is called before FSDP2 gathers a group of parameters.
+    """Call ``see`` before FSDP2 gathers a group of parameters, within the block.
 
-    An exception of it aborts the pass that requested the group, which is then unchanged.
+    Its exceptions abort the pass. The group is not changed.
     """
     groups = list(param_groups(model))
     before = [group._all_gather_comm for group in groups]
@@ -234,7 +224,7 @@ class _SeenGathers:
 
 
 def gather_zeros(model: nn.Module, gathers: Sequence[Gather]) -> None:
-    """Take part in gathers like a pass, with zeros. The results are discarded. Collective: yes."""
+    """Participate in gathers with zeros, and discard the results. Collective: yes."""
     groups = list(param_groups(model))
     for each in gathers:
         group = groups[each.group]
@@ -246,7 +236,7 @@ def gather_zeros(model: nn.Module, gathers: Sequence[Gather]) -> None:
 
 
 def forget_pass(root: Any) -> None:
-    """Clear FSDP2's state of an aborted pass: gathered parameters, and pending waits. Collective: no.
+    """Reset FSDP2's state after an aborted pass: gathered parameters, and pending waits. Collective: no.
 
     ``FSDPModule.reset_iter_state`` does it from torch 2.13 on.
 
@@ -254,7 +244,7 @@ def forget_pass(root: Any) -> None:
         root: the outermost ``FSDPModule``.
     """
     state = root._get_fsdp_state()
-    if state._is_root is None:  # no pass has begun, and there is nothing yet to put back
+    if state._is_root is None:  # no pass has begun
         return
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
@@ -270,7 +260,7 @@ def forget_pass(root: Any) -> None:
     for group in param_groups(root):
         group.finalize_backward()
         group._partial_reduce_output = None
-        group._training_state = idle  # else ``reshard`` keeps, after a forward pass, what the backward pass wants
+        group._training_state = idle  # otherwise reshard() keeps parameters for the backward pass
         group.reshard()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False

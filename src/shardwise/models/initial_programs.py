@@ -1,4 +1,4 @@
-"""Initializers as programs: recorded operations on a tensor, replayed block by block on any number of ranks.
+"""Initializers as programs: operations that are recorded on a tensor, and replayed on blocks of it.
 
 See [Note: Initializers are traced] in ``models/initialize.py``.
 """
@@ -16,18 +16,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.conversion.regions import Region, flatten
 from shardwise.layout import LocalBox
 from shardwise.models import pretrained
 from shardwise.models.pretrained import not_initializing
 from shardwise.models.torch_api import original_class, parameters_of, tree_leaves, tree_map_only, without_data
 from shardwise.models.view import strided_view
-from shardwise.tensors import contiguous_strides
+from shardwise.tensors import Box
 
 aten = torch.ops.aten
 
 
 BLOCK_NUMEL = 1 << 20
-"""Elements of a block that is seeded by itself. Part of the result: changing it changes initial values."""
+"""Elements of a block with a seed of its own. Changing it changes initial values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Program:
 
 
 class Programmed(torch.Tensor):
-    """A tensor without data that records the in-place operations done to it, or to some of its first rows."""
+    """A tensor without data, or rows of one, that records in-place operations."""
 
     program: Program
     rows: tuple[int, int]
@@ -92,7 +93,7 @@ class Programmed(torch.Tensor):
         if target is not None and replayable and not any(isinstance(item, Programmed) for item in others):
             target.record(func, args[1:], kwargs)
             return target
-        # Something else: its values are not followed, only its shapes, so that the initializer can go on.
+        # Other operations are run on meta tensors, so that the initializer can continue.
         for item in tree_leaves((args, kwargs)):
             if isinstance(item, Programmed):
                 item.program.is_elementwise = False
@@ -104,7 +105,7 @@ class Programmed(torch.Tensor):
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         row = math.prod(self.program.shape[1:])
         if args and isinstance(args[0], torch.Tensor):
-            # The values may be random, drawn by the initializer itself; they are to follow from the FQN.
+            # The values may be random, and must depend on the FQN only.
             self.program.is_elementwise = False
             args = (args[0].expand(self.shape).reshape(-1), *args[1:])
         step = _InPlaceStep(func, args, kwargs, self.rows[0] * row, self.rows[1] * row)
@@ -138,7 +139,7 @@ _UPDATES = {
 
 
 def _take_rows(target: Programmed, func: Any, *args: Any) -> Any:
-    """Return a view of some rows, if it is one. Recorded steps on it count from its first row."""
+    """Return a view of consecutive rows, or a meta tensor for any other view."""
     dim = args[0] if args else 0
     first, last = target.rows
     if dim == 0 and func is aten.select.int:
@@ -156,36 +157,16 @@ def fill_from_program(
 ) -> None:
     """Compute the values of this rank's boxes into ``local``. Memory: one block of ``BLOCK_NUMEL`` elements."""
     for item in boxes:
-        for start, flat, where in _pieces(program.shape, item):
+        region = flatten(Region.of(item.box, item.local), program.shape)
+        (first,), (stop,) = region.origin, region.bounds.stops
+        for start in range(first - first % BLOCK_NUMEL, stop, BLOCK_NUMEL):
+            pieces = list(region.within(Box((start,), (BLOCK_NUMEL,))))
+            if not pieces:
+                continue
             block = _block(program, start, seed, fqn)
-            target = strided_view(local, item.local)
-            if isinstance(where, slice):
-                target.view(-1)[where] = block[flat].to(local.device)
-            else:
-                target[where] = block[flat].to(local.device)
-
-
-def _pieces(shape: tuple[int, ...], item: LocalBox) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (first element, indices into the block, indices into the box) of each block that meets a box."""
-    box = item.box
-    strides = contiguous_strides(shape)
-    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    if item.local.is_contiguous and box.sizes[1:] == shape[1:]:
-        last = first + box.numel
-        for start in range(first - first % BLOCK_NUMEL, last, BLOCK_NUMEL):
-            low, high = max(first, start), min(last, start + BLOCK_NUMEL)
-            yield start, slice(low - start, high - start), slice(low - first, high - first)
-        return
-    last = first + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True)) + 1
-    for start in range(first - first % BLOCK_NUMEL, last, BLOCK_NUMEL):
-        flat = torch.arange(start, min(start + BLOCK_NUMEL, math.prod(shape)), device="cpu")
-        inside = torch.ones_like(flat, dtype=torch.bool)
-        places: list[torch.Tensor] = []
-        for offset, size, bound, stride in zip(box.offsets, box.sizes, shape, strides, strict=True):
-            place = flat // stride % bound - offset
-            inside &= (place >= 0) & (place < size)
-            places.append(place)
-        yield start, flat[inside] - start, tuple(place[inside] for place in places)
+            for piece in pieces:
+                source, target = piece.strided((1,))
+                strided_view(local, target).copy_(strided_view(block, source))
 
 
 def _block(program: Program, start: int, seed: int, fqn: str) -> torch.Tensor:
@@ -204,14 +185,14 @@ def _block(program: Program, start: int, seed: int, fqn: str) -> torch.Tensor:
 
 
 def seed_of(seed: int, fqn: str, block: int) -> int:
-    """The seed of one block of a tensor."""
+    """Return the seed of one block of a tensor."""
     digest = hashlib.sha256(f"{seed}/{fqn}/{block}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 @contextlib.contextmanager
 def truncated_normal_as_one_step() -> Iterator[None]:
-    """Let ``trunc_normal_`` be recorded as a whole: it draws until nothing is rejected, which needs values."""
+    """Record ``trunc_normal_`` as one step within the block, because its rejection sampling needs values."""
 
     def record(
         tensor: torch.Tensor,
@@ -235,7 +216,7 @@ def truncated_normal_as_one_step() -> Iterator[None]:
 
 
 def program_of(whole: torch.Tensor) -> Program:
-    """The program that copies a tensor already computed."""
+    """Return the program that copies a tensor."""
     step = _InPlaceStep(aten.copy_.default, (whole.reshape(-1),), {}, 0, whole.numel())
     return Program(tuple(whole.shape), whole.dtype, [step])
 
@@ -243,7 +224,7 @@ def program_of(whole: torch.Tensor) -> Program:
 def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Build another model of the same class and config, with parameters on meta and computed buffers.
 
-    Memory: buffers, and the address space of one parameter at a time, without touching its pages.
+    Memory: buffers. One parameter at a time is allocated, but not written.
     """
     register = nn.Module.register_parameter
 

@@ -1,12 +1,12 @@
-"""Values that no checkpoint holds: initialized parameters and recomputed buffers.
+"""Values that the checkpoint lacks: initialized parameters and recomputed buffers.
 
-[Note: Initializers are traced] A model's initializers (``_init_weights``, ``reset_parameters``) are run once, on a
-model whose tensors are stand-ins: a recording one for each that is missing (:mod:`shardwise.models.initialize`), a
-real one on the CPU for each buffer to recompute, and a meta tensor, which no initializer can harm, for everything
-else. A recording tensor notes the in-place operations done to it. They are replayed on fixed blocks of the flat
-global tensor, each with a generator seeded by (seed, FQN, block), so that every rank of every world size computes
-the same values and no rank holds the tensor whole. An initializer that is not elementwise (orthogonal, for example)
-runs on the full tensor instead, one tensor at a time, within the budget.
+[Note: Initializers are traced] A model's initializers (``_init_weights``, ``reset_parameters``) run once, on a
+model whose tensors are replaced: missing ones by recording tensors (:mod:`shardwise.models.initial_programs`),
+buffers to recompute by real tensors on the CPU, and all others by meta tensors. A recording tensor records the
+in-place operations on it. They are replayed on fixed blocks of the flat global tensor, each with a generator seeded
+by (seed, FQN, block), so that values do not depend on the number of ranks and no rank has the full tensor. An
+initializer that is not elementwise (orthogonal, for example) runs on full tensors, one at a time, within the
+budget.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -32,18 +33,17 @@ if TYPE_CHECKING:
     from shardwise.models.initial_programs import Program
 
 BufferRules = Mapping[str, Callable[[nn.Module], torch.Tensor]]
-"""Glob of buffer names to a callable that computes the buffer of the module it is given."""
-
+"""Functions that compute a buffer of a module, by glob of buffer names."""
 
 NewRows: TypeAlias = Literal["initialized", "mean"]
-"""Values of new rows of an embedding: as the model's class initializes it, or the mean of the stored rows."""
+"""Values of new rows of an embedding: initialized by the model's class, or the mean of the stored rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowNorms:
-    """A vector that begins as the norm of each row of a matrix (the magnitude of DoRA).
+    """A vector that is initialized with the norms of a matrix's rows (the magnitude of DoRA).
 
-    ``of`` maps full rows to their values. Each row's value depends on that row only.
+    ``of`` computes the norms of full rows.
     """
 
     matrix: str
@@ -56,18 +56,17 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Additions:
-    """Modules added to a model. Default: none.
+    """Modules that were added to a model. The default is none.
 
     Attributes:
         base: the transformers model inside, whose class's rules apply. None for the model itself.
-        known_as: names in the model to those in the base, which users and the base's class use. A copy has the name
-            of its original. Added tensors have no such name.
+        known_as: names in the base by names in the model. A copy has the name of its original, added tensors none.
         initialized: names of the tensors that ``initialize`` writes.
-        initialize: runs the initializers of added modules, on the tensors currently in place.
-        copies: names of parameters that begin with the values of others, to the others' names.
-        norms: names of vectors that begin as the norms of a matrix' rows.
-        new_rows: how rows begin that the checkpoint lacks, of tensors of which it has the others.
-        nested: names of full scales of 4-bit weights to their nested form, created after reading.
+        initialize: runs the initializers of added modules on their present tensors.
+        copies: names of originals by names of parameters that are initialized with their values.
+        norms: vectors that are initialized with the norms of a matrix's rows, by name.
+        new_rows: initialization of rows that the checkpoint lacks.
+        nested: names of scales of 4-bit weights that are computed after all scales are read.
     """
 
     base: nn.Module | None = None
@@ -80,12 +79,12 @@ class Additions:
     nested: frozenset[str] = frozenset()
 
     @property
-    def begun(self) -> frozenset[str]:
-        """Names of the tensors whose values come from the tuning, rather than from a checkpoint or the base."""
+    def from_tuning(self) -> frozenset[str]:
+        """Names of the tensors that the tuning initializes."""
         return self.initialized.union(self.norms, self.nested)
 
-    def begun_elsewhere(self) -> Additions:
-        """Return the same additions for the case that all their values come from a checkpoint."""
+    def from_checkpoint(self) -> Additions:
+        """Return the same additions for an adapter whose values come from a checkpoint."""
         return replace(self, initialized=frozenset(), norms={})
 
 
@@ -94,9 +93,9 @@ NOTHING_ADDED = Additions()
 
 @contextlib.contextmanager
 def stand_ins(held: Sequence[TensorRef], chosen: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """For the time of the block, ``chosen`` tensors by FQN, and for all others harmless ones on meta.
+    """Replace tensors within the block: by those in ``chosen``, by FQN, or by meta tensors.
 
-    Computations within the block are on the host, whatever the user's default device.
+    The default device within the block is the CPU.
     """
     originals = [item.tensor for item in held]
     try:
@@ -118,7 +117,7 @@ def stand_ins(held: Sequence[TensorRef], chosen: Mapping[str, torch.Tensor]) -> 
 
 @dataclass(frozen=True, slots=True)
 class ComputedBuffer:
-    """Source of a non-persistent buffer, and its value on the CPU if it was computed."""
+    """Source of a non-persistent buffer, and its value on the CPU if it is computed."""
 
     origin: Origin
     value: torch.Tensor | None = None
@@ -129,8 +128,8 @@ class Initializers:
     """Initializers of a model: those of transformers, ``reset_parameters`` of modules, and those of a tuning.
 
     Attributes:
-        model: the model, which is changed by :meth:`compute_attributes` only.
-        held: all tensors of it.
+        model: the model. Only :meth:`compute_attributes` changes it.
+        held: its tensors.
         additions: modules added by a tuning.
     """
 
@@ -140,7 +139,7 @@ class Initializers:
 
     def origin_of(self, item: TensorRef) -> Origin:
         """Return the source of a parameter or persistent buffer that is missing in the checkpoint."""
-        if item.fqn in self.additions.begun:
+        if item.fqn in self.additions.from_tuning:
             return Origin.TUNING
         if self.additions.base is not None and item.fqn not in self.additions.known_as:
             return Origin.NOWHERE
@@ -151,21 +150,21 @@ class Initializers:
         return Origin.NOWHERE
 
     def programs(self, names: Collection[str]) -> dict[str, Program]:
-        """Return the programs of the tensors to initialize, by FQN.
-
-        Vectors of norms have none, see ``RowNorms``.
-        """
+        """Return the programs of the tensors to initialize, by FQN. There are none for ``RowNorms``."""
         added = self.additions.initialized.intersection(names)
-        others = [name for name in names if name not in self.additions.begun]
-        return {**self._traced(others, lambda: self._run(others)), **self._traced(added, self.additions.initialize)}
+        others = [name for name in names if name not in self.additions.from_tuning]
+        return {
+            **self._traced(others, partial(self._run, others)),
+            **self._traced(added, self.additions.initialize),
+        }
 
     def whole(self, item: TensorRef, *, seed: int) -> torch.Tensor:
-        """One tensor initialized whole on the CPU, for initializers that are not element by element.
+        """Initialize one full tensor on the CPU, for initializers that are not elementwise.
 
         Memory: the full tensor. See :func:`unfit_programs`.
 
         Raises:
-            KeyMismatchError: no initializer writes it, which is not known in advance if one could not be traced.
+            KeyMismatchError: no initializer writes it.
         """
         from shardwise.models.initial_programs import seed_of
 
@@ -178,10 +177,10 @@ class Initializers:
         return whole
 
     def buffers(self, rules: BufferRules, *, seed: int) -> dict[str, ComputedBuffer]:
-        """The non-persistent buffers, by FQN.
+        """Compute the non-persistent buffers, by FQN.
 
-        For a transformers model this equals ``from_pretrained``: its initializers write the buffers. Of other
-        modules real buffers are kept, and ``reset_parameters`` computes those on meta.
+        Initializers of a transformers model write its buffers, as in ``from_pretrained``. Real buffers of other
+        modules are kept, and ``reset_parameters`` computes those on meta.
         """
         buffers = [item for item in self.held if item.kind is TensorKind.BUFFER]
         outcome = {
@@ -199,10 +198,9 @@ class Initializers:
         return outcome
 
     def compute_attributes(self, device: torch.device) -> tuple[str, ...]:
-        """Recompute tensors that a transformers model keeps as plain attributes, if they are on meta.
+        """Recompute tensors on meta that a transformers model has as plain attributes. Return their names.
 
-        transformers leaves them there. They are taken from a second model whose constructor ran outside of meta.
-        Returns their names.
+        They are taken from a second model, whose constructor runs outside of meta.
         """
         found: list[str] = []
         for prefix, outer in pretrained.outermost_pretrained(self.model):
@@ -216,28 +214,23 @@ class Initializers:
             for slot in slots:
                 value = getattr(fresh.get_submodule(slot.fqn.rpartition(".")[0]), slot.name)
                 if any(isinstance(item, torch.Tensor) and item.is_meta for item in tree_leaves(value)):
-                    continue  # not something the constructor computes; the audit will name it
+                    continue  # the constructor does not compute it: an error of the audit
                 setattr(slot.module, slot.name, tree_map_only(torch.Tensor, lambda item: item.to(device), value))
                 found.append(f"{prefix}.{slot.fqn}" if prefix else slot.fqn)
         return tuple(found)
 
     @cached_property
     def _inside(self) -> set[nn.Module]:
-        """All modules that belong to a model of transformers."""
-        return {
-            module
-            for _, pretrained in pretrained.outermost_pretrained(self.model)
-            for module in pretrained.modules()
-        }
+        """All modules in models of transformers."""
+        return {module for _, outer in pretrained.outermost_pretrained(self.model) for module in outer.modules()}
 
     def _run(self, names: Collection[str]) -> None:
         """Run the initializers of these tensors.
 
-        Of transformers' initializers, those of the modules that hold them and of their parents are run, because an
-        initializer writes into its module or its descendants.
+        An initializer of transformers writes to its module and its descendants, so those of all parents are run.
         """
         owners = {slot.module: None for item in self.held if item.fqn in names for slot in item.slots}
-        around = _with_all_around(self.model, owners)
+        around = _with_parents(self.model, owners)
         for _, outer in pretrained.outermost_pretrained(self.model):
             pretrained.run_initializers(outer, around)
         for module in owners:
@@ -286,7 +279,7 @@ class Initializers:
 
 
 def unfit_programs(programs: Mapping[str, Program], budget_bytes: int) -> list[str]:
-    """A sentence for each tensor that nothing writes, or that must be initialized whole and exceeds the budget."""
+    """Return a sentence for each tensor that no initializer writes, or whose initialization exceeds the budget."""
     faults: list[str] = []
     for name, program in programs.items():
         nbytes = math.prod(program.shape) * program.dtype.itemsize
@@ -305,7 +298,13 @@ def _by_rule(item: TensorRef, rules: BufferRules) -> ComputedBuffer | None:
     if rule is None:
         return None
     with torch.device("cpu"):
-        return ComputedBuffer(Origin.CALLABLE, _checked(rule(item.slots[0].module), item))
+        value = rule(item.slots[0].module)
+    if value.shape != item.tensor.shape:
+        raise KeyMismatchError(
+            f"{item.fqn}: the callable given computes shape {tuple(value.shape)}, the buffer has "
+            f"{tuple(item.tensor.shape)}"
+        )
+    return ComputedBuffer(Origin.CALLABLE, value.detach().to(device="cpu", dtype=item.tensor.dtype))
 
 
 def _buffer_origin(item: TensorRef, inside: Collection[nn.Module]) -> Origin:
@@ -317,31 +316,17 @@ def _buffer_origin(item: TensorRef, inside: Collection[nn.Module]) -> Origin:
     return Origin.RESET_PARAMETERS if callable(getattr(module, "reset_parameters", None)) else Origin.NOWHERE
 
 
-def _with_all_around(model: nn.Module, modules: Collection[nn.Module]) -> set[nn.Module]:
-    """Modules, and all that they are in, under any name."""
+def _with_parents(model: nn.Module, modules: Collection[nn.Module]) -> set[nn.Module]:
+    """Return modules and all of their parents, under any name."""
     by_name = dict(model.named_modules(remove_duplicate=False))
     names = {name for name, module in by_name.items() if module in modules}
-    ahead = list(names)
-    while ahead:
-        around = ahead.pop().rpartition(".")[0]
-        if around not in names:
-            names.add(around)
-            ahead.append(around)
-    return {by_name[name] for name in names}
-
-
-def _checked(value: torch.Tensor, item: TensorRef) -> torch.Tensor:
-    if value.shape != item.tensor.shape:
-        raise KeyMismatchError(
-            f"{item.fqn}: the callable given computes shape {tuple(value.shape)}, the buffer has "
-            f"{tuple(item.tensor.shape)}"
-        )
-    return value.detach().to(device="cpu", dtype=item.tensor.dtype)
+    parents = {parent for name in names for parent in accumulate(name.split("."), "{}.{}".format)}
+    return {model, *(by_name[name] for name in parents)} if names else set()
 
 
 @contextlib.contextmanager
 def _own_random_state(seed: int) -> Iterator[None]:
-    """The CPU's random state seeded for the block, and as it was afterwards."""
+    """Seed the CPU's random state within the block, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter names: writing it out, and parsing a given state.
+"""State dicts of optimizers by parameter names, and their comparison with present optimizers.
 
 The layout is that of ``torch.distributed.checkpoint.state_dict``: ``{"state": {fqn: {entry: value}},
 "param_groups": [{"params": [fqn, ...], "lr": ...}, ...]}``, the groups of several optimizers one after the other.
@@ -7,11 +7,9 @@ The layout is that of ``torch.distributed.checkpoint.state_dict``: ``{"state": {
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -21,12 +19,12 @@ from shardwise.models.view import abbreviate, canonical
 
 
 def labeled(bounds: Sequence[Bound]) -> dict[str, Key]:
-    """All that optimizers hold of parameters: tensors of their shape, and the rest."""
+    """Return all entries of optimizers' states by label."""
     return {key.label: key for bound in bounds for key in [*bound.scalars, *bound.tensors]}
 
 
 def written_out(bounds: Sequence[Bound], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of optimizers as a dict, with these values by label. Settings of groups are copies."""
+    """Return the state dict of optimizers with these values by label. Settings of groups are copies."""
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for bound in bounds:
@@ -48,7 +46,7 @@ def copied(value: Any) -> Any:
 
 @dataclass(slots=True)
 class ParsedState:
-    """A state as one rank gives it, by the first names of the parameters.
+    """The state dict of one rank, by the first names of the parameters.
 
     Attributes:
         groups: parameters, by group.
@@ -71,14 +69,19 @@ class ParsedState:
 def read(
     state: Mapping[str, Any] | None, first_names: Mapping[str, str], shapes: Mapping[str, torch.Size]
 ) -> ParsedState:
-    """Take a state apart. ``first_names`` has those of all names of a parameter, ``shapes`` is by first name.
+    """Parse a state dict.
+
+    Args:
+        state: the state dict. None on a rank without one.
+        first_names: the first name of a parameter for each of its names.
+        shapes: of parameters, by first name.
 
     Raises:
         ConfigError: it has another layout, or values that cannot be set.
     """
     given = ParsedState()
     whole: object = state or {}
-    if not isinstance(whole, Mapping) or (whole and not _is_laid_out(whole)):
+    if not isinstance(whole, Mapping) or (whole and not _is_state_dict(whole)):
         raise ConfigError(
             "the state of optimizers is {'state': {name: {...}}, 'param_groups': [{'params': [name, ...], ...}]}, "
             "as get_optimizer_state_dict() and torch.distributed.checkpoint.state_dict make it, or None on a rank "
@@ -96,15 +99,14 @@ def read(
     for name, entries in whole.get("state", {}).items():
         plain = first_names.get(canonical(name), canonical(name))
         for entry, value in entries.items():
-            _sort_in(given, plain, str(entry), value, shapes.get(plain))
+            _add(given, plain, str(entry), value, shapes.get(plain))
     return given
 
 
 ParameterOrder: TypeAlias = Literal["name", "position"]
-"""Key of a parameter in an optimizer's state: its name, or its number in ``optimizer.state_dict()``.
+"""How parameters of a state dict are found: by name, or by their number in ``optimizer.state_dict()``.
 
-By position, groups must be as large as those now, and values have the shapes of their parameters. That parameters
-of one shape have not changed places is for the caller to know.
+By position, sizes of groups and shapes of values are checked. Parameters of equal shape must be in the same order.
 """
 
 
@@ -114,9 +116,9 @@ def with_names(
     shapes: Mapping[str, torch.Size],
     order: ParameterOrder,
 ) -> dict[str | int, str]:
-    """Return the parameters of a state by its numbers for them. Empty if it has names.
+    """Return the names of parameters that a state dict has numbers for. Empty if it has names.
 
-    ``groups`` are the present parameters, ``shapes`` theirs.
+    ``groups`` and ``shapes`` are those of the present parameters.
 
     Raises:
         ConfigError: the numbers have no names, and their order is unknown.
@@ -142,7 +144,7 @@ def _names_in_order(
     groups: Sequence[Sequence[str]],
     order: ParameterOrder,
 ) -> list[list[str]]:
-    """The names of the parameters of each given group, which has these numbers for them."""
+    """Return the names of the parameters of each group, in the order of their numbers."""
     named = [group.get("param_names") for group in given]
     if all(isinstance(names, list) and len(names) == len(own) for names, own in zip(named, numbers, strict=True)):
         return [[canonical(str(name)) for name in group or ()] for group in named]
@@ -164,7 +166,7 @@ def _names_in_order(
 def _require_shapes(
     state: Mapping[str, Any], names: Mapping[str | int, str], shapes: Mapping[str, torch.Size]
 ) -> None:
-    """Values have the shapes of the parameters that they would belong to, by these names of numbers."""
+    """Raise KeyMismatchError for values of another shape than the parameter that their number stands for."""
     for number, entries in state.get("state", {}).items():
         name = names.get(int(number) if str(number).isdigit() else number, "")
         for entry, value in entries.items():
@@ -177,7 +179,7 @@ def _require_shapes(
                 )
 
 
-def _is_laid_out(whole: Mapping[str, Any]) -> bool:
+def _is_state_dict(whole: Mapping[str, Any]) -> bool:
     values, groups = whole.get("state"), whole.get("param_groups")
     return (
         isinstance(values, Mapping)
@@ -190,7 +192,7 @@ def _is_laid_out(whole: Mapping[str, Any]) -> bool:
 _NAMES = ("params", "param_names")
 
 
-def _sort_in(given: ParsedState, parameter: str, entry: str, value: Any, shape: torch.Size | None) -> None:
+def _add(given: ParsedState, parameter: str, entry: str, value: Any, shape: torch.Size | None) -> None:
     name = label(parameter, entry)
     given.keys[name] = parameter, entry
     is_tensor = isinstance(value, torch.Tensor)
@@ -206,7 +208,7 @@ def _sort_in(given: ParsedState, parameter: str, entry: str, value: Any, shape: 
 
 
 def set_group(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Give a parameter group its settings. A tensor among them is updated in place, because kernels may hold it."""
+    """Set settings of a parameter group. Tensors are updated in place, because kernels may hold them."""
     for name, value in settings.items():
         present = group.get(name)
         if isinstance(present, torch.Tensor):
@@ -216,13 +218,13 @@ def set_group(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 
 _LATER = frozenset({"maximize", "decoupled_weight_decay"})
-"""Switches that states of earlier versions of torch do not have."""
+"""Switches that states of older versions of torch lack."""
 
 _SWITCHES = _LATER | {"amsgrad", "centered", "nesterov", "momentum"}
-"""Settings that decide which state there is, or what a step does with it, by whether they are set."""
+"""Settings whose truth value decides which state exists, or how a step uses it."""
 
 _DECIDING = _SWITCHES | {"alpha", "betas", "dampening", "etas", "lambd", "lr_decay", "momentum_decay", "rho", "t0"}
-"""Settings of torch's optimizers by which one kind is told from another."""
+"""Settings that distinguish kinds of torch's optimizers."""
 
 
 def class_name(optimizer: Optimizer) -> str:
@@ -233,7 +235,7 @@ def class_name(optimizer: Optimizer) -> str:
 
 
 def by_parameter(bounds: Sequence[Bound]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The class and the settings that each parameter has in its optimizer."""
+    """Return the class and the group's settings of each parameter's optimizer."""
     return {
         name: (class_name(bound.optimizer), group)
         for bound in bounds
@@ -245,82 +247,55 @@ def by_parameter(bounds: Sequence[Bound]) -> dict[str, tuple[str, dict[str, Any]
 def unlike(
     present: Mapping[str, tuple[str, Mapping[str, Any]]], stored: Mapping[str, tuple[str, Mapping[str, Any]]]
 ) -> list[str]:
-    """Return sentences on the differences between a state and the current optimizers. Empty if it fits.
+    """Return sentences on the differences between a state and the present optimizers. Empty if it fits.
 
-    Both are by parameter: a class ("" if unknown), and settings.
+    Both have, by parameter, a class ("" if unknown) and settings.
     """
     found: dict[str, list[str]] = {}
     for name in present.keys() & stored.keys():
-        (here, settings), (there, told) = present[name], stored[name]
+        (here, settings), (there, saved) = present[name], stored[name]
         if there and here != there:
             found.setdefault(f"saved by {there}, and there is {here} now", []).append(name)
         else:
-            for why in _differences(settings, told):
+            for why in _differences(settings, saved):
                 found.setdefault(f"{why} ({here})", []).append(name)
     return [f"{why}: {abbreviate(sorted(names))}" for why, names in sorted(found.items())]
 
 
-def _differences(settings: Mapping[str, Any], told: Mapping[str, Any]) -> list[str]:
+def _differences(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
-    for setting in sorted(_DECIDING & {*settings, *told}):
-        if setting not in told and setting not in _LATER:
+    for setting in sorted(_DECIDING & {*settings, *saved}):
+        if setting not in saved and setting not in _LATER:
             found.append(f"saved without {setting}, which this optimizer has")
         elif setting not in settings:
             found.append(f"saved with {setting}, which this optimizer does not have")
-        elif setting in _SWITCHES & told.keys() and bool(settings[setting]) != bool(told[setting]):
-            found.append(f"saved with {setting}={told[setting]!r}, and it is {settings[setting]!r} now")
+        elif setting in _SWITCHES & saved.keys() and bool(settings[setting]) != bool(saved[setting]):
+            found.append(f"saved with {setting}={saved[setting]!r}, and it is {settings[setting]!r} now")
     return found
 
 
-def entries_of(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int) -> frozenset[str] | None:
-    """Return the state entries of a torch optimizer for a parameter of ``ndim`` dimensions.
-
-    None for other optimizers.
-
-    One of its class is made for a single number, and steps.
-    """
-    kind = type(optimizer)
-    if getattr(torch.optim, kind.__name__, None) is not kind:
-        return None
-    forms = {name: bool(settings[name]) for name in ("amsgrad", "centered", "momentum") if name in settings}
-    return _entries_of(kind, tuple(forms.items()), ndim)
-
-
-@cache
-def _entries_of(kind: type[Optimizer], forms: tuple[tuple[str, bool], ...], ndim: int) -> frozenset[str] | None:
-    given: dict[str, Any] = {name: 0.5 * value if name == "momentum" else value for name, value in forms}
-    parameter = nn.Parameter(torch.zeros((1,) * ndim, device="cpu"))
-    parameter.grad = torch.zeros_like(parameter)
-    try:
-        single = kind([parameter], lr=0.1, **given)  # type: ignore[call-arg]
-        single.step()
-    except Exception:  # of one that wants a closure, or sparse gradients
-        return None
-    return frozenset(map(str, single.state[parameter]))
-
-
 _LISTS = "base_lrs _last_lr min_lrs max_lrs base_momentums max_momentums lr_lambdas _schedulers"
-_TOLD = frozenset([*_LISTS.split(), "_scale_fn_custom"])
-"""Entries of torch's schedulers for each group of the optimizer, each scheduler inside, or a function."""
+_COMPARED = frozenset([*_LISTS.split(), "_scale_fn_custom"])
+"""Entries of torch's schedulers whose lengths and types must match: one value per group or inner scheduler."""
 
 _OF_VERSIONS = frozenset({"verbose", "_is_initial", "_get_lr_called_within_step"})
-"""Entries that only some versions of torch have, and no rate depends on."""
+"""Entries that only some versions of torch have, and that do not affect learning rates."""
 
 
 def scheduler_mismatch(present: Mapping[str, Any], stored: object) -> str | None:
     """Return the reason why ``stored`` is not a state of the scheduler whose state is ``present``, or None.
 
-    torch accepts any state, and a mismatch appears steps later, or never.
+    torch accepts any state.
     """
     if not isinstance(stored, dict):
         return f"it is a {type(stored).__name__}, and no state"
     for lacks, names in (("lacks", present.keys() - stored.keys()), ("also has", stored.keys() - present.keys())):
-        if odd := sorted(map(str, names - _OF_VERSIONS)):
-            return f"it {lacks} {odd[:8]}"
+        if others := sorted(map(str, names - _OF_VERSIONS)):
+            return f"it {lacks} {others[:8]}"
     for name, here in present.items():
         plain = str(name).rpartition(": ")[2]
-        is_told = type(here) in (int, float) or plain in _TOLD
-        if is_told and name in stored and not _is_like(here, stored[name]):
+        is_compared = type(here) in (int, float) or plain in _COMPARED
+        if is_compared and name in stored and not _is_like(here, stored[name]):
             return f"its {plain} does not fit the one here: {stored[name]!r:.80}"
     return None
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -15,11 +16,12 @@ from torch import nn
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.models import pretrained
 from shardwise.models.torch_api import SHARDS_INTEGERS, parameters_of
+from shardwise.models.view import canonical
 
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """The modules of the classes with these names, each of which there has to be."""
+    """Modules by the names of their classes, each of which must match one."""
 
     names: tuple[str, ...]
 
@@ -31,9 +33,9 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class MinSize:
-    """The innermost modules with at least ``numel`` elements that no smaller group has, as of ``fully_shard``.
+    """Innermost modules with at least ``numel`` elements that are in no other group.
 
-    A module that is too small counts as a part of its parent. The remainder goes to the root group.
+    Smaller modules count as parts of their parents. The rest is in the root group.
     """
 
     numel: int
@@ -45,30 +47,46 @@ class MinSize:
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """Modules for which a function of the module returns True, or one with the signature of FSDP1's policies.
+    """Modules for which a function returns True.
 
-    FSDP1 calls ``function(module=, recurse=False, nonwrapped_numel=)`` with the module's number of elements.
+    It takes the module, or the arguments of FSDP1's policies: ``function(module=, recurse=False,
+    nonwrapped_numel=)`` with the module's number of elements.
     """
 
     function: Callable[..., bool]
 
+    def __repr__(self) -> str:
+        """Return the same text on all ranks, without addresses of memory."""
+        name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        return f"Matching(function={name})"
+
+
+UNUSED_BY_FSDP2: Final = {
+    **dict.fromkeys(
+        ("backward_prefetch", "backward_prefetch_policy", "forward_prefetch"), "FSDP2 orders its gathers itself"
+    ),
+    "limit_all_gathers": "FSDP2 bounds its gathers itself",
+    "sync_module_states": "every rank reads its own bytes",
+    "use_orig_params": "FSDP2 always has the original parameters",
+}
+"""Options of FSDP1 and accelerate without a counterpart, and why."""
 
 NamedPolicy: TypeAlias = Literal["auto", "model_plan", "no_split_modules", "module_list", "whole_model"]
 WrapPolicy: TypeAlias = NamedPolicy | Classes | MinSize | Matching
-"""Policy that chooses the modules that ``fully_shard`` is applied to.
+"""Policy that selects the modules to which ``fully_shard`` is applied.
 
 ``"model_plan"``: those of the model's own FSDP plan (``_fsdp_plan`` of transformers). ``"no_split_modules"``: those
-whose class the model declares in ``_no_split_modules``. ``"module_list"``: the members of every outermost
-``nn.ModuleList`` that repeats one class at least twice. ``"auto"``: the first of these that names blocks.
-``"whole_model"``: one group, gathered at once, for small models.
+whose class is in the model's ``_no_split_modules``. ``"module_list"``: the members of every outermost
+``nn.ModuleList`` that has a class twice. ``"auto"``: the first of these that matches. ``"whole_model"``: one group
+for a small model.
 """
 
 
 def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
-    """Return the names of the modules that become groups. Blocks may lie inside of blocks.
+    """Return the names of the modules that become groups. They may be nested.
 
     Raises:
-        ShardingError: when there are none.
+        ShardingError: the policy, or one of its classes, matches nothing.
     """
     if policy == "whole_model":
         return []
@@ -86,11 +104,7 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
 
 
 def _require_each(model: nn.Module, policy: Classes) -> None:
-    """Raise for a name that no module of a model has, also where others are found: its blocks would stay ungrouped.
-
-    Raises:
-        ShardingError: naming it.
-    """
+    """Raise if a class matches nothing, even if others do."""
     there = {name for prefix, module in model.named_modules() if prefix for name in _class_names(module)}
     absent = sorted(set(policy.names) - there)
     if absent:
@@ -105,12 +119,13 @@ def _classes_in(model: nn.Module) -> str:
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Names of the blocks that a model is a stack of, outermost ones only and in order.
+    """Return the names of the outermost repeated blocks, in order.
 
-    Those that the model declares (``"no_split_modules"``), else those of its lists (``"module_list"``).
+    These are those that the model declares (``"no_split_modules"``), otherwise those of its lists
+    (``"module_list"``).
 
     Raises:
-        ShardingError: when there are none.
+        ShardingError: there are none.
     """
     candidates: list[WrapPolicy] = ["no_split_modules", "module_list"]
     for candidate in candidates:
@@ -143,9 +158,9 @@ def _matching(model: nn.Module, policy: WrapPolicy) -> list[str]:
 
 
 def _planned(model: nn.Module) -> list[str]:
-    """Return modules that the plan frees after use.
+    """Return the modules whose parameters the plan frees after use.
 
-    Those that it keeps gathered stay in the root group, which is also kept.
+    Modules that it keeps gathered stay in the root group, which is also kept.
     """
     freed = {rule for rule, style in pretrained.fsdp_plan(model).items() if style == "free_full_weight"}
     names = [
@@ -168,7 +183,7 @@ def _class_names(module: nn.Module) -> set[str]:
 
 
 def listed_blocks(model: nn.Module) -> list[str]:
-    """Names of the members of every outermost ``nn.ModuleList`` that repeats one class at least twice, in order."""
+    """Return the names of the members of every outermost ``nn.ModuleList`` that has a class twice, in order."""
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") for block in found)
@@ -182,20 +197,17 @@ def listed_blocks(model: nn.Module) -> list[str]:
 
 def _answering(model: nn.Module, function: Callable[..., bool]) -> list[str]:
     """Return the modules that a function selects, without containers, which have no forward to gather for."""
-    inside = [(name, module) for name, module in model.named_modules() if name]
-    if "recurse" in inspect.signature(function).parameters:  # as FSDP1 calls its policies
-        chosen = [
-            function(module=module, recurse=False, nonwrapped_numel=sum(map(torch.numel, module.parameters())))
-            for _, module in inside
-        ]
-    else:
-        chosen = [function(module) for _, module in inside]
-    containers = (nn.ModuleList, nn.ModuleDict)
-    return [
-        name
-        for (name, module), is_chosen in zip(inside, chosen, strict=True)
-        if is_chosen and not isinstance(module, containers)
-    ]
+    is_of_fsdp1 = "recurse" in inspect.signature(function).parameters
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        options: dict[str, object] = {}
+        if is_of_fsdp1:
+            options = {"recurse": False, "nonwrapped_numel": sum(map(torch.numel, module.parameters()))}
+        if function(module=module, **options) if is_of_fsdp1 else function(module):
+            found.append(name)
+    return found
 
 
 def _large_enough(model: nn.Module, numel: int) -> list[str]:
@@ -203,9 +215,9 @@ def _large_enough(model: nn.Module, numel: int) -> list[str]:
     seen: set[nn.Module | nn.Parameter] = set()
 
     def left_of(name: str, module: nn.Module) -> int:
-        """Elements that no group inside of the module has."""
+        """Return the elements of the module that are in no group inside of it."""
         seen.add(module)
-        # torch's attention reads the parameters of its parts, and never calls them.
+        # torch's attention reads the parameters of its children, and never calls them.
         parts_run = not isinstance(module, nn.MultiheadAttention)
         count = 0
         for parameter in module.parameters(recurse=not parts_run):
@@ -225,12 +237,12 @@ def _large_enough(model: nn.Module, numel: int) -> list[str]:
 
 
 MAX_PADDING = 1.1
-"""How much larger stacked experts may get by the padding of an uneven first dimension, before another is taken."""
+"""How much padding of an uneven first dimension may enlarge stacked experts, before another one is split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Modules that ``fully_shard`` takes together, and the parameters that are therefore gathered at once."""
+    """Modules of one ``fully_shard`` call, and the parameters that are therefore gathered together."""
 
     modules: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
@@ -238,9 +250,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Blocks in the order of ``fully_shard``, and the parameters that the root takes.
+    """Groups of blocks in the order of ``fully_shard``, and the root group.
 
-    ``whole`` are the parameters that stay whole on every rank, with the reason.
+    ``whole`` has the parameters that stay unsharded, with the reason.
     """
 
     blocks: tuple[Group, ...]
@@ -253,54 +265,73 @@ def group_parameters(
 ) -> Grouping:
     """Assign parameters to groups, or keep them unsharded. ``wrap`` executes the result.
 
-    Pure: needs no mesh and no process group, and leaves the model as it is.
+    Needs no mesh and no process group, and does not change the model.
 
     Raises:
-        ShardingError: when the policy matches nothing.
+        ShardingError: the policy matches nothing, or ``fully_shard`` would reject a parameter.
     """
     inside = _Inside.of(model)
     whole = {**_unshardable(inside), **kept_whole}
     groups = _merge_tied(inside, select_blocks(model, policy))
-    islands, strays = _islands(inside, groups, set(whole))
-    groups += islands
-    whole |= strays
+    separate, mixed = _dtype_groups(inside, groups, set(whole))
+    groups += separate
+    whole |= mixed
     groups.sort(key=_depth, reverse=True)
-    owner = _group_finder(inside, [name for names in groups for name in names])
-    leader = {name: names[0] for names in groups for name in names} | {"": ""}
-    members: dict[str, list[nn.Parameter]] = {name: [] for name in leader.values()}
-    for parameter, names in inside.places.items():
-        if parameter not in whole:
-            members[leader[owner(names[0])]].append(parameter)
+    owners = inside.owners(groups)
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in ["", *(names[0] for names in groups)]}
+    for parameter, names in inside.names.items():
+        if parameter in whole:
+            continue
+        if not parameter.is_contiguous():
+            raise ShardingError(
+                f"{canonical(names[0])} has shape {tuple(parameter.shape)} and strides {parameter.stride()}: "
+                "fully_shard takes contiguous parameters only. Have the model's class make it contiguous"
+            )
+        members[owners[names[0]]].append(parameter)
     blocks = tuple(Group(tuple(names), tuple(members[names[0]])) for names in groups)
     return Grouping(blocks, Group(("",), tuple(members[""])), whole)
 
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """A model looked through once: its modules, by every name, and every parameter with all of its names."""
+    """The modules of a model by all of their names, and all names of each parameter."""
 
     modules: Mapping[str, nn.Module]
-    places: Mapping[nn.Parameter, list[str]]
+    names: Mapping[nn.Parameter, list[str]]
 
     @classmethod
     def of(cls, model: nn.Module) -> _Inside:
         modules = dict(model.named_modules(remove_duplicate=False))
-        places: dict[nn.Parameter, list[str]] = {}
+        found: dict[nn.Parameter, list[str]] = {}
         for prefix, module in modules.items():
             for name, parameter in parameters_of(module).items():
                 if parameter is not None:
-                    places.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
-        return cls(modules, places)
+                    found.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
+        return cls(modules, found)
+
+    def owners(self, groups: Iterable[Sequence[str]]) -> dict[str, str]:
+        """Return, by a parameter's name, the first block of the innermost group that it is in ("" for the root).
+
+        Modules are compared by identity: a block that is registered twice is one block.
+        """
+        first = {id(self.modules[name]): names[0] for names in groups for name in names}
+        first[id(self.modules[""])] = ""
+        found: dict[str, str] = {}
+        for name in (name for names in self.names.values() for name in names):
+            path = name.rpartition(".")[0]
+            while id(self.modules[path]) not in first:
+                path = path.rpartition(".")[0]
+            found[name] = first[id(self.modules[path])]
+        return found
 
 
 def _merge_tied(inside: _Inside, blocks: Sequence[str]) -> list[list[str]]:
-    """Blocks as groups, such that no parameter is seen by two groups.
+    """Return groups of blocks such that no parameter is in two groups.
 
     Blocks that share a parameter become one group. A block that shares a parameter with a module outside of all
     blocks is left to the root group.
     """
-    owner = _group_finder(inside, blocks)
-    places = [[owner(name) for name in names] for names in inside.places.values()]
+    owners = inside.owners([block] for block in blocks)
     parent = {block: block for block in [*blocks, ""]}
 
     def find(block: str) -> str:
@@ -308,10 +339,10 @@ def _merge_tied(inside: _Inside, blocks: Sequence[str]) -> list[list[str]]:
             block = parent[block]
         return block
 
-    for owners in places:
-        for other in owners[1:]:
-            first, second = sorted((find(owners[0]), find(other)), key=len)
-            parent[second] = first  # the root, "", is the shortest, so that it absorbs
+    for name, *others in inside.names.values():
+        for other in others:
+            first, second = sorted((find(owners[name]), find(owners[other])), key=len)
+            parent[second] = first  # the root is the shortest name, "", so it stays the parent
     groups: dict[str, list[str]] = {}
     for block in blocks:
         groups.setdefault(find(block), []).append(block)
@@ -323,94 +354,78 @@ def _depth(names: Sequence[str]) -> int:
     return max(name.count(".") for name in names)
 
 
-def _group_finder(inside: _Inside, blocks: Iterable[str]) -> Callable[[str], str]:
-    """A function from a parameter's name to the innermost block it is in ("" for the root).
-
-    Modules count, not their names: a block that is registered twice is one block under both names.
-    """
-    modules = inside.modules
-    block_of = {id(modules[block]): block for block in blocks}
-
-    def owner(name: str) -> str:
-        path = name.rpartition(".")[0]
-        while path and id(modules[path]) not in block_of:
-            path = path.rpartition(".")[0]
-        return block_of[id(modules[path])] if path else ""
-
-    return owner
-
-
 def _unshardable(inside: _Inside) -> dict[nn.Parameter, str]:
-    """Parameters FSDP2 cannot take, and why.
+    """Return the parameters that FSDP2 cannot shard, with the reason.
 
-    These are 0-d and empty ones, with an older torch integers, and those of a minority dtype among a module's own
-    trained ones.
+    These have no dimensions or no elements, are integers (before torch 2.13), or are trained and of another dtype
+    than most of their module's own trained elements.
     """
-    found = {parameter: "it has no dimensions" for parameter in inside.places if parameter.ndim == 0}
-    found |= {parameter: "it has no elements" for parameter in inside.places if parameter.numel() == 0}
+    found = {parameter: "it has no dimensions" for parameter in inside.names if parameter.ndim == 0}
+    found |= {parameter: "it has no elements" for parameter in inside.names if parameter.numel() == 0}
     if not SHARDS_INTEGERS:
-        integers = [p for p in inside.places if not p.is_floating_point() and not p.is_complex()]
+        integers = [p for p in inside.names if not p.is_floating_point() and not p.is_complex()]
         found |= dict.fromkeys(integers, "it has integers, which this torch does not shard; 2.13 does")
     for module in inside.modules.values():
         own = [p for p in parameters_of(module).values() if p is not None and p.requires_grad and p.ndim > 0]
-        if len(own) < 2:
-            continue
-        sizes: dict[torch.dtype, int] = {}
+        main = _main_dtype(own)
         for parameter in own:
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-        if len(sizes) > 1:
-            main = max(sizes, key=sizes.__getitem__)
-            for parameter in own:
-                if parameter.dtype != main:
-                    found.setdefault(parameter, "its module has most of its parameters in another dtype")
+            if parameter.dtype != main:
+                found.setdefault(parameter, "its module has most of its parameters in another dtype")
     return found
 
 
-def _islands(
+def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
+    """Return the dtype of most elements."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        sizes[parameter.dtype] += parameter.numel()
+    return max(sizes, key=sizes.__getitem__, default=None)
+
+
+def _dtype_groups(
     inside: _Inside, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]
 ) -> tuple[list[list[str]], dict[nn.Parameter, str]]:
-    """Return parameters whose dtype differs from their group's (float32 norms), as groups of their own if possible.
+    """Return groups for trained parameters of another dtype than their group's, such as float32 norms.
 
-    A module can be a group of its own when all that it holds outside of other groups has that one dtype and is
-    shared with nobody. Otherwise its parameters of that dtype stay unsharded. They are the second value.
+    A module becomes a group of its own if all its trained parameters outside of other groups have that dtype and
+    are not shared. Other parameters stay unsharded. The second value has these, with the reason.
     """
-    owner = _group_finder(inside, [name for names in groups for name in names])
-    leader = {name: names[0] for names in groups for name in names} | {"": ""}
-    sizes: dict[str, dict[torch.dtype, int]] = {}
+    owners = inside.owners(groups)
     trained = {
         names[0]: parameter
-        for parameter, names in inside.places.items()
+        for parameter, names in inside.names.items()
         if parameter.requires_grad and parameter not in replicated
     }
+    by_group: dict[str, list[nn.Parameter]] = {}
     for name, parameter in trained.items():
-        counts = sizes.setdefault(leader[owner(name)], {})
-        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    main = {group: max(counts, key=counts.__getitem__) for group, counts in sizes.items()}
-    islands: list[list[str]] = []
+        by_group.setdefault(owners[name], []).append(parameter)
+    main = {group: _main_dtype(parameters) for group, parameters in by_group.items()}
+    separate: list[list[str]] = []
     whole: dict[nn.Parameter, str] = {}
     for name, parameter in trained.items():
-        group = leader[owner(name)]
+        group = owners[name]
         module = name.rpartition(".")[0]
-        if parameter.dtype == main[group] or [module] in islands:
+        if parameter.dtype == main[group] or [module] in separate:
             continue
-        beside = [other for other in trained if other.startswith(f"{module}.") and leader[owner(other)] == group]
         fits = all(
-            trained[other].dtype == parameter.dtype and len(inside.places[trained[other]]) == 1 for other in beside
+            other.dtype == parameter.dtype and len(inside.names[other]) == 1
+            for fqn, other in trained.items()
+            if fqn.startswith(f"{module}.") and owners[fqn] == group
         )
         if module and module != group and fits:
-            islands.append([module])
+            separate.append([module])
         else:
             whole[parameter] = "its group is of another dtype, and no module around it can be a group of its own"
-    return islands, whole
+    return separate, whole
 
 
 def shard_dim(shape: Sequence[int], shard_size: int) -> int:
-    """The dimension of a parameter that is dealt to ``shard_size`` ranks.
+    """Return the dimension of a parameter that is sharded over ``shard_size`` ranks.
 
-    The first one, as FSDP2 has it by default. Of three and more dimensions, where the first leaves ranks empty or
-    much emptier than others (fewer stacked experts than ranks, or 128 of them on 96), it is the first of the others
-    that splits evenly, if there is one: FSDP2 takes no uneven split but of the first. The last dimension, whose
-    parts are scattered in small pieces over the file, is taken only where ranks would get nothing at all.
+    It is the first one, FSDP2's default, unless a parameter of three or more dimensions would leave ranks empty, or
+    would need much padding (fewer stacked experts than ranks, or 128 on 96). Then it is the next one that splits
+    evenly, if there is one, because FSDP2 pads the first dimension only. The last dimension, whose shards are small
+    pieces all over the file, is split only if ranks would be empty otherwise.
     """
     if len(shape) < 3:
         return 0

@@ -1,12 +1,11 @@
-"""Facts about a transformers model, and expressions for its renamed keys.
+"""Properties of a transformers model, and the binding of a checkpoint's keys to its tensors.
 
 This file, ``build`` and ``revert`` use transformers' unexported names (checked with 5.17 and 5.23). A missing name
-is an error when its file is imported. Their meanings are asserted by ``tests/canary``.
+is an error when its file is imported. ``tests/canary`` asserts the behavior of each name.
 
-[Note: Keys] The order of steps is that of transformers' own loader (``convert_and_load_state_dict_in_model``): keys
-in natural order, all renames, at most one converter, the retry for keys that already are the model's, the
-base-model prefix. The difference: nothing is decided silently. Two keys for one tensor, gaps in a list of experts,
-and conversions that fail are reported.
+[Note: Keys] The order of steps is that of transformers' loader (``convert_and_load_state_dict_in_model``): keys in
+natural order, all renames, at most one converter, the retry for keys that are already the model's, the base-model
+prefix. In addition, two keys for one tensor, gaps in a list of experts, and conversions that fail are errors.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression, Stored, key_of, substitute
-from shardwise.errors import KnownNames
+from shardwise.errors import KnownNames, require_names
 from shardwise.layout import ModelLayout
 from shardwise.models.torch_api import original_classes, to_torch
 
@@ -43,27 +43,23 @@ with KnownNames("transformers", "5.17 to 5.23"):
         rename_source_key,
     )
 
-    for _owner, _names in (
-        (hf_init, ("TORCH_INIT_FUNCTIONS", "guard_torch_init_functions", "no_init_weights")),
-        (PreTrainedModel, ("_get_dtype_plan", "_no_split_modules", "initialize_weights", "tie_weights")),
-        (PreTrainedModel, ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected")),
-    ):
-        for _name in _names:
-            getattr(_owner, _name)
+    require_names(hf_init, "TORCH_INIT_FUNCTIONS guard_torch_init_functions no_init_weights")
+    require_names(PreTrainedModel, "_get_dtype_plan _no_split_modules initialize_weights tie_weights")
+    require_names(PreTrainedModel, "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected")
 
 
 def declared_ties(model: nn.Module) -> dict[str, str]:
-    """Return the declared ties of the class and config: name to the name it is tied to. Empty for other modules."""
+    """Return the declared ties of the class and config, each name with the name it is tied to."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def settings_of(model: nn.Module) -> dict[str, str]:
-    """Return the fields of a model's config as text by name, except for its origin. Empty for other modules."""
+    """Return the fields of a model's config as text by name, except for its origin."""
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
         return {}
-    told = {**config.to_dict(), "attn_implementation": attention_of(model)}
-    return {name: repr(value) for name, value in sorted(told.items()) if name != "_name_or_path"}
+    fields = {**config.to_dict(), "attn_implementation": attention_of(model)}
+    return {name: repr(value) for name, value in sorted(fields.items()) if name != "_name_or_path"}
 
 
 def text_layers(model: nn.Module) -> int | None:
@@ -78,7 +74,7 @@ def has_other_parts(model: nn.Module) -> bool:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Return whether the layers are those of an encoder and of a decoder."""
+    """Return whether the model has an encoder and a decoder."""
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
 
 
@@ -92,15 +88,8 @@ def _text_config(model: nn.Module) -> object:
 
 
 def kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """Return a function from a name to the dtype that it is kept in, in a model of ``dtype``.
-
-    None if any is allowed.
-
-    The matching is transformers' own (``build_glob_alternation``: a search, ``*`` standing for anything).
-    """
+    """Return a function from a name to the dtype that a model of ``dtype`` keeps it in, or None for any dtype."""
     plan = dict(model._get_dtype_plan(dtype))
-    if not plan:
-        return lambda _: None
     alternation, by_group, _ = build_glob_alternation(list(plan))
 
     def kept(name: str) -> torch.dtype | None:
@@ -111,19 +100,32 @@ def kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], t
 
 
 def mark_loaded(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
-    """Set the marks that make a later ``initialize_weights`` skip loaded tensors."""
+    """Mark loaded tensors, so that a later ``initialize_weights`` skips them."""
     if outermost_pretrained(model):
         for tensor in tensors:
             mark_initialized(tensor)
 
 
-def progress_bars_enabled() -> bool:
-    """transformers' own switch (``transformers.utils.logging.disable_progress_bar``)."""
-    return bool(hf_logging.is_progress_bar_enabled())
+def progress_bar(label: str, total_bytes: int, *, enabled: bool) -> tqdm:
+    """Return a bar of bytes with rate and time left, for :meth:`tqdm.tqdm.update`.
+
+    No output if there is no terminal, or transformers' bars are off
+    (``transformers.utils.logging.disable_progress_bar``).
+    """
+    return tqdm(
+        total=total_bytes,
+        desc=label,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=None if enabled and hf_logging.is_progress_bar_enabled() else True,  # None: only without a terminal
+        leave=False,
+        dynamic_ncols=True,
+    )
 
 
 def conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | None) -> list[Any]:
-    """The renames and converters for a model, those of ``key_mapping`` (regex to replacement) first."""
+    """Return the renames and converters for a model, those of ``key_mapping`` (regex to replacement) first."""
     mapping = dict(key_mapping) if key_mapping else None
     if isinstance(model, PreTrainedModel):
         with original_classes(model):
@@ -137,9 +139,9 @@ def models_of(auto_class: Any) -> Any:
 
 
 def ignore_patterns(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Regexes of (missing, unexpected) names that the model class passes over on purpose.
+    """Return regexes of missing and of unexpected names that the model class ignores.
 
-    The additions for rotary frequencies and position ids are those of ``_adjust_missing_and_unexpected_keys``.
+    Those for rotary frequencies and position ids are from ``_adjust_missing_and_unexpected_keys``.
     """
     if not isinstance(model, PreTrainedModel):
         return (), ()
@@ -153,13 +155,10 @@ def ignore_patterns(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
     return missing, unexpected
 
 
-# Building on meta
-
-
 def tie(model: PreTrainedModel, missing: set[str], untied: set[str]) -> None:
-    """Tie like ``from_pretrained`` after it has the names that are missing in the checkpoint.
+    """Tie weights like ``from_pretrained``, given the names that are missing in the checkpoint.
 
-    ``untied`` are declared targets that the checkpoint holds with values of their own: they stay untied.
+    ``untied`` are declared targets that are not tied, because the checkpoint has other values for them.
     """
     for name in untied:
         model.all_tied_weights_keys.pop(name, None)
@@ -179,31 +178,28 @@ def attention_of(model: nn.Module) -> str | None:
 
 
 def quantized_parts(config: Any) -> list[Any]:
-    """The config and its parts, such as ``text_config``, as far as these have a ``quantization_config``."""
+    """Return the config and its parts, such as ``text_config``, that have a ``quantization_config``."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     return [part for part in parts if getattr(part, "quantization_config", None) is not None]
 
 
 def fsdp_plan(model: nn.Module) -> dict[str, str]:
-    """Return the model's own FSDP plan: module name (with ``*`` for numbers) to style. Empty if it has none."""
+    """Return the styles of the model's FSDP plan by module name, with ``*`` for numbers."""
     return dict(getattr(model, "_fsdp_plan", None) or {})
 
 
 def no_split_classes(model: nn.Module) -> set[str]:
-    """Class names of blocks that must stay whole."""
+    """Return class names of blocks that must stay whole."""
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
 def mark_sharded(model: nn.Module) -> None:
-    """Mark the model as sharded, so that generation keeps ranks in step (``is_fsdp_managed_module``)."""
+    """Mark the model as sharded, so that generation synchronizes ranks (``is_fsdp_managed_module``)."""
     model._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
-# Initializing
-
-
 def outermost_pretrained(model: nn.Module, prefix: str = "") -> list[tuple[str, PreTrainedModel]]:
-    """The transformers models in a module that no other of them contains, with their prefixes."""
+    """Return the outermost transformers models in a module, with their prefixes."""
     if isinstance(model, PreTrainedModel):
         return [(prefix.removesuffix("."), model)]
     inside = [outermost_pretrained(child, f"{prefix}{name}.") for name, child in model.named_children()]
@@ -211,21 +207,21 @@ def outermost_pretrained(model: nn.Module, prefix: str = "") -> list[tuple[str, 
 
 
 def mark_initialized(tensor: torch.Tensor) -> None:
-    """The mark by which transformers' initializers pass over a tensor."""
+    """Mark a tensor, so that transformers' initializers skip it."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def run_initializers(model: PreTrainedModel, modules: Collection[nn.Module]) -> None:
-    """``_init_weights`` for those of a model's modules, children first, each by the model it belongs to."""
+    """Run ``_init_weights`` on these modules of a model, children first, of the model that each belongs to."""
     for module in model.modules():
-        vars(module)["_is_hf_initialized"] = module not in modules  # the mark by which the others are passed over
+        vars(module)["_is_hf_initialized"] = module not in modules  # the others are skipped
     with torch.no_grad(), original_classes(model), hf_init.guard_torch_init_functions():
         model.initialize_weights()
 
 
 @contextlib.contextmanager
 def init_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Have transformers' initializers call ``function`` instead of torch's initializer of this name."""
+    """Replace torch's initializer of this name in transformers' initializers within the block."""
     original = hf_init.TORCH_INIT_FUNCTIONS[name]
     hf_init.TORCH_INIT_FUNCTIONS[name] = function
     try:
@@ -239,12 +235,9 @@ def not_initializing() -> contextlib.AbstractContextManager[None]:
     return hf_init.no_init_weights()
 
 
-# Loading later
-
-
 @dataclass
 class Assignment:
-    """Assignment of keys: ``plain`` maps model names to keys, ``conversions`` maps first targets to conversions."""
+    """Keys by name of the model (``plain``), conversions by the name of their first result, and other keys."""
 
     plain: dict[str, list[str]] = field(default_factory=dict)
     conversions: dict[str, Conversion] = field(default_factory=dict)
@@ -270,7 +263,7 @@ def assign_keys(
         elif pattern is None:
             result.plain.setdefault(name, []).append(key)
         else:
-            from shardwise.models.tracing import Conversion  # for models whose weights are converted alone
+            from shardwise.models.tracing import Conversion  # only for models whose weights are converted
 
             conversion = result.conversions.setdefault(name, Conversion(name, by_pattern[pattern]))
             conversion.sources.setdefault(pattern, []).append(key)
@@ -285,11 +278,11 @@ def bind(
     dtype_of: Callable[[str], torch.dtype] | None = None,
     spare: Mapping[str, Expression] = MappingProxyType({}),
 ) -> Bindings:
-    """Every expression the checkpoint offers for the model's tensors, under ``transforms``.
+    """Bind the expressions of a checkpoint to the model's tensors, under ``transforms``.
 
-    ``stored`` are the checkpoint's tensors by key: leaves, or compositions of leaves. ``spare`` are further ones,
-    which are used if they match a tensor of the model, and skipped otherwise. ``dtype_of`` returns the dtype of a
-    conversion that computes, from its first output tensor. The default is that tensor's dtype in ``layout``.
+    ``stored`` are expressions by key. ``spare`` are further ones, which are ignored unless they match a tensor of
+    the model. ``dtype_of`` returns the dtype of a conversion by its first result, by default that tensor's in
+    ``layout``.
     """
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
     assignment = assign_keys(model, list(stored), names, transforms)
@@ -305,8 +298,7 @@ def bind(
     if assignment.conversions:
         from shardwise.models.tracing import trace_conversions
 
-        # Conversions are traced on tensors as they are known by key, and what these are composed of is put in
-        # afterwards.
+        # Conversions are traced on leaves. Composed expressions are substituted afterwards.
         leaves = {key: Stored(key, item.shape, item.dtype) for key, item in stored.items()}
         composed = {key for key, item in stored.items() if key_of(item) is None}
         dtypes = dtype_of or (lambda name: to_torch(layout.by_name[name].dtype))

@@ -1,4 +1,4 @@
-"""4-bit weights: requested forms, packing, and products with packed weights."""
+"""4-bit weights: their forms, their configuration in transformers, and products with them."""
 
 import importlib.util
 import warnings
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from shardwise.conversion.four_bit import NESTED_BLOCK, dynamic_numbers
+from shardwise.conversion.four_bit import BLOCKS, NESTED_BLOCK, dynamic_numbers
 from shardwise.errors import ConfigError
 from shardwise.tensors import Code, Form4, FourBitForm
 
@@ -23,11 +23,7 @@ def frozen_bytes(*shape: int) -> nn.Parameter:
 
 
 COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of which numbers are packed, and in which they are made of four bits."""
-
-
-_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Those of bitsandbytes."""
+"""Dtypes that can be quantized, and dequantized to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +37,8 @@ class _FourBit:
 
     def __post_init__(self) -> None:
         size: object = self.block_size
-        if not isinstance(size, int) or size not in _BLOCK_SIZES:
-            raise ConfigError(f"block_size={self.block_size!r}: is one of {', '.join(map(str, _BLOCK_SIZES))}")
+        if not isinstance(size, int) or size not in BLOCKS:
+            raise ConfigError(f"block_size={self.block_size!r}: is one of {', '.join(map(str, BLOCKS))}")
         dtype: object = self.compute_dtype
         if dtype is not None and dtype not in COMPUTED_IN:
             known = ", ".join(map(str, COMPUTED_IN))
@@ -54,16 +50,14 @@ class _FourBit:
 
 @dataclass(frozen=True, slots=True)
 class Nf4(_FourBit):
-    """Weights of linear layers in four bits, on the quantiles of a normal distribution (QLoRA's NF4).
-
-    And those of fused experts that are computed one after the other, whose scales stay plain ones.
+    """NF4 of QLoRA: weights of linear layers and fused experts in four bits, on quantiles of a normal distribution.
 
     Attributes:
         block_size: elements of a row with one scale, their largest magnitude.
-        double_quant: quantize the scales as well, to 8 bits.
+        double_quant: quantize the scales of linear layers to 8 bits.
         compute_dtype: dtype of the products. None for the dtype of the input.
-        skip_modules: modules that keep their weights, by name: its start, its end, or a regex, like transformers'
-            ``llm_int8_skip_modules``. The output layer is never quantized.
+        skip_modules: modules that keep their weights, by the start or the end of their names, or a regex, like
+            transformers' ``llm_int8_skip_modules``. The output layer is never quantized.
     """
 
     form: ClassVar[Form4] = Form4.NF4
@@ -71,21 +65,18 @@ class Nf4(_FourBit):
 
 @dataclass(frozen=True, slots=True)
 class Fp4(_FourBit):
-    """The same in floats of four bits, as bitsandbytes has them. Attributes as of :class:`Nf4`."""
+    """FP4 of bitsandbytes. Attributes as in :class:`Nf4`."""
 
     form: ClassVar[Form4] = Form4.FP4
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4(_FourBit):
-    """Experts as MXFP4 stores them: floats of four bits, an exponent for each block. Never packed here."""
+    """MXFP4: floats of four bits with an exponent for each block. Only for experts that are stored so."""
 
     block_size: int = 32
 
     form: ClassVar[Code] = Code.E2M1
-
-
-FourBit: TypeAlias = Nf4 | Fp4
 
 
 KeptForm: TypeAlias = Nf4 | Fp4 | Mxfp4
@@ -100,73 +91,72 @@ Quantization: TypeAlias = Nf4 | Fp4 | Literal["as_stored", "dequantize"]
 
 
 def form_name(form: FourBitForm) -> str:
-    """The name of a form: NF4, FP4, MXFP4."""
+    """Return the name of a form: NF4, FP4, MXFP4."""
     return "MXFP4" if isinstance(form, Code) else form.name
 
 
-def of_form(stored: tuple[FourBitForm, int], quantization: KeptForm) -> KeptForm:
-    """The same in the form, and in blocks of the size, that weights are stored in."""
+def of_form(stored: tuple[FourBitForm, int] | None, quantization: KeptForm) -> KeptForm:
+    """Return the quantization with the form and the block size of stored weights, if they are stored in 4 bits."""
+    if stored is None:
+        return quantization
     form, block_size = stored
     kind = next(kind for kind in (Nf4, Fp4, Mxfp4) if kind.form is form)
     return kind(block_size, quantization.double_quant, quantization.compute_dtype, quantization.skip_modules)
 
 
 def is_mxfp4(config: Any) -> bool:
-    """Return whether a ``quantization_config`` of a model's config is that of MXFP4."""
+    """Return whether a ``quantization_config`` is that of MXFP4."""
     return isinstance(config, Mapping) and config.get("quant_method") == "mxfp4"
 
 
 def of_transformers(config: Any) -> Quantization:
-    """Return the quantization of a ``BitsAndBytesConfig``, ``Mxfp4Config``, or model's ``quantization_config``.
+    """Convert a ``BitsAndBytesConfig``, an ``Mxfp4Config``, or a ``quantization_config`` as a dict.
 
     Raises:
-        ConfigError: it is neither, another kind of quantization, or makes no sense.
+        ConfigError: it is another kind of quantization, or has invalid values.
     """
     if not isinstance(config, (dict, QuantizationConfigMixin)):
         raise ConfigError(
             f"quantization_config is {config!r:.80}, and neither a BitsAndBytesConfig nor a dict. Pass "
             "BitsAndBytesConfig(load_in_4bit=True), or quantization=Nf4()"
         )
-    told = config if isinstance(config, dict) else config.to_dict()
-    given = told.get("quant_method", "bitsandbytes" if "load_in_4bit" in told or "load_in_8bit" in told else None)
+    values = config if isinstance(config, dict) else config.to_dict()
+    default = "bitsandbytes" if "load_in_4bit" in values or "load_in_8bit" in values else None
+    given = values.get("quant_method", default)
     method = "a config without quant_method" if given is None else str(getattr(given, "value", given))
     if method == "mxfp4":
-        # Mxfp4Config leaves it out of what it says as a dict.
-        return "dequantize" if told.get("dequantize", getattr(config, "dequantize", False)) else "as_stored"
+        # to_dict() of Mxfp4Config leaves dequantize out.
+        return "dequantize" if values.get("dequantize", getattr(config, "dequantize", False)) else "as_stored"
     if method != "bitsandbytes":
         raise ConfigError(
             f"quantization_config: {method} is not known for a base that is quantized while it is read. Pass "
             "quantization=Nf4(), or a BitsAndBytesConfig(load_in_4bit=True)"
         )
-    if told.get("load_in_8bit") or not told.get("load_in_4bit"):
+    if values.get("load_in_8bit") or not values.get("load_in_4bit"):
         raise ConfigError("quantization_config: load_in_8bit is not known here. Pass load_in_4bit=True")
-    kind = told.get("bnb_4bit_quant_type", "fp4")
+    kind = values.get("bnb_4bit_quant_type", "fp4")
     if kind not in ("nf4", "fp4"):
         raise ConfigError(f"quantization_config: bnb_4bit_quant_type={kind!r} is neither nf4 nor fp4")
-    storage = str(told.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
+    storage = str(values.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
     if storage != "uint8":
-        warnings.warn(
-            f"bnb_4bit_quant_storage={storage}: packed bytes are kept as uint8, which is sharded as it is",
-            stacklevel=2,
-        )
-    named = told.get("bnb_4bit_compute_dtype") or "float32"
-    dtype: Any = named
-    if not isinstance(named, torch.dtype):
-        dtype = getattr(torch, str(named).removeprefix("torch."), named)
-    skip_modules = told.get("llm_int8_skip_modules") or ()
+        warnings.warn(f"bnb_4bit_quant_storage={storage}: codes are kept and sharded as uint8", stacklevel=2)
+    dtype: Any = values.get("bnb_4bit_compute_dtype") or torch.float32
+    if not isinstance(dtype, torch.dtype):
+        dtype = getattr(torch, str(dtype).removeprefix("torch."), dtype)
+    skip_modules = values.get("llm_int8_skip_modules") or ()
     made = Nf4 if kind == "nf4" else Fp4
     return made(
-        block_size=told.get("bnb_4bit_blocksize") or 64,
-        double_quant=bool(told.get("bnb_4bit_use_double_quant")),
+        block_size=values.get("bnb_4bit_blocksize") or 64,
+        double_quant=bool(values.get("bnb_4bit_use_double_quant")),
         compute_dtype=dtype,
         skip_modules=tuple(skip_modules) if isinstance(skip_modules, list) else skip_modules,
     )
 
 
 def to_transformers(quantization: KeptForm, skip_modules: tuple[str, ...], dtype: torch.dtype) -> dict[str, Any]:
-    """The ``quantization_config`` of a model's config, as transformers writes it.
+    """Return the ``quantization_config`` of a model's config, as transformers writes it.
 
-    ``skip_modules`` are modules, by name. ``dtype`` is the model's, which its layers compute in by default.
+    ``skip_modules`` are names of modules. ``dtype`` is the model's, in which layers compute by default.
     """
     dtype = quantization.compute_dtype or dtype
     return {
@@ -188,12 +178,12 @@ def to_transformers(quantization: KeptForm, skip_modules: tuple[str, ...], dtype
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Packed form of a matrix.
+    """Form of a matrix in 4 bits.
 
     Attributes:
         form: 4-bit data type.
         block_size: elements of a row with one scale.
-        dtype: that the numbers had before they were packed.
+        dtype: of the numbers before they were quantized.
         is_transposed: the model has the matrix as (in, out).
     """
 
@@ -208,12 +198,12 @@ class Packing:
         return 1 if isinstance(self.form, Code) else 4
 
     def dequantize(self, packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix (.., out, in) of packed bytes (.., out, in / 2) and of scales, float32 (.., out, in / block).
+        """Dequantize codes (.., out, in / 2) and float32 scales (.., out, in / block) to a matrix (.., out, in).
 
-        ``code[nibble] * scale`` in float32, rounded once: ``dequantize_4bit`` of bitsandbytes. In memory a
-        transposed matrix is as the model has it, so that its products are the same bits.
+        Products are float32, rounded once, as in ``dequantize_4bit`` of bitsandbytes. The memory of a transposed
+        matrix has the model's layout, so that products with it are bitwise equal.
         """
-        known = dtype if dtype in COMPUTED_IN else torch.float32  # kernels know no others
+        known = dtype if dtype in COMPUTED_IN else torch.float32  # kernels support no others
         made: torch.Tensor = dequantize_four_bits(packed, scales, self.block_size, self.form.value, known)
         made = made.to(dtype)
         return made.mT.contiguous().mT if self.is_transposed else made
@@ -225,18 +215,13 @@ def has_bitsandbytes() -> bool:
     return importlib.util.find_spec("bitsandbytes") is not None
 
 
-# Tables are copied to a device once: the host waits for such a copy. They are asked for inside of torch's
-# operations only, where tensors are real. A fake one would be kept as well.
-
-
 @cache
-def _numbers_of(form: FourBitForm, device: torch.device) -> torch.Tensor:
-    return torch.tensor(form.numbers, dtype=torch.float32, device=device)
+def _table(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Copy numbers to a device once, because the host waits for the copy.
 
-
-@cache
-def _nested_numbers(device: torch.device) -> torch.Tensor:
-    return torch.tensor(dynamic_numbers(), dtype=torch.float32, device=device)
+    Only custom operators call this. Elsewhere, a fake tensor might be cached.
+    """
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
 _NAN_BITS: Final = 0x7FC00000
@@ -252,14 +237,14 @@ def dequantize_four_bits(
         return packed.new_empty(shape, dtype=dtype)
     kind = Code.E2M1 if form == Code.E2M1.value else Form4(form)
     if has_bitsandbytes() and isinstance(kind, Form4):
-        # By its kernel for the device: the same bits, several times as quick.
-        import bitsandbytes  # noqa: F401 - which makes the operation known
+        # Its kernels are several times as fast, and bitwise equal.
+        import bitsandbytes  # noqa: F401 - registers the operator
 
         dequantize = torch.ops.bitsandbytes.dequantize_4bit.default
         flat, factors = packed.reshape(-1, 1), scales.reshape(-1)
         made: torch.Tensor = dequantize(flat, factors, block_size, form, shape, dtype)
         return made
-    table = _numbers_of(kind, packed.device)
+    table = _table(kind.numbers, packed.device)
     upper, lower = packed >> 4, packed & 15
     halves = torch.stack([lower, upper] if isinstance(kind, Code) else [upper, lower], dim=-1)
     numbers = table[halves.int()].view(*packed.shape[:-1], -1, block_size)
@@ -268,22 +253,22 @@ def dequantize_four_bits(
 
 @torch.library.custom_op("shardwise::unnested_scales", mutates_args=())
 def unnested_scales(codes: torch.Tensor, start: int, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """The float32 scales that are kept in a byte each, the first of which is a matrix' ``start``-th.
+    """Dequantize scales of a matrix, beginning with its ``start``-th, from 8 bits. See [Note: Nested scales].
 
-    See [Note: Nested scales]. ``nested`` and ``offset`` are those of the whole matrix.
+    ``nested`` and ``offset`` are those of the full matrix.
     """
-    numbers = _nested_numbers(codes.device)[codes.int()]
+    numbers = _table(dynamic_numbers(), codes.device)[codes.int()]
     places = torch.arange(start, start + codes.numel(), device=codes.device) // NESTED_BLOCK
     return numbers.mul_(nested[places].view(codes.shape)).add_(offset)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptScales:
-    """The scales of a gathered matrix as they are kept.
+    """The scales of a gathered matrix, as they are stored in the model.
 
     Attributes:
-        kept: uint8 (out, 4 * in / block), the bytes of float32, or codes, or exponents (out, in / block).
-        nested: the scales of the codes, float32, one for 256, or None.
+        kept: uint8: bytes of float32 (out, 4 * in / block), codes, or exponents (out, in / block).
+        nested: scales of the codes, float32, one for 256, or None.
         offset: of codes, float32 (1,).
     """
 
@@ -292,9 +277,9 @@ class KeptScales:
     offset: torch.Tensor | None = None
 
     def floats(self, form: FourBitForm, start: int = 0) -> torch.Tensor:
-        """Return float32 (out, in / block). For bytes of float32, a view. The first is ``start``."""
+        """Return float32 scales (out, in / block), beginning with the matrix's ``start``-th. Bytes are viewed."""
         if isinstance(form, Code):
-            exponents = (self.kept.int() << 23).clamp_(min=1 << 22)  # of a float32; the smallest is subnormal
+            exponents = (self.kept.int() << 23).clamp_(min=1 << 22)  # bits of float32; the smallest is subnormal
             return exponents.masked_fill_(self.kept == 255, _NAN_BITS).view(torch.float32)
         if self.nested is None:
             return self.kept.view(torch.float32)
@@ -303,11 +288,10 @@ class KeptScales:
 
 
 class FourBitProduct(torch.autograd.Function):
-    """``rows @ weight.T + bias``. The weight is frozen, and dequantized whenever it is needed.
+    """``rows @ weight.T + bias``. The weight is frozen, and dequantized in the forward and in the backward pass.
 
-    As bitsandbytes has it: numbers are in the dtype of the rows on the way forward, and on the way back are first
-    rounded to the dtype that they had before they were packed. Between the two nothing is kept that the model has
-    not, so that nested scales are unpacked twice.
+    As in bitsandbytes, the forward pass dequantizes to the dtype of the rows. The backward pass dequantizes to the
+    original dtype first. Only the model's own tensors are saved for it.
     """
 
     @staticmethod
@@ -343,7 +327,7 @@ class FourBitProduct(torch.autograd.Function):
 def product(
     rows: torch.Tensor, packed: torch.Tensor, scales: KeptScales, bias: torch.Tensor | None, packing: Packing
 ) -> torch.Tensor:
-    """``rows (.., in) @ weight (out, in).T + bias``, as ``bitsandbytes.matmul_4bit`` on the same bytes."""
+    """Compute ``rows (.., in) @ weight (out, in).T + bias``, like ``bitsandbytes.matmul_4bit``."""
     made: torch.Tensor = FourBitProduct.apply(  # type: ignore[no-untyped-call]
         rows, packed, scales.kept, scales.nested, scales.offset, bias, packing
     )

@@ -1,9 +1,8 @@
-"""Optimizers of a model whose parameters are replaced: their state as data, and binding them again.
+"""Optimizers of a model whose parameters are replaced: their state by name, and rebinding to new parameters.
 
-Everything goes by the identity of parameters. (Addresses of memory, by which others do it, are all 0 on meta.)
+Parameters are matched by identity. (On meta, all ``data_ptr()`` are 0.)
 """
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,21 +18,20 @@ from shardwise.models.torch_api import splitting_dim
 from shardwise.models.view import TensorRef, local_tensor
 
 Scalar: TypeAlias = torch.Tensor | int | float | bool | str | None
-"""What an optimizer keeps of a parameter beside tensors of its shape: counts of steps, mostly."""
+"""State other than tensors of the parameter's shape, such as counts of steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One value of an optimizer's state."""
+    """One entry of an optimizer's state. ``optimizer`` is its index in the sequence of optimizers."""
 
     optimizer: int
-    """Position among the optimizers given."""
     parameter: str
     entry: str
 
     @property
     def label(self) -> str:
-        """Unique as long as a parameter is in one optimizer only."""
+        """Text that is unique as long as a parameter is in one optimizer only."""
         return label(self.parameter, self.entry)
 
     def __str__(self) -> str:
@@ -51,8 +49,8 @@ class Bound:
 
     Attributes:
         groups: FQNs, by parameter group.
-        tensors: state of a parameter's shape, and DTensors of any.
-        reduced: state that belongs to this rank (see :mod:`~shardwise.models.rebind`).
+        tensors: state of the parameter's shape, and DTensors of any shape.
+        reduced: 8-bit, 4-bit or factored state, which belongs to this rank.
         scalars: the rest of the state.
         unused: parameters whose state is an empty dict.
     """
@@ -66,15 +64,15 @@ class Bound:
     reduced: dict[Key, torch.Tensor] = field(default_factory=dict)
 
     def description(self) -> list[str]:
-        """Class, parameters and settings of each group, which must be equal on every rank."""
+        """Return the class, and parameters and settings of each group. They must be equal on every rank."""
         lines = [type(self.optimizer).__name__]
         for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
-            settings = {key: _plain(value) for key, value in sorted(group.items()) if key != "params"}
+            settings = {key: _comparable(value) for key, value in sorted(group.items()) if key != "params"}
             lines += [f"{settings}", *names]
         return lines
 
     def unbind(self) -> None:
-        """Let go of the parameters and of the state, so that their memory can be freed."""
+        """Release the parameters and the state, so that their memory can be freed."""
         for group in self.optimizer.param_groups:
             group["params"] = []
         self.optimizer.state.clear()
@@ -87,7 +85,7 @@ class Bound:
         tensors: Mapping[Key, torch.Tensor],
         scalars: Mapping[Key, Scalar],
     ) -> None:
-        """Take the parameters of these names, with this state. Groups keep their settings and their order."""
+        """Set new parameters by name, and their state. Groups keep their settings and their order."""
         on_device = {
             name
             for names, group in zip(self.groups, self.optimizer.param_groups, strict=True)
@@ -103,7 +101,7 @@ class Bound:
                 parameter = parameters[key.parameter]
                 state = self.optimizer.state.setdefault(parameter, {})
                 if isinstance(value, torch.Tensor) and key in scalars:
-                    value = _settled(value, key, parameter, is_read_by_kernels=key.parameter in on_device)
+                    value = _placed(value, key, parameter, is_read_by_kernels=key.parameter in on_device)
                 state[key.entry] = value
 
     def count(self) -> tuple[int, int]:
@@ -112,21 +110,21 @@ class Bound:
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside of accelerate's."""
+    """Return the optimizer inside of accelerate's wrappers."""
     while type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for state of a parameter's shape, sharded as the parameter is."""
+    """Allocate state of a parameter's shape and sharding."""
     return torch.empty_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def bind_optimizers(
     optimizers: Sequence[Optimizer],
     held: Sequence[TensorRef],
-    way_out: str = "Create the optimizer after sharding, or before its first step",
+    remedy: str = "Create the optimizer after sharding, or before its first step",
     *,
     by_rank: bool = False,
 ) -> list[Bound]:
@@ -135,99 +133,94 @@ def bind_optimizers(
     Args:
         optimizers: of the model.
         held: tensors of the model.
-        way_out: advice for state that has no shards like the parameter's.
-        by_rank: whether reduced state is looked at, too: as that of this rank.
+        remedy: advice for state that cannot be sharded like its parameter.
+        by_rank: whether reduced state is accepted, as that of this rank.
 
     Raises:
         ConfigError: it is not an optimizer.
         ShardingError: parameters are not the model's or are in two groups, an optimizer does not step shards, or
-            state cannot be sharded. The message names all of them.
+            state cannot be sharded. The message has all of them.
     """
     given: object = optimizers
     if not isinstance(given, Sequence) or not all(isinstance(item, Optimizer) for item in optimizers):
         raise ConfigError("optimizers is a sequence of torch optimizers: optimizers=(optimizer,)")
-    names = {item.tensor: item.fqn for item in held if isinstance(item.tensor, nn.Parameter)}
-    faults: list[str] = []
-    seen: dict[str, str] = {}
-    strange: list[str] = []
-    bounds = [
-        _look_at(optimizer, index, names, seen, faults, strange, by_rank=by_rank)
-        for index, optimizer in enumerate(optimizers)
-    ]
-    faults += [f"{sentence}. {way_out}" for sentence in strange]
+    binder = _Binder({item.tensor: item.fqn for item in held if isinstance(item.tensor, nn.Parameter)}, by_rank)
+    bounds = [binder.bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
+    faults = [*binder.faults, *(f"{sentence}. {remedy}" for sentence in binder.unshardable)]
     if faults:
         raise ShardingError("the optimizers cannot be bound to the model:\n  " + "\n  ".join(faults[:20]))
     return bounds
 
 
-def _look_at(
-    optimizer: Optimizer,
-    index: int,
-    names: Mapping[nn.Parameter, str],
-    seen: dict[str, str],
-    faults: list[str],
-    strange: list[str],
-    *,
-    by_rank: bool,
-) -> Bound:
-    bound = Bound(optimizer, index, [], {}, {}, [])
-    why = sharding_obstacle(type(optimizer))
-    if why and any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
-        faults.append(why)
-    for number, group in enumerate(optimizer.param_groups):
+@dataclass(slots=True)
+class _Binder:
+    """Binds optimizers one after the other. ``unshardable`` has a sentence for each such entry of state."""
+
+    names: Mapping[nn.Parameter, str]
+    by_rank: bool
+    groups: dict[str, str] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    unshardable: list[str] = field(default_factory=list)
+
+    def bind(self, optimizer: Optimizer, index: int) -> Bound:
+        bound = Bound(optimizer, index, [], {}, {}, [])
+        why = sharding_obstacle(type(optimizer))
+        if why and any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
+            self.faults.append(why)
+        for number, group in enumerate(optimizer.param_groups):
+            place = f"group {number} of optimizer {index} ({type(optimizer).__name__})"
+            bound.groups.append(self._members(group, place))
+        for parameter, state in optimizer.state.items():
+            name = self.names.get(parameter) if isinstance(parameter, nn.Parameter) else None
+            if name is not None and not state:
+                bound.unused.append(name)
+            elif name is not None:
+                for entry, value in state.items():
+                    self._add(bound, Key(index, name, str(entry)), value, parameter)
+            elif state:
+                self.faults.append(f"optimizer {index} has state of parameters outside the model: {sorted(state)}")
+        return bound
+
+    def _members(self, group: Mapping[str, Any], place: str) -> list[str]:
         members: list[str] = []
         for position, parameter in enumerate(group["params"]):
-            place = f"group {number} of optimizer {index} ({type(optimizer).__name__})"
-            name = names.get(parameter)
+            name = self.names.get(parameter)
             if name is None:
                 called = group["param_names"][position] if "param_names" in group else f"number {position}"
-                faults.append(
+                self.faults.append(
                     f"parameter {called}, {tuple(parameter.shape)}, in {place} is not the model's. Make the "
                     "optimizer of model.parameters(), and have nothing replace them"
                 )
-            elif name in seen:
-                faults.append(f"{name} is in {place} and in {seen[name]}. Leave it in one of them")
+            elif name in self.groups:
+                self.faults.append(f"{name} is in {place} and in {self.groups[name]}. Leave it in one of them")
             else:
-                seen[name] = place
+                self.groups[name] = place
                 members.append(name)
-        bound.groups.append(members)
-    is_reduced = keeps_reduced(optimizer)
-    for parameter, state in optimizer.state.items():
-        name = names.get(parameter) if isinstance(parameter, nn.Parameter) else None
-        if name is None:
-            if state:
-                faults.append(f"optimizer {index} has state of parameters outside the model: {sorted(state)}")
-            continue
-        if not state:
-            bound.unused.append(name)
-        for entry, value in state.items():
-            key = Key(index, name, str(entry))
-            if not is_reduced or not isinstance(value, torch.Tensor) or not value.ndim:
-                _sort_in(bound, key, value, parameter, strange)
-            elif by_rank:
+        return members
+
+    def _add(self, bound: Bound, key: Key, value: Any, parameter: torch.Tensor) -> None:
+        if isinstance(value, torch.Tensor) and value.ndim and keeps_reduced(bound.optimizer):
+            if self.by_rank:
                 bound.reduced[key] = value
             else:
-                strange.append(f"{key} is reduced (8-bit, 4-bit or factored), and is its rank's alone")
-    return bound
-
-
-def _sort_in(bound: Bound, key: Key, value: Any, parameter: torch.Tensor, strange: list[str]) -> None:
-    if isinstance(value, torch.Tensor):
-        if (value.shape == parameter.shape and value.ndim) or isinstance(value, DTensor):
+                self.unshardable.append(f"{key} is reduced (8-bit, 4-bit or factored), and is its rank's alone")
+        elif isinstance(value, DTensor) or (
+            isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.ndim
+        ):
             bound.tensors[key] = value
+        elif value is None or isinstance(value, (int, float, str)):
+            bound.scalars[key] = value
+        elif not isinstance(value, torch.Tensor):
+            self.unshardable.append(f"{key} is a {type(value).__name__}, and its sharding is unknown")
         elif value.numel() == 1:
             bound.scalars[key] = value
         else:
             shapes = f"{key} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
-            strange.append(f"{shapes}: it has no shards that follow the parameter's")
-    elif value is None or isinstance(value, (int, float, str)):
-        bound.scalars[key] = value
-    else:
-        strange.append(f"{key} is a {type(value).__name__}, and its sharding is unknown")
+            self.unshardable.append(f"{shapes}: it has no shards that follow the parameter's")
 
 
-def _settled(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:
-    """A single number, where torch has it: steps on the host unless a kernel reads them, state by its parameter."""
+def _placed(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:
+    """Move a single number as torch does: steps to the host unless a kernel reads them, others to the parameter."""
     if key.entry == "step":
         return value.to(parameter.device) if is_read_by_kernels else value
     if parameter.ndim == 0 and value.is_floating_point():
@@ -235,20 +228,17 @@ def _settled(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_
     return value
 
 
-def _plain(value: Any) -> Any:
-    """A setting as something that compares between processes."""
+def _comparable(value: Any) -> Any:
+    """Return a setting as a value that can be compared between processes."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if not value.is_meta else "meta"
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_comparable(item) for item in value]
     return value if value is None or isinstance(value, (int, float, str)) else type(value).__name__
 
 
-_log = logging.getLogger(__name__)
-
-
 def _library(kind: type[Optimizer]) -> str:
-    """Return the library that a class, or one of its bases, comes from. "" if its state is not reduced."""
+    """Return the library of a class with reduced state, or of such a base class. "" for others."""
     for each in kind.__mro__:
         home = each.__module__.partition(".")[0]
         if home in ("bitsandbytes", "torchao") or (
@@ -259,12 +249,12 @@ def _library(kind: type[Optimizer]) -> str:
 
 
 def keeps_reduced(optimizer: Optimizer) -> bool:
-    """Return whether the moments of an optimizer belong to a rank, and not to a place in the parameter."""
+    """Return whether state of an optimizer belongs to a rank, instead of to elements of the parameter."""
     return bool(_library(type(optimizer)))
 
 
 def sharding_obstacle(kind: type[Optimizer]) -> str | None:
-    """Return the reason, for an error, why a class cannot step sharded parameters, or None."""
+    """Return the reason why a class cannot step sharded parameters, or None."""
     library = _library(kind)
     if library in ("", "torchao"):
         return None
@@ -273,28 +263,23 @@ def sharding_obstacle(kind: type[Optimizer]) -> str | None:
 
 
 def require_steps_shards(optimizers: Iterable[Optimizer]) -> None:
-    """Raise :class:`ShardingError` for optimizers whose parameters are not to be sharded."""
+    """Raise :class:`ShardingError` for optimizers that cannot step sharded parameters."""
     for optimizer in optimizers:
         if why := sharding_obstacle(type(optimizer)):
             raise ShardingError(why)
 
 
 def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Check an optimizer that has been made of these parameters. Warn about those that torchao keeps in 32 bits.
-
-    Collective: no. The result is the same on every rank.
+    """Check the optimizer of these parameters. Collective: no. The result is the same on every rank.
 
     Raises:
-        ShardingError: it does not step shards, or (torchao's) not shards of several sizes.
+        ShardingError: it does not step shards, or is torchao's and shards have several sizes.
     """
     sharded = {name: each for name, each in parameters.items() if isinstance(each, DTensor) and each.requires_grad}
     if sharded:
         require_steps_shards([optimizer])
     if _library(type(optimizer)) != "torchao":
         return
-    block: int = vars(optimizer)["block_size"]
-    whose = f"torchao's {type(optimizer).__name__}"
-    left = []
     for name, each in sharded.items():
         splits = [
             (each.shape[dim], int(size))
@@ -304,25 +289,18 @@ def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch
         numel = each.numel() // math.prod(count for _, count in splits)
         if numel >= _LEAST and any(length % count for length, count in splits):
             raise ShardingError(
-                f"{whose}: {name}, of shape {tuple(each.shape)}, is cut into shards of several sizes, and a "
-                "compiled step takes those of one size. Train on a number of ranks that divides it, or use AdamW."
+                f"torchao's {type(optimizer).__name__}: {name}, of shape {tuple(each.shape)}, is cut into shards "
+                "of several sizes, and a compiled step takes those of one size. Train on a number of ranks that "
+                "divides it, or use AdamW."
             )
-        if numel < _LEAST or numel % block:
-            left.append(name)
-    if left:
-        _log.warning(
-            "%s: keeps 32 bits of %d of %d parameters, such as %s, whose shards have fewer than %d elements or no "
-            "multiple of %d",
-            *(whose, len(left), len(sharded), left[0], _LEAST, block),
-        )
 
 
 _LEAST = 4096
-"""Elements of the smallest shard that torchao keeps in blocks."""
+"""Elements of the smallest shard that torchao quantizes."""
 
 
 def inner_tensors(value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the plain tensors that this rank's part of a value of state is made of, by name."""
+    """Return the plain tensors of this rank's part of a state tensor, by name."""
     local: Any = local_tensor(value)
     if not hasattr(local, "__tensor_flatten__"):
         return {"": local}
@@ -331,7 +309,7 @@ def inner_tensors(value: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def layout_of(parameters: Iterable[torch.Tensor]) -> list[str]:
-    """Return how parameters are sharded, in words that are equal on all ranks."""
+    """Describe how parameters are sharded, equally on all ranks."""
     return [
         f"{each.device_mesh.mesh.tolist()} {each.placements}" if isinstance(each, DTensor) else "whole"
         for each in parameters
@@ -341,16 +319,18 @@ def layout_of(parameters: Iterable[torch.Tensor]) -> list[str]:
 def made_again(
     optimizer: Any, parameter: torch.Tensor, entry: str, values: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return a value of state made from its inner tensors, in memory of the kind that the optimizer would have.
+    """Build a state tensor from its inner tensors, as the optimizer would allocate it.
 
     Raises:
-        KeyMismatchError: the optimizer keeps other blocks.
+        KeyMismatchError: the optimizer has other blocks.
     """
     plain = values.get("")
     if _library(type(optimizer)) == "torchao":
         made: torch.Tensor = optimizer._new_buffer(parameter.detach(), entry == "exp_avg")
     elif plain is None:
-        raise KeyMismatchError(f"{entry} was saved in another form than {type(optimizer).__name__} has. {_ANEW}")
+        raise KeyMismatchError(
+            f"{entry} was saved in another form than {type(optimizer).__name__} has. {_CREATE_ALIKE}"
+        )
     elif getattr(optimizer, "is_paged", False) and plain.shape == parameter.shape:
         made = optimizer.get_state_buffer(parameter, dtype=plain.dtype)
     else:
@@ -360,10 +340,10 @@ def made_again(
         is_alike = given is not None and (given.shape, given.dtype) == (here.shape, here.dtype)
         if given is None or not is_alike or (name == "qmap" and not torch.equal(given, here.cpu())):
             raise KeyMismatchError(
-                f"{entry} was saved in other blocks than {type(optimizer).__name__} keeps. {_ANEW}"
+                f"{entry} was saved in other blocks than {type(optimizer).__name__} keeps. {_CREATE_ALIKE}"
             )
         here.copy_(given)
     return made
 
 
-_ANEW = "Create the optimizer as it was created when it was saved, or start it anew."
+_CREATE_ALIKE = "Create the optimizer as it was created when it was saved, or start with a new one."

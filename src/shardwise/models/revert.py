@@ -1,7 +1,7 @@
-"""Saving a model of transformers: its conversions run backwards on recorded tensors, names, and small files."""
+"""Checkpoint tensors of a transformers model, by its conversions in reverse, and the small files of a save."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.conversion.expression import Expression, Stored
-from shardwise.errors import KnownNames
+from shardwise.errors import KnownNames, require_names
 from shardwise.layout import ModelLayout, TensorLayout
 from shardwise.models import torch_api
 from shardwise.models.pretrained import quantized_parts
-from shardwise.models.tracing import ModelFacade, NotStructural, Recorded, computed_whole
+from shardwise.models.tracing import ModelFacade, NotStructural, Recorded, computed_whole, recorded_expressions
 from shardwise.tensors import DType
 
 with KnownNames("transformers", "5.17 to 5.23"):
@@ -25,13 +25,12 @@ with KnownNames("transformers", "5.17 to 5.23"):
     from transformers.dynamic_module_utils import custom_object_save
     from transformers.modeling_utils import _get_tied_weight_keys
 
-    for _name in ("_keys_to_ignore_on_save", "is_remote_code"):
-        getattr(PreTrainedModel, _name)
+    require_names(PreTrainedModel, "_keys_to_ignore_on_save is_remote_code")
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor of the checkpoint and its expression, whose leaves are the model's tensors by name."""
+    """A tensor of the checkpoint, as an expression of the model's tensors by name."""
 
     key: str
     dtype: DType
@@ -39,7 +38,7 @@ class Output:
 
     @classmethod
     def of(cls, key: str, tensor: TensorLayout) -> Self:
-        """A tensor of the model as it is."""
+        """Return an unchanged tensor of the model."""
         return cls(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
 
     @property
@@ -48,65 +47,77 @@ class Output:
 
 
 def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = False) -> dict[str, Output]:
-    """Return the outputs of a model's checkpoint by key, as expressions of the model's elements.
+    """Return the tensors of a model's checkpoint by key.
 
-    Keys are in the order in which transformers would save them. With ``internal_names`` these are the model's
-    tensors under their own names. The layout's boxes play no role.
+    Keys are in the order in which transformers would save them. With ``internal_names`` the result is the model's
+    own tensors under their own names. The layout's boxes are not used.
     """
     names = {name: tensor for tensor in layout.saved() for name in names_in_file(model, tensor)}
     transforms = [] if internal_names else saved_conversions(model)
-    facade: Any = ModelFacade(model, layout, transforms)
+    return _Reversal(ModelFacade(model, layout, transforms), names).outputs()
 
-    def backwards(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(revert_weight_conversion(facade, dict(values)) if transforms else values)
 
-    def recorded(chosen: Iterable[str]) -> dict[str, torch.Tensor]:
-        return {name: _recorded(name, names[name]) for name in chosen}
+@dataclass(frozen=True)
+class _Reversal:
+    """The conversions of a model in reverse. ``tensors`` are its saved tensors by name."""
 
-    try:
-        made = backwards(recorded(names))
-        return _outputs_of(made)
-    except NotStructural:
-        pass
-    outputs: dict[str, Output] = {}
-    followed = backwards(
-        {
-            name: _Followed(tensor.shape, torch_api.to_torch(tensor.dtype), frozenset({name}))
-            for name, tensor in names.items()
-        }
-    )
-    for sources, keys in _groups(followed, names):
+    facade: Any
+    tensors: Mapping[str, TensorLayout]
+
+    def outputs(self) -> dict[str, Output]:
         try:
-            outputs |= _outputs_of(backwards(recorded(sources)))
+            return self._recorded(list(self.tensors))
         except NotStructural:
-            made = {key: followed[key] for key in keys}
-            outputs |= _computed([names[name] for name in sources], sources, made, backwards)
-    return {key: outputs[key] for key in followed}
+            pass
+        followed = self._run(
+            {
+                name: _Followed(tensor.shape, torch_api.to_torch(tensor.dtype), frozenset({name}))
+                for name, tensor in self.tensors.items()
+            }
+        )
+        outputs: dict[str, Output] = {}
+        for sources, keys in _groups(followed, self.tensors):
+            try:
+                outputs |= self._recorded(sources)
+            except NotStructural:
+                outputs |= self._computed(sources, {key: followed[key] for key in keys})
+        return {key: outputs[key] for key in followed}
 
+    def _run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not self.facade._weight_conversions:
+            return dict(values)
+        return dict(revert_weight_conversion(self.facade, dict(values)))
 
-def _computed(
-    tensors: Sequence[TensorLayout],
-    names: Sequence[str],
-    made: Mapping[str, torch.Tensor],
-    backwards: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
-) -> dict[str, Output]:
-    """Outputs that are computed of whole tensors of the model. ``made`` has their shapes and dtypes, by key."""
+    def _recorded(self, names: Sequence[str]) -> dict[str, Output]:
+        recorded: dict[str, torch.Tensor] = {}
+        for name in names:
+            tensor = self.tensors[name]
+            recorded[name] = Recorded(Stored(name, tensor.shape, tensor.dtype), torch_api.to_torch(tensor.dtype))
+        made = self._run(recorded)
+        return {
+            key: Output(key, torch_api.from_torch(made[key].dtype, key), expression)
+            for key, expression in recorded_expressions(made).items()
+        }
 
-    def function(values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return backwards(dict(zip(names, values, strict=True)))
+    def _computed(self, names: Sequence[str], made: Mapping[str, torch.Tensor]) -> dict[str, Output]:
+        """Return outputs that are computed from full tensors. ``made`` has their shapes and dtypes by key."""
 
-    inputs = tuple(Stored(name, item.shape, item.dtype) for name, item in zip(names, tensors, strict=True))
-    nbytes = sum(item.numel * item.dtype.itemsize for item in tensors)
-    nbytes += sum(tensor.numel() * tensor.itemsize for tensor in made.values())
-    found = computed_whole("a conversion of transformers'", inputs, made, function, nbytes)
-    return {key: Output(key, item.dtype, item) for key, item in found.items()}
+        def function(values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            return self._run(dict(zip(names, values, strict=True)))
+
+        tensors = [self.tensors[name] for name in names]
+        inputs = tuple(Stored(name, item.shape, item.dtype) for name, item in zip(names, tensors, strict=True))
+        nbytes = sum(item.numel * item.dtype.itemsize for item in tensors)
+        nbytes += sum(tensor.numel() * tensor.itemsize for tensor in made.values())
+        found = computed_whole("a conversion of transformers'", inputs, made, function, nbytes)
+        return {key: Output(key, item.dtype, item) for key, item in found.items()}
 
 
 def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
-    """The names under which a tensor is saved: one, as transformers chooses it among those that are tied.
+    """Return the names under which a tensor is saved: the one that transformers chooses among tied names.
 
-    Where names of a transformers model share a tensor without being declared tied, it could not tie them again:
-    each is saved.
+    Names of a transformers model that share a tensor without being declared tied are all saved, because a load
+    would not tie them again.
     """
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     names = [name for name in tensor.names if name not in ignored]
@@ -121,26 +132,8 @@ def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _recorded(name: str, tensor: TensorLayout) -> Recorded:
-    return Recorded(Stored(name, tensor.shape, tensor.dtype), torch_api.to_torch(tensor.dtype))
-
-
-def _outputs_of(made: Mapping[str, torch.Tensor]) -> dict[str, Output]:
-    """Return the outputs of a recorded conversion.
-
-    Raises:
-        NotStructural: something that is not made of them.
-    """
-    outputs: dict[str, Output] = {}
-    for key, value in made.items():
-        if not isinstance(value, Recorded):
-            raise NotStructural(f"{key} is computed")
-        outputs[key] = Output(key, torch_api.from_torch(value.dtype, key), value.expression)
-    return outputs
-
-
 class _Followed(torch.Tensor):
-    """A tensor without data that records the tensors of the model that it depends on, through any operation."""
+    """A tensor without data that records the tensors of the model that it depends on."""
 
     sources: frozenset[str]
 
@@ -154,26 +147,23 @@ class _Followed(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        seen: set[str] = set()
+        leaves = torch_api.tree_leaves((args, kwargs or {}))
+        sources = frozenset[str]().union(*(leaf.sources for leaf in leaves if isinstance(leaf, cls)))
+        args, keywords = torch_api.tree_map_only(torch.Tensor, _on_meta, (args, kwargs or {}))
+        if "device" in keywords:
+            keywords["device"] = "meta"
+        made = func(*args, **keywords)
+        return torch_api.tree_map_only(torch.Tensor, lambda item: cls(item.shape, item.dtype, sources), made)
 
-        def bare(value: Any) -> Any:
-            if not isinstance(value, cls):
-                return value.to("meta") if isinstance(value, torch.Tensor) else value
-            seen.update(value.sources)
-            return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-        flat = torch_api.tree_map(bare, (args, kwargs or {}))
-        made = func(*flat[0], **{**flat[1], **({"device": "meta"} if "device" in flat[1] else {})})
-        return torch_api.tree_map(
-            lambda item: cls(item.shape, item.dtype, frozenset(seen)) if isinstance(item, torch.Tensor) else item,
-            made,
-        )
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _groups(
     made: Mapping[str, torch.Tensor], names: Mapping[str, TensorLayout]
 ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The smallest groups of (the model's names, keys) that depend on each other only, in the order of the keys."""
+    """Return the smallest groups of (names, keys) without dependencies between groups, in the order of the keys."""
     leader = {name: name for name in names}
 
     def find(name: str) -> str:
@@ -198,9 +188,9 @@ def _groups(
 
 
 def saved_conversions(model: nn.Module) -> list[Any]:
-    """The renames and converters to run backwards for saving: those that loading used, else the class's own.
+    """Return the renames and converters that the load used, otherwise those of the model's class.
 
-    As in ``revert_weight_conversion``: a model that was not loaded has no legacy names, and no prefix to restore.
+    As in ``revert_weight_conversion``, a model that was not loaded has no legacy names, and no prefix to restore.
     """
     if not isinstance(model, PreTrainedModel):
         return []
@@ -213,12 +203,10 @@ def saved_conversions(model: nn.Module) -> list[Any]:
 
 
 def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
-    """Write the files of ``save_pretrained`` other than weights.
+    """Write the config, generation config and own code of a model, as ``save_pretrained`` does.
 
-    Config, generation config, and the model's own code.
-
-    ``dtype`` is the dtype for the config. A quantized checkpoint's ``quantization_config`` is left out where a
-    model has been made of its numbers. The model's own config is not touched. Nothing for other modules.
+    ``dtype`` is the dtype for the config. The ``quantization_config`` of a checkpoint that was dequantized is left
+    out. The model's own config is not changed. Modules that are not of transformers have no such files.
     """
     if not isinstance(model, PreTrainedModel):
         return

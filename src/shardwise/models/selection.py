@@ -1,4 +1,4 @@
-"""Tensors of a model's state by their names in files, and the deltas of PEFT adapters."""
+"""Names of a model's tensors in state dicts and files, and the deltas of PEFT adapters."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from shardwise.models.view import TensorRef, canonical, saved_names
 
 @dataclass(frozen=True, slots=True)
 class AdapterOnly:
-    """One adapter of a PEFT model, by the names that PEFT's files have, in which the adapter's own is left out.
+    """One adapter of a PEFT model, under the names in PEFT's files, which do not contain the adapter's name.
 
     PEFT decides which tensors belong to it: LoRA matrices, ``modules_to_save``, resized embeddings.
     """
@@ -26,28 +26,28 @@ class AdapterOnly:
 
 
 Selection: TypeAlias = AdapterOnly | None
-"""Tensors of a state: one adapter, or all parameters and persistent buffers (None)."""
+"""Tensors of a state dict: one adapter, or all parameters and persistent buffers (None)."""
 
 _IN_PEFT_MODEL = "base_model.model."
 
 
 def names_outside(model: nn.Module, held: Sequence[TensorRef], selection: Selection) -> dict[str, str]:
-    """Every name of the state, to the canonical FQN of its tensor, in order.
+    """Return the canonical FQNs of the selected tensors by their names in the state dict, in order.
 
-    ``AdapterOnly`` may have PEFT query the hub for the vocabulary size of the base model.
+    For ``AdapterOnly``, PEFT may query the hub for the vocabulary size of the base model.
 
     Raises:
         ConfigError: the model has no such adapter.
-        ShardingError: PEFT changes tensors, rather than choosing and renaming them.
+        ShardingError: PEFT computes tensors instead of selecting and renaming them.
     """
     inside = saved_names(model, held)
     if selection is None:
         return _plain({name: canonical(name) for name in inside})
-    return _as_peft_names_them(model, inside, selection.adapter)
+    return _names_in_peft(model, inside, selection.adapter)
 
 
-def _as_peft_names_them(model: nn.Module, inside: Mapping[str, TensorRef], adapter: str) -> dict[str, str]:
-    """PEFT is called with stand-ins, which are recognized in its result by identity."""
+def _names_in_peft(model: nn.Module, inside: Mapping[str, TensorRef], adapter: str) -> dict[str, str]:
+    """Call PEFT with meta tensors, and find these in its result by identity."""
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, Mapping) or adapter not in adapters:
         has = f"Adapters: {', '.join(adapters) or 'none'}" if isinstance(adapters, Mapping) else "It has none"
@@ -57,20 +57,20 @@ def _as_peft_names_them(model: nn.Module, inside: Mapping[str, TensorRef], adapt
         for name, item in inside.items()
     }
     known = {id(stand_in): canonical(name) for name, stand_in in stand_ins.items()}
-    chosen = _ask_peft(model, stand_ins, adapter)
+    chosen = _peft_state_dict(model, stand_ins, adapter)
     changed = [name for name, tensor in chosen.items() if id(tensor) not in known]
     if changed:
         raise ShardingError(
             f"PEFT computes {changed[0]} ({len(changed)} in all) when it saves adapter {adapter!r}: it is not "
             "a tensor of the model. Pass only=None for the whole state"
         )
-    # PEFT's files have names as in PEFT's model, also where transformers has added the adapter to its own.
+    # Files have the names of PEFT's model, even if transformers has added the adapter to its own model.
     prefix = "" if hasattr(model, "get_base_model") else _IN_PEFT_MODEL
     return _plain({prefix + name: known[id(tensor)] for name, tensor in chosen.items()})
 
 
 def _plain(names: Mapping[str, str]) -> dict[str, str]:
-    """The same by canonical names.
+    """Make the keys canonical.
 
     Raises:
         ShardingError: two names are equal without wrapper prefixes.
@@ -87,12 +87,12 @@ def _plain(names: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _ask_peft(model: Any, state: dict[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
+def _peft_state_dict(model: Any, state: dict[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
     from peft import get_peft_model_state_dict  # optional, and slow to import
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers` to `True`")
-        # PEFT 0.20 looks for the config of a base that has no name, too.
+        # PEFT 0.20 also looks for the config of a base without a name.
         warnings.filterwarnings("ignore", message="Could not find a config file in  - will assume")
         chosen: dict[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
     return chosen
@@ -105,18 +105,14 @@ def has_adapters(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MergedAdapter:
-    """The base of a PEFT model, under its own names, with one LoRA of linear layers merged in.
-
-    Attributes:
-        adapter: which one.
-    """
+    """The base of a PEFT model, under its own names, with one LoRA of linear layers merged into it."""
 
     adapter: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The matrices of one adapted weight, by FQN: ``weight + scaling * (lora_B @ lora_A)``."""
+    """FQNs of the matrices of one adapted weight: ``weight + scaling * (lora_B @ lora_A)``."""
 
     lora_A: str
     lora_B: str
@@ -125,7 +121,7 @@ class Factors:
     def delta(self, lora_A: torch.Tensor, lora_B: torch.Tensor) -> torch.Tensor:
         """Return the delta of a part of the weight, from rows of ``lora_B`` and columns of ``lora_A``.
 
-        As ``get_delta_weight`` of PEFT has it: products of 16-bit numbers are summed up in float32 on a CPU.
+        As in ``get_delta_weight`` of PEFT, 16-bit matrices are multiplied in float32 on a CPU.
         """
         dtype = lora_B.dtype
         if dtype in (torch.float16, torch.bfloat16) and lora_B.device.type == "cpu":
@@ -139,8 +135,8 @@ class Adapted:
 
     Attributes:
         base: the model that was adapted.
-        inside: by name in ``base``, the FQN that the tensor has in the adapted model.
-        factors: by name in ``base``, of the weights that the adapter changes.
+        inside: FQNs in the adapted model by names in ``base``.
+        factors: matrices of adapted weights by names in ``base``.
     """
 
     base: nn.Module
@@ -161,10 +157,10 @@ class Adapted:
 
 
 def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
-    """Return the base of a PEFT model, and the delta of its LoRA. ``names`` are all of the model's tensors.
+    """Return the base of a PEFT model, and the matrices of its LoRA. ``names`` are those of the model's tensors.
 
     Raises:
-        ConfigError: there is no such adapter, or it has parts other than LoRA matrices of linear layers.
+        ConfigError: there is no such adapter, or it has other parts than LoRA matrices of linear layers.
     """
     from peft.tuners.lora import Linear  # optional, and slow to import
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -185,7 +181,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
             raise ConfigError(f"{name} is trained whole (modules_to_save), and cannot be merged. Use PEFT's merge")
         if isinstance(module, BaseTunerLayer):
             layers[name] = module
-            if why := _why_not(module, adapter, Linear):
+            if why := _merge_obstacle(module, adapter, Linear):
                 raise ConfigError(f"{name} {why}, which cannot be merged here. Merge the adapter with PEFT first")
             tied = [other for other in owners[id(module.get_base_layer().weight)] if other != f"{name}.base_layer"]
             if tied and adapter in layers[name].lora_A:
@@ -212,9 +208,9 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
     return Adapted(base, inside, factors)
 
 
-def _why_not(layer: Any, adapter: str, linear: Any) -> str:
+def _merge_obstacle(layer: Any, adapter: str, linear: Any) -> str:
     """Return the reason why a layer's adapter is not a plain LoRA of a linear layer, or ""."""
-    from shardwise.models.four_bit_layers import is_in_four_bits  # for a base in four bits alone
+    from shardwise.models.four_bit_layers import is_in_four_bits  # only for a base in four bits
 
     base = layer.get_base_layer()
     is_linear = isinstance(layer, linear) or (hasattr(layer, "lora_A") and is_in_four_bits(base))
@@ -230,7 +226,7 @@ def _why_not(layer: Any, adapter: str, linear: Any) -> str:
 
 
 def parameters_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The parameters that sit in each module itself, in its order, by the module's name."""
+    """Return the local names of each module's own parameters, by the module's name."""
     return {
         canonical(prefix): tuple(name for name, parameter in parameters_of(module).items() if parameter is not None)
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -238,7 +234,7 @@ def parameters_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def modules_of_columns(model: nn.Module) -> frozenset[str]:
-    """Return the modules whose weights are (in, out) or (experts, in, out) instead of (out, in), for PEFT."""
+    """Return the names of modules whose weights are (in, out) or (experts, in, out) instead of (out, in)."""
     return frozenset(
         canonical(prefix)
         for prefix, module in model.named_modules(remove_duplicate=False)

@@ -1,10 +1,11 @@
-"""torch's unexported names, accelerators and dtypes (of FSDP2's passes: ``gradients``).
+"""torch's unexported names, accelerators and dtypes.
 
-Checked with torch 2.11, 2.13 and 2.15. The meaning of each unexported name is asserted by ``tests/canary``. A
-missing one is an error when this file is imported.
+Unexported names of FSDP2's passes are in ``gradients``.
+Checked with torch 2.11, 2.13 and 2.15. ``tests/canary`` asserts the behavior of each unexported name. A missing one
+is an error when this file is imported.
 
-Accelerators are CUDA's and ROCm's, Intel's (xpu), Huawei's (npu), through ``torch.get_device_module``. Other kinds
-(mps, for example) are rejected. Without an accelerator of a supported kind, tensors stay on the CPU.
+Accelerators are those of CUDA and ROCm, Intel (xpu) and Huawei (npu), through ``torch.get_device_module``. Others,
+such as mps, are rejected. Without a supported accelerator, tensors stay on the CPU.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardwise.errors import KnownNames, ShardingError
+from shardwise.errors import KnownNames, ShardingError, require_names
 from shardwise.tensors import DType
 
 with KnownNames("torch", "2.11 to 2.15"):
@@ -33,52 +34,48 @@ with KnownNames("torch", "2.11 to 2.15"):
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+    from torch.utils._pytree import tree_leaves, tree_map_only
 
-    for _owner, _names in (
-        (nn.Module(), "_modules _parameters _buffers _non_persistent_buffers_set _compiled_call_impl"),
-        (nn.modules.batchnorm, "_BatchNorm"),
-        (torch, "_foreach_add_ _foreach_copy_ _foreach_mul_"),
-        (torch._C, "_current_graph_task_id"),
-        (torch.autograd.Variable, "_execution_engine"),
-        (torch.Tensor, "_version _make_wrapper_subclass"),
-        (distributed_c10d, "_get_default_store _get_default_group _get_object_coll_device"),
-        (FSDPModule, "_get_fsdp_state"),
-        (FSDPParam, "reset_sharded_param"),
-        (Shard, "_split_tensor"),
-        (_StridedShard, "_split_tensor"),
-    ):
-        for _name in _names.split():
-            getattr(_owner, _name)
+    require_names(nn.Module(), "_modules _parameters _buffers _non_persistent_buffers_set _compiled_call_impl")
+    require_names(nn.modules.batchnorm, "_BatchNorm")
+    require_names(torch, "_foreach_add_ _foreach_copy_ _foreach_mul_")
+    require_names(torch._C, "_current_graph_task_id")
+    require_names(torch.autograd.Variable, "_execution_engine")
+    require_names(torch.Tensor, "_version _make_wrapper_subclass")
+    require_names(distributed_c10d, "_get_default_store _get_default_group _get_object_coll_device")
+    require_names(FSDPModule, "_get_fsdp_state")
+    require_names(FSDPParam, "reset_sharded_param")
+    require_names(Shard, "_split_tensor")
+    require_names(_StridedShard, "_split_tensor")
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map", "tree_map_only"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map_only"]
 
 
 KINDS = ("cuda", "xpu", "npu")
 
 
 def accelerator() -> torch.device | None:
-    """Return the kind of the available accelerator, or None if there is none of a supported kind."""
+    """Return the device type of the available accelerator, or None if there is none of a supported type."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found if found is not None and found.type in KINDS else None
 
 
 def module_of(device: torch.device) -> Any:
-    """torch's module for a kind of accelerator.
+    """Return torch's module for a type of accelerator.
 
     Raises:
-        ShardingError: it is not of a supported kind.
+        ShardingError: the type is not supported.
     """
     if device.type not in KINDS:
         raise ShardingError(
-            f"device {device}: tensors are brought to the CPU, and to accelerators of these kinds: "
+            f"device {device}: tensors are loaded on the CPU, or on accelerators of these types: "
             f"{', '.join(KINDS)}. Load on the CPU and move the model afterwards"
         )
     return torch.get_device_module(device.type)
 
 
 def backend_of(kind: torch.device) -> str:
-    """The backend of collectives on an accelerator: nccl, xccl, hccl."""
+    """Return the backend of collectives on an accelerator: nccl, xccl, hccl."""
     return dist.get_default_backend_for_device(kind.type)
 
 
@@ -88,21 +85,21 @@ def both_backends(kind: torch.device) -> str:
 
 
 def has_collectives(kind: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether a process group (None: the default one) works on tensors of an accelerator."""
+    """Return whether a process group (None: the default one) has a backend for an accelerator."""
     return backend_of(kind) in str(dist.get_backend_config(group))
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes on an accelerator that can be had: free, or kept by torch for tensors to come."""
+    """Return the bytes of an accelerator that can be allocated: free, or cached by torch."""
     module = module_of(device)
     kept = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0]) + int(kept)
 
 
 def memory_in_use(device: torch.device) -> tuple[int, int, int]:
-    """Bytes of an accelerator: in tensors of this process, kept by torch for them, taken by whomever.
+    """Return the bytes of an accelerator that torch has allocated, torch has reserved, and all processes use.
 
-    Nothing before this process has used it, which asking would begin.
+    They are 0 until this process has used the accelerator. A query does not initialize it.
     """
     module = module_of(device)
     if not module.is_initialized():
@@ -112,7 +109,7 @@ def memory_in_use(device: torch.device) -> tuple[int, int, int]:
 
 
 def settle(tensors: Iterable[torch.Tensor]) -> None:
-    """Synchronize so that other threads see the values of these tensors queued by this thread."""
+    """Synchronize the streams of this thread, so that other threads can read these tensors."""
     for device in {tensor.device for tensor in tensors}:
         if device.type not in ("cpu", "meta"):
             module_of(device).current_stream(device).synchronize()
@@ -148,15 +145,15 @@ def to_torch(dtype: DType) -> torch.dtype:
 
 
 def in_memory(dtype: torch.dtype) -> DType:
-    """The dtype of a tensor that goes into no file: ``OTHER`` where safetensors has none for it."""
+    """Return the dtype of a tensor that is not saved, ``OTHER`` if safetensors has none for it."""
     return _FROM_TORCH.get(dtype, DType.OTHER)
 
 
 def from_torch(dtype: torch.dtype, fqn: str) -> DType:
-    """The safetensors dtype of a model's tensor.
+    """Return the safetensors dtype of a model's tensor.
 
     Raises:
-        ShardingError: when safetensors has no such dtype.
+        ShardingError: safetensors has no such dtype.
     """
     if dtype not in _FROM_TORCH:
         raise ShardingError(f"{fqn} is {dtype}, which safetensors cannot hold")
@@ -164,68 +161,62 @@ def from_torch(dtype: torch.dtype, fqn: str) -> DType:
 
 
 def saved_dtype(dtype: DType, target: torch.dtype | None) -> DType:
-    """Return the dtype that a tensor is saved in if ``target`` is requested.
-
-    Floating-point numbers of at least 16 bits are cast to it. Narrower ones, integers and bools are unchanged.
-    """
-    is_cast = target is not None and dtype.kind == "float" and dtype.bits >= 16
+    """Return the dtype that a tensor is saved in: ``target`` for floats of at least 16 bits, otherwise its own."""
+    is_cast = dtype.kind == "float" and dtype.bits >= 16
     return from_torch(target, "dtype") if is_cast and target is not None else dtype
 
 
 SHARDS_INTEGERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether ``fully_shard`` takes parameters of integers. In 2.11 it asks gradients of every shard for a moment."""
+"""Whether ``fully_shard`` takes integer parameters. Before torch 2.13 it sets ``requires_grad`` of every shard."""
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own registry of parameters. Insertions bypass ``nn.Module``'s checks."""
+    """Return a module's registry of parameters. Insertions bypass ``nn.Module``'s checks."""
     registry: dict[str, Any] = module._parameters
     return registry
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own registry of buffers."""
+    """Return a module's registry of buffers."""
     registry: dict[str, Any] = module._buffers
     return registry
 
 
 def sets_grad_dtype(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter's gradients have been given a dtype, or leave to have any.
-
-    (Before torch 2.15 the parameter's own dtype cannot be distinguished from none.)
-    """
+    """Return whether ``grad_dtype`` of a parameter was set. Before torch 2.15 its own dtype counts as unset."""
     return bool(getattr(parameter, "_has_grad_dtype_override", parameter.grad_dtype != parameter.dtype))
 
 
 def take_after(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Copy to a new parameter the Python attributes and the ``grad_dtype`` of another."""
+    """Copy the Python attributes and the ``grad_dtype`` of another parameter."""
     vars(parameter).update(vars(other))
     if sets_grad_dtype(other):
         parameter.grad_dtype = other.grad_dtype
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """``copy_`` each tensor by one call. Copies from accelerators may be in progress when this returns."""
+    """``copy_`` all tensors by one call. Copies from accelerators may be in progress when this returns."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def backward_pass() -> int:
-    """Return a number of the backward pass that calls this, which no other one has."""
+    """Return the unique number of the current backward pass."""
     return torch._C._current_graph_task_id()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Have the backward pass that calls this call ``callback`` at its end, on the thread and stream it began on."""
+    """Call ``callback`` at the end of the current backward pass, on the thread and stream it began on."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def add_all(targets: list[torch.Tensor], stacked: torch.Tensor) -> None:
-    """Add to each tensor its part of a stack, (tensors, ...), cast to the tensor's dtype, by few kernels."""
+    """Add a stack (tensors, ...), cast to their dtype, to tensors, by few kernels."""
     torch._foreach_add_(targets, list(stacked.to(targets[0].dtype)))
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a CPU tensor to a device without a wait of the host: through pinned memory. On a CPU, the tensor."""
+    """Copy a CPU tensor to a device through pinned memory, so that the host does not wait."""
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
@@ -235,7 +226,7 @@ def is_temporary(module: nn.Module, name: str) -> bool:
 
 
 def normalizes_over_rows(module: nn.Module) -> bool:
-    """Return whether this is a batch normalization, of any number of dimensions, synchronized or not."""
+    """Return whether this is a batch normalization."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
@@ -245,7 +236,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def save_without_data(make: Callable[[], object], file: Path) -> None:
-    """``torch.save`` the result of ``make``, with space for the bytes of its tensors, which take no memory."""
+    """Call ``torch.save`` on the result of ``make``, with space for its tensors, which are not allocated."""
     with FakeTensorMode():
         hollow = make()
     with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -253,24 +244,24 @@ def save_without_data(make: Callable[[], object], file: Path) -> None:
 
 
 def stored_at(file: str, start: int, nbytes: int) -> object:
-    """Return the entry of a distributed checkpoint's metadata with the place of a chunk."""
-    from torch.distributed.checkpoint import filesystem  # slow to import, and needed for checkpoints alone
+    """Return the location of a chunk as an entry of a distributed checkpoint's metadata."""
+    from torch.distributed.checkpoint import filesystem  # slow to import, and only for checkpoints
 
     return filesystem._StorageInfo(file, start, nbytes)
 
 
 def writes_to(tensor: torch.Tensor) -> int:
-    """A number that grows with every in-place operation on a tensor."""
+    """Return the version of a tensor, which grows with every in-place operation."""
     return tensor._version
 
 
 def without_data(kind: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """An instance of a tensor subclass that has a shape and a dtype, but no memory."""
+    """Return an instance of a tensor subclass that has a shape and a dtype, but no memory."""
     return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=torch.device("cpu"))
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """The same for every Python object of one storage, as long as it lives."""
+    """Return a key that is equal for all Python objects of one storage while it is alive."""
     key: int = storage._cdata
     return key
 
@@ -288,11 +279,10 @@ def is_under_replicate(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """For the time of the block, sharded modules have their original classes.
+    """Restore the original classes of sharded modules within the block.
 
-    transformers takes a model for a user's own code when its class is not defined in transformers, looks rules up
-    by class name, and treats the two kinds differently. The class ``fully_shard`` makes has torch's module and
-    another name, so without this a sharded model loses its conversions and some of its initializers.
+    transformers looks up conversions and initializers by a class's name and module, and ``fully_shard`` creates
+    classes of other names in torch's module.
     """
     sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     for module, _ in sharded:
@@ -305,7 +295,7 @@ def original_classes(model: nn.Module) -> Iterator[None]:
 
 
 def default_store() -> Any:
-    """The key-value store through which the default process group met."""
+    """Return the store of the default process group's rendezvous."""
     return distributed_c10d._get_default_store()
 
 
@@ -315,15 +305,15 @@ def object_device(group: Any) -> torch.device:
 
 
 def keep_forever(group: Any) -> None:
-    """Never destroy a process group (None: the default one), in which a collective was left that cannot end.
+    """Never destroy a process group (None: the default one) with a pending collective that cannot end.
 
-    Destroying it, also at exit, waits for its pending operations: with gloo, half an hour.
+    Destroying it, also at exit, would wait for it: with gloo, half an hour.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group or distributed_c10d._get_default_group()))
 
 
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:
-    """Each sharded parameter with the ``FSDPParam`` that manages it."""
+    """Return the ``FSDPParam`` of each sharded parameter."""
     return {param.sharded_param: param for group in param_groups(model) for param in group.fsdp_params}
 
 
@@ -338,17 +328,17 @@ def param_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def is_offloaded(fsdp_param: Any) -> bool:
-    """Return whether the sharded parameter lives on the CPU although the mesh is of another device."""
+    """Return whether the sharded parameter is on the CPU, and the mesh on another device."""
     return bool(fsdp_param.offload_to_cpu)
 
 
 def padded_numel(fsdp_param: Any) -> int:
-    """Elements of this rank's memory for a sharded parameter, padded to the size of rank 0's shard."""
+    """Return the elements of this rank's memory for a sharded parameter, padded to the size of rank 0's shard."""
     return int(fsdp_param.padded_sharded_param_size.numel())
 
 
 def padded_size(fsdp_param: Any) -> tuple[int, ...]:
-    """The size of this rank's shard, padded as FSDP2's all-gather wants it: all ranks' to that of rank 0's."""
+    """Return the size of this rank's shard, padded to that of rank 0."""
     return tuple(fsdp_param.padded_sharded_param_size)
 
 
@@ -358,9 +348,9 @@ def pins_memory(fsdp_param: Any) -> bool:
 
 
 def without_padding(fsdp_param: Any, padded: torch.Tensor) -> torch.Tensor:
-    """The part of fresh padded memory that holds elements. The padding is set to zero.
+    """Set the padding of new memory to zero, and return the part without padding.
 
-    Memory with the padding in it spares the copy that ``reset_sharded_param`` makes of any other.
+    ``reset_sharded_param`` copies a shard whose memory has no padding.
     """
     if padded.shape == fsdp_param.sharded_size:
         return padded
@@ -371,10 +361,9 @@ def without_padding(fsdp_param: Any, padded: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_as(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor of this local tensor, else like another, made as FSDP2 makes its own: without autograd.
+    """Return a DTensor of a new local tensor, like another DTensor, and a parameter if the other is one.
 
-    A parameter where the other is one: as ``nn.Parameter`` makes it, less its ``detach``, for which a new
-    tensor without history has no use.
+    Without autograd, as FSDP2 creates its own, and without the ``detach`` of ``nn.Parameter``.
     """
     made = _from_local_no_grad(local, tensor._spec)
     if isinstance(tensor, nn.Parameter):
@@ -384,7 +373,7 @@ def sharded_as(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def adopt_sharded(fsdp_param: Any, parameter: nn.Parameter) -> None:
-    """Make a materialized sharded parameter, already set on its modules, the one FSDP2 gathers from."""
+    """Let FSDP2 gather from a materialized sharded parameter, which is already set on its modules."""
     local = parameter._local_tensor  # type: ignore[attr-defined]
     storage = torch.empty(0, dtype=local.dtype, device=local.device)
     padded_numel = fsdp_param.padded_sharded_param_size.numel()
@@ -400,10 +389,10 @@ Run = tuple[int, int]
 
 @lru_cache(maxsize=65536)
 def held_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tuple[Run, ...]:
-    """The runs of indices of one dimension that a rank holds.
+    """Return the runs of indices of one dimension that a rank holds.
 
-    ``splits`` has, for each mesh axis that splits the dimension, in the mesh's order, the placement, the size of
-    the axis, and the rank's coordinate on it.
+    ``splits`` are (placement, size of the mesh axis, coordinate on it) for each axis that splits the dimension, in
+    the order of the mesh.
     """
     if len(splits) == 1:
         placement, chunks, coordinate = splits[0]
@@ -416,7 +405,7 @@ def held_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tupl
 
 @lru_cache(maxsize=1024)
 def _runs_of_all(size: int, placement: Placement, chunks: int) -> tuple[tuple[Run, ...], ...]:
-    """Return the runs at every coordinate of one split, because a plan for a thousand ranks needs all of them."""
+    """Return the runs at every coordinate. A plan for a thousand ranks needs all of them."""
     return tuple(_runs(indices) for indices in _split(torch.arange(size, device="cpu"), placement, chunks))
 
 

@@ -1,8 +1,8 @@
-"""Transformers' conversions, run on recorded tensors.
+"""Tracing of transformers' conversions on tensors without data.
 
-[Note: Memo] A model has a few kinds of layers, repeated many times. A converter is traced once for each combination
-of converter, name with masked numbers, and source shapes. Equal layers get the same expression with their own keys.
-The shapes of the outcome are compared with the model's, and a layer that does not fit is traced by itself.
+[Note: Memo] A model repeats a few kinds of layers many times. A converter is traced once for each name with masked
+numbers and each combination of source shapes. Equal layers get the same expressions over their own keys. If these
+do not have the shapes of the model's tensors, the layer is traced separately.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -34,19 +35,15 @@ from shardwise.tensors import numel
 DtypeOf: TypeAlias = Callable[[str], torch.dtype]
 """Returns the dtype that a tensor gets, by its name."""
 
-TensorOf: TypeAlias = Callable[[str], torch.Tensor]
-"""Returns a tensor by the name it is stored under."""
-
 _COMPUTING_FACTOR = 2
-"""Memory of a conversion that computes, over the bytes of its inputs: these, and what it makes of them."""
-
+"""Memory of a conversion that computes, relative to its inputs: inputs and results."""
 
 _NUMBER = re.compile(r"(\d+)")
 
 
 @dataclass
 class Conversion:
-    """A converter, the first tensor it makes, and the keys it makes it of, by source pattern."""
+    """A converter, the name of its first result, and its keys by source pattern."""
 
     target: str
     converter: Any
@@ -58,12 +55,12 @@ class Conversion:
 
     @property
     def label(self) -> str:
-        """The operations, for messages."""
+        """The names of the operations."""
         return " → ".join(type(operation).__name__ for operation in self.converter.operations)
 
     @property
     def targets(self) -> list[str]:
-        """The names it would make, as far as they follow from the first."""
+        """The names of the results, derived from the first."""
         first, *_ = patterns = self.converter.target_patterns
         return [self.target.replace(first, pattern) for pattern in patterns]
 
@@ -75,7 +72,7 @@ def trace_conversions(
     dtype_of: DtypeOf,
     conversions: Iterable[Conversion],
 ) -> Iterator[tuple[Conversion, dict[str, Expression], str]]:
-    """Yield each conversion with the expressions that it makes by name, or with the reason why it makes none."""
+    """Yield each conversion with its results by name, or with a sentence on why it has none."""
     tracer = _Tracer(model, layout, stored, dtype_of)
     for conversion in conversions:
         if why := _index_gap(conversion):
@@ -83,7 +80,7 @@ def trace_conversions(
             continue
         try:
             made = tracer.trace(conversion)
-        except Exception as error:  # whatever a converter raises is reported with all other faults
+        except Exception as error:  # converters raise anything, which is reported with all other faults
             keys = conversion.keys
             several = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             yield conversion, {}, f"{conversion.target} from {keys[0]}{several} by {conversion.label}: {error}"
@@ -112,11 +109,7 @@ class _Tracer:
     """Runs converters on recorded tensors, once for equal layers (see [Note: Memo])."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        layout: ModelLayout,
-        stored: Mapping[str, Stored],
-        dtype_of: DtypeOf,
+        self, model: nn.Module, layout: ModelLayout, stored: Mapping[str, Stored], dtype_of: DtypeOf
     ) -> None:
         self.facade = ModelFacade(model, layout)
         self.layout = layout
@@ -129,14 +122,14 @@ class _Tracer:
             (pattern, tuple((self.stored[key].shape, self.stored[key].dtype) for key in keys))
             for pattern, keys in conversion.sources.items()
         )
-        mask = (id(conversion.converter), _NUMBER.sub("#", conversion.target), shapes)
-        if mask in self.memo:
-            made = self.reuse(*self.memo[mask], conversion)
+        kind = (id(conversion.converter), _NUMBER.sub("#", conversion.target), shapes)
+        if kind in self.memo:
+            made = self.reuse(*self.memo[kind], conversion)
             if made is not None and all(self.fits(name, item) for name, item in made.items()):
                 return made
-        made = self.trace_afresh(conversion)
+        made = self.record(conversion)
         if not any(map(computes, made.values())):
-            self.memo[mask] = (made, conversion)
+            self.memo[kind] = (made, conversion)
         return made
 
     def fits(self, name: str, expression: Expression) -> bool:
@@ -146,6 +139,7 @@ class _Tracer:
     def reuse(
         self, made: dict[str, Expression], first: Conversion, conversion: Conversion
     ) -> dict[str, Expression] | None:
+        """Return the results of an equal layer for the keys of this one, or None if names collide."""
         leaves = {old: self.stored[new] for old, new in zip(first.keys, conversion.keys, strict=True)}
         here = conversion.target.split(".")
         renamed: dict[str, Expression] = {}
@@ -155,32 +149,29 @@ class _Tracer:
             renamed[".".join(here[:common] + parts[common:])] = substitute(expression, leaves)
         return renamed if len(renamed) == len(made) else None
 
-    def trace_afresh(self, conversion: Conversion) -> dict[str, Expression]:
-
+    def record(self, conversion: Conversion) -> dict[str, Expression]:
         dtype = self.dtype_of(conversion.target)
         try:
-            made = self.run(conversion, lambda key: Recorded(self.stored[key], dtype))
-            computed = next((name for name, item in made.items() if not isinstance(item, Recorded)), None)
-            if computed is not None:
-                raise NotStructural(f"{computed} is computed")
-            return {name: item.expression for name, item in made.items()}
+            return recorded_expressions(
+                self.run(conversion, [Recorded(self.stored[key], dtype) for key in conversion.keys])
+            )
         except NotStructural:
             return self.computed(conversion, dtype)
 
-    def run(self, conversion: Conversion, tensor_of: TensorOf) -> dict[str, Any]:
-        sources = {pattern: [tensor_of(key) for key in keys] for pattern, keys in conversion.sources.items()}
+    def run(self, conversion: Conversion, tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
+        """Run the converter on tensors in the order of its keys."""
+        following = iter(tensors)
+        sources = {pattern: list(islice(following, len(keys))) for pattern, keys in conversion.sources.items()}
         return convert(conversion.converter, conversion.target, sources, self.facade)
 
     def computed(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, Expression]:
-        """The converter as one node that computes: shapes from a run on meta tensors, values when executed."""
-        keys = conversion.keys
-        shapes = self.run(conversion, lambda key: torch.empty(self.stored[key].shape, dtype=dtype, device="meta"))
+        """Return the converter as one node that computes. A run on meta tensors gives the shapes."""
+        inputs = tuple(self.stored[key] for key in conversion.keys)
+        shapes = self.run(conversion, [torch.empty(item.shape, dtype=dtype, device="meta") for item in inputs])
 
-        def function(inputs: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-            values = dict(zip(keys, inputs, strict=True))
-            return self.run(conversion, lambda key: values[key].to(dtype))
+        def function(values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            return self.run(conversion, [value.to(dtype) for value in values])
 
-        inputs = tuple(self.stored[key] for key in keys)
         nbytes = _COMPUTING_FACTOR * sum(numel(item.shape) * item.dtype.itemsize for item in inputs)
         return computed_whole(conversion.label, inputs, shapes, function, nbytes)
 
@@ -192,7 +183,10 @@ def computed_whole(
     function: Callable[[Sequence[torch.Tensor]], Mapping[str, torch.Tensor]],
     nbytes: int,
 ) -> dict[str, Expression]:
-    """Return the results of a function of full tensors, by name. ``made`` has their shapes and dtypes."""
+    """Return the results of a function of full tensors as expressions, by name.
+
+    ``made`` are meta tensors of their shapes and dtypes.
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
     operation = WholeOperation(label, tuple(item.shape for item in inputs), shapes, function, nbytes)
     return {
@@ -202,10 +196,7 @@ def computed_whole(
 
 
 class ModelFacade:
-    """Stand-in for the model that converters receive.
-
-    Shapes by canonical name, regardless of wrapping and sharding.
-    """
+    """The model as converters see it: with unsharded meta tensors under canonical names."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, conversions: Sequence[Any] = ()) -> None:
         self._model = model
@@ -226,11 +217,11 @@ aten = torch.ops.aten
 
 
 class NotStructural(Exception):
-    """An operation computes values, or reads them, instead of moving elements."""
+    """An operation computes or reads values instead of moving elements."""
 
 
 class Recorded(torch.Tensor):
-    """A tensor without data that stands for an expression over stored tensors."""
+    """A tensor without data that records the expression it is made by."""
 
     expression: Expression
 
@@ -253,6 +244,17 @@ class Recorded(torch.Tensor):
         return handler(*args, **(kwargs or {}))
 
 
+def recorded_expressions(made: Mapping[str, Any]) -> dict[str, Expression]:
+    """Return the recorded expressions of results, by name.
+
+    Raises:
+        NotStructural: one is computed.
+    """
+    if computed := [name for name, item in made.items() if not isinstance(item, Recorded)]:
+        raise NotStructural(f"{computed[0]} is computed")
+    return {name: item.expression for name, item in made.items()}
+
+
 def _same(tensor: Recorded, expression: Expression) -> Recorded:
     return Recorded(expression, tensor.dtype)
 
@@ -267,7 +269,7 @@ def _to_copy(tensor: Recorded, *, dtype: torch.dtype | None = None, **_: Any) ->
     return _keep(tensor)
 
 
-def _view(tensor: Recorded, size: Sequence[int], **_: Any) -> Recorded:
+def _view(tensor: Recorded, size: Sequence[int], *_strides: Any, **_: Any) -> Recorded:
     sizes = list(size)
     if -1 in sizes:
         known = -numel(sizes)
@@ -373,7 +375,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.reshape.default: _view,
-    aten._reshape_alias.default: lambda tensor, size, stride: _view(tensor, size),
+    aten._reshape_alias.default: _view,
     aten.unsqueeze.default: _unsqueeze,
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze,

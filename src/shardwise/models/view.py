@@ -1,4 +1,4 @@
-"""Tensors of a model: each once, with its place in the module tree and its boxes on this rank."""
+"""The tensors of a model, with their places in the module tree and their boxes on this rank."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
@@ -20,7 +21,7 @@ from shardwise.tensors import Box, Strided, contiguous_strides
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Attributes that torch gives to each module: registries, hooks, ``training``."""
+"""Attributes of every module: registries, hooks, ``training``."""
 
 
 def canonical(fqn: str) -> str:
@@ -36,7 +37,7 @@ def without_compile(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in a model where a tensor is registered."""
+    """A module and a local name under which a tensor is registered."""
 
     module: nn.Module
     name: str
@@ -45,7 +46,7 @@ class Slot:
 
 @dataclass(slots=True)
 class TensorRef:
-    """A parameter or buffer of a model with all the places it is registered at."""
+    """A parameter or buffer of a model, with all slots that it is registered in."""
 
     tensor: torch.Tensor
     kind: TensorKind
@@ -61,13 +62,13 @@ class TensorRef:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's own tensor."""
+        """This rank's local tensor."""
         return local_tensor(self.tensor)
 
     def install(self, tensor: torch.Tensor) -> None:
-        """Register another tensor at every place, and notify modules with their own ``__setattr__``.
+        """Register another tensor in all slots, also by ``__setattr__`` of modules that override it.
 
-        (``nn.LSTM``, for one, keeps its weights in a list as well.)
+        An example is ``nn.LSTM``, which has its weights in a list as well.
         """
         self.replace(tensor)
         for slot in self.slots:
@@ -75,7 +76,7 @@ class TensorRef:
                 setattr(slot.module, slot.name, tensor)
 
     def recast(self, dtype: torch.dtype) -> None:
-        """Give a tensor on meta another dtype."""
+        """Change the dtype of a tensor on meta."""
         other = torch.empty_like(self.tensor, dtype=dtype)
         if isinstance(self.tensor, nn.Parameter):
             other = nn.Parameter(other, requires_grad=self.tensor.requires_grad)
@@ -83,7 +84,7 @@ class TensorRef:
         self.install(other)
 
     def replace(self, tensor: torch.Tensor) -> None:
-        """Register another tensor at every place, whatever its type: also stand-ins that are no parameters."""
+        """Register another tensor in all slots. In place of a parameter, it may be of any type."""
         for slot in self.slots:
             registry_of = torch_api.parameters_of if self.kind is TensorKind.PARAMETER else torch_api.buffers_of
             registry_of(slot.module)[slot.name] = tensor
@@ -99,22 +100,20 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as flat bytes, to compare tensors bit for bit (NaN equals NaN then, and 0 is not -0)."""
+    """Return the elements as flat bytes, for bitwise comparisons."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def strided_view(tensor: torch.Tensor, view: Strided) -> torch.Tensor:
-    """The elements of a tensor's memory that ``view`` names, counted from the tensor's first."""
+    """Return a strided view relative to the first element of a tensor."""
     return torch.as_strided(tensor, view.sizes, view.strides, tensor.storage_offset() + view.offset)
 
 
 def collect_tensors(model: nn.Module) -> list[TensorRef]:
-    """All parameters and buffers, shared ones once, in the order of the modules.
+    """Return all parameters and buffers, shared ones once, in the order of the modules.
 
-    A module's temporary buffers are in the order of their names: some models register them in that of a set, which
-    differs from process to process.
-
-    FSDP2 groups that are gathered are resharded first, so that parameters are seen as shards.
+    Non-persistent buffers of a module are sorted by name, because some models register them in the order of a set,
+    which differs between processes. FSDP2 groups that are gathered are resharded first.
 
     Raises:
         ShardingError: the model is under torch's ``replicate()``.
@@ -139,7 +138,7 @@ def collect_tensors(model: nn.Module) -> list[TensorRef]:
 
 
 def saved_names(model: nn.Module, held: Sequence[TensorRef]) -> dict[str, TensorRef]:
-    """Every name that ``model.state_dict()`` has, as the modules have it (not canonical), in its order."""
+    """Return the tensors of ``model.state_dict()`` by its names, which are not canonical, in its order."""
     of = {id(item.tensor): item for item in held}
     return {
         f"{prefix}.{name}" if prefix else name: of[id(tensor)]
@@ -169,7 +168,7 @@ def _registered(
 def layout_of(
     held: Sequence[TensorRef], origin_of: Callable[[TensorRef], Origin] | Origin = Origin.NOWHERE
 ) -> ModelLayout:
-    """Return this rank's tensors as data. ``origin_of`` is the source of tensors that no checkpoint holds."""
+    """Return this rank's layout of tensors. ``origin_of`` is their source if the checkpoint lacks them."""
     return ModelLayout(
         tuple(
             tensor_layout(
@@ -184,7 +183,7 @@ def layout_of(
 
 
 def tensor_layout(item: TensorRef, origin: Origin, boxes: tuple[LocalBox, ...], placement: str) -> TensorLayout:
-    """A tensor as data, held as these boxes."""
+    """Return the layout of a tensor with these boxes."""
     tensor = item.tensor
     return TensorLayout(
         names=item.names,
@@ -201,16 +200,19 @@ def tensor_layout(item: TensorRef, origin: Origin, boxes: tuple[LocalBox, ...], 
 
 
 def describe_placement(tensor: torch.Tensor) -> str:
-    """For people: ``Shard(dim=0) on fsdp=8``, or ``whole``."""
+    """Return text such as ``Shard(dim=0) on fsdp=8``, or ``whole``."""
     if not isinstance(tensor, DTensor):
         return "whole"
-    mesh = tensor.device_mesh
-    names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
-    return describe_placements(tensor.placements, names, mesh.shape)
+    return describe_placements(tensor.placements, axis_names(tensor.device_mesh), tensor.device_mesh.shape)
+
+
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of a mesh's axes. They are numbered if they have no names."""
+    return mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
 
 
 def describe_placements(placements: Sequence[Placement], names: Sequence[str], sizes: Sequence[int]) -> str:
-    """``Replicate() on replicate=2, Shard(dim=0) on shard=4``, in torch's words, one for every axis."""
+    """Return text such as ``Replicate() on replicate=2, Shard(dim=0) on shard=4``."""
     pairs = zip(placements, names, sizes, strict=True)
     return ", ".join(f"{placement} on {name}={size}" for placement, name, size in pairs)
 
@@ -223,62 +225,52 @@ def local_boxes(tensor: torch.Tensor, fqn: str) -> tuple[LocalBox, ...]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return ()
+    _require_placed(tensor, fqn)
     return boxes_at(
         tuple(tensor.shape),
         tuple(tensor.placements),
         tuple(tensor.device_mesh.shape),
         tuple(coordinate),
         tuple(local_tensor(tensor).stride()),
-        fqn,
     )
 
 
 def boxes_of_ranks(tensor: torch.Tensor, fqn: str, ranks: Sequence[int]) -> tuple[tuple[Box, ...], ...]:
-    """Return the boxes of a tensor on each of these (global) ranks. If it is not sharded, all of it."""
+    """Return the boxes of a tensor on each of these global ranks."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return ((Box.whole(shape),),) * len(ranks)
+    _require_placed(tensor, fqn)
     mesh = tensor.device_mesh
-    strides = contiguous_strides(shape)  # of no concern here: only the boxes are looked at
+    strides = contiguous_strides(shape)  # any: local layouts are not used
     found: list[tuple[Box, ...]] = []
     for rank in ranks:
         coordinate = torch.nonzero(mesh.mesh == rank).flatten().tolist()
-        held = boxes_at(shape, tensor.placements, tuple(mesh.shape), tuple(coordinate), strides, fqn)
+        held = boxes_at(shape, tuple(tensor.placements), tuple(mesh.shape), tuple(coordinate), strides)
         found.append(tuple(part.box for part in held))
     return tuple(found)
 
 
-def boxes_at(
-    shape: tuple[int, ...],
-    placements: Sequence[Placement],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    local_strides: tuple[int, ...],
-    fqn: str,
-) -> tuple[LocalBox, ...]:
-    """The boxes held at a coordinate of a mesh. Pure but for asking torch's placements.
-
-    Raises:
-        ShardingError: for a placement that is neither a shard nor a replica.
-    """
-    for placement, size in zip(placements, mesh_shape, strict=True):
+def _require_placed(tensor: DTensor, fqn: str) -> None:
+    """Reject placements that are neither shards nor replicas."""
+    mesh = tensor.device_mesh.shape
+    for placement, size in zip(tensor.placements, mesh, strict=True):
         if torch_api.splitting_dim(placement) is None and not placement.is_replicate():
             raise ShardingError(
-                f"{fqn} is placed as {placement} on an axis of {size} ranks (the mesh has {mesh_shape}), which "
+                f"{fqn} is placed as {placement} on an axis of {size} ranks (the mesh has {tuple(mesh)}), which "
                 "holds no values of its own. Redistribute it to Shard or Replicate before it is loaded"
             )
-    return _boxes_at(shape, tuple(placements), mesh_shape, coordinate, local_strides)
 
 
 @lru_cache(maxsize=4096)
-def _boxes_at(
+def boxes_at(
     shape: tuple[int, ...],
     placements: tuple[Placement, ...],
     mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
     local_strides: tuple[int, ...],
 ) -> tuple[LocalBox, ...]:
-    """Called once for each layer with equal arguments."""
+    """Return the boxes at a coordinate of a mesh, according to torch's placements."""
     splits: list[list[tuple[Placement, int, int]]] = [[] for _ in shape]
     for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
         dim = torch_api.splitting_dim(placement)
@@ -299,35 +291,29 @@ def _boxes_at(
 
 
 def meta_leftovers(model: nn.Module) -> list[str]:
-    """Names of everything still on meta: parameters, buffers, and tensors kept as plain attributes."""
+    """Return the names of all parameters, buffers, and tensors in attributes that are on meta."""
     found = [item.fqn for item in collect_tensors(model) if item.tensor.is_meta]
     return found + [slot.fqn for slot in attributes_on_meta(model)]
 
 
 def attributes_on_meta(model: nn.Module) -> list[Slot]:
-    """Plain attributes of modules that are tensors on meta, or lists, tuples or dicts that hold one."""
+    """Return plain attributes of modules that are tensors on meta, or lists, tuples or dicts with one."""
     found: list[Slot] = []
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in _OF_EVERY_MODULE and any(tensor.is_meta for tensor in _tensors_in(value)):
+            if name not in _OF_EVERY_MODULE and any(map(_is_on_meta, torch_api.tree_leaves(value))):
                 found.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
     return found
 
 
-def _tensors_in(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        yield from (item for item in value if isinstance(item, torch.Tensor))
-    elif isinstance(value, dict):
-        yield from (item for item in value.values() if isinstance(item, torch.Tensor))
+def _is_on_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def is_sharded(model: nn.Module, held: Sequence[TensorRef]) -> bool:
-    """Return whether ``fully_shard`` has been applied to all of a model (True), or to nothing of it (False).
+    """Return whether ``fully_shard`` has been applied to a model.
 
-    A sharded root, or model inside of PEFT's, is enough. Without a root that holds all parameters, every parameter
-    must be in some group.
+    It has been if the root, or the model inside of PEFT's, is sharded, or if all parameters are in groups.
 
     Raises:
         ShardingError: only some modules are sharded, or parameters are distributed, but not by ``fully_shard``.
@@ -355,15 +341,12 @@ def is_sharded(model: nn.Module, held: Sequence[TensorRef]) -> bool:
 
 
 def root_of(model: nn.Module) -> FSDPModule | None:
-    """Return the outermost module that ``fully_shard`` has been applied to, or None.
-
-    That is the model, or the model of transformers inside of PEFT's.
-    """
+    """Return the outermost module that ``fully_shard`` has been applied to, or None."""
     return next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
 
 
 def computing_device(parameter: torch.Tensor) -> torch.device:
-    """Return the device that a parameter is computed on. It may be offloaded to the host."""
+    """Return the device that a parameter is used on. The parameter itself may be offloaded."""
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
         kind = parameter.device_mesh.device_type
         return torch.device(kind, torch.get_device_module(kind).current_device())
@@ -371,10 +354,10 @@ def computing_device(parameter: torch.Tensor) -> torch.device:
 
 
 def reject_subclasses(held: Sequence[TensorRef]) -> None:
-    """Raise for meta tensors of a subclass, because materialized tensors are plain, without its hooks.
+    """Reject meta tensors of a subclass, because materialized tensors are plain.
 
     Raises:
-        ShardingError: naming them.
+        ShardingError: the message has their names.
     """
     faults = [
         (item.fqn, kind.__name__)
@@ -395,9 +378,9 @@ def abbreviate(names: Sequence[str]) -> str:
 
 
 def padded_numels(held: Sequence[TensorRef], managers: Mapping[nn.Parameter, Any]) -> dict[str, int]:
-    """Elements of memory that this rank has for each sharded parameter of a sharded model, padding included.
+    """Return the elements of this rank's memory for each sharded parameter by name, including padding.
 
-    ``managers`` are FSDP2's own objects, by parameter.
+    ``managers`` are FSDP2's ``FSDPParam`` objects by parameter.
     """
     return {
         item.fqn: torch_api.padded_numel(managers[item.tensor])

@@ -1,4 +1,4 @@
-"""Wrapping of a model in FSDP2 groups, and its checks."""
+"""Wrapping of a model into FSDP2 groups, and activation checkpointing of its blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -24,12 +24,12 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
-from shardwise.errors import ConfigError, ShardingError
+from shardwise.errors import ConfigError, ShardingError, answer_keywords
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.policies import (
+    UNUSED_BY_FSDP2,
     Classes,
-    Grouping,
     Matching,
     MinSize,
     WrapPolicy,
@@ -38,20 +38,42 @@ from shardwise.models.policies import (
     shard_dim,
 )
 from shardwise.models.torch_api import accelerator, has_collectives
-from shardwise.models.view import TensorRef, abbreviate, canonical
+from shardwise.models.view import TensorRef, abbreviate, axis_names, canonical
+
+_IGNORED = "All parameters are sharded. Leave it out"
+_INSTEAD: Mapping[str, str] = {
+    **{name: f"Leave it out: {why}" for name, why in UNUSED_BY_FSDP2.items()},
+    **dict.fromkeys(("ignored_modules", "ignored_params", "ignored_states"), _IGNORED),
+    **dict.fromkeys(("cpu_offload", "offload_params"), "Pass offload_policy=CPUOffloadPolicy()"),
+    **dict.fromkeys(("mixed_precision", "mixed_precision_policy"), "Pass mp_policy=MixedPrecisionPolicy(...)"),
+    **dict.fromkeys(("device_mesh", "process_group"), "Pass mesh=init_device_mesh(...)"),
+    "sharding_strategy": "Pass reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP, or a mesh "
+    "with the axes replicate and shard for HYBRID_SHARD",
+    "auto_wrap_policy": "Pass wrap=..., which takes FSDP1's policies, too",
+    "transformer_layer_cls_to_wrap": "Pass wrap=Classes(names=(...))",
+    "min_num_params": "Pass wrap=MinSize(numel=...)",
+    "device_id": "Leave it out: the device is that of the mesh",
+    "param_init_fn": "Leave it out: the model's own initializers run on missing tensors",
+    "cpu_ram_efficient_loading": "Leave it out: every rank reads its own bytes",
+    "state_dict_type": "Pass it when you save",
+}
+"""Options of FSDP1 and accelerate, and what to do instead."""
 
 
+@answer_keywords(**_INSTEAD)
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Sharding of a model: mesh, groups, FSDP2's policies, and how blocks are run.
+    """Sharding of a model: mesh, groups, FSDP2's policies, and activation checkpointing.
 
-    ``mesh`` is one-dimensional (shard) or two-dimensional (replicate, shard). None means all ranks of the default
-    process group, or no sharding without one. ``reshard_after_forward`` is for the blocks. The root group stays
-    gathered until the backward pass, as in FSDP2. ``activation_checkpointing`` is for the blocks as
-    :func:`~shardwise.models.policies.repeated_blocks` finds them, whatever the groups are, and without a mesh too.
-
-    ``wrap`` may also be a class of modules or several, a policy of torch's for FSDP1 (or a partial of one), or a
-    function of a module: see :func:`~shardwise.models.wrap.as_policy`.
+    Attributes:
+        mesh: one-dimensional (shard) or two-dimensional (replicate, shard). None for all ranks of the default
+            process group. Without a process group the model is not sharded.
+        wrap: a policy, a class of modules or several, a policy of FSDP1 (or a partial of one), or a function of a
+            module. See :func:`~shardwise.models.wrap.as_policy`.
+        mp_policy: FSDP2's mixed precision.
+        offload_policy: FSDP2's offload.
+        reshard_after_forward: of the blocks. The root group stays gathered until the backward pass, as in FSDP2.
+        activation_checkpointing: of the repeated blocks, whatever the groups are, and without a mesh, too.
     """
 
     mesh: DeviceMesh | None = None
@@ -92,33 +114,20 @@ class Sharding:
 
 
 def comparable_settings(sharding: Sharding) -> dict[str, str]:
-    """Return the settings that must be equal on all ranks, by name."""
+    """Return the settings that must be equal on all ranks, as text by name."""
     mesh = None if sharding.mesh is None else sharding.mesh.mesh.tolist()
-    policies = {item.name: _told(getattr(sharding, item.name)) for item in fields(sharding) if item.name != "mesh"}
+    policies = {item.name: repr(getattr(sharding, item.name)) for item in fields(sharding) if item.name != "mesh"}
     return {"mesh": repr(mesh), **policies}
 
 
-def _told(value: object) -> str:
-    """Return ``repr``, or the name of a function, because addresses differ between ranks."""
-    if isinstance(value, type) or not (is_dataclass(value) or callable(value)):
-        return repr(value)
-    if is_dataclass(value):
-        parts = ", ".join(f"{item.name}={_told(getattr(value, item.name))}" for item in fields(value))
-        return f"{type(value).__name__}({parts})"
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
-
-
 def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:
-    """Return a one-dimensional mesh of all ranks of a process group (None.
+    """Return a one-dimensional mesh of all ranks of a process group, by default the default group.
 
-    The default one), or None without a process group.
-
-    Collective: yes, over the default group.
+    None without a process group. Collective: yes, over the default group.
     """
     if not dist.is_initialized():
         return None
-    found = accelerator()
-    kind = found.type if found is not None and has_collectives(found, group) else "cpu"
+    kind = _device_type(group)
     if group is not None:
         return DeviceMesh.from_group(group, kind, mesh_dim_names=("fsdp",))
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
@@ -130,7 +139,7 @@ def replicated_mesh(replicas: int) -> DeviceMesh | None:
     Collective: yes, over the default group.
 
     Raises:
-        ConfigError: the ranks cannot be dealt so.
+        ConfigError: the number of ranks is not a multiple.
     """
     if replicas == 1:
         return None
@@ -140,29 +149,31 @@ def replicated_mesh(replicas: int) -> DeviceMesh | None:
             f"{replicas} replicas: {ranks} ranks cannot be divided into that many groups of two or more. "
             "Call torch.distributed.init_process_group first, on a multiple of them"
         )
+    return init_device_mesh(
+        _device_type(None), (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def _device_type(group: dist.ProcessGroup | None) -> str:
+    """Return the device type of a mesh of these ranks."""
     found = accelerator()
-    kind = found.type if found is not None and has_collectives(found, None) else "cpu"
-    return init_device_mesh(kind, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
-
-
-def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """The global ranks of a process group (None: the default one), sorted."""
-    return sorted(dist.get_process_group_ranks(group)) if dist.is_initialized() else [0]
+    return found.type if found is not None and has_collectives(found, group) else "cpu"
 
 
 def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
-    """With a mesh, if there is to be one, that has the ranks of the process group (None: the default one).
+    """Return the sharding with a mesh of the process group (None: the default one), if there is one.
 
     Collective: yes, over the default group, if no mesh is passed.
 
     Raises:
-        ShardingError: when the given mesh has other ranks.
+        ShardingError: the mesh has other ranks than the process group.
     """
     mesh = sharding.mesh if sharding.mesh is not None else default_mesh(group)
-    if mesh is not None and sorted(mesh.mesh.flatten().tolist()) != ranks_of(group):
+    ranks = sorted(dist.get_process_group_ranks(group)) if dist.is_initialized() else [0]
+    if mesh is not None and sorted(mesh.mesh.flatten().tolist()) != ranks:
         raise ShardingError(
-            f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, and the process group that acts together has "
-            f"{ranks_of(group)}. Pass process_group=... in the options, with the mesh's ranks"
+            f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, and the process group of the call has "
+            f"{ranks}. Pass process_group=... in the options, with the mesh's ranks"
         )
     return replace(sharding, mesh=mesh)
 
@@ -170,28 +181,28 @@ def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
 def wrap(
     model: nn.Module, sharding: Sharding, kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({})
 ) -> tuple[str, ...]:
-    """Apply ``fully_shard`` to the blocks and then to the root. Returns the blocks' names, nested ones first.
+    """Apply ``fully_shard`` to the blocks and then to the root. Return the blocks' names, nested ones first.
 
-    FSDP2 cannot shard parameters without dimensions or without elements, and wants one dtype per group. Such
-    parameters, those of another dtype that no group of their own can hold, and those in ``kept_whole`` (with the
-    reason) stay unsharded on every rank. See :func:`~shardwise.models.gradients.average_replicated_gradients`.
+    FSDP2 cannot shard parameters without dimensions or elements, and needs one dtype per group. Such parameters,
+    those of another dtype that cannot be a group of their own, and those in ``kept_whole`` (with the reason) stay
+    unsharded. See :func:`~shardwise.models.gradients.average_replicated_gradients`.
 
     Collective: yes (creates process groups the first time a mesh is used).
 
     Raises:
-        ShardingError: when the policy matches nothing, or ``fully_shard`` would refuse the mesh or a parameter.
+        ShardingError: the policy matches nothing, or ``fully_shard`` would reject the mesh or a parameter.
     """
     mesh = sharding.mesh
     if mesh is None:
         raise ShardingError("there is no mesh to shard the model on. Pass one, or initialize torch.distributed")
     grouping = group_parameters(model, sharding.wrap, kept_whole)
-    _require_shardable(model, grouping, mesh)
+    _require_supported(model, mesh)
     shard_size = mesh.size(mesh.ndim - 1)
     _require_divisor(sharding.reshard_after_forward, shard_size)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": sharding.mp_policy,
-        "offload_policy": _pinning_where_it_can(sharding.offload_policy),
+        "offload_policy": _without_pinning_on_cpu(sharding.offload_policy),
         "shard_placement_fn": lambda parameter: Shard(shard_dim(parameter.shape, shard_size)),
         "ignored_params": set(grouping.whole),
     }
@@ -209,11 +220,7 @@ def wrap(
 
 
 def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
-    """Recompute a model's blocks if the sharding requests it, before, after or without :func:`wrap`.
-
-    Raises:
-        ConfigError, ShardingError: as of :func:`blocks_to_prepare`.
-    """
+    """Set up activation checkpointing of a model's blocks, if it is requested. See :func:`blocks_to_prepare`."""
     for index, name in enumerate(blocks_to_prepare(model, sharding)):
         if index % int(sharding.activation_checkpointing) == 0:
             block = model.get_submodule(name)
@@ -221,7 +228,7 @@ def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
 
 
 def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
-    """Return the names of a model's blocks if they are to be recomputed. Changes nothing.
+    """Return the names of the blocks whose activations are recomputed. The model is not changed.
 
     Raises:
         ConfigError: the model recomputes activations by itself, or its blocks have been prepared already.
@@ -240,60 +247,50 @@ def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
 
 
 def describe_mesh(mesh: DeviceMesh) -> str:
-    """Return axes and sizes, as in ``replicate=2, shard=4``."""
-    names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
-    return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+    """Return names and sizes of the axes, as in ``replicate=2, shard=4``."""
+    return ", ".join(f"{name}={size}" for name, size in zip(axis_names(mesh), mesh.shape, strict=True))
 
 
 _NOT_DATA_PARALLEL = frozenset({"tp", "ep", "pp", "cp", "sp"})
-"""Axes whose ranks do not each have rows of their own, as accelerate and transformers name them."""
+"""Names that accelerate and transformers have for axes whose ranks share the rows of a batch."""
 
 
-def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
-    """Reject by name the parameters that ``fully_shard`` would fail on halfway."""
-    axes = describe_mesh(mesh)
+def _require_supported(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Reject a mesh that ``fully_shard`` does not take."""
     if mesh.ndim > 2 or _NOT_DATA_PARALLEL.intersection(mesh.mesh_dim_names or ()):
         raise ShardingError(
-            f"{type(model).__name__} cannot be sharded on the mesh {axes}: fully_shard takes one axis (shard) or "
-            "two (replicate, shard). For tensor and expert parallelism, shard on their axes yourself, then "
-            "fully_shard on the others, and call shardwise.load. For context parallelism, pass a mesh whose axes "
-            "dp_shard and cp are flattened into one."
+            f"{type(model).__name__} cannot be sharded on the mesh {describe_mesh(mesh)}: fully_shard takes one "
+            "axis (shard) or two (replicate, shard). For tensor and expert parallelism, shard on their axes "
+            "yourself, then fully_shard on the others, and call shardwise.load. For context parallelism, pass a "
+            "mesh whose axes dp_shard and cp are flattened into one."
         )
-    for name, parameter in model.named_parameters():
-        if parameter not in grouping.whole and not parameter.is_contiguous():
-            raise ShardingError(
-                f"{canonical(name)} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
-                f"cannot be sharded on the mesh {axes}: fully_shard takes contiguous parameters only. Have the "
-                "model's class make it contiguous"
-            )
 
 
 def _require_divisor(reshard_after_forward: bool | int, shard_size: int) -> None:  # noqa: FBT001 - FSDP2's own
     fitting = [size for size in range(2, shard_size + 1) if shard_size % size == 0]
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward not in fitting:
         raise ShardingError(
-            f"reshard_after_forward={reshard_after_forward}: a number is that of ranks to which a block is dealt "
-            f"after its forward pass, and divides the {shard_size} that it is sharded over: one of {fitting}, or "
-            "True or False"
+            f"reshard_after_forward={reshard_after_forward}: is not a number of ranks that divides the "
+            f"{shard_size} of the mesh. Pass one of {fitting}, True or False"
         )
 
 
-def _pinning_where_it_can(policy: OffloadPolicy) -> OffloadPolicy:
-    """Without an accelerator there is no memory to pin, and no use for it."""
+def _without_pinning_on_cpu(policy: OffloadPolicy) -> OffloadPolicy:
+    """Disable pinning if there is no accelerator, where it would fail."""
     if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
         return CPUOffloadPolicy(pin_memory=False)
     return policy
 
 
 ActivationCheckpointing: TypeAlias = bool | int
-"""Whether activations of blocks are recomputed in the backward pass; ``n`` recomputes those of every n-th block.
+"""Whether activations of blocks are recomputed in the backward pass. ``n`` recomputes those of every n-th block.
 
-Gradients are the same to the bit, dropout included: the random state of the first pass is restored for the second.
+Gradients are bitwise equal, also with dropout: the recomputation restores the random state.
 """
 
 
 class Recomputed:
-    """The forward pass of a block, of which only the input is kept for the backward pass."""
+    """A forward function of a block that keeps only its inputs for the backward pass."""
 
     def __init__(self, block: nn.Module, forward: Callable[..., Any], name: str) -> None:
         self.block = block
@@ -310,14 +307,14 @@ class Recomputed:
         keywords = {key: self._without_cache(value) for key, value in keywords.items()}
         if "use_cache" in keywords:
             keywords["use_cache"] = False
-        # Keywords go as an argument: torch looks in arguments alone for devices whose random state is to be kept.
+        # As an argument, because checkpoint() looks for devices whose random state is kept in positional ones only.
         return checkpoint(self._run, keywords, *args, use_reentrant=False, preserve_rng_state=True)
 
     def _run(self, keywords: dict[str, Any], *args: Any) -> Any:
         return self.forward(*args, **keywords)
 
     def _without_cache(self, value: Any) -> Any:
-        """None for a cache: the second pass would write its keys and values to it once more.
+        """Replace a cache by None, because the recomputation would add keys and values to it again.
 
         transformers creates an empty one for each forward pass unless ``use_cache=False``.
         """
@@ -333,30 +330,33 @@ class Recomputed:
 
 def _twice(name: str) -> str:
     return (
-        f"{name} recomputes activations by itself (its gradient_checkpointing is on), and would once more by "
-        "activation_checkpointing=True. Take one: turn the model's own off, or pass False"
+        f"{name} recomputes activations by itself (its gradient_checkpointing is on), and would again by "
+        "activation_checkpointing=True. Turn the model's own off, or pass False"
     )
 
 
-def as_policy(given: Any) -> Any:
-    """Convert classes, functions and policies of torch's FSDP1, or partials of them, into a policy of ours.
+_FSDP1_OPTIONS = {
+    transformer_auto_wrap_policy: "transformer_layer_cls",
+    size_based_auto_wrap_policy: "min_num_params",
+}
 
-    A class, or several: the modules of these. ``transformer_auto_wrap_policy`` with its classes likewise, without:
-    those that the model declares. ``size_based_auto_wrap_policy``: by size. Other values are returned as they are.
+
+def as_policy(given: Any) -> Any:
+    """Convert classes, functions, and policies of FSDP1 or partials of them, to a :data:`WrapPolicy`.
+
+    Classes, and ``transformer_auto_wrap_policy`` with its classes, become ``Classes``. The latter without classes
+    becomes ``"no_split_modules"``, ``size_based_auto_wrap_policy`` becomes ``MinSize``, and other functions become
+    ``Matching``. Other values are returned unchanged.
 
     Raises:
-        ConfigError: a partial of torch's that cannot be honored.
+        ConfigError: a partial has unknown arguments.
     """
     function, keywords = given, {}
     if isinstance(given, functools.partial):
         if given.args:
             raise ConfigError(f"wrap is a functools.partial with {len(given.args)} positional arguments. Name them")
         function, keywords = given.func, dict(given.keywords)
-    options: tuple[tuple[Any, str], ...] = (
-        (transformer_auto_wrap_policy, "transformer_layer_cls"),
-        (size_based_auto_wrap_policy, "min_num_params"),
-    )
-    option = next((option for known, option in options if function is known), None)
+    option = _FSDP1_OPTIONS.get(function) if callable(function) else None
     if option is None:
         return _as_classes(given)
     value = keywords.pop(option, None)
@@ -371,7 +371,7 @@ def as_policy(given: Any) -> Any:
 
 
 def _as_classes(given: Any) -> Any:
-    """Convert classes of modules, in a fixed order, or a function. Other values are returned unchanged."""
+    """Convert classes of modules, sorted by name, or a function. Other values are returned unchanged."""
     kinds = given if isinstance(given, (set, frozenset, list, tuple)) else (given,)
     if kinds and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
         return Classes(tuple(sorted(kind.__name__ for kind in kinds)))
@@ -379,11 +379,11 @@ def _as_classes(given: Any) -> Any:
 
 
 def reject_unmovable(held: Sequence[TensorRef]) -> None:
-    """Raise for parameters whose values cannot be handed over as they are.
+    """Reject parameters that sharding would change.
 
     Raises:
-        ShardingError: parameters are of a subclass with values outside of the tensor, have gradients, which would
-            be lost, or share memory without being one parameter, which would end. The message names them.
+        ShardingError: parameters are of a tensor subclass, have gradients, or share memory without being one
+            parameter. The message names them.
     """
     parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
     faults = [
@@ -397,7 +397,9 @@ def reject_unmovable(held: Sequence[TensorRef]) -> None:
     at: dict[object, str] = {}
     for item in parameters:
         if type(item.tensor) is nn.Parameter and not item.tensor.is_meta and item.tensor.numel():
-            other = at.setdefault(_memory(item.tensor), item.fqn)
+            memory = item.tensor.untyped_storage().data_ptr(), item.tensor.storage_offset()
+            layout = item.tensor.device, item.tensor.shape, item.tensor.stride()
+            other = at.setdefault((memory, layout), item.fqn)
             if other != item.fqn:
                 faults.append(
                     f"{item.fqn} and {other} are two parameters that share memory, and would each become its own. "
@@ -407,25 +409,15 @@ def reject_unmovable(held: Sequence[TensorRef]) -> None:
         raise ShardingError("the model cannot be sharded as it is:\n  " + "\n  ".join(faults[:20]))
 
 
-def _memory(tensor: torch.Tensor) -> object:
-    return (
-        tensor.device,
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-    )
-
-
 TrainedDtype: TypeAlias = torch.dtype | Literal["unchanged"]
-"""dtype of trained parameters, if it is wider than their own; ``"unchanged"`` leaves every parameter its dtype."""
+"""Dtype of trained parameters, if it is wider than their own. ``"unchanged"`` keeps all dtypes."""
 
 
 def require_trainable_dtype(dtype: object) -> None:
-    """Refuse a dtype that nothing can be trained in.
+    """Reject a dtype in which parameters cannot be trained.
 
     Raises:
-        ConfigError: it is no floating dtype of 16 bits or more.
+        ConfigError: it is not a floating dtype of at least 16 bits.
     """
     if dtype != "unchanged" and not (
         isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
@@ -437,7 +429,7 @@ def require_trainable_dtype(dtype: object) -> None:
 
 
 def trained_dtype_of(wanted: TrainedDtype, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:  # noqa: FBT001
-    """Return the dtype a parameter is kept in: ``wanted`` if it is trained and ``wanted`` is wider, else its own.
+    """Return ``wanted`` if the parameter is trained and ``wanted`` is wider than its dtype, otherwise its dtype.
 
     8-bit floats and integers keep their dtype.
     """

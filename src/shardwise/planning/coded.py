@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from shardwise.conversion.dequantize import columns_in_words, decoded, dequantized, rows_in_words
 from shardwise.conversion.expression import Expression, permute, reshape, slice_dim
-from shardwise.conversion.packed import unnested, unpacked
+from shardwise.conversion.packed import dequantized_rows, dequantized_scales
 from shardwise.formats.coded import FourBits, GroupedIntegers, Scaled, Zeros
 from shardwise.tensors import numel
 
@@ -55,8 +55,8 @@ def four_bits(part: FourBits, leaf: LeafOf) -> Expression:
     """Dequantize packed 4-bit values, whose scales may be quantized themselves."""
     factors = leaf(part.scales.key)
     if part.nested is not None:
-        factors = unnested(factors, leaf(part.nested.scales.key), part.nested.offset, part.nested.numbers)
-    return unpacked(leaf(part.values.key), factors, part.shape, part.form, part.block, part.dtype)
+        factors = dequantized_scales(factors, leaf(part.nested.scales.key), part.nested.offset, part.nested.numbers)
+    return dequantized_rows(leaf(part.values.key), factors, part.shape, part.form, part.block, part.dtype)
 
 
 def grouped(part: GroupedIntegers, leaf: LeafOf) -> Expression:

@@ -261,7 +261,7 @@ class Renames:
         return Commit(
             files,
             steps=(Publish(ready, self.file),),
-            then={},  # not these, of which whoever has the folder by then may have given some their names
+            then={},  # a later save may have taken these names by then
             ready={ready: self.to_bytes()},
             says={self.file: self.to_bytes()},
             carried_out=frozenset({self.file}),

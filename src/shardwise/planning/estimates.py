@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from shardwise.conversion.expression import Expression, stored_leaves
@@ -26,11 +26,7 @@ def estimate_ranks(plan: LoadPlan, world: WorldLayout, homes: Homes) -> tuple[Ra
     """Forecast the load of ``plan`` on every rank of the mesh, if each rank reads its own bytes."""
     sizes = LoadSizes(plan, world.first.tensors, world.spreads)
     at = [sizes.at(position, position, homes) for position in range(world.mesh.shard_size)]
-    found = ((rank, at[world.mesh.position(rank)]) for rank in range(world.mesh.ranks))
-    return tuple(
-        RankEstimate(rank, s.shard_bytes, s.padded_bytes, s.device_bytes, s.host_bytes, s.read_bytes)
-        for rank, s in found
-    )
+    return tuple(replace(at[world.mesh.position(rank)], rank=rank) for rank in range(world.mesh.ranks))
 
 
 def file_bytes(plan: LoadPlan, world: WorldLayout, index: CheckpointIndex) -> dict[str, int]:
@@ -226,10 +222,7 @@ def _moments(
     loss = {"activations": found.kept + found.loss, "logits": step.logits_bytes, "gradients": earlier}
     backward = {"activations": found.kept + found.backward, "gradients": earlier}
     return [
-        (
-            "forward",
-            {"gathered groups": sizes.root + max(sizes.root, cast, 2 * sizes.block), "gradients": earlier},
-        ),
+        ("forward", {"gathered groups": sizes.root + max(sizes.root, cast, 2 * sizes.block), "gradients": earlier}),
         ("loss", {"gathered groups": gathered, **loss}),
         (
             "backward",

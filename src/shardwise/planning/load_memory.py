@@ -183,14 +183,14 @@ def require_fits(estimate: RankEstimate, available: Available) -> None:
 
 
 MakeNode: TypeAlias = Callable[[Any, Callable[[str], Expression]], Expression]
-"""What a :class:`~shardwise.formats.contract.Coded` of one kind stands for; leaves are had by key."""
+"""Makes the expression of a :class:`~shardwise.formats.contract.Coded` of one kind, given leaves by key."""
 
 NODES: Final[dict[str, str]] = {
     "scaled": "shardwise.planning.coded:scaled",
     "four bits": "shardwise.planning.coded:four_bits",
     "grouped": "shardwise.planning.coded:grouped",
 }
-"""By kind, where its :data:`MakeNode` is, as ``package.module:name``."""
+"""Location of the :data:`MakeNode` of each kind, as ``package.module:name``."""
 
 
 def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
@@ -232,7 +232,7 @@ def _expression(index: CheckpointIndex, part: ComposedPart) -> Expression:
 
 
 WASTE = 64
-"""Of what a request brings, at most one part in this many may be gaps between segments."""
+"""At most one byte in this many of a request may be in gaps between segments."""
 
 SEGMENT_ALIGNMENT = 64
 """Segments begin at multiples of this in a staging buffer."""
@@ -370,7 +370,7 @@ def _request(file: str, joined: Sequence[Segment]) -> list[ReadRequest]:
 
 
 _HOST_BYTES = 4 << 20
-"""What one worker stages at most for tensors in host memory: it stays in the cache between read and copy."""
+"""Staging of one worker for tensors in host memory: it stays in the cache between read and copy."""
 
 _DEVICE_BYTES = 32 << 20
 """The same for tensors on an accelerator: large enough that the transfer runs at full speed."""

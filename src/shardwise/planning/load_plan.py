@@ -21,11 +21,11 @@ _CODES = (DType.F8_E4M3, DType.F8_E5M2, DType.I8, DType.U8)
 
 
 _REMEDIES = {
-    "mismatched": "on_mismatched=Initialize(only=...) for tensors that may start afresh",
+    "mismatched": "on_mismatched=Initialize(only=...) for tensors that may be initialized",
     "missing": "on_missing=Initialize(only=...) for the missing ones",
     "unexpected": "on_unexpected=Ignore(only=...) for keys that may be left unread",
     "ambiguous": "a checkpoint that stores each tensor once",
-    "quantized": "a checkpoint whose config.json has the quantization_config that says what these codes stand for",
+    "quantized": "a checkpoint whose config.json has the quantization_config of these codes",
     "conversion": "a checkpoint in the layout this version of transformers knows",
     "uninitialized": "a checkpoint that holds them; no reset_parameters does either",
     "uncomputable": "buffers=... with a callable that computes them",
@@ -305,7 +305,7 @@ class _LoadPlanner:
             if allows(self.consent.missing, name):
                 self.missing.append(tensor.fqn)
                 return self.init(tensor)
-        if not self.spoiled.intersection(tensor.names):  # else a fault of the conversion, already told
+        if not self.spoiled.intersection(tensor.names):  # else a fault of the conversion, already listed
             codes = [key for name in tensor.names for key in packed_names(name) if key in self.names_unmatched]
             if codes:
                 self.fault("quantized", f"{tensor.fqn}: stored as codes, in {codes[0]}")
@@ -322,10 +322,7 @@ class _LoadPlanner:
         if tensor.origin is Origin.AS_IT_IS:
             return Keep()
         if tensor.origin is Origin.NOWHERE:
-            self.fault(
-                "uncomputable",
-                f"{tensor.fqn}: a non-persistent buffer on meta that nothing computes",
-            )
+            self.fault("uncomputable", f"{tensor.fqn}: a non-persistent buffer on meta that nothing computes")
         return Recompute(tensor.origin)
 
     def undecoded(self, tensor: TensorLayout, offer: Expression) -> str | None:
@@ -339,11 +336,13 @@ class _LoadPlanner:
         for leaf in stored_leaves(offer):
             if leaf.dtype in _CODES and leaf.key not in self.decoded:
                 scale = next((key for key in scale_names(leaf.key) if key in self.bindings.unmatched), None)
-                told = f"stored in {leaf.dtype.label}" + (f" as {leaf.key}" if leaf.key not in tensor.names else "")
+                stored = f"stored in {leaf.dtype.label}" + (
+                    f" as {leaf.key}" if leaf.key not in tensor.names else ""
+                )
                 if scale is not None:
-                    return f"{told}, and its scales, {scale}, would not be read"
+                    return f"{stored}, and its scales, {scale}, would not be read"
                 if self.index.quantized and leaf.dtype is not tensor.dtype:
-                    return f"{told} without scales, and the checkpoint is quantized ({self.index.quantized})"
+                    return f"{stored} without scales, and the checkpoint is quantized ({self.index.quantized})"
         return None
 
     def misfit(self, tensor: TensorLayout, offer: Expression) -> str | None:

@@ -13,11 +13,11 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
-from shardwise.errors import ConfigError, KeyMismatchError, RankMismatchError
+from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.planning.load_plan import OnUnexpected, allows, describe_faults
-from shardwise.planning.moves import StateForm, covers
+from shardwise.planning.moves import covers
 from shardwise.report.names import abbreviate, collapse, few_names, shown_ranks
 from shardwise.tensors import Box, DType, follows
 
@@ -247,38 +247,15 @@ FileForm: TypeAlias = Literal["full", "sharded", "local"]
 
 ``"full"``: whole tensors in one file of ``torch.save``, which the first rank writes. ``"sharded"``: a folder of
 ``torch.distributed.checkpoint``, in which every rank writes its own. ``"local"``: a file for every rank with what
-it holds, read by as many ranks, sharded alike, and no others.
+it holds, readable only by the same number of ranks with the same sharding.
 """
-
-
-def require_file_form(form: object) -> None:
-    """Check that a form of files exists.
-
-    Raises:
-        ConfigError: the form is unknown. The error lists the valid ones.
-    """
-    _require_one_of(form, get_args(FileForm))
-
-
-def require_form(form: object) -> None:
-    """Check that a form in memory exists.
-
-    Raises:
-        ConfigError: the form is unknown. The error lists the valid ones.
-    """
-    _require_one_of(form, get_args(StateForm))
-
-
-def _require_one_of(form: object, known: tuple[str, ...]) -> None:
-    if form not in known:
-        raise ConfigError(f"form={form!r} is not known. Pass one of {', '.join(map(repr, known))}.")
 
 
 _SHOWN = 8
 
 
 ValuesFrom: TypeAlias = Literal["any", "all_ranks", "first_rank"]
-"""Ranks whose values count.
+"""Ranks whose values are used.
 
 ``"any"``: ranks that have values keep their own, and the others get those of the lowest rank that has the most of
 the model. So do ranks whose values differ; the report names them. ``"all_ranks"``: each rank's own; an error if one

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal, TypeAlias
 
-from shardwise.conversion.computed import pieces
+from shardwise.conversion.computed import copies_from_shards
 from shardwise.conversion.expression import Expression, skeleton
 from shardwise.tensors import Box, Strided, numel, row_blocks
 
@@ -115,7 +115,7 @@ def in_common(held: Mapping[str, Sequence[Boxes]], rank: int) -> dict[str, Commo
     ``held`` contains the boxes of each rank.
     """
     known: dict[int, Common] = {}
-    for boxes_by_rank in held.values():  # one value for all that lie alike
+    for boxes_by_rank in held.values():  # one value for all tensors with equal boxes
         if id(boxes_by_rank) not in known:
             holders = holders_of(boxes_by_rank)
             mine = (box for box in boxes_by_rank[rank] if len(holders.get(box, ())) > 1)
@@ -199,6 +199,10 @@ class Block:
                     costs[target] += nbytes
         return costs
 
+    def kept(self) -> Counter[int]:
+        """Return the bytes by rank of the pieces that it keeps."""
+        return Counter({rank: self.staged_bytes(given) for rank, given in self.given if rank in self.targets})
+
 
 Round: TypeAlias = tuple[Block, ...]
 """Blocks that are handed over at once."""
@@ -212,21 +216,26 @@ def plan_rounds(
     Args:
         streams: the tensors to move. Tensors without elements are skipped.
         shares: the share of each rank, by name of the tensors that ranks hold.
-        bucket_bytes: the staging memory of a round on a rank. A single element and alignment may need more.
+        bucket_bytes: the staging memory of a round on a rank, and the most bytes that it keeps. A single element
+            and alignment may need more.
     """
     cutter = _Cutter(shares)
     rounds: list[list[Block]] = [[]]
-    used: Counter[int] = Counter()
+    staged: Counter[int] = Counter()
+    kept: Counter[int] = Counter()
     for blocks in zip_longest(*(cutter.blocks(stream, bucket_bytes) for stream in streams)):
         for block in blocks:
             if block is None:
                 continue
-            costs = block.costs()
-            if rounds[-1] and any(used[rank] + nbytes > bucket_bytes for rank, nbytes in costs.items()):
+            costs, own = block.costs(), block.kept()
+            is_full = any(staged[rank] + nbytes > bucket_bytes for rank, nbytes in costs.items())
+            if rounds[-1] and (is_full or any(kept[rank] + nbytes > bucket_bytes for rank, nbytes in own.items())):
                 rounds.append([])
-                used.clear()
+                staged.clear()
+                kept.clear()
             rounds[-1].append(block)
-            used.update(costs)
+            staged.update(costs)
+            kept.update(own)
     return [tuple(blocks) for blocks in rounds if blocks]
 
 
@@ -264,7 +273,7 @@ class _Cutter:
                     starts.append(used)
                     used += part.numel
         given: dict[int, list[Piece]] = {}
-        for copy in pieces(expression, held, box):
+        for copy in copies_from_shards(expression, held, box):
             home = bisect_right(starts, copy.source.offset) - 1
             rank, number, share = homes[home]
             source = Strided(copy.source.offset - starts[home], copy.source.sizes, copy.source.strides)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from shardwise.conversion.computed import Copy, pieces
+from shardwise.conversion.computed import Copy, copies_from_shards
 from shardwise.conversion.expression import Expression, Stored
 from shardwise.formats.contract import TensorEntry
 from shardwise.formats.peft_adapter import TRAINING_KEY, training_file
@@ -23,7 +24,7 @@ ADAPTER = "adapter_model"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-Saved = tuple[str, DType, tuple[int, ...]]
+Saved: TypeAlias = tuple[str, DType, tuple[int, ...]]
 """Key, dtype and shape of a tensor that is saved."""
 
 
@@ -137,13 +138,13 @@ def _nbytes(item: Saved) -> int:
     return numel(item[2]) * item[1].itemsize
 
 
-TensorRef = Mapping[str, Sequence[tuple[Box, Strided]]]
-"""By name of a tensor of the model: boxes of it that this rank writes, and where they lie in its memory."""
+WrittenBoxes: TypeAlias = Mapping[str, Sequence[tuple[Box, Strided]]]
+"""Boxes of each tensor of the model that this rank writes, with their location in its memory, by name."""
 
 
 def arrange_writes(
     saved: Iterable[tuple[TensorEntry, Expression]],
-    held: TensorRef,
+    held: WrittenBoxes,
     numbers: Mapping[str, int],
     staged: Collection[str],
     policy: WritePolicy,
@@ -172,7 +173,7 @@ def arrange_writes(
     segments: list[tuple[str, Segment]] = []
     for entry, expression in saved:
         leaf = Stored(entry.key, entry.shape, entry.dtype)
-        for piece in pieces(expression, held):
+        for piece in copies_from_shards(expression, held):
             name = piece.leaf.key
             back = Copy(leaf, piece.target, piece.source)
             found = segments_of(
@@ -216,6 +217,3 @@ def wanted_by_owners(
         ]
         for rank in range(size)
     ]
-
-
-"""Bytes, on common file systems."""

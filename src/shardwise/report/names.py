@@ -1,20 +1,20 @@
-"""Many tensor names in few words, and numbers of bytes."""
+"""Formats lists of tensor names, and numbers of bytes."""
 
 import re
 from collections.abc import Iterable, Sequence
 
 _DIGITS = re.compile(r"(\d{1,18})")
-"""Names are of strangers: a number of thousands of digits is many, as Python makes none of it."""
+"""Names are untrusted. Python rejects the conversion of numbers with thousands of digits."""
 
 _SHOWN = 6
-"""Patterns that a listing shows."""
+"""Patterns in a listing."""
 
 _MOST_RANKS = 8
-"""Ranks, or runs of them, that a message names."""
+"""Ranks, or ranges of them, in a message."""
 
 
 def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
-    """Names that differ only in numbers, as one pattern with the number of names behind it.
+    """Group names that differ only in numbers: one pattern with the number of names.
 
     ``layers.0.up, layers.1.up, layers.3.up`` become ``("layers.{0..1,3}.up", 3)``. The order is that of the first
     name of each pattern. Names in which two or more numbers vary keep a ``*`` for each.
@@ -27,7 +27,7 @@ def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in ascending order, put into words that stay short: ``1, 3``, or ``1-511, 513-1023``."""
+    """Format ranks in ascending order, shortened if there are many: ``1, 3``, or ``1-511, 513-1023``."""
     if len(ranks) <= _MOST_RANKS:
         return ", ".join(map(str, ranks))
     runs = _runs(ranks)
@@ -51,7 +51,7 @@ def _pattern(words: tuple[str, ...], numbers: list[list[str]]) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last of each run of consecutive numbers."""
+    """Return first and last of each run of consecutive numbers."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         first = runs.pop()[0] if runs and number == runs[-1][1] + 1 else number
@@ -60,7 +60,7 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def abbreviate(lines: Iterable[str], most: int = 12) -> list[str]:
-    """Names or sentences, collapsed, the first dozen."""
+    """Return the first dozen names or sentences, collapsed."""
     groups = collapse(lines)
     shown = [pattern + (f" (x{count})" if count > 1 else "") for pattern, count in groups[:most]]
     if len(groups) > most:
@@ -81,7 +81,7 @@ def listing(word: str, names: Iterable[str]) -> list[str]:
 
 
 def describe_trainable(trainable: int, parameters: int) -> str:
-    """The counts as PEFT's ``print_trainable_parameters`` words them."""
+    """Format the counts as PEFT's ``print_trainable_parameters``."""
     share = 100 * trainable / max(parameters, 1)
     return f"trainable params: {trainable:,} || all params: {parameters:,} || trainable%: {share:.4f}"
 

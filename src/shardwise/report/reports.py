@@ -121,7 +121,7 @@ class LoadReport(RankReport):
     loaded: int
     """Tensors filled from the checkpoint."""
     estimate: RankEstimate
-    """What was foreseen for this rank, every rank reading for itself; what is held and read can be compared."""
+    """Estimate for this rank, made before the load."""
     files: tuple[str, ...] = hidden()
     """Names of the checkpoint's files, relative to ``checkpoint``."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -139,13 +139,13 @@ class LoadReport(RankReport):
     wrapper: str = ""
     not_loaded: tuple[str, ...] = ()
     notes: tuple[str, ...] = row("note", default=())
-    """Sentences to be read."""
+    """Warnings."""
     resized: Mapping[str, tuple[int, int]] = hidden(default_factory=dict)
-    """Tensors that got rows the checkpoint lacks: (rows stored, rows)."""
+    """Tensors with more rows than the checkpoint has: (rows stored, rows)."""
     trainable_parameters: int = 0
     """Elements of the parameters that are trained, tied ones once."""
     trained: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Where a tuning was asked for, what is trained, with the dtype it is kept in."""
+    """Trained parameters with their dtypes, if a tuning was requested."""
 
     def headline(self) -> Iterator[str]:
         rate = self.read_bytes / max(self.seconds.get("read", 0.0), 1e-9)
@@ -164,7 +164,7 @@ class LoadReport(RankReport):
 
 @dataclass(frozen=True, kw_only=True)
 class MovedReport(RankReport):
-    """Values that went from rank to rank: bytes sent, received, and of values that this rank had itself."""
+    """Bytes sent and received between ranks, and those of values that this rank had itself."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -225,7 +225,7 @@ class ShardReport(MovedReport):
         awaiting_load: parameters that have memory, because an optimizer holds them, but no values (they are NaN).
         cast: name to ("dtype before", "dtype now") of upcast trained parameters, and of tensors whose source had
             another dtype than this rank's model.
-        differed: name to the rank whose values were taken where ranks had different ones.
+        differed: name to the rank whose values were used, for values that differed between ranks.
         replicated: parameters that are whole on every rank.
         tied: further names of shared parameters, with the first name.
         rebound: for each optimizer, how many parameters and values of state it was bound to.

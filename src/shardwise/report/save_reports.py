@@ -167,8 +167,8 @@ class RestoreReport(RankReport):
 
     Attributes:
         directory: of the checkpoint.
-        step: optimizer steps that had been done.
-        passed_over: later steps that are there, and of which files are gone or cut.
+        step: number of completed optimizer steps.
+        passed_over: later steps that are incomplete: files are missing or truncated.
         saved_by: how many ranks saved it.
         user: the user's own state.
         restored: the parts that were: "model", "optimizers", "schedulers", "scaler", "data", "rng".
@@ -178,7 +178,7 @@ class RestoreReport(RankReport):
         missing: parts that the checkpoint does not have, which are unchanged.
         unexpected: additional parts of the checkpoint, which were left out.
         mismatched: parts in another form, which are unchanged.
-        afresh: trained parameters that are without state in the optimizers, as before their first step.
+        afresh: trained parameters that have no state in the optimizers, as before their first step.
         base: comparison of the base with that of the checkpoint, as a sentence. "" if the checkpoint has all
             weights.
         cast: state of optimizers to ("dtype stored", "dtype now").
@@ -216,7 +216,7 @@ class RestoreReport(RankReport):
         yield f"  restored: {', '.join(self.restored)}"
         yield f"  {in_bytes(self.checked_bytes)} are what was written" if self.checked_bytes else "  not checked"
         if self.passed_over:
-            yield f"  passed over, as files are gone or cut: step {', '.join(map(str, self.passed_over))}"
+            yield f"  skipped, because files are missing or truncated: step {', '.join(map(str, self.passed_over))}"
         for name, text in (("base", self.base), ("rng", self.rng), ("data", self.data)):
             if text:
                 yield f"  {name}: {text}"
@@ -236,7 +236,7 @@ class TrainerReport(Report):
         optimizer: report of the optimizer's state, or None if it was not restored.
         restored: restored parts: "model", "optimizer", "scheduler", "random numbers".
         not_restored: all else that the folder holds or a run needs, with the reason.
-        told: the numbers and texts of ``trainer_state.json`` (best_metric, num_input_tokens_seen, max_steps, ...).
+        told: numbers and texts in ``trainer_state.json`` (best_metric, num_input_tokens_seen, max_steps, ...).
     """
 
     checkpoint: str
@@ -267,7 +267,7 @@ class ReopenReport(Report):
         model_class: class whose tensors are all present, without others, or "" without a config.
         compared: number of tensors with a recorded fingerprint. For a training checkpoint, runs of bytes: chunks of
             tensors, values, and the bytes between them.
-        damaged: those that have another one now.
+        damaged: those with another fingerprint now.
         seconds: all of it took.
         holds: kind of checkpoint if it is not a model: a training checkpoint, or an adapter.
         changed: small files (configs, tokenizers) that differ from the record: edited or damaged. Weights are not

@@ -192,7 +192,7 @@ class WritePolicy:
 
 
 INCOMPLETE: Final = ".incomplete"
-"""How names of files end that are on their way to another name."""
+"""Suffix of temporary names of files."""
 
 
 @runtime_checkable
@@ -200,7 +200,7 @@ class StorageWriter(Protocol):
     """A folder in which files are created, written by range, and renamed.
 
     Files are directly in the root. A name that leads anywhere else is refused with a
-    :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.nested_name_reason`). All sizes and
+    :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.require_file_name`). All sizes and
     positions are in bytes. :meth:`write` and :meth:`sync` may be called from several threads at once and, if
     ``policy.has_random_writes``, from several processes that each have a writer for the same root.
 
@@ -307,10 +307,10 @@ _MIB = 1 << 20
 
 # [Note: Policies]
 #
-# A gap is worth reading when its transfer takes less time than one more request: max_gap_bytes is about latency
-# times the bandwidth of one stream. A request is big enough when latency is small beside its transfer, and
-# small enough that several share the work and a repeated one costs little. Concurrency is what fills the
-# bandwidth: one stream is bounded by the other end, not by us.
+# A gap is worth reading if its transfer takes less time than another request: max_gap_bytes is about latency times
+# the bandwidth of one stream. A request is large enough if its latency is small compared with its transfer, and
+# small enough if several share the work and a retry costs little. Concurrency fills the bandwidth, because the
+# other end limits one stream.
 
 LOCAL: Final = ReadPolicy(
     max_gap_bytes=4 * _KIB,
@@ -319,10 +319,9 @@ LOCAL: Final = ReadPolicy(
     is_remote=False,
     bytes_per_s=3e9,
 )
-"""A disk of this machine. A system call costs about a microsecond, in which a few KiB are copied, and the page
-around a wanted byte is read anyway: gaps of up to a page are free. Calls of 1 to 16 MiB run at the speed of
-memory; four streams keep an NVMe drive busy. Of what one rank reads, others on the machine are served from the
-page cache."""
+"""A disk of this machine. A system call costs about a microsecond, in which a few KiB are copied, and the kernel
+reads whole pages anyway: gaps of up to a page are free. Calls of 1 to 16 MiB run at the speed of memory; four
+streams saturate an NVMe drive. Other ranks of the machine read the same bytes from the page cache."""
 
 
 NETWORK_FILE_SYSTEM: Final = ReadPolicy(
@@ -332,10 +331,10 @@ NETWORK_FILE_SYSTEM: Final = ReadPolicy(
     is_remote=True,
     bytes_per_s=2e9,
 )
-"""NFS, Lustre and their like. About half a millisecond per request at 2 GB/s per stream is 1 MiB: smaller gaps
-are read through. One stream brings about 2 GB/s and many streams several times that, so eight are kept in
-flight; explicit large reads step around the kernel's read-ahead, which is small by default. The page cache of
-one machine holds what it has read, but every machine asks the server."""
+"""NFS, Lustre and similar. About half a millisecond per request at 2 GB/s per stream is 1 MiB: smaller gaps are
+read. One stream has about 2 GB/s and many streams several times that, so eight are in flight; large reads do not
+depend on the kernel's read-ahead, which is small by default. Each machine has its own page cache, so every machine
+reads from the server."""
 
 
 OBJECT_STORE: Final = ReadPolicy(
@@ -346,16 +345,15 @@ OBJECT_STORE: Final = ReadPolicy(
     bytes_per_s=1e9,
 )
 """S3, GCS, the hub, any HTTP server. Ten to a hundred milliseconds to the first byte, then 50 to 100 MB/s per
-stream: latency times bandwidth is 1 to 8 MiB, and 32 requests in flight are needed for a gigabyte per second.
-Requests of 8 MiB wait about as long as they transfer; longer ones would leave the last of a range to one slow
-stream."""
+stream: latency times bandwidth is 1 to 8 MiB, and 32 requests in flight are needed for a gigabyte per second. The
+latency of a request of 8 MiB is about its transfer time; with larger ones, one slow stream would delay the end."""
 
 
 # [Note: Kinds of stores]
 #
-# A local disk takes ranges from anybody. A network file system does so too, but its clients keep whole pages: two
-# machines that write to one page may undo each other's bytes, so a block belongs to one of them. An object store
-# takes a file as a whole, from one writer, and shows it once it is complete; it knows no rename that is one step.
+# Several processes can write ranges of one file to a local disk. To a network file system as well, but its clients
+# cache whole pages: two machines that write to one page may overwrite each other's bytes, so only one of them
+# writes to a block. An object store takes a complete file from one writer, and has no atomic rename.
 
 LOCAL_WRITES: Final = WritePolicy(
     has_random_writes=True, can_rename=True, block_bytes=1, request_bytes=16 * _MIB, concurrency=1
@@ -371,17 +369,16 @@ DISK_WRITES: Final = WritePolicy(
     concurrency=2,
     is_direct=True,
 )
-"""A disk of this machine that can be written to around the page cache: while one write waits for it, the next is
-put together."""
+"""A disk of this machine with direct writes: while one write waits for the disk, the next one is assembled."""
 
 
 NETWORK_FILE_SYSTEM_WRITES: Final = WritePolicy(
     has_random_writes=True, can_rename=True, block_bytes=_MIB, request_bytes=16 * _MIB, concurrency=4
 )
-"""NFS, Lustre and their like. A block of 1 MiB is a whole number of pages, and Lustre's smallest stripe."""
+"""NFS, Lustre and similar. A block of 1 MiB is a whole number of pages, and Lustre's smallest stripe."""
 
 
 OBJECT_STORE_WRITES: Final = WritePolicy(
     has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=16 * _MIB, concurrency=1
 )
-"""S3, GCS and whatever else is written to as a stream."""
+"""S3, GCS and other storages that are written as streams."""

@@ -8,37 +8,37 @@ from typing import Final
 
 # [Note: Around the page cache]
 #
-# A write by way of the page cache takes a page of memory for every page of the file, copies into it, and begins
-# to be a write at the sync. Of a model that is soon as much memory as there is: the kernel then evicts what
-# others have read, and waits. With O_DIRECT the device fetches the bytes itself; a save of 768 MiB to ext4 takes
-# 0.6 of the time (median of five). Place in the file, place in memory and size must be whole blocks, and tensors
-# begin anywhere. So whole blocks are put together in a small buffer that is used again and again; what is left at
-# the ends of a range, less than a block, goes by way of the page cache. Ranges of both kinds never share a block,
-# and so no page: to the kernel they are different parts of the file (open(2), O_DIRECT, warns of mixing them in
-# one). A write by way of the page cache waits until nobody writes around it, and keeps others from it: some
-# milliseconds each. So ends, and small writes, are put aside and written when the file is synced.
+# A write through the page cache needs a page of memory for every page of the file, copies into it, and reaches the
+# disk only at the sync. For a model this is soon as much memory as there is: the kernel then evicts what others
+# have read, and waits. With O_DIRECT the device fetches the bytes itself; a save of 768 MiB to ext4 takes 0.6 of
+# the time (median of five). File offset, memory address and size must be multiples of a block, and tensors begin
+# anywhere. So full blocks are assembled in a small buffer that is reused; the ends of a range, less than a block
+# each, go through the page cache. Ranges of both kinds never share a block, and so no page: to the kernel they are
+# different parts of the file (open(2), O_DIRECT, warns of mixing them in one). A buffered write waits until all
+# direct writes have ended, and blocks others: some milliseconds each. So ends, and small writes, are deferred until
+# the file is synced.
 #
-# Bytes so written are at the device when the call returns, which may still hold them in a cache of its own, and
-# where they are is not noted durably: the sync does both, as ever.
+# Bytes written directly are at the device when the call returns, which may still hold them in its own cache, and
+# their location is not recorded durably: the sync does both, as always.
 
 BLOCK_BYTES: Final = 4096
 """A page, and a multiple of the blocks of all common disks."""
 
 
-LEAST_BYTES: Final = 128 << 10
-"""Of fewer bytes the copy into the page cache takes less time than a disk that answers at once."""
+MIN_DIRECT_BYTES: Final = 128 << 10
+"""Smaller writes go through the page cache: the copy takes less time than a request to the disk."""
 
 
-MOST_KEPT_BYTES: Final = 4 << 20
-"""The bytes of a file that are put aside at most, before they are written without waiting for the sync."""
+MAX_DEFERRED_BYTES: Final = 4 << 20
+"""The maximum number of deferred bytes of a file, before they are written without waiting for the sync."""
 
 
 _STEP_BYTES: Final = 4 << 20
-"""The bytes that one call writes: enough for a disk that works on many blocks at once, and fits in a cache."""
+"""The bytes of one call: enough for a disk that works on many blocks at once, and small enough for a cache."""
 
 
 FILE_SYSTEMS: Final = frozenset({"ext4", "xfs"})
-"""Those on which O_DIRECT does what is said above. (Others copy all the same, compress, or are on a network.)"""
+"""File systems on which O_DIRECT behaves as described. (Others copy anyway, compress, or are on a network.)"""
 
 
 def open_direct(path: str) -> int | None:
@@ -51,24 +51,24 @@ def open_direct(path: str) -> int | None:
         raise
 
 
-def new_block() -> memoryview:
-    """Allocate a page-aligned buffer for :func:`put_together`."""
+def new_buffer() -> memoryview:
+    """Allocate a page-aligned buffer for :func:`assemble`."""
     return memoryview(mmap.mmap(-1, _STEP_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
-def put_together(buffers: Iterable[memoryview], start: int, block: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield the concatenated bytes of these buffers in parts with their file offsets, beginning at ``start``.
+def assemble(buffers: Iterable[memoryview], start: int, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield the concatenated bytes of these buffers in chunks with their file offsets, beginning at ``start``.
 
-    Each part is assembled in ``block``. All parts but the first begin at a block boundary of the file.
+    Each chunk is assembled in ``buffer``. All chunks but the first begin at a block boundary of the file.
     """
-    filled, room = 0, -start % BLOCK_BYTES or block.nbytes
-    for buffer in buffers:
-        while buffer.nbytes:
-            part = buffer[: room - filled]
-            block[filled : filled + part.nbytes] = part
-            filled, buffer = filled + part.nbytes, buffer[part.nbytes :]
-            if filled == room:
-                yield start, block[:filled]
-                start, filled, room = start + filled, 0, block.nbytes
+    filled, size = 0, -start % BLOCK_BYTES or buffer.nbytes
+    for source in buffers:
+        while source.nbytes:
+            piece = source[: size - filled]
+            buffer[filled : filled + piece.nbytes] = piece
+            filled, source = filled + piece.nbytes, source[piece.nbytes :]
+            if filled == size:
+                yield start, buffer[:filled]
+                start, filled, size = start + filled, 0, buffer.nbytes
     if filled:
-        yield start, block[:filled]
+        yield start, buffer[:filled]

@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import accumulate
 
 from shardwise.errors import StorageError
-from shardwise.storage.names import shown, unsafe_name_reason
+from shardwise.storage.names import require_file_name, shown
 from shardwise.storage.writing import LocalWriter
 
 
@@ -48,30 +48,21 @@ class FoldersWriter(LocalWriter):
 
     def _path(self, file: str) -> str:
         self._require_open(file)
-        fault = unsafe_name_reason(file)
-        if fault is not None:
-            raise StorageError(f"{shown(file)}: refused as the name of a file below {self._root}, {fault}")
+        require_file_name(self._root, file)
         self.add_folder_of(file)
         return os.path.join(self._root, file)
 
 
 def is_through_link(root: str | os.PathLike[str], folder: str) -> bool:
     """Check if a folder below a root is a link, or is reached through one."""
-    ways = accumulate(folder.split("/"), "{}/{}".format) if folder else ()
-    return any(os.path.islink(os.path.join(root, way)) for way in ways)
+    prefixes = accumulate(folder.split("/"), "{}/{}".format) if folder else ()
+    return any(os.path.islink(os.path.join(root, prefix)) for prefix in prefixes)
 
 
 def folders_in(root: str | os.PathLike[str]) -> list[str]:
     """Return the relative paths of all folders below a root, without following links."""
-    found: list[str] = []
-    for around, names, _ in os.walk(root):
-        way = os.path.relpath(around, root)
-        found += [
-            os.path.normpath(os.path.join(way, name))
-            for name in names
-            if not os.path.islink(os.path.join(around, name))
-        ]
-    return sorted(found)
+    paths = [os.path.join(parent, name) for parent, names, _ in os.walk(root) for name in names]
+    return sorted(os.path.relpath(path, root) for path in paths if not os.path.islink(path))
 
 
 def remove_files(writer: FoldersWriter, names: Collection[str]) -> None:

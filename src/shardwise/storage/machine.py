@@ -6,8 +6,10 @@ Host names are only a fallback because containers may share one.
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Self
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROCESS_NAMESPACE = "/proc/self/ns/pid"
@@ -29,17 +31,9 @@ def boot() -> str:
         return f"host {socket.gethostname()}"
 
 
-def processors() -> frozenset[int]:
-    """Return the indices of the processors on which this process may run."""
-    try:
-        return frozenset(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        return frozenset(range(os.cpu_count() or 1))
-
-
 def processor_count() -> int:
     """Return the number of processors that this process may use at once within its control groups, at least 1."""
-    return max(1, int(min([len(processors()), *processor_quotas().values()])))
+    return max(1, int(min([len(os.sched_getaffinity(0)), *processor_quotas().values()])))
 
 
 def control_groups(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> Iterator[Path]:
@@ -132,3 +126,41 @@ def is_stopped(process: int) -> bool:
 
 def _status(process: int) -> list[str]:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """Location of a process. Host names are for messages, because containers may share one.
+
+    Attributes:
+        host: name of the machine or container.
+        process: its id.
+        born: its start time, as of :func:`born`.
+        space: the PID space in which the id is valid, as of :func:`process_space`.
+    """
+
+    host: str
+    process: int
+    born: str
+    space: str
+
+    @classmethod
+    def here(cls) -> Self:
+        process = os.getpid()
+        return cls(socket.gethostname(), process, born(process), process_space())
+
+    @property
+    def is_visible(self) -> bool:
+        """Return True if the process id has the same meaning here."""
+        return self.space == process_space()
+
+    def has_ended(self) -> bool:
+        """Return True if the process has certainly ended: it would be visible, and does not exist."""
+        return self.is_visible and born(self.process) != self.born
+
+    def is_running(self) -> bool:
+        """Return True if the process certainly exists and is not stopped."""
+        return self.is_visible and born(self.process) == self.born and not is_stopped(self.process)
+
+    def __str__(self) -> str:
+        return f"host {self.host}, process {self.process}"

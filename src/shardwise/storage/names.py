@@ -39,9 +39,13 @@ def unsafe_name_reason(name: str) -> str | None:
     return None
 
 
-def nested_name_reason(name: str) -> str | None:
-    """Return the reason why ``name`` is not a file directly in the storage's root, or None if it is."""
-    return unsafe_name_reason(name) or ("it has a folder in it" if "/" in name else None)
+def require_file_name(root: str, name: str, *, is_nested: bool = True) -> None:
+    """Raise StorageError if ``name`` could leave the root, or has a folder and is not ``is_nested``."""
+    reason = unsafe_name_reason(name) or ("it has a folder in it" if "/" in name and not is_nested else None)
+    if reason is not None:
+        raise StorageError(
+            f"{shown(name)}: refused as a file name below {root}, {reason}. Name files relative to that folder"
+        )
 
 
 def shown(name: str) -> str:

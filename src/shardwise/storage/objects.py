@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from shardwise.errors import ConfigError, StorageError
 from shardwise.report.names import in_bytes
 from shardwise.storage.contract import OBJECT_STORE_WRITES, CannotListError, StorageWriter, WritePolicy, as_bytes
-from shardwise.storage.names import nested_name_reason, redacted, scheme_of, shown, without_secrets
+from shardwise.storage.names import redacted, require_file_name, scheme_of, shown, without_secrets
 
 _TIMEOUTS: Final = {"connect_timeout": "30s", "read_timeout": "30s", "timeout": "1h"}
 """Silence of half a minute is a failure; a request as a whole may take long, as others share the network."""
@@ -90,7 +90,7 @@ class Objects:
 
     def state(self, file: str) -> FileState:
         """Return the file's current state."""
-        with self.failures(file, "looking at it"):
+        with self.failures(file, "reading its size"):
             try:
                 return FileState.of(self.store.head(self.path(file)))
             except Exception as error:
@@ -104,7 +104,7 @@ class Objects:
 
         Call it within :meth:`failures`.
         """
-        # A whole file is asked for without a range, which not every server knows.
+        # A whole file is requested without a range, which some servers do not support.
         whole = (start, stop) == (0, expected.nbytes)
         answer = self.store.get(self.path(file), options=None if whole else {"range": (start, stop)})
         if (found := FileState.of(answer.meta)) != expected:
@@ -131,17 +131,17 @@ class Objects:
                 f"{self.root}: {doing} needs obstore. Run pip install 'shardwise[remote]'"
             ) from error
         except Exception as error:
-            told = redacted(str(error).partition("\n\nDebug source")[0], *self._secrets)
-            kind, cause, remedy = _explained(error, told)
+            text = redacted(str(error).partition("\n\nDebug source")[0], *self._secrets)
+            kind, cause, remedy = _cause_of(error, text)
             raise StorageError(f"{self.named(file)}: {doing} failed, {cause}. {remedy}") from kind(cause)
 
 
-def _explained(error: Exception, told: str) -> tuple[type[OSError], str, str]:
+def _cause_of(error: Exception, text: str) -> tuple[type[OSError], str, str]:
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError, "no such file or bucket", "Check the URL"
     if is_denied(error):
-        return PermissionError, f"access is refused ({told})", "Pass credentials by storage_options"
-    return OSError, told, "Check the URL, the network, and storage_options"
+        return PermissionError, f"access is refused ({text})", "Pass credentials by storage_options"
+    return OSError, text, "Check the URL, the network, and storage_options"
 
 
 @cache
@@ -154,14 +154,14 @@ def _memory() -> Any:
 def _bucket(url: str, options: Mapping[str, Any]) -> Any:
     from obstore.store import from_url
 
-    return from_url(url.rstrip("/"), **_patient(options))
+    return from_url(url.rstrip("/"), **_with_timeouts(options))
 
 
 def http_store(url: str, options: Mapping[str, Any]) -> Any:
     """Open an HTTP server with obstore, passing a user and password in the URL as a header."""
     from obstore.store import HTTPStore
 
-    parts, options = urlsplit(url), _patient(options)
+    parts, options = urlsplit(url), _with_timeouts(options)
     user, _, host = parts.netloc.rpartition("@")
     if not host:
         raise ValueError("it names no server")
@@ -173,32 +173,32 @@ def http_store(url: str, options: Mapping[str, Any]) -> Any:
     return HTTPStore.from_url(place, client_options=client, **options)
 
 
-def _patient(options: Mapping[str, Any]) -> dict[str, Any]:
+def _with_timeouts(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "client_options": {**_TIMEOUTS, **options.get("client_options", {})}}
 
 
 def fill(buffers: Iterable[memoryview], chunks: Iterable[Any]) -> bool:
     """Copy the chunks into the buffers, one after the other, and return whether the total sizes are equal."""
-    waiting: Iterator[memoryview] = iter(buffers)
-    room = memoryview(b"")
+    targets: Iterator[memoryview] = iter(buffers)
+    target = memoryview(b"")
     for chunk in chunks:
         data = memoryview(chunk)
         while data.nbytes:
-            while not room.nbytes:
-                following = next(waiting, None)
+            while not target.nbytes:
+                following = next(targets, None)
                 if following is None:
                     return False
-                room = following
-            count = min(room.nbytes, data.nbytes)
-            room[:count] = data[:count]
-            room, data = room[count:], data[count:]
-    return not room.nbytes and next(waiting, None) is None
+                target = following
+            count = min(target.nbytes, data.nbytes)
+            target[:count] = data[:count]
+            target, data = target[count:], data[count:]
+    return not target.nbytes and next(targets, None) is None
 
 
 _MIB = 1 << 20
 
-_MOST_PARTS = 10_000
-"""The most parts of which S3 puts a file together."""
+_MAX_PARTS = 10_000
+"""The maximum number of parts of a file on S3."""
 
 _PARTS_AT_ONCE = 4
 
@@ -298,7 +298,7 @@ class ObjectWriter(StorageWriter):
             if start != stream.position:
                 raise StorageError(
                     f"{self._files.named(file)}: is written from its first byte to its last, and byte {start} does "
-                    f"not follow on byte {stream.position}. Write in order"
+                    f"not follow byte {stream.position}. Write in order"
                 )
             stream.is_broken = True
             # Obstore keeps what it is given until the part is sent, and the buffers may change before that.
@@ -359,11 +359,7 @@ class ObjectWriter(StorageWriter):
 
     def _path(self, file: str) -> str:
         self._require_open(file)
-        fault = nested_name_reason(file)
-        if fault is not None:
-            raise StorageError(
-                f"{shown(file)}: refused as the name of a file in {self.root}, {fault}. Name a file of that folder"
-            )
+        require_file_name(self.root, file, is_nested=False)
         return self._files.path(file)
 
     def _require_whole(self, file: str, stream: _Stream) -> None:
@@ -395,4 +391,4 @@ class _Stream:
 
 def _part_bytes(nbytes: int) -> int:
     """Return the size of an upload's parts: a multiple of 1 MiB, such that no file has too many parts."""
-    return max(16, -(-nbytes // (_MOST_PARTS * _MIB))) * _MIB
+    return max(16, -(-nbytes // (_MAX_PARTS * _MIB))) * _MIB

@@ -6,10 +6,9 @@ import re
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from shardwise.errors import StorageError
 from shardwise.storage.contract import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy, StorageReader, as_bytes, ends_early
@@ -19,11 +18,11 @@ from shardwise.storage.names import (
     failed,
     is_url,
     local_place,
+    require_file_name,
     require_subfolder,
     scheme_of,
     shown,
     split_file,
-    unsafe_name_reason,
     without_secrets,
 )
 
@@ -85,7 +84,7 @@ class LocalReader(StorageReader):
         """
 
         def refuse(error: OSError) -> None:
-            # A folder below that cannot be entered is not ours to complain about; the root is.
+            # Folders below the root that cannot be entered are left out.
             if error.filename == self._root:
                 raise failed(self._root, None, "listing it", error) from error
 
@@ -106,14 +105,14 @@ class LocalReader(StorageReader):
         A file that is rewritten in place with the same size within the resolution of the file system's clock (some
         milliseconds) is not detected.
         """
-        opened, named = self._look(file)
+        opened, named = self._stat(file)
         if opened is None or os.path.samestat(opened, named):
             return self._state(named)
         return f"{self._state(opened)}, replaced by {self._state(named)}"
 
     def place(self, file: str) -> str:
         """Return the machine's boot ID, and device, inode, size and modification time of the open or named file."""
-        opened, named = self._look(file)
+        opened, named = self._stat(file)
         status = opened or named
         return f"{boot()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
@@ -145,7 +144,7 @@ class LocalReader(StorageReader):
         # Clients of a network file system may number its files each in their own way.
         return state if self._policy.is_remote else f"{state}, inode {status.st_ino}"
 
-    def _look(self, file: str) -> tuple[os.stat_result | None, os.stat_result]:
+    def _stat(self, file: str) -> tuple[os.stat_result | None, os.stat_result]:
         """Return the status of the open file, if any, and of the file that now has this name.
 
         No file is opened.
@@ -156,7 +155,7 @@ class LocalReader(StorageReader):
         try:
             named = os.stat(path)
         except (OSError, UnicodeError) as error:
-            raise failed(self._root, file, "looking at it", error) from error
+            raise failed(self._root, file, "reading its size", error) from error
         if not stat.S_ISREG(named.st_mode):
             raise self._not_regular(file)
         return opened, named
@@ -170,19 +169,19 @@ class LocalReader(StorageReader):
                 self._open_files.move_to_end(file)
                 return found
         # Not under the lock: opening can take milliseconds on a network file system.
-        fresh = self._open(file, path)
+        new = self._open(file, path)
         with self._lock:
             if self._closed:
                 raise self._is_closed(file)
-            found = self._open_files.setdefault(file, fresh)
-            self.files_opened += found is fresh
+            found = self._open_files.setdefault(file, new)
+            self.files_opened += found is new
             while len(self._open_files) > self._max_open_files:
                 self._open_files.popitem(last=False)
             return found
 
     def _open(self, file: str, path: str) -> _Descriptor:
         try:
-            # O_NONBLOCK: opening a pipe must not wait for a writer. Regular files do not know it.
+            # O_NONBLOCK: opening a pipe must not wait for a writer. It does not affect regular files.
             opened = _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         except (OSError, UnicodeError) as error:
             raise failed(self._root, file, "opening it", error) from error
@@ -193,12 +192,7 @@ class LocalReader(StorageReader):
     def _path(self, file: str) -> str:
         if self._closed:
             raise self._is_closed(file)
-        fault = unsafe_name_reason(file)
-        if fault is not None:
-            raise StorageError(
-                f"{shown(file)}: refused as a file name below {self._root}, {fault}. "
-                "Name files relative to the checkpoint's folder"
-            )
+        require_file_name(self._root, file)
         return os.path.join(self._root, file)
 
     def _not_regular(self, file: str) -> StorageError:
@@ -218,11 +212,11 @@ CALL_BUFFERS = 1024
 def one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:
     """Return the buffers from ``first`` on that fit in one system call, the last one possibly cut."""
     batch: list[memoryview] = []
-    room = CALL_BYTES
+    left = CALL_BYTES
     for buffer in buffers[first : first + CALL_BUFFERS]:
-        batch.append(buffer[:room])
-        room -= batch[-1].nbytes
-        if room == 0:
+        batch.append(buffer[:left])
+        left -= batch[-1].nbytes
+        if left == 0:
             break
     return batch
 
@@ -237,7 +231,7 @@ def advance(buffers: list[memoryview], first: int, count: int) -> int:
     return first
 
 
-class Beside(StorageReader):
+class CombinedReader(StorageReader):
     """A storage combined with a second one, whose file names have the prefix ``folder``.
 
     The policy is that of the first because it contains nearly all of the bytes.
@@ -302,21 +296,17 @@ def open_storage(
     hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
     *,
     download: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> OpenStorage:
     """Open a folder, a safetensors or index file, a hub ID or a URL for reading. The caller closes the reader.
 
     URLs are read in place. A hub ID is downloaded, or with ``download=False`` read only from the cache.
-    ``hub.subfolder`` applies to all of them. ``storage_options`` are those of
-    :class:`~shardwise.storage.remote.RemoteReader`, for URLs only.
+    ``hub.subfolder`` applies to all of them.
 
     Raises:
         StorageError: the storage does not exist or cannot be opened.
     """
     if is_url(name_or_path):
-        return _open_url(os.fspath(name_or_path), hub, storage_options or {})
-    if storage_options:
-        raise StorageError(f"{shown(os.fspath(name_or_path))}: storage_options are for URLs. Leave them out")
+        return _open_url(os.fspath(name_or_path), hub)
     place = local_place(name_or_path, hub)
     if place is None:
         from shardwise.storage.remote import resolve
@@ -327,7 +317,7 @@ def open_storage(
     return OpenStorage(LocalReader(place), None)
 
 
-def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> OpenStorage:
+def _open_url(url: str, hub: HubOptions) -> OpenStorage:
     where = shown(without_secrets(url))
     if scheme_of(url) == "file":
         raise StorageError(f"{where}: is on this machine. Pass the path without file://")
@@ -343,7 +333,7 @@ def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> 
     # Imported here: what is local needs no network code.
     from shardwise.storage.remote import RemoteReader
 
-    return OpenStorage(RemoteReader(folder, storage_options=storage_options), file)
+    return OpenStorage(RemoteReader(folder), file)
 
 
 _NETWORK = re.compile(

@@ -21,9 +21,9 @@ from shardwise.storage.names import (
     ModelFiles,
     WantedFiles,
     local_place,
+    require_file_name,
     scheme_of,
     shown,
-    unsafe_name_reason,
     without_secrets,
 )
 from shardwise.storage.objects import FileState, Objects, fill
@@ -33,12 +33,14 @@ _SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "tokenizer*")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _MODEL = ("model.safetensors", "model.safetensors.index.json")
 _TORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_VARIANTS = ("model.{}.safetensors", "model.safetensors.index.{}.json")
+_TORCH_VARIANTS = ("pytorch_model.{}.bin", "pytorch_model.bin.index.{}.json")
 _INDEX = re.compile(r".*\.(safetensors|bin)\.index(\.[^./]+)?\.json")
-_SECOND_COPIES = ("consolidated*", "adapter_model*")
-_MOST_JSON_BYTES = 100_000_000
+_DUPLICATES = ("consolidated*", "adapter_model*")
+_MAX_JSON_BYTES = 100_000_000
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_ASKING_S = 10.0
-"""Seconds that the hub is waited for before the cache is taken for what there is."""
+_HUB_TIMEOUT_S = 10.0
+"""If the hub does not answer in this time, the cache is used."""
 
 
 def weights(names: Collection[str], folder: Path, wanted: WantedFiles, variant: str | None) -> list[str]:
@@ -50,27 +52,25 @@ def weights(names: Collection[str], folder: Path, wanted: WantedFiles, variant: 
         wanted: the kind of files, of a model or an adapter.
         variant: the variant in the names of files.
     """
-    there = set(names)
+    available = set(names)
 
     def of(name: str) -> list[str]:
         """Return this file, or the files that it lists if it is an index."""
-        if name not in there:
+        if name not in available:
             return []
         if _INDEX.fullmatch(name) is None:
             return [name]
         named = _content(folder / name).get("weight_map")
-        return sorted(there.intersection(map(str, named.values()))) if isinstance(named, dict) else []
+        return sorted(available.intersection(map(str, named.values()))) if isinstance(named, dict) else []
 
-    safetensors = [name for name in sorted(there) if name.endswith(".safetensors")]
-    adapters = [name for name in _ADAPTERS if name in there][:1]
+    safetensors = [name for name in sorted(available) if name.endswith(".safetensors")]
+    adapters = [name for name in _ADAPTERS if name in available][:1]
     if isinstance(wanted, AdapterFiles):
         return adapters
     if variant is not None:
-        names_of = ("model.{}.safetensors", "model.safetensors.index.{}.json")
-        torch_names_of = ("pytorch_model.{}.bin", "pytorch_model.bin.index.{}.json")
-        choices = [of(name.format(variant)) for name in (*names_of, *torch_names_of)]
+        choices = [of(name.format(variant)) for name in (*_VARIANTS, *_TORCH_VARIANTS)]
     else:
-        own = [name for name in safetensors if not any(fnmatchcase(name, copy) for copy in _SECOND_COPIES)]
+        own = [name for name in safetensors if not any(fnmatchcase(name, copy) for copy in _DUPLICATES)]
         choices = [
             of(str(_content(folder / "config.json").get("transformers_weights"))),
             *(of(name) for name in _MODEL),
@@ -80,13 +80,13 @@ def weights(names: Collection[str], folder: Path, wanted: WantedFiles, variant: 
             adapters,
         ]
     chosen = next(filter(None, choices), [])
-    return [*chosen, *(name for name in wanted.extra if name in there and name not in chosen)]
+    return [*chosen, *(name for name in wanted.extra if name in available and name not in chosen)]
 
 
 def _content(file: Path) -> dict[str, object]:
     """Return the content of a JSON file, or {} if it cannot be read, because opening it later raises the error."""
     try:
-        content = json.loads(file.read_bytes()) if file.stat().st_size <= _MOST_JSON_BYTES else {}
+        content = json.loads(file.read_bytes()) if file.stat().st_size <= _MAX_JSON_BYTES else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -168,7 +168,7 @@ def _listing(repo_id: str, options: HubOptions) -> tuple[str, list[str]] | None:
         if options.local_files_only or constants.HF_HUB_OFFLINE:
             return None
         try:
-            info = HfApi(token=options.token).repo_info(repo_id, revision=options.revision, timeout=_ASKING_S)
+            info = HfApi(token=options.token).repo_info(repo_id, revision=options.revision, timeout=_HUB_TIMEOUT_S)
         except (HFValidationError, RevisionNotFoundError):
             raise
         except Exception:
@@ -339,12 +339,7 @@ class RemoteReader(StorageReader):
 
     def _look_at(self, file: str, *, is_first: bool = False) -> FileState:
         self._require_open(file)
-        fault = unsafe_name_reason(file)
-        if fault is not None:
-            raise StorageError(
-                f"{shown(file)}: refused as a file name below {self.root}, {fault}. "
-                "Name files relative to the checkpoint's folder"
-            )
+        require_file_name(self.root, file)
         with self._in_flight:
             found = self._files.state(file)
         with self._lock:

@@ -7,9 +7,8 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from shardwise.errors import StorageError
 from shardwise.report.names import in_bytes
@@ -17,49 +16,49 @@ from shardwise.storage import contract
 from shardwise.storage.direct_io import (
     BLOCK_BYTES,
     FILE_SYSTEMS,
-    LEAST_BYTES,
-    MOST_KEPT_BYTES,
-    new_block,
+    MAX_DEFERRED_BYTES,
+    MIN_DIRECT_BYTES,
+    assemble,
+    new_buffer,
     open_direct,
-    put_together,
 )
-from shardwise.storage.names import failed, is_url, nested_name_reason, scheme_of, shown, without_secrets
+from shardwise.storage.names import failed, is_url, require_file_name, scheme_of, shown, without_secrets
 from shardwise.storage.reading import advance, is_network, one_call, type_at
 
 _MODE = 0o666
-"""Permissions of what is created, less the umask."""
+"""Permissions of created files, minus the umask."""
 
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
-"""The answers of file systems that cannot do something, or need not."""
+"""Errors of file systems that do not support an operation, or do not need it."""
 
 # [Note: A descriptor lives from the first write to the sync]
 #
 # Linux reports a failed write-back once: to the descriptors that were open when it failed, at their next fsync. A
-# descriptor that is closed and opened again in between may never hear of it. After the report the pages count as
-# clean, so that asking again succeeds though the bytes are gone. Hence what has been written to is not closed
-# before it is synced, and a file whose sync failed is given up for good.
+# descriptor that is closed and opened again in between may never get the error. After the report the pages count as
+# clean, so that another fsync succeeds though the bytes are lost. Hence a file that has been written to is not
+# closed before it is synced, and cannot be written to any more once a sync has failed.
 
 
 class _OpenFile:
     """A file open for writing, closed with the last reference to it.
 
     ``direct`` is a descriptor that writes around the page cache, opened at the first write that can use it.
-    ``kept`` contains offsets and bytes that wait for the sync. ``users`` counts writes in progress, ``writes`` all
-    writes so far. All of them change only under the writer's lock.
+    ``deferred`` contains offsets and bytes that wait for the sync. ``users`` counts writes in progress, ``writes``
+    all writes so far. All of them change only under the writer's lock.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.descriptor = descriptor
         self.nbytes = nbytes
         self.direct: int | None = None
-        self.kept: list[tuple[int, bytes]] = []
+        self.deferred: list[tuple[int, bytes]] = []
         self.users = 0
         self.writes = 0
 
     def __del__(self) -> None:
         for descriptor in (self.descriptor, self.direct):
             if descriptor is not None:
-                with contextlib.suppress(OSError):  # it was synced, or its bytes are not wanted
+                with contextlib.suppress(OSError):  # it was synced, or is dropped
                     os.close(descriptor)
 
 
@@ -88,9 +87,9 @@ class LocalWriter(contract.StorageWriter):
         self._is_direct = self._policy.is_direct
         self._folders = {""}
         self._made: set[str] = set()
-        self._blocks = threading.local()
+        self._buffers = threading.local()
         self._files: dict[str, _OpenFile] = {}
-        self._given_up: set[str] = set()
+        self._failed: set[str] = set()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -116,7 +115,7 @@ class LocalWriter(contract.StorageWriter):
         path = self._path(file)
         with self._failures(file, "reading it"):
             try:
-                # O_NONBLOCK: opening a pipe must not wait for a writer. Regular files do not know it.
+                # O_NONBLOCK: opening a pipe must not wait for a writer. It does not affect regular files.
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except FileNotFoundError:
                 return None
@@ -132,14 +131,14 @@ class LocalWriter(contract.StorageWriter):
             self._make(os.path.dirname(path))
             opened = _OpenFile(_create(path), nbytes)
             try:
-                _set_aside(opened.descriptor, nbytes)
+                _allocate(opened.descriptor, nbytes)
             except OSError:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
                 raise
         with self._lock:
-            self._given_up.discard(file)
-            opened.writes = 1  # the size is something to sync
+            self._failed.discard(file)
+            opened.writes = 1  # the size must be synced
             self._files[file] = opened
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
@@ -153,37 +152,37 @@ class LocalWriter(contract.StorageWriter):
                 )
             if not self._is_direct:
                 self._write_all(file, opened, pending, start)
-            elif nbytes < LEAST_BYTES:
-                self._keep(file, opened, [(start, b"".join(pending))])
+            elif nbytes < MIN_DIRECT_BYTES:
+                self._defer(file, opened, [(start, b"".join(pending))])
             else:
                 self._write_direct(file, opened, pending, start)
 
     def sync(self, file: str) -> None:
         self._path(file)
         with self._lock:
-            self._require_hope(file)
+            self._require_writable(file)
             opened = self._files.get(file)
             if opened is None:
                 return
-            writes, kept, opened.kept = opened.writes, opened.kept, []
-            is_quiet = not opened.users  # else a write that is going on may end after the sync, and needs another
+            writes, deferred, opened.deferred = opened.writes, opened.deferred, []
+            is_idle = not opened.users  # otherwise a write may end after the sync, and needs another one
         try:
-            self._write_kept(file, opened, kept)
+            self._write_deferred(file, opened, deferred)
             with self._failures(file, "syncing it"):
                 os.fdatasync(opened.descriptor)
         except StorageError:
             with self._lock:
-                self._given_up.add(file)
+                self._failed.add(file)
                 self._files.pop(file, None)
             raise
         with self._lock:
-            if self._files.get(file) is opened and is_quiet and opened.writes == writes:
+            if self._files.get(file) is opened and is_idle and opened.writes == writes:
                 del self._files[file]
 
     def rename(self, file: str, name: str) -> None:
         source, target = self._path(file), self._path(name)
         with self._lock:
-            self._require_hope(file)
+            self._require_writable(file)
             if file in self._files:
                 raise StorageError(
                     f"{shown(file)} in {self._root}: is to become {shown(name)}, but was not synced. Sync it first"
@@ -213,7 +212,7 @@ class LocalWriter(contract.StorageWriter):
     def remove(self, file: str) -> None:
         path = self._path(file)
         with self._lock:
-            self._given_up.discard(file)
+            self._failed.discard(file)
             self._files.pop(file, None)
         with self._failures(file, "removing it"), contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -235,7 +234,7 @@ class LocalWriter(contract.StorageWriter):
         """Yield the file, open for writing at least until the block ends."""
         path = self._path(file)
         with self._lock:
-            self._require_hope(file)
+            self._require_writable(file)
             opened = self._files.get(file) or self._open(file, path)
             self._files[file] = opened
             opened.users += 1
@@ -263,15 +262,15 @@ class LocalWriter(contract.StorageWriter):
             if opened.direct is None:
                 opened.direct = open_direct(self._path(file))
                 self._is_direct = opened.direct is not None
-        if not hasattr(self._blocks, "block"):
-            self._blocks.block = new_block()
-        for position, part in put_together(buffers, start, self._blocks.block):
+        if not hasattr(self._buffers, "buffer"):
+            self._buffers.buffer = new_buffer()
+        for position, part in assemble(buffers, start, self._buffers.buffer):
             whole = 0 if position % BLOCK_BYTES else part.nbytes // BLOCK_BYTES * BLOCK_BYTES
             if whole:
                 taken = self._write_blocks(file, opened, part[:whole], position)
                 self._write_all(file, opened, [part[taken:whole]], position + taken)
             if whole < part.nbytes:
-                self._keep(file, opened, [(position + whole, bytes(part[whole:]))])
+                self._defer(file, opened, [(position + whole, bytes(part[whole:]))])
 
     def _write_blocks(self, file: str, opened: _OpenFile, blocks: memoryview, position: int) -> int:
         """Write blocks around the page cache, and return the number of bytes written."""
@@ -285,17 +284,17 @@ class LocalWriter(contract.StorageWriter):
             self._is_direct = False
             return 0
 
-    def _keep(self, file: str, opened: _OpenFile, small: Sequence[tuple[int, bytes]]) -> None:
+    def _defer(self, file: str, opened: _OpenFile, small: Sequence[tuple[int, bytes]]) -> None:
         """Keep small writes back until the sync, or write them now if there are too many bytes."""
         many: list[tuple[int, bytes]] = []
         with self._lock:
-            opened.kept.extend(small)
-            if sum(len(content) for _, content in opened.kept) > MOST_KEPT_BYTES:
-                many, opened.kept = opened.kept, []
-        self._write_kept(file, opened, many)
+            opened.deferred.extend(small)
+            if sum(len(content) for _, content in opened.deferred) > MAX_DEFERRED_BYTES:
+                many, opened.deferred = opened.deferred, []
+        self._write_deferred(file, opened, many)
 
-    def _write_kept(self, file: str, opened: _OpenFile, kept: Sequence[tuple[int, bytes]]) -> None:
-        for position, content in kept:
+    def _write_deferred(self, file: str, opened: _OpenFile, deferred: Sequence[tuple[int, bytes]]) -> None:
+        for position, content in deferred:
             self._write_all(file, opened, [memoryview(content)], position)
 
     def _write_all(self, file: str, opened: _OpenFile, buffers: Sequence[memoryview], position: int) -> None:
@@ -305,7 +304,7 @@ class LocalWriter(contract.StorageWriter):
             with self._failures(file, f"writing at byte {position}"):
                 count = os.pwritev(opened.descriptor, one_call(pending, first), position)
                 if count == 0:
-                    raise OSError(errno.EIO, "the file system takes nothing")
+                    raise OSError(errno.EIO, "the file system writes nothing")
             position += count
             first = advance(pending, first, count)
 
@@ -316,23 +315,19 @@ class LocalWriter(contract.StorageWriter):
 
     def _path(self, file: str) -> str:
         self._require_open(file)
-        fault = nested_name_reason(file)
-        if fault is not None:
-            raise StorageError(
-                f"{shown(file)}: refused as the name of a file in {self._root}, {fault}. Name a file of that folder"
-            )
+        require_file_name(self._root, file, is_nested=False)
         return os.path.join(self._root, file)
 
     def _require_open(self, file: str | None) -> None:
         if self._closed:
             raise StorageError(f"{shown(file or self._root)} in {self._root}: the writer is closed")
 
-    def _require_hope(self, file: str) -> None:
-        """Check that the writer is open and no sync of the file has failed. The caller holds the lock."""
+    def _require_writable(self, file: str) -> None:
+        """Raise if the writer is closed or a sync of the file has failed. The caller holds the lock."""
         self._require_open(file)
-        if file in self._given_up:
+        if file in self._failed:
             raise StorageError(
-                f"{shown(file)} in {self._root}: could not be synced before, so what it holds is unknown. "
+                f"{shown(file)} in {self._root}: could not be synced before, so its content is unknown. "
                 "Remove it and save again"
             )
 
@@ -361,7 +356,7 @@ def _size_of(entry: os.DirEntry[str]) -> int:
     try:
         return entry.stat().st_size
     except FileNotFoundError:
-        return 0  # a link that leads nowhere
+        return 0  # a broken link
 
 
 def _create(path: str) -> int:
@@ -369,7 +364,7 @@ def _create(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
 
 
-def _set_aside(descriptor: int, nbytes: int) -> None:
+def _allocate(descriptor: int, nbytes: int) -> None:
     """Set the size of an empty file, and allocate its space on the disk if the file system can do so."""
     # Not os.posix_fallocate: where the file system cannot, the C library writes to every block, over a network too.
     library = ctypes.CDLL(None, use_errno=True)
@@ -396,7 +391,7 @@ def make_folder(path: str) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
         _sync_folder(parent)
         return
-    with contextlib.suppress(OSError):  # not ours to look into, then not made by a save of ours
+    with contextlib.suppress(OSError):  # a parent that cannot be opened was not created by a save
         _sync_folder(parent)
 
 
@@ -412,24 +407,15 @@ def _sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-def open_writer(
-    target: str | os.PathLike[str],
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-) -> contract.StorageWriter:
+def open_writer(target: str | os.PathLike[str]) -> contract.StorageWriter:
     """Open a folder, which need not exist, or a URL for writing. The caller closes the writer.
 
-    Nothing is created before the first file. ``storage_options`` are those of
-    :class:`~shardwise.storage.objects.ObjectWriter`, for URLs only.
+    Nothing is created before the first file.
 
     Raises:
         StorageError: the target cannot be written to: the hub, an HTTP server, a path that is a file.
     """
     if not is_url(target):
-        if storage_options:
-            raise StorageError(
-                f"{shown(os.fspath(target))}: storage_options are for URLs, and this is not one. Leave them out"
-            )
         return LocalWriter(os.path.expanduser(target))
     url = os.fspath(target)
     where, scheme = shown(without_secrets(url)), scheme_of(url)
@@ -447,4 +433,4 @@ def open_writer(
     # Imported here: what is local needs no network code.
     from shardwise.storage.objects import ObjectWriter
 
-    return ObjectWriter(url, storage_options=storage_options)
+    return ObjectWriter(url)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import resource
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -81,7 +80,6 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data)
         guard_trackers(trainer)
         stop = StopOnSignal(request)
-        trainer.is_asked_to_stop = request.has_come
         trainer.add_callback(stop)
         done = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
         if not stop.has_stopped:
@@ -157,7 +155,7 @@ def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*
                 yield
             finally:
                 if world.rank == 0:
-                    held.marked.release()
+                    held.locked.release()
 
 
 def _resume_from(training: Any, output: Path) -> Any:
@@ -248,37 +246,10 @@ class StopRequest:
     def __init__(self) -> None:
         self.number: int | None = None
         """The signal that asked."""
-        self._woken: int | None = None
-        self._has_come = False
 
     @property
     def is_made(self) -> bool:
         return self.number is not None
-
-    def has_come(self) -> bool:
-        """Return whether a signal has arrived, handled or not.
-
-        The main thread handles none while it waits in a collective.
-        """
-        if self._woken is not None:
-            with suppress(OSError):  # there is nothing to read
-                self._has_come |= not set(ASKING).isdisjoint(os.read(self._woken, 1 << 10))
-        return self._has_come or self.is_made
-
-    @contextmanager
-    def noting_arrivals(self) -> Iterator[None]:
-        """Have the system's own handler write down each signal that comes within the block, in the main thread."""
-        self._woken, written = os.pipe()
-        for end in (self._woken, written):
-            os.set_blocking(end, False)
-        before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(before)
-            woken, self._woken = self._woken, None
-            os.close(woken)
-            os.close(written)
 
 
 @contextmanager
@@ -309,8 +280,7 @@ def stopping_on_signals() -> Iterator[StopRequest]:
         if handler != signal.SIG_IGN:  # who started this process keeps Ctrl-C from it, and passes it on
             signal.signal(number, ask)
     try:
-        with request.noting_arrivals():
-            yield request
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""A PEFT LoRA in a model on meta, new or existing: injection, initialization, and matching of its tensors."""
+"""Injection of a PEFT LoRA into a model on meta, its initialization, and matching with stored tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in a folder: its config, and its tensors under the keys in its file."""
+    """An adapter in a folder: its config, and its tensors by the keys of its file."""
 
     directory: str
     config: LoraConfig
@@ -38,30 +38,27 @@ class Adapter:
 def match_adapter(
     model: nn.Module, held: Sequence[TensorRef], name: str, adapter: Adapter, required: Collection[str]
 ) -> dict[str, Expression]:
-    """Return the values of the adapter's tensors, by name in the model, after PEFT has injected its modules.
+    """Return the stored tensors of an adapter by their names in the model.
 
     Args:
-        model: PEFT's model.
-        held: the tensors in it.
+        model: PEFT's model, with the adapter's modules.
+        held: its tensors.
         name: the adapter's name in the model.
         adapter: the content of the adapter's folder.
         required: names of tensors that the folder must contain.
 
     Raises:
-        KeyMismatchError: there are missing or unexpected tensors, or tensors of another shape. The error lists all
-            of them.
+        KeyMismatchError: tensors are missing, unexpected, or of another shape. The message has all of them.
     """
-    places = names_outside(model, held, AdapterOnly(name))
+    fqns = names_outside(model, held, AdapterOnly(name))
     by_name = {alias: item for item in held for alias in item.names}
-    missing = [
-        f"missing     {key}" for key, fqn in places.items() if key not in adapter.tensors and fqn in required
-    ]
-    unexpected = [f"unexpected  {key}" for key in adapter.tensors if key not in places]
-    found = {key: (by_name[places[key]], item) for key, item in adapter.tensors.items() if key in places}
+    missing = [f"missing     {key}" for key, fqn in fqns.items() if key not in adapter.tensors and fqn in required]
+    unexpected = [f"unexpected  {key}" for key in adapter.tensors if key not in fqns]
+    found = {key: (by_name[fqns[key]], item) for key, item in adapter.tensors.items() if key in fqns}
     mismatched = [
-        f"mismatched  {key}: stored {item.shape}, the model has {tuple(mine.tensor.shape)}"
-        for key, (mine, item) in found.items()
-        if item.shape != tuple(mine.tensor.shape)
+        f"mismatched  {key}: stored {item.shape}, the model has {tuple(own.tensor.shape)}"
+        for key, (own, item) in found.items()
+        if item.shape != tuple(own.tensor.shape)
     ]
     if missing or unexpected or mismatched:
         config, shown = adapter.config, [*missing[:_SHOWN], *unexpected[:_SHOWN], *mismatched[:_SHOWN]]
@@ -72,7 +69,7 @@ def match_adapter(
             f"to {config.base_model_name_or_path or 'a base it does not name'}, with r={config.r} and "
             f"target_modules={_shown(config.target_modules)}. Take that base, or the config it was trained with."
         )
-    return {mine.fqn: item for mine, item in found.values()}
+    return {own.fqn: item for own, item in found.values()}
 
 
 def _shown(targets: object) -> str:
@@ -82,7 +79,7 @@ def _shown(targets: object) -> str:
 def with_lora(
     base: PreTrainedModel, bindings: Bindings, config: LoraConfig, name: str, adapter: Adapter | None
 ) -> Tuned:
-    """Inject PEFT's modules, and map the base's names to the new ones by the identity of modules."""
+    """Inject PEFT's modules. Names in the base are mapped to those in PEFT's model by the identity of modules."""
     _require_unpacked(base, config)
     before = collect_tensors(base)
     old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
@@ -98,11 +95,15 @@ def with_lora(
     additions = _additions(model, name, config, {id(item.tensor): item for item in held})
     copied = {copy: original for copy, original in originals.items() if original in known_as}
     if adapter is not None:
-        taken = match_adapter(model, held, name, adapter, additions.begun.union(copied))
+        taken = match_adapter(model, held, name, adapter, additions.from_tuning.union(copied))
         copied = {copy: original for copy, original in copied.items() if copy not in taken}
-        additions = additions.begun_elsewhere()
+        additions = additions.from_checkpoint()
         offers |= {fqn: (expression,) for fqn, expression in taken.items()}
-    offers |= {copy: offers[original] for copy, original in _first_offers(copied, offers, held)}
+    tied = {alias: item.names for item in held for alias in item.names}
+    for copy, original in copied.items():
+        stored = next((offers[alias] for alias in tied[original] if alias in offers), None)
+        if stored is not None:
+            offers[copy] = stored
     known_as |= {copy: known_as[original] for copy, original in copied.items()}
     return Tuned(
         model=model,
@@ -128,13 +129,13 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
     modules = [module_name for module_name, _ in base.named_modules()]
     parameters = [parameter_name for parameter_name, _ in base.named_parameters()]
     try:
-        model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
+        model = peft_compat.inject(base, config, name, is_new=adapter is None)
     except ConfigError:
         everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
-        _require_all_matched(config, everything, modules, parameters)  # where a name is at fault, with the nearest
+        _require_all_matched(config, everything, modules, parameters)  # if a name is wrong, suggests the nearest
         raise
     found = peft_compat.targets_of(model, name)
-    # Of "all-linear" a stored config names every layer, also excluded ones; its tensors are all matched.
+    # The stored config of "all-linear" names excluded layers, too. Its tensors are matched instead.
     if adapter is not None:
         found = replace(found, modules=tuple(modules))
     _require_all_matched(config, found, modules, parameters)
@@ -159,34 +160,20 @@ def _require_unpacked(base: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -> dict[str, str]:
-    """Return the names of parameters and buffers in copied modules, mapped to the names of their originals."""
+    """Map the names of parameters and buffers of copied modules to those of their originals."""
     found: dict[str, str] = {}
     for original, copy in peft_compat.copies(model, adapter):
-        ours = dict(original.named_modules(remove_duplicate=False))
+        modules = dict(original.named_modules(remove_duplicate=False))
         for inner, module in copy.named_modules(remove_duplicate=False):
-            for local in (
-                *dict(module.named_parameters(recurse=False)),
-                *dict(module.named_buffers(recurse=False)),
-            ):
-                source = names.get((id(ours[inner]), local)) if inner in ours else None
+            for local in (name for (owner, name) in names if owner == id(module)):
+                source = names.get((id(modules[inner]), local)) if inner in modules else None
                 if source is not None:
                     found[names[id(module), local]] = source
     return found
 
 
-def _first_offers(
-    copied: Mapping[str, str], offers: Mapping[str, object], held: Sequence[TensorRef]
-) -> Iterable[tuple[str, str]]:
-    """Yield (copy, name with offers of its original) if there is one, under any name of a tied weight."""
-    names = {name: item.names for item in held for name in item.names}
-    for copy, original in copied.items():
-        offered = next((name for name in names[original] if name in offers), None)
-        if offered is not None:
-            yield copy, offered
-
-
 def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, TensorRef]) -> Additions:
-    """Return PEFT's additions to the model, and their initialization.
+    """Return what PEFT added to the model, and its initialization.
 
     Raises:
         ConfigError: magnitudes of DoRA are not norms of rows.
@@ -218,51 +205,50 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
 def _require_all_matched(
     config: LoraConfig, targets: peft_compat.AdaptedNames, modules: Sequence[str], parameters: Sequence[str]
 ) -> None:
-    """Check that every name in a config matches something, because PEFT accepts a config if one of them does.
+    """Check that every name in a config matches something. PEFT accepts a config if one name does.
 
     Raises:
-        ConfigError: there are names that match nothing. The error lists all of them, with the nearest names.
+        ConfigError: names match nothing. The message has all of them, with the nearest names.
     """
     faults: list[str] = []
-
-    def check(option: str, wanted: object, found: Sequence[str], known: Sequence[str]) -> None:
-        names = sorted(wanted) if isinstance(wanted, (list, tuple, set)) else []
-        for name in names:
+    for option, found, known in (
+        ("target_modules", targets.modules, modules),
+        ("target_parameters", targets.parameters, parameters),
+        ("modules_to_save", targets.copied, modules),
+        ("exclude_modules", modules, modules),
+    ):
+        wanted = getattr(config, option)
+        for name in sorted(wanted) if isinstance(wanted, (list, tuple, set)) else ():
             if any(matches(target, name) for target in found):
                 continue
-            if any(matches(there, name) for there in known):
+            if any(matches(other, name) for other in known):
                 faults.append(f"{option}: {name!r} is there, and PEFT does not adapt it. Leave it out")
             else:
                 faults.append(f"{option}: nothing is named {name!r}{near(name, known)}")
-
-    check("target_modules", config.target_modules, targets.modules, modules)
-    check("target_parameters", config.target_parameters, targets.parameters, parameters)
-    check("modules_to_save", config.modules_to_save, targets.copied, modules)
-    check("exclude_modules", config.exclude_modules, modules, modules)
     if faults:
         raise ConfigError("the LoRA names what the model does not have:\n  " + "\n  ".join(faults))
 
 
 def replicated(made: Tuned) -> Tuned:
-    """Return the same with the added parameters unsharded on every rank.
+    """Return the same model with its adapter unsharded on every rank.
 
     Raises:
-        ConfigError: there are magnitudes of DoRA, which require their rows.
+        ConfigError: there are magnitudes of DoRA, whose initialization needs the sharded rows.
     """
     if made.additions.norms:
         raise ConfigError("use_dora needs its magnitudes where the rows are. Pass adapters='sharded'")
-    return replace(made, stays_whole=dict.fromkeys(made.additions.begun, "adapters are replicated"))
+    return replace(made, stays_whole=dict.fromkeys(made.additions.from_tuning, "adapters are replicated"))
 
 
 def matches(name: str, wanted: str) -> bool:
-    """Check if a module's name is, or ends with, the wanted one."""
+    """Return whether a module's name is, or ends with, the wanted one."""
     return name == wanted or name.endswith(f".{wanted}")
 
 
 def near(wanted: str, known: Iterable[str]) -> str:
-    """Return the nearest of some names, as the end of a sentence.
+    """Return a sentence with the nearest names, to append to an error.
 
-    Names are compared by their last parts, with the same number of parts as ``wanted``.
+    Names are compared by their last parts, as many as ``wanted`` has.
     """
     parts = wanted.count(".") + 1
     ends = {".".join(name.split(".")[-parts:]) for name in known if name}
@@ -274,15 +260,15 @@ def near(wanted: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A model on meta that is ready to be sharded, with the plan of its values.
+    """A model on meta that is ready to be sharded.
 
     Attributes:
-        model: the model that the user receives, which is PEFT's model if there is an adapter.
+        model: the model that the user receives, PEFT's if there is an adapter.
         base: the transformers model, to which ``fully_shard`` is applied.
-        bindings: the checkpoint's expressions, under the names that tensors have in ``model``.
+        bindings: the checkpoint's expressions, by names in ``model``.
         additions: the added parameters.
-        stays_whole: names of parameters that stay unsharded on every rank, with the reason.
-        whole: these parameters themselves, once their dtypes are settled.
+        stays_whole: names of parameters that stay unsharded, with the reason.
+        whole: these parameters, once their dtypes are final.
         notes: sentences for the report.
     """
 

@@ -1,4 +1,4 @@
-"""Tunings, which select the trained parameters: all of a model, some of its layers, or an adapter."""
+"""Tunings, which select the trained parameters: all of a model, some layers, or an adapter."""
 
 from __future__ import annotations
 
@@ -24,17 +24,12 @@ from shardwise.tuning.lora import Adapter, Tuned, matches, near
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PreTrainedModel
-
-    from shardwise.conversion.computed import Bindings
-    from shardwise.models.selection import Selection
-    from shardwise.tuning.lora import Adapter, Tuned
 
 
 class Tuning:
-    """Base class of tunings, which by default train all parameters that the model's class trains.
+    """Base class of tunings. By default all parameters are trained that the model's class trains.
 
-    A custom subclass may be passed as ``tuning``. It is applied on meta, before the model is sharded.
+    An object of a custom subclass may be passed as ``tuning``. It is applied on meta, before the model is sharded.
     """
 
     __slots__ = ()
@@ -48,14 +43,11 @@ class Tuning:
         return None
 
     def comparable_text(self, _adapters: Mapping[str, Adapter]) -> str:
-        """Return a text of settings that must agree on all ranks, even if no plan contains them.
-
-        An example is the scaling of a LoRA.
-        """
+        """Return the settings that must be equal on all ranks, such as the scaling of a LoRA, as text."""
         return repr(self)
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
-        """Add modules, and set ``requires_grad`` of the trained parameters only.
+        """Add modules, and set ``requires_grad`` of exactly the trained parameters.
 
         Args:
             base: the model on meta, tied and not sharded, which is changed.
@@ -76,7 +68,7 @@ class Full(Tuning):
 
 @dataclass(frozen=True, slots=True)
 class Freeze(Tuning):
-    """A tuning of some layers, and of modules outside of them, with all else frozen.
+    """A tuning of some layers, and of modules outside of them. Everything else is frozen.
 
     Attributes:
         trainable_layers: the last n of the model's layers, the first n if it is ``-n``, or none if it is 0. In a
@@ -109,7 +101,6 @@ class Freeze(Tuning):
             raise ConfigError("Freeze() trains nothing. Pass trainable_layers=n (the last n), or extra_modules")
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
-
         freeze(base, self)
         return Tuned(base, base, bindings)
 
@@ -117,14 +108,13 @@ class Freeze(Tuning):
 AdapterPlacement: TypeAlias = Literal["sharded", "replicated"]
 """Placement of an adapter's matrices.
 
-``"sharded"``: each in the FSDP2 group of its block, gathered with it. ``"replicated"``: whole on every rank, with
-gradients averaged after backward; more memory and less communication, for small adapters and those that change
-hands at run time.
+``"sharded"``: each in the FSDP2 group of its block. ``"replicated"``: unsharded on every rank, with gradients
+averaged after the backward pass. That takes more memory and less communication.
 """
 
 
 class _LoraTuning(Tuning):
-    """A PEFT LoRA with the name ``adapter`` and the placement ``adapters``."""
+    """Base class of tunings of a PEFT LoRA."""
 
     __slots__ = ()
 
@@ -151,7 +141,7 @@ class _LoraTuning(Tuning):
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
         found, config = adapters.get(self.adapter), self._config(adapters)
-        peft_compat.require_supported(config, starts_anew=found is None)
+        peft_compat.require_supported(config, is_new=found is None)
         made = lora.with_lora(base, bindings, config, self.adapter, found)
         return lora.replicated(made) if self.adapters == "replicated" else made
 
@@ -161,7 +151,7 @@ class _LoraTuning(Tuning):
 
 @dataclass(frozen=True, slots=True)
 class Lora(_LoraTuning):
-    """A new PEFT LoRA, with the parameters that its config trains in addition (``modules_to_save``, ``bias``).
+    """A tuning of a new PEFT LoRA, including what else its config trains (``modules_to_save``, ``bias``).
 
     Attributes:
         config: PEFT's config, which is copied and not changed.
@@ -179,10 +169,10 @@ class Lora(_LoraTuning):
 
 @dataclass(frozen=True, slots=True)
 class ExistingLora(_LoraTuning):
-    """The LoRA in a PEFT folder (``adapter_config.json`` and its tensors), whose training is continued.
+    """A tuning that continues a LoRA from a PEFT folder (``adapter_config.json`` and its tensors).
 
     Attributes:
-        directory: the folder, whose config is the adapter's.
+        directory: the folder.
         adapter: the adapter's name in the model.
         adapters: placement of its matrices.
     """
@@ -212,7 +202,7 @@ def freeze(model: nn.Module, mode: Freeze) -> None:
         trained = _inside(modules, chosen, mode.trainable_modules)
     everywhere = _layers(model, may_lack=True)
     trained += _outside(modules, everywhere, mode.extra_modules)
-    # A parameter that the class itself keeps frozen stays so.
+    # Parameters that the model's class has frozen stay frozen.
     wanted = {parameter for module in trained for parameter in module.parameters() if parameter.requires_grad}
     for parameter in model.parameters():
         parameter.requires_grad_(parameter in wanted)
@@ -221,10 +211,11 @@ def freeze(model: nn.Module, mode: Freeze) -> None:
 
 
 def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
-    """Return the names of the model's layers in order, choosing the text decoder's list if there are several.
+    """Return the names of the model's layers in order. Among several lists, those of the text decoder are chosen.
 
     Raises:
-        ConfigError: there is no such list, or the choice is ambiguous.
+        ConfigError: there is no list, or the choice is ambiguous. With ``may_lack`` all layers are returned
+            instead.
     """
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     wanted = pretrained.text_layers(model)
@@ -233,13 +224,13 @@ def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
     for name in listed_blocks(model):
         lists.setdefault(name.rpartition(".")[0], []).append(name)
     for name, module in decoder.named_children():
-        if isinstance(module, nn.ModuleList) and len(module) == wanted:  # also one layer, or each of another class
+        if isinstance(module, nn.ModuleList) and len(module) == wanted:  # a single layer, or layers of many classes
             lists.setdefault(prefix + name, [f"{prefix}{name}.{index}" for index in range(wanted)])
     of_decoder = {name: members for name, members in lists.items() if name.startswith(prefix)}
     own = {name: members for name, members in of_decoder.items() if "." not in name.removeprefix(prefix)}
     nearest = [own, of_decoder] if pretrained.has_other_parts(model) else [own, of_decoder, lists]
     if pretrained.is_encoder_decoder(model):
-        nearest = [lists]  # the last layers are the decoder's, and the first ones the encoder's
+        nearest = [lists]  # the encoder's layers are first, the decoder's last
     else:
         nearest = [{name: near[name] for name in near if len(near[name]) == wanted} for near in nearest] + nearest
     for candidates in nearest:
@@ -317,12 +308,7 @@ def tune(
     _recast(made.model, trained, casts_to)
     if not made.stays_whole:
         return made
-    parameters = {
-        name: item.tensor
-        for item in collect_tensors(made.model)
-        if isinstance(item.tensor, nn.Parameter)
-        for name in item.names
-    }
+    parameters = dict(made.model.named_parameters(remove_duplicate=False))
     return replace(made, whole={parameters[name]: reason for name, reason in made.stays_whole.items()})
 
 

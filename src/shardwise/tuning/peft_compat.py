@@ -1,7 +1,7 @@
-"""The only file that uses unexported names of PEFT, and properties of its layers that are not a public API.
+"""Unexported names of PEFT, and properties of its layers that are not a public API. Used in this file only.
 
-Checked with PEFT 0.20 and 0.21. PEFT is optional and slow to import, so no function imports it before it is called.
-A name that no longer exists is an error at the first injection. ``tests/canary`` asserts the behavior of each name.
+Checked with PEFT 0.20 and 0.21. PEFT is optional and slow to import, so functions import it when they are called.
+A missing name is an error at the first injection. ``tests/canary`` asserts the behavior of each name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ConfigError, KnownNames
+from shardwise.errors import ConfigError, KnownNames, require_names
 from shardwise.models import pretrained
 from shardwise.models.four_bit_layers import is_in_four_bits, shown_dequantized
 from shardwise.models.torch_api import original_class
@@ -38,7 +38,7 @@ _FREE_FIELDS = """
     inference_mode megatron_core qalora_group_size runtime_config loftq_config corda_config eva_config
     lora_ga_config
 """
-"""Fields of ``LoraConfig`` that may have any value. Of the others, and of later versions', only the default."""
+"""Fields of ``LoraConfig`` that may have any value. Others, and those of later versions, must have the default."""
 
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
@@ -61,10 +61,10 @@ def config_in(directory: str) -> LoraConfig:
 
 
 def lora_config(**settings: Any) -> LoraConfig:
-    """Create the config of a LoRA from PEFT's own settings.
+    """Create the config of a LoRA.
 
     Raises:
-        ConfigError: PEFT is not installed, or refuses the settings.
+        ConfigError: PEFT is not installed, or rejects the settings.
     """
     try:
         from peft import LoraConfig
@@ -77,7 +77,7 @@ def lora_config(**settings: Any) -> LoraConfig:
 
 
 def comparable_text(config: LoraConfig) -> str:
-    """Return a text of a config that is the same in every process, with sets sorted.
+    """Return a config as text that is equal in all processes, with sets sorted.
 
     Raises:
         ConfigError: it is not the config of a LoRA.
@@ -95,11 +95,11 @@ def _require_lora(config: object) -> None:
         raise ConfigError(f"config is {what}. Pass a peft.LoraConfig")
 
 
-def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
-    """Refuse settings that cannot be initialized on meta exactly as in PEFT.
+def require_supported(config: LoraConfig, *, is_new: bool) -> None:
+    """Reject settings that cannot be initialized on meta exactly as in PEFT.
 
     Raises:
-        ConfigError: options are not supported. The error lists them.
+        ConfigError: the message has all such settings.
     """
     _require_lora(config)
     faults = []
@@ -114,24 +114,24 @@ def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
     init = config.init_lora_weights
     changes_base = str(init).lower().startswith(_CHANGES_THE_BASE)
     is_known = isinstance(init, bool) or str(init).lower() == "gaussian"
-    if changes_base or (starts_anew and not is_known):
+    if changes_base or (is_new and not is_known):
         why = "changes the base's weights" if changes_base else "needs whole weights, or data"
         faults.append(f"init_lora_weights={init!r} {why}. Pass True, False or 'gaussian'")
-    if config.use_dora and starts_anew and init is False:
+    if config.use_dora and is_new and init is False:
         faults.append(f"use_dora with init_lora_weights={init!r} needs whole products of matrices. Pass True")
     if config.ensure_weight_tying:
         faults.append("ensure_weight_tying=True ties adapters by views, which no sharding keeps. Leave it out")
     if faults:
-        raise ConfigError("this LoRA cannot be brought up sharded:\n  " + "\n  ".join(faults))
+        raise ConfigError("this LoRA cannot be set up sharded:\n  " + "\n  ".join(faults))
 
 
-def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bool) -> PeftModel:
-    """Return PEFT's model around ``base``, with its modules injected and its new tensors on meta.
+def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -> PeftModel:
+    """Inject the modules of an adapter into ``base``, on meta. Return PEFT's model around it.
 
-    ``config`` is copied. Unless the adapter ``starts_anew``, its original initialization is ignored.
+    ``config`` is copied. Its initialization is ignored unless the adapter ``is_new``.
 
     Raises:
-        ConfigError: nothing matches, or PEFT refuses the config for this model.
+        ConfigError: nothing matches, or PEFT rejects the config for this model.
     """
     from peft import __version__ as peft_version
     from peft import get_peft_model
@@ -139,21 +139,21 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
     _require_names()
     own = copy.deepcopy(config)
     own.inference_mode = False
-    if not starts_anew:
+    if not is_new:
         own.init_lora_weights = True
     own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
-    # PEFT draws values that do not stay; some of them from random numbers that are the user's own.
+    # PEFT draws random values that are discarded. The random state is restored.
     quiet = warnings.catch_warnings()
     with quiet, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), shown_dequantized(base):
-        warnings.simplefilter("ignore")  # what it warns of is refused, or is told by the report
+        warnings.simplefilter("ignore")  # rejected before, or in the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
         except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError, re.error) as error:
             raise ConfigError(f"PEFT cannot put this LoRA into {type(base).__name__}: {error}") from error
     own.init_lora_weights = config.init_lora_weights
     if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
-        # It calls the model's forward, past the hooks by which FSDP2 gathers.
-        model.base_model.forward = partial(_called, model.base_model)  # a method of its own could not be pickled
+        # It calls the model's forward directly, so that FSDP2's hooks do not run.
+        model.base_model.forward = partial(_called, model.base_model)  # a nested function could not be pickled
     for _, layer in layers(model):
         if _is_packed(layer) and hasattr(layer, "parameter_name"):
             layer._activate_lora = partial(_with_products, layer)
@@ -171,7 +171,7 @@ def _is_packed(layer: Any) -> bool:
 
 @contextmanager
 def _with_products(layer: Any, adapters: Sequence[str]) -> Iterator[None]:
-    """Run ``ParamWrapper._activate_lora`` on stacked experts in four bits, which stay packed."""
+    """Replace ``ParamWrapper._activate_lora`` for stacked experts in four bits, whose weights are not changed."""
     experts, count = layer.get_base_layer(), layer.num_experts
     before = experts.deltas
     for name in adapters:
@@ -205,10 +205,10 @@ def _unloaded(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = Fal
 
 
 def _require_in_place(tuner: Any, *, safe_merge: bool) -> None:
-    """Refuse changes that would replace a weight that FSDP2 manages, because FSDP2 would keep using the old one.
+    """Reject changes that would replace a weight managed by FSDP2, which would keep using the old one.
 
     Raises:
-        ConfigError: there is such a layer. The error contains the first one.
+        ConfigError: the message has the first such layer.
     """
     for name, layer in layers(tuner):
         base = layer.get_base_layer()
@@ -233,14 +233,10 @@ def _require_names() -> None:
         from peft.tuners.lora.layer import ParamWrapper
         from peft.utils.other import ModulesToSaveWrapper
 
-        for owner, names in (
-            (LoraLayer, "get_base_layer reset_lora_parameters"),
-            (ParamWrapper, "_activate_lora"),
-            (ModulesToSaveWrapper, "forward"),
-            (tuners_utils.BaseTuner, "merge_adapter _unload_and_optionally_merge"),
-        ):
-            for name in names.split():
-                getattr(owner, name)
+        require_names(LoraLayer, "get_base_layer reset_lora_parameters")
+        require_names(ParamWrapper, "_activate_lora")
+        require_names(ModulesToSaveWrapper, "forward")
+        require_names(tuners_utils.BaseTuner, "merge_adapter _unload_and_optionally_merge")
 
 
 def _called(tuner: Any, *args: Any, **keywords: Any) -> Any:
@@ -250,7 +246,7 @@ def _called(tuner: Any, *args: Any, **keywords: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedNames:
-    """Names, in the original base, of the adapted modules and parameters, and of copied modules."""
+    """Names in the original base of adapted modules and parameters, and of copied modules."""
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -258,7 +254,7 @@ class AdaptedNames:
 
 
 def targets_of(model: PeftModel, adapter: str) -> AdaptedNames:
-    """Return the names of modules and parameters that the adapter targets or copies."""
+    """Return the names that the adapter targets or copies."""
     tuner: Any = model.base_model
     copied = tuple(name for name, module in model.get_base_model().named_modules() if _has_copy(module, adapter))
     return AdaptedNames(tuple(tuner.targeted_module_names), tuple(tuner.targeted_parameter_names), copied)
@@ -287,7 +283,7 @@ def layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
 
 
 def matrices(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
-    """Yield (module, name in it) for each parameter of an adapter in a LoRA layer, except magnitudes."""
+    """Yield (module, local name) for each parameter of an adapter in a LoRA layer, except magnitudes."""
     for part in ("lora_A", "lora_B"):
         if adapter in getattr(layer, part):
             module = getattr(layer, part)[adapter]
@@ -305,7 +301,7 @@ def magnitude(layer: Any, adapter: str) -> nn.Module | None:
 
 
 def has_row_norms(layer: Any) -> bool:
-    """Check if the magnitudes of DoRA are norms of single rows of the weight as stored."""
+    """Return whether the magnitudes of DoRA are norms of rows of the stored weight."""
     base = layer.get_base_layer()
     return isinstance(base, nn.Linear) and not getattr(layer, "fan_in_fan_out", False)
 
@@ -315,7 +311,7 @@ def initialize(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT
     if init is not False:
         layer.reset_lora_parameters(adapter, init)
         return
-    # PEFT leaves what the constructors of the modules drew.
+    # PEFT keeps the values from the constructors of the modules.
     for part in ("lora_A", "lora_B"):
         if adapter in getattr(layer, part):
             getattr(layer, part)[adapter].reset_parameters()
@@ -349,10 +345,9 @@ def save_config(model: Any, adapter: str, folder: str) -> None:
 
 
 def adapter_doors() -> list[tuple[Any, str]]:
-    """Return the (class, function name) pairs with which PEFT moves a new adapter to the device of its layer.
+    """Return (class, name) of the functions by which PEFT moves a new adapter to the device of its layer.
 
-    Such a function receives modules, among them the layer with the adapter. The list is empty if PEFT is not
-    installed.
+    Their arguments are modules, including the layer with the adapter. Empty if PEFT is not installed.
     """
     if importlib.util.find_spec("peft") is None:
         return []
@@ -364,19 +359,19 @@ def adapter_doors() -> list[tuple[Any, str]]:
         moved, replaced = "_move_adapter_to_device_of_base_layer", "_replace_module"
         doors = [(BaseTunerLayer, moved), (ParamWrapper, moved), (BaseTuner, replaced), (LoraModel, replaced)]
         for owner, name in doors:
-            getattr(owner, name)
+            require_names(owner, name)
     return doors
 
 
 def layer_among(given: Iterable[object]) -> nn.Module | None:
-    """Return the layer with adapters among the arguments of one of these functions."""
+    """Return the layer with adapters among the arguments of such a function."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return next((item for item in given if isinstance(item, BaseTunerLayer) and isinstance(item, nn.Module)), None)
 
 
 def copied_names(model: nn.Module) -> dict[str, str]:
-    """Return the names of parameters and buffers that PEFT copied for training, mapped to the originals' names."""
+    """Map the names of parameters and buffers that PEFT copied for training to those of their originals."""
     if importlib.util.find_spec("peft") is None:
         return {}
     from peft.utils.other import ModulesToSaveWrapper

@@ -1,4 +1,4 @@
-"""The sites of a LoRA in a model and their initialization, from PEFT on a temporary model on meta."""
+"""The layers that a LoRA adapts and the initialization of its matrices, from PEFT's model on meta."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.layout import LocalBox
 from shardwise.models.initial_programs import Program, fill_from_program, program_of
 from shardwise.models.initialize import Initializers
 from shardwise.models.view import TensorRef, collect_tensors
-from shardwise.tensors import Box, Strided, contiguous_strides
+from shardwise.tensors import Box, Strided
 from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import with_lora
 
@@ -30,7 +30,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class AdaptedMatrix:
-    """A matrix of an adapter: its FQN with the adapter name "default", and its shape."""
+    """A matrix of an adapter. Its FQN has the adapter name "default"."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -42,38 +42,33 @@ class AdaptedMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearSite:
-    """A linear layer with an adapter: ``y + scaling * lora_B(lora_A(dropout(x)))``, A (r, in), B (out, r)."""
+class _Site:
+    """A module with an adapter."""
 
     module: str
     lora_A: AdaptedMatrix
     lora_B: AdaptedMatrix
     r: int
     scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSite(_Site):
+    """A linear layer with an adapter: ``y + scaling * lora_B(lora_A(dropout(x)))``, A (r, in), B (out, r)."""
+
     dropout: float
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingSite:
+class EmbeddingSite(_Site):
     """An embedding with an adapter: A is (r, words) and B (width, r)."""
-
-    module: str
-    lora_A: AdaptedMatrix
-    lora_B: AdaptedMatrix
-    r: int
-    scaling: float
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsSite:
+class ExpertsSite(_Site):
     """A parameter of fused experts with an adapter per expert: A is (r * experts, in) and B (out, r * experts)."""
 
-    module: str
     parameter: str
-    lora_A: AdaptedMatrix
-    lora_B: AdaptedMatrix
-    r: int
-    scaling: float
     experts: int
 
 
@@ -82,7 +77,7 @@ AdaptedSite: TypeAlias = LinearSite | EmbeddingSite | ExpertsSite
 
 @dataclass(frozen=True)
 class AdapterOutline:
-    """An adapter outside of any model: its sites in the order of the model, and its initialization."""
+    """An adapter without a model: its sites in the order of the model, and its initialization."""
 
     sites: tuple[AdaptedSite, ...]
     held: Mapping[str, TensorRef]
@@ -99,45 +94,41 @@ class AdapterOutline:
             yield site.lora_A
             yield site.lora_B
 
-    def begin(self, matrix: AdaptedMatrix, values: torch.Tensor, seed: int) -> None:
-        """Initialize a matrix with the same values as ``from_pretrained`` with ``Lora(config)``.
-
-        They depend on (seed, FQN) alone. ``values`` is contiguous.
-        """
+    def initialize(self, matrix: AdaptedMatrix, values: torch.Tensor, seed: int) -> None:
+        """Initialize a contiguous matrix as ``from_pretrained`` with ``Lora(config)`` does, from (seed, FQN)."""
         program = self.programs[matrix.fqn]
         if not program.is_elementwise:
             whole = self.initializers.whole(self.held[matrix.fqn], seed=seed)
             program = program_of(whole)
-        shape = matrix.shape
-        box = LocalBox(Box((0,) * len(shape), shape), Strided(0, shape, contiguous_strides(shape)))
+        box = LocalBox(Box.whole(matrix.shape), Strided.contiguous(matrix.shape))
         fill_from_program(program, values, [box], seed=seed, fqn=matrix.fqn)
 
 
 def name_in_base(name: str) -> str:
-    """Return the name in the base for a name in PEFT's model around it."""
+    """Return the name in the base of a module or tensor of PEFT's model."""
     return name.removeprefix(_PREFIX).replace(".base_layer", "")
 
 
 def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
-    """Return the outline of the adapter that PEFT would inject into a model.
+    """Return the outline of the adapter that PEFT injects into a model.
 
     Args:
-        base: the model on meta, in float32, into which PEFT's modules are injected.
-        config: a config with matrices only.
+        base: the model on meta, in float32, which is changed.
+        config: the config of the adapter.
 
     Raises:
-        ConfigError: nothing matches, or the config contains more than plain pairs of matrices.
+        ConfigError: nothing matches, or the adapter has other parts than pairs of matrices.
     """
     _require_matrices(config)
     made = with_lora(base, Bindings({}), config, _ADAPTER, None)
     held = {name: item for item in collect_tensors(made.model) for name in item.names}
     faults: list[str] = []
     sites: list[AdaptedSite] = []
+    names = {id(item.tensor): item.fqn for item in held.values()}
     adapted: Any = made.model
     for name, layer in peft_compat.layers(adapted):
-        module = name_in_base(name)
         try:
-            sites.append(_site(module, layer, {id(item.tensor): item.fqn for item in held.values()}))
+            sites.append(_site(name_in_base(name), layer, names))
         except ConfigError as error:
             faults.append(str(error))
     if faults:
@@ -145,17 +136,17 @@ def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline
     initializers = Initializers(
         made.model, list({id(item): item for item in held.values()}.values()), made.additions
     )
-    programs = initializers.programs(sorted(made.additions.begun))
+    programs = initializers.programs(sorted(made.additions.from_tuning))
     return AdapterOutline(tuple(sites), held, initializers, programs)
 
 
 def _require_matrices(config: LoraConfig) -> None:
-    """Refuse settings that add more than a pair of matrices per weight.
+    """Reject settings that add more than a pair of matrices per weight.
 
     Raises:
-        ConfigError: there are such options. The error lists them.
+        ConfigError: the message has these settings.
     """
-    peft_compat.require_supported(config, starts_anew=True)
+    peft_compat.require_supported(config, is_new=True)
     faults = []
     if config.use_dora:
         faults.append("use_dora=True needs norms of whole weights at each step. Leave it out")
@@ -171,7 +162,7 @@ def _require_matrices(config: LoraConfig) -> None:
 
 
 def _site(module: str, layer: Any, names: Mapping[int, str]) -> AdaptedSite:
-    """Convert one PEFT layer to a site.
+    """Return the site of one of PEFT's layers. ``names`` are FQNs by ``id`` of the tensor.
 
     Raises:
         ConfigError: it is a layer of another kind.
@@ -188,8 +179,8 @@ def _site(module: str, layer: Any, names: Mapping[int, str]) -> AdaptedSite:
     if len(found) == 2 and math.isfinite(scaling):
         lora_A, lora_B = found
         if isinstance(layer, ParamWrapper) and getattr(base, layer.parameter_name).ndim == 3:
-            return ExpertsSite(module, layer.parameter_name, lora_A, lora_B, r, scaling, layer.num_experts)
-        if isinstance(layer, Embedding):  # on which PEFT has no dropout, whatever the config says
+            return ExpertsSite(module, lora_A, lora_B, r, scaling, layer.parameter_name, layer.num_experts)
+        if isinstance(layer, Embedding):  # PEFT applies no dropout to these
             return EmbeddingSite(module, lora_A, lora_B, r, scaling)
         if isinstance(layer, Linear) and isinstance(base, nn.Linear | Conv1D):
             dropout = getattr(layer.lora_dropout[_ADAPTER], "p", 0.0)
