@@ -1,4 +1,4 @@
-"""Files that count by a list of renames: whoever dies when, all of one save are there, or all of the other."""
+"""A save committed by a list of renames: after a crash at any moment, all files are of one save."""
 
 import json
 from pathlib import Path

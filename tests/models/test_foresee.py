@@ -95,7 +95,7 @@ def test_every_policy_is_foreseen(policy):
 
 
 class Odd(nn.Module):
-    """All that FSDP2 cannot take as it is: see each line."""
+    """Everything that FSDP2 does not accept: see each line."""
 
     def __init__(self):
         super().__init__()

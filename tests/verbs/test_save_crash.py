@@ -34,7 +34,7 @@ def save(rank: int, checkpoint: str, folder: str, max_shard_size: str, log: str 
 
 
 def look(reader) -> dict[str, bytes] | None:
-    """Every tensor, as whoever opens the folder finds it; None where there is no save."""
+    """Every tensor that a reader of the folder finds; None where there is no save."""
     names = reader.list()
     if "model.safetensors" not in names and "model.safetensors.index.json" not in names:
         return None

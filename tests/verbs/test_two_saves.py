@@ -1,4 +1,4 @@
-"""Two saves of one folder, at any moment of each other: one of them counts, whole, and the other one is told."""
+"""Two saves into one folder at the same time: one of them is complete, and the other one raises an error."""
 
 import os
 import shutil
