@@ -1,4 +1,4 @@
-"""Two processes save into one folder with accelerate or the Trainer: one save is complete, the other raises an error."""
+"""Two processes save into one folder with accelerate or the Trainer: one is complete, the other raises."""
 
 from collections.abc import Iterator
 
