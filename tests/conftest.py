@@ -1,6 +1,7 @@
-"""What every test starts from, and every process that a test spawns."""
+"""Settings, fixtures and the order of all tests."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -12,15 +13,14 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# No caches of whoever runs the tests.
+# No caches of the user.
 if "HF_DATASETS_CACHE" not in os.environ:
     os.environ["HF_DATASETS_CACHE"] = os.path.join(tempfile.gettempdir(), f"shardwise-cache-{os.getpid()}")
     atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
-# One thread per process: sums in one order, and worlds of several processes off each other's cores.
+# One thread per process: sums in one order, and ranks do not compete for cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,7 +46,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is listed as longest is slow. Files with tests that spawn ranks come first: they take longest."""
+    """Mark the tests in longest.txt as slow. Files with tests that spawn ranks come first: they take longest."""
     lines = Path(__file__).with_name("longest.txt").read_text().splitlines()
     longest = {line for line in lines if not line.startswith("#")}
     for item in items:
@@ -56,9 +56,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in spawning)
 
 
+def pytest_collection_finish() -> None:
+    """Exclude all that was imported from garbage collections, which are then short."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a GPU where there is none; torch is imported only when somebody asks."""
+    """Skip tests that need a GPU if there is none."""
     if item.get_closest_marker("gpu") is not None:
         import torch
 
@@ -68,21 +74,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 PRELOADED = (
     "torch.distributed.checkpoint",
-    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
     "peft",
     "shardwise.engines.pretrained_loading",
     "shardwise.engines.saving",
+    "tests.ways",
+    "tests.verbs.stating",
+    "tests.checkpoints.on_ranks",
 )
-"""What nearly every test needs on its ranks: seconds for each of them, if each imported it."""
+"""Modules that most ranks need, imported once by the process that ranks are forked from."""
 
 
 _MOST_THREADS = 60
-"""Of a rank that is used again. Every process group brings three, of which one looks for work a hundred times a
-second; meshes of tests leave some behind each."""
+"""Threads of a rank after which its world is replaced. A process group has three threads, one of which polls."""
 
 
 class Worlds:
-    """Worlds of gloo ranks by size, kept from test to test until they have become slow."""
+    """Worlds of gloo ranks by size, kept from test to test."""
 
     def __init__(self) -> None:
         self._worlds: dict[int, LocalRanks] = {}
@@ -102,7 +111,7 @@ class Worlds:
 
 
 def _threads_of(process: int) -> int:
-    """0 where the system does not tell."""
+    """Number of threads; 0 if the system does not show it."""
     try:
         return len(os.listdir(f"/proc/{process}/task"))
     except OSError:
@@ -115,11 +124,3 @@ def worlds() -> Iterator[Worlds]:
     kept = Worlds()
     yield kept
     kept.close()
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Ctrl-C is heard, even where the tests themselves were started in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -64,350 +65,27 @@ class Specimen:
 # --------------------------------------------------------------------------------------------- small values
 
 VOCAB = 112
-HIDDEN = 64  # 4 heads of 16 where the head size follows from the width
 HEADS = 4
-KV_HEADS = 2
-TOWER_HIDDEN = 48  # width of vision and audio towers: 4 heads of 12
 LAYERS = 2
 EXPERTS = 4
 
 
-def _named(sizes: dict[int, str]) -> dict[str, int]:
-    """Sizes by the names of their fields."""
-    return {name: size for size, names in sizes.items() for name in names.split()}
-
-
-# Small values -> the fields of text models that take them; 2 are LAYERS or KV_HEADS, 4 HEADS or EXPERTS.
-# Heads have 24 dimensions, 4 * 24 != 64: projections are not square where the architecture allows it.
-SIZES = _named(
-    {
-        1: """
-            topk_group n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace
-            num_dense_layers moe_layer_end_index num_global_layers
-        """,
-        2: """
-            type_vocab_size swa_num_key_value_heads index_n_heads o_groups num_experts_per_tok num_experts_per_token
-            moe_topk moe_top_k moe_k n_group num_expert_group zero_expert_num linear_num_key_heads mamba_n_groups
-            group_detr index_topk_blocks num_key_value_heads num_kv_heads kv_n_heads num_hidden_layers n_layer
-            n_layers num_layers decoder_layers encoder_layers num_encoder_layers num_decoder_layers num_blocks depth
-            decoder_num_hidden_layers memory_attention_num_layers
-        """,
-        3: "linear_num_heads num_code_groups",
-        4: """
-            num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads
-            encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads
-            decoder_num_attention_heads index_topk linear_num_value_heads patch_size num_filters upsample_groups
-            index_block_size num_experts num_local_experts n_routed_experts moe_num_experts
-        """,
-        6: """
-            swa_num_attention_heads d_rel sliding_window sliding_window_size attention_window_size window_size
-            local_attention attention_chunk_size mamba_dt_rank time_step_rank
-        """,
-        8: """
-            rotary_dim qk_rope_head_dim linear_value_head_dim mamba_n_heads mamba_chunk_size chunk_size
-            additional_vocab_size num_prototypes
-        """,
-        10: "num_queries num_detection_tokens",
-        12: """
-            adapter_rank qk_nope_head_dim index_head_dim o_lora_rank linear_key_head_dim linear_head_dim
-            mamba_d_state state_size ssm_state_size codebook_dim vector_quantization_hidden_dimension latent_dim
-            loss_weighting_hidden_size duration_delta_embedding_dim memory_encoder_output_channels horizon_length
-            global_pointer_head_size
-        """,
-        16: """
-            swa_head_dim rel_extent v_head_dim mamba_d_head image_size num_position_embeddings num_mel_bins
-            n_mel_bins mel_vocab_size feature_size frequency_embedding_size output_quantile_len num_depth_bins
-            x4_feat_dim
-        """,
-        20: "max_source_positions hidden_size_per_layer_input shape_embed_dim kv_lora_rank",
-        24: """
-            pronunciation_embed_dim nemo_conv_channels output_channels downsample_hidden_size fusion_hidden_size
-            auxiliary_channels head_dim dim_head d_head kv_channels attention_head_size
-        """,
-        28: "router_hidden_size",
-        32: "original_max_position_embeddings max_img_size codebook_size max_image_size",
-        40: """
-            embedding_size word_embed_proj_dim input_embedding_size moe_intermediate_size expert_ffn_hidden_size
-            ext_pw_out_channel depthwise_separable_out_channel q_lora_rank projection_dim project_dim
-            audio_prompt_dim decoder_hidden_size iou_head_hidden_dim
-        """,
-        48: "decoder_dim audio_hidden_size hidden_dim",
-        50: "pronunciation_vocab_size encoder_hash_byte_group_vocab",
-        56: """
-            output_embedding_size shared_expert_intermediate_size shared_intermediate_size
-            shared_experts_intermediate_size moe_shared_expert_intermediate_size share_expert_dim
-        """,
-        60: "shape_vocab_size",
-        64: """
-            max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions hidden_size
-            d_model n_embd emb_dim embed_dim embedding_dim dim hidden_size_global out_hidden_size output_dim
-            text_hidden_size thinker_hidden_size condition_dim encoder_hidden_dim fpn_hidden_size
-            memory_attention_hidden_size memory_encoder_hidden_size mask_downsampler_embed_dim
-            memory_fuser_embed_dim
-        """,
-        72: """
-            dense_intermediate_size encoder_ffn_dim backbone_hidden_size projection_intermediate_size
-            projector_hidden_size decoder_intermediate_size
-        """,
-        80: "lru_width",
-        88: """
-            intermediate_size ffn_hidden_size ffn_dim d_inner n_inner dff dim_ff feed_forward_size mlp_dim
-            decoder_ffn_dim memory_attention_feed_forward_hidden_size memory_fuser_intermediate_dim
-        """,
-        104: "intermediate_size_mlp",
-        112: "vocab_size vocab_size_per_layer_input",
-    }
-)
-
-# Field name -> small value, for fields that hold a list.
-LISTS: dict[str, list[int]] = {
-    "deepstack_visual_indexes": [0, 1],
-    "global_attn_indexes": [1],
-    "intermediate_layers_indices": [0, 1],
-    "vision_feature_layer": [1, 0],
-    "downsample_channels": [28, 36],
-    "image_size": [16, 16],
-    "hidden_sizes": [8, 16, 24, 32],
-    "encoder_in_channels": [16, 24, 32],
-    "decoder_in_channels": [HIDDEN, HIDDEN, HIDDEN],
-    "neck_hidden_sizes": [12, 16, 20, 24],
-    "depths": [1, 1, 2, 1],
-    "stem_channels": [3, 6, 8],
-    "stage_in_channels": [8, 12, 16, 24],
-    "stage_mid_channels": [6, 6, 8, 8],
-    "stage_out_channels": [12, 16, 24, 32],
-    "stage_num_blocks": [1, 1, 2, 1],
-    "stage_numb_of_layers": [1, 1, 1, 1],
-    "upsample_rates": [2, 2],
-    "upsampling_ratios": [2, 2],
-}
-
-# What differs in vision and audio towers.
-TOWER_SIZES: dict[str, int] = {
-    "hidden_size": TOWER_HIDDEN,
-    "d_model": TOWER_HIDDEN,
-    "embed_dim": TOWER_HIDDEN,
-    "intermediate_size": 72,
-    "num_key_value_heads": HEADS,
-}
+_DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SIZES: dict[str, int] = {name: size for size, names in _DATA["sizes"].items() for name in names.split()}
+LISTS: dict[str, list[int]] = _DATA["lists"]
+TOWER_SIZES: dict[str, int] = _DATA["tower_sizes"]
+DEFAULTS: dict[str, dict[str, Any]] = _DATA["defaults"]
+OVERRIDES: dict[str, dict[str, Any]] = _DATA["overrides"]
+KNOWN_UPSTREAM: dict[str, str] = _DATA["known_upstream"]
+NOT_BUILT: dict[str, str] = _DATA["not_built"]
+PREFIXES_UNSUPPORTED: set[str] = set(_DATA["prefixes_unsupported"])
+"""Explained in ``zoo.yaml``."""
 
 # Fields that a configuration derives from others when they are None, and that are set here nevertheless.
 FREE_WHEN_DERIVED = {"num_key_value_heads", "head_dim", "num_kv_heads"}
 
 # Lists that have one entry per layer even where no field holds the number of layers.
 PER_LAYER_NAMES = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_layers")
-
-HYBRID = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
-
-# The backbone of the DETR family: the default one needs timm.
-RESNET = {"model_type": "resnet", "out_features": ["stage1", "stage2", "stage3", "stage4"]}
-
-# Arguments without which the default configuration of a model_type cannot be made, or not be built here.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "conditional_detr": {"backbone_config": RESNET},
-    "deformable_detr": {"backbone_config": RESNET},
-    "detr": {"backbone_config": RESNET},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
-    "musicgen": {
-        "text_encoder": {"model_type": "t5"},
-        "audio_encoder": {"model_type": "encodec"},
-        "decoder": {"model_type": "musicgen_decoder"},
-    },
-    "musicgen_melody": {
-        "text_encoder": {"model_type": "t5"},
-        "audio_encoder": {"model_type": "encodec"},
-        "decoder": {"model_type": "musicgen_melody_decoder"},
-    },
-    "sapiens2": {"head_config": {"upsample_out_channels": [24, 16]}},
-}
-
-# Field values that no table of names can know, by the model_type of the (sub-)configuration they belong to,
-# or by "parent_model_type.field" where the same configuration differs from parent to parent.
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1]},
-    "blt": {"use_cache": False},
-    "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
-    "cosmos3_edge_text": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1000000.0,
-            "mrope_section": [4, 4, 4],
-            "mrope_interleaved": True,
-        }
-    },
-    "esm": {"vocab_size": VOCAB},
-    "nemotron_h_omni.vision_config": {"video_temporal_patch_size": 2},
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
-    "emu3": {"vocabulary_map": {"<image>": 4, "<|extra_200|>": 5, "<|visual token 000000|>": 6}},
-    "emu3_vqgan": {
-        "base_channels": 32,
-        "channel_multiplier": [1, 2],
-        "attn_resolutions": [1],
-        "num_res_blocks": 1,
-        "embed_dim": 4,
-    },
-    "detr": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
-    "conditional_detr": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
-    "inkling_vision": {"num_hidden_layers": 4},
-    "ernie4_5_vl_moe_text": {
-        "moe_intermediate_size": [40, 28],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [3, 3, 2]},
-    },
-    "glm5_next_text": {"index_kpool": 2},
-    "gradium_phonon_tts": {"num_key_value_heads": HEADS},
-    "lw_detr_vit": {
-        "image_size": 32,
-        "num_windows": 4,
-        "num_hidden_layers": 3,
-        "window_block_indices": [0, 2],
-        "out_indices": [1, 2, 3],
-    },
-    "mllama_text_model": {"cross_attention_layers": [1]},
-    "mllama_vision_model": {"vision_output_dim": 3 * TOWER_HIDDEN},
-    "nemotron3_5_transcribe_asr_audio": {"num_key_value_heads": HEADS},
-    "nemotron3_5_transcribe_word_timestamp": {"num_key_value_heads": HEADS},
-    "nemotron3_diarization_audio": {"num_key_value_heads": HEADS},
-    "swin": {"embed_dim": 12, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 3, 4], "window_size": 2},
-    "segformer": {"num_attention_heads": [1, 2, 3, 4]},
-    "t5gemma2_encoder.text_config": {"dropout_rate": 0.0},
-    "dinov2_with_registers": {"use_swiglu_ffn": True},
-    "tipsv2_dpt.backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "use_swiglu_ffn": True},
-    "tipsv2_vision_model": {"hidden_size": HIDDEN},
-    "vibevoice_acoustic_tokenizer_encoder": {"depths": [1, 1, 2], "downsampling_ratios": [2, 2]},
-    "qwen3_omni_moe.talker_config": {"spatial_merge_size": 2},
-    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 56},
-    "sapiens2_head": {
-        "upsample_out_channels": [24, 16],
-        "conv_out_channels": [16, 12],
-        "scale_conv_out_channels": [12, 8],
-        "scale_final_hidden_sizes": [12, 8],
-    },
-    "sapiens2": {
-        "num_hidden_layers": 3,
-        "num_key_value_heads_per_layer": [HEADS, KV_HEADS, HEADS],
-        "num_first_full_attention_layers": 1,
-        "num_last_full_attention_layers": 1,
-        "num_key_value_attention_heads": 2,
-    },
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1]},
-            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1]},
-        },
-    },
-    "dbrx.attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0},
-    "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 2},
-    "dots1": {
-        "first_k_dense_replace": 1,
-        "n_routed_experts": EXPERTS,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "dots3_note_audio_encoder": {"adapter_input_size": TOWER_HIDDEN, "adapter_out_dim": HIDDEN},
-    "dots3_note_vision_encoder": {
-        "adapter_in_dim": TOWER_HIDDEN,
-        "adapter_out_dim": HIDDEN,
-        "mlp_layer_types": ["dense", "sparse"],
-        "num_hidden_layers": LAYERS,
-    },
-    "dots3_note_text": {
-        "swa_num_attention_heads": 2,
-        "swa_num_key_value_heads": 2,
-        "swa_q_lora_rank": 28,
-        "swa_kv_lora_rank": 24,
-        "swa_head_dim": 20,
-        "swa_qk_nope_head_dim": 12,
-        "swa_v_head_dim": 16,
-    },
-    "falcon_h1": {"mamba_d_ssm": 96, "mamba_d_head": 12},
-    "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "intermediate_size": [88] * 4,
-        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
-    },
-    "gemma4_assistant.text_config": {"num_kv_shared_layers": LAYERS},
-    "gemma4_unified_assistant.text_config": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-    },
-    "gemma4_text": {"global_head_dim": 32},
-    "gemma4_unified_text": {"global_head_dim": 32},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "helium": {"head_dim": 16},
-    "jamba": {
-        "num_hidden_layers": 3,
-        "attn_layer_period": 3,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 0,
-    },
-    "inkling_text": {"mlp_layer_types": ["dense", "sparse"]},
-    "laguna": {"num_attention_heads_per_layer": [4, 6], "layer_types": ["full_attention", "sliding_attention"]},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
-    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    "llama4_text": {"moe_layers": [1]},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
-    "mellum": {"layer_types": ["full_attention", "sliding_attention"]},
-    "minimax_m3_vl_text": {"mlp_layer_types": ["dense", "sparse"]},
-    "nemotron_h": {"mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 2},
-    "qwen2_moe": {"mlp_only_layers": [0]},
-    "qwen3_moe": {"mlp_only_layers": [0]},
-    "qwen4_exp_text": {
-        "eos_token_id": 2,
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 24,
-        "indexer_budget": 4,
-        "indexer_compress_ratio": 2,
-        "hc_lowrank": 12,
-        "ple_layer_ids": [1],
-        "ple_embed_dim": 48,
-        "ngram_vocab_size_base": 20,
-        "make_ngram_vocab_size_divisible_by": 8,
-        "heads_per_ngram": 2,
-        "split_ngram_parts": 3,
-    },
-    "recurrent_gemma": {"num_hidden_layers": 3},
-    "reformer": {"is_decoder": True, "axial_pos_shape": [4, 8], "axial_pos_embds_dim": [24, 40]},
-    "xlstm": {"qk_dim_factor": 1.0},
-    "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": HYBRID},
-    "zamba2": {"num_hidden_layers": 4, "layers_block_type": HYBRID},
-    "zaya": {"num_experts_per_tok": 1},
-}
-
-
-# ------------------------------------------------------------------------- what transformers itself cannot do
-
-# Specimens whose checkpoint transformers does not load back as it was saved, and why.
-KNOWN_UPSTREAM: dict[str, str] = {
-    "zaya": "_init_weights overwrites the last entry of each router's loaded `balancing_biases` with -1"
-}
-
-# Specimens that cannot be built at all, and why; `build` raises CannotShrink.
-NOT_BUILT: dict[str, str] = {
-    "gemma3n": "its vision tower is a timm model: needs timm and pillow",
-    "gemma4_assistant": "from 5.23 its text model refuses that all layers share keys and values, "
-    "which its configuration insists on",
-    "maskformer:MaskFormerForInstanceSegmentation": "its loss, made with the model, needs scipy",
-    "timm_wrapper:TimmWrapperForImageClassification": "needs timm and pillow",
-}
-
-
-# Specimens that do not load back from `save_original(..., prefixes=True)`: the model and its base model each
-# put the prefix `thinker.` back.
-PREFIXES_UNSUPPORTED: set[str] = {
-    "qwen2_5_omni_thinker:Qwen2_5OmniThinkerForConditionalGeneration",
-    "qwen3_omni_moe:Qwen3OmniMoeForConditionalGeneration",
-    "qwen3_omni_moe_thinker:Qwen3OmniMoeThinkerForConditionalGeneration",
-}
-
 
 # ------------------------------------------------------------------------------------------- configurations
 
@@ -719,21 +397,7 @@ def causal_lm_specimens() -> list[Specimen]:
     return sorted(specimens, key=lambda specimen: specimen.name)
 
 
-# A dozen specimens that differ in what makes loading hard, for tests that cannot afford all.
-REPRESENTATIVE = (
-    "apertus",  # tensors without dimensions
-    "bailing_hybrid",  # Concatenate(0), merged experts, linear and full attention
-    "deepseek_v4",  # an integer buffer, merged experts under other names
-    "gpt2",  # transposed linears, tied head, layers not called `layers`
-    "hrm_text",  # Chunk(0), two stacks of layers
-    "inkling_mm_model:InklingForConditionalGeneration",  # Interleave on both dimensions, then Chunk
-    "kimi_linear",  # Concatenate(0), dense and sparse layers
-    "llama",  # grouped heads, no conversion
-    "olmo_hybrid",  # Concatenate(0) of unequal sizes
-    "qwen3_5_moe_text",  # a removed prefix, merged experts
-    "step3p7:Step3p7ForConditionalGeneration",  # Chunk, then PermuteForRope; Concatenate(1)
-    "zamba2",  # one block tied into several layers
-)
+REPRESENTATIVE: tuple[str, ...] = tuple(_DATA["representative"])
 
 
 def representative_specimens() -> list[Specimen]:

@@ -1,4 +1,4 @@
-"""What ranks with simulated devices do, beside the same on the CPU. Each function returns what differs."""
+"""The same work on simulated devices and on the CPU. Each function returns the differences."""
 
 import contextlib
 import traceback

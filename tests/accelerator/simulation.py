@@ -1,4 +1,4 @@
-"""What the simulated accelerator does to those who do not wait, and what it counts. Each returns what it found."""
+"""Functions that show how the simulated accelerator behaves without waits, and what it counts."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Bases that break off a pass because of somebody's rows, or somebody's matrices; and what ranks do about it."""
+"""Bases that fail in a pass, and ranks that run them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

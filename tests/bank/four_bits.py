@@ -1,4 +1,4 @@
-"""What ranks do with a bank on a base in four bits: beside a LoRA on the same base, and beside its numbers."""
+"""Functions that ranks run on a bank with a base in four bits, compared with a LoRA and with its numbers."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of a bank."""
+"""Functions that ranks run in tests of a bank."""
 
 import math
 import warnings

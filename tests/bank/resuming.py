@@ -1,4 +1,4 @@
-"""Trainings of a few tenants that are saved in the middle of a window, and go on elsewhere."""
+"""Trainings of tenants that are saved in the middle of a window and resumed."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Ranks that give one tenant other values, settings or rows, or are gone: one error on all, which names it."""
+"""Ranks that pass different values for a tenant, or are lost: one error on all ranks."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Each tenant of a bank comes out as if it had been alone in plain PEFT: one process."""
+"""Each tenant of a bank trains as it would alone in PEFT: one process."""
 
 import warnings
 from dataclasses import replace
@@ -88,7 +88,7 @@ def test_tenants_come_and_go_unnoticed(base, begun, alone):
 
 
 def test_matrices_begin_as_a_lora_that_is_loaded(base, begun):
-    """From (seed, name) alone, whoever else is there."""
+    """It depends on seed and name only, not on the other tenants."""
     recipe = recipes()["eve"]
     model = shardwise.from_pretrained(
         base, tuning=shardwise.Lora(recipe.lora()), options=shardwise.options.LoadOptions(seed=recipe.seed)

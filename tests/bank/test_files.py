@@ -21,9 +21,8 @@ from shardwise.bank.tenant import TenantStart, unchanging
 from shardwise.options import Ignore
 
 
-def trained_and_saved(base: Path, folder: Path, *, experts: bool = False) -> dict[str, Any]:
-    """Adapters of all kinds, and what the model gives with each."""
-    members = test_experts.members() if experts else recipes()
+def trained_and_saved(base: Path, folder: Path, members: dict[str, Any]) -> dict[str, Any]:
+    """Adapters, and what the model gives with each."""
     where = here() if dist.is_initialized() else {}
     bank = bank_of(base, members)
     train(bank, members, 6, **where)
@@ -52,6 +51,15 @@ def trained_and_saved(base: Path, folder: Path, *, experts: bool = False) -> dic
     return {"adapters": {name: adapter(bank, name) for name in members}, "log probabilities": found}
 
 
+def few() -> dict[str, Any]:
+    """A tenant on linear layers, and one on embeddings."""
+    return {name: recipes()[name] for name in ("ada", "cy")}
+
+
+def few_trained_and_saved(base: Path, folder: Path) -> dict[str, Any]:
+    return trained_and_saved(base, folder, few())
+
+
 def require_of_peft(base: Path, folder: Path, found: dict[str, Any], members: dict[str, Any]) -> None:
     for number, (name, recipe) in enumerate(members.items()):
         with zoo.silenced(), warnings.catch_warnings():
@@ -72,7 +80,7 @@ def require_of_peft(base: Path, folder: Path, found: dict[str, Any], members: di
 
 
 def test_a_tenant_saved_is_an_adapter_of_pefts(base, tmp_path):
-    found = trained_and_saved(base, tmp_path)
+    found = trained_and_saved(base, tmp_path, recipes())
     require_of_peft(base, tmp_path, found, recipes())
     config = json.loads((tmp_path / "ada" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8, ["q_proj", "v_proj"])
@@ -81,15 +89,15 @@ def test_a_tenant_saved_is_an_adapter_of_pefts(base, tmp_path):
 
 def test_adapters_of_experts_are_saved_as_pefts(tmp_path):
     base = banking.save_experts(tmp_path / "base")
-    found = trained_and_saved(base, tmp_path, experts=True)
+    found = trained_and_saved(base, tmp_path, test_experts.members())
     require_of_peft(base, tmp_path, found, test_experts.members())
 
 
 @pytest.mark.distributed
 def test_a_tenant_saved_by_two_ranks(worlds, base, tmp_path):
-    first, second = worlds(2).run(trained_and_saved, base, tmp_path)
+    first, second = worlds(2).run(few_trained_and_saved, base, tmp_path)
     require_equal(first["adapters"]["cy"], second["adapters"]["cy"])
-    require_of_peft(base, tmp_path, first, recipes())
+    require_of_peft(base, tmp_path, first, few())
 
 
 def test_folders_that_are_no_adapter_of_this_base(base, tmp_path):

@@ -1,4 +1,4 @@
-"""No tenant is felt by another: what one does, or what is wrong with it, leaves the others' bits as they are."""
+"""A tenant, whatever it does, leaves the bits of the others as they are."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A bank on two ranks: as alone in one process, whatever rank the rows are on."""
+"""Each tenant of a bank on two ranks trains as it would alone in one process."""
 
 import pytest
 from tests.bank import banking, on_ranks
@@ -26,6 +26,7 @@ def test_each_tenant_comes_out_as_alone(worlds, base, kind, limit):
     assert any(why.startswith("grouped") for why in first["backends"]) == (kind == "grouped")
 
 
+@pytest.mark.slow
 def test_whatever_the_groups_are(worlds, base):
     """Where embeddings and linear layers are groups by themselves; and in 16 bits, near to it."""
     first, _ = worlds(2).run(on_ranks.other_groups, base, "every layer")

@@ -1,4 +1,4 @@
-"""What the unexported names of transformers, PEFT and accelerate mean, by name."""
+"""The meaning of unexported names of transformers, PEFT and accelerate."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What torch's private names mean, not that they exist: a release that changes one fails here, by name."""
+"""The meaning of torch's private names: a release that changes one fails here, by name."""
 
 import dataclasses
 import gc

@@ -1,4 +1,4 @@
-"""What ranks do in tests of the base that an adapter was trained on."""
+"""Functions that ranks run in tests of the base of an adapter."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the ranks do in tests of checkpoints."""
+"""Functions that ranks run in tests of checkpoints."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""Calls that cannot be honored, and checkpoints that cannot be trusted: one clear error, on every rank."""
+"""Calls that cannot be honored, and damaged checkpoints: one clear error, on every rank."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Whenever the machine dies while a checkpoint is saved, the latest one is the older or the new one, whole."""
+"""A crash at any moment of a checkpoint by two ranks leaves the older or the new one, whole."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is restored is what was written: every byte that a restore reads is compared, on any number of ranks."""
+"""Every byte that a restore reads is compared with its checksum, on any number of ranks."""
 
 import random
 import re

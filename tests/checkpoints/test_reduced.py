@@ -1,4 +1,4 @@
-"""Reduced state of optimizers: bit by bit on as many ranks, refused on others; whole-tensor optimizers refused."""
+"""Reduced optimizer state: restored bit by bit on as many ranks, refused on others."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.checkpoints import reduced
 from tests.conftest import PRELOADED
 from tests.harness.local_ranks import LocalRanks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

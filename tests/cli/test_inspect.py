@@ -1,4 +1,4 @@
-"""What `inspect` prints, for people and for programs, and that it does so without torch."""
+"""Output of `inspect`, as text and JSON, without torch."""
 
 import json
 import subprocess

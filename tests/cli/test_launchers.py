@@ -24,7 +24,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launched(
     place: Path, out: str, launcher: list[str], module: str, *more: str
 ) -> subprocess.CompletedProcess[str]:
-    """A training by a launcher. Ports are whichever are free."""
+    """A training by a launcher. Ports are free ones."""
     arguments = ["--model_name_or_path", place / "model", "--dataset_name", place / "chats.jsonl", "--output_dir"]
     arguments += [place / out, "--report_to=none", "--bf16=false", "--max_length=64", "--logging_steps=1", *more]
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""What is told of an expression: its leaves, what it is but for their keys, how it is written."""
+"""Leaves, structure and text of expressions."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What ranks hold, put where the pieces say, makes the whole expression: each element once."""
+"""Pieces of an expression that ranks hold cover each element once."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What pages are made of, for their tests: blocks of code, and why some of them are not run."""
+"""Blocks of code in pages, and the reasons why some are not run."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What blocks of pages take as given: code that is run before them, by page and number of the block."""
+"""Code that is run before a block of a page, by page and number of the block."""
 
 _TRAINED = """
 import torch, shardwise

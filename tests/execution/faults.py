@@ -1,4 +1,4 @@
-"""What goes wrong on the ranks of a test world."""
+"""Functions that ranks run and that fail."""
 
 import os
 import socket

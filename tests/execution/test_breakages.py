@@ -1,4 +1,4 @@
-"""What broke, told from what torch raises; its texts are copied from it."""
+"""Kinds of errors, told from torch's texts."""
 
 import pytest
 import torch

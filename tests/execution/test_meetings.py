@@ -1,4 +1,4 @@
-"""What it costs many ranks to meet: for each rank as many calls of the store, and bytes in it, for any number."""
+"""The cost of meetings: calls of the store and bytes for each rank, for any number of ranks."""
 
 import os
 import threading

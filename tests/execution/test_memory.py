@@ -1,8 +1,10 @@
 """Free memory, as the system and its control groups tell it."""
 
 import pytest
+import torch
 
-from shardwise.execution.memory import host_memory
+import shardwise
+from shardwise.execution.memory import available_memory, host_memory
 
 GIB = 1 << 30
 
@@ -49,3 +51,8 @@ def test_a_full_group_has_nothing_left(system):
 
 def test_a_system_that_does_not_tell(tmp_path):
     assert host_memory(tmp_path / "absent", tmp_path / "absent", tmp_path / "absent") is None
+
+
+def test_a_device_of_another_kind_is_refused_by_name():
+    with pytest.raises(shardwise.ShardingError, match="device mps:0: .* kinds: cuda, xpu, npu. Load on the CPU"):
+        available_memory(torch.device("mps", 0))

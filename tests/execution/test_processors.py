@@ -1,4 +1,4 @@
-"""How many processors a rank has to compute with, and that it starts no more threads."""
+"""The number of processors of a rank, and of threads that it starts."""
 
 import os
 import threading

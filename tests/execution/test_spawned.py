@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from tests.conftest import PRELOADED
 from tests.execution import faults
+from tests.harness.fork_server import start_server
+from torch.multiprocessing.spawn import start_processes
 
 from shardwise.errors import RankLostError, ShardingError, StorageError
 from shardwise.execution import processes
@@ -28,8 +31,20 @@ from shardwise.execution.processes import (
 T = TypeVar("T")
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Ranks are forked from a process that has imported torch, in place of new interpreters."""
+    start_server(PRELOADED)
+
+    def start(*args: Any, start_method: str, **keywords: Any) -> Any:
+        assert start_method == "spawn"
+        return start_processes(*args, start_method="forkserver", **keywords)
+
+    monkeypatch.setattr(sys.modules["torch.multiprocessing.spawn"], "start_processes", start)
+
+
 @pytest.mark.distributed
-def test_values_come_by_rank_and_errors_as_they_are(monkeypatch):
+def test_values_come_by_rank_and_errors_as_they_are(monkeypatch, forked):
     monkeypatch.setattr(processes, "_GRACE_S", 1.0)
     assert run_spawned(2, faults.add, 3, 4) == [7, 8]
     with pytest.raises(StorageError, match="^gone$"):
@@ -42,6 +57,7 @@ def test_values_come_by_rank_and_errors_as_they_are(monkeypatch):
         run_spawned(2, time.sleep, 600, timeout_s=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_end_when_whoever_started_them_is_killed(tmp_path):
     program = (

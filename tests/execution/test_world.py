@@ -78,7 +78,7 @@ def test_a_rank_that_is_lost_ends_the_others(monkeypatch, act):
     monkeypatch.setattr(local_ranks, "_GRACE_S", 1.0)
     limit_s, told = 100, r"\[rank 1\] .*exit code 7"
     if act is faults.sleep_on:
-        limit_s, told = 3, r"\[rank 1\] did not finish in time"
+        limit_s, told = 2, r"\[rank 1\] did not finish in time"
     with LocalRanks(2, timeout_s=limit_s, preloaded=("torch",)) as ranks:
         if act is None:
             os.kill(ranks.pid(1), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the ranks of a doomed world do, and what befalls one of them."""
+"""Functions that ranks run until one of them fails, and the ways in which it does."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""Whatever befalls one rank in a save: the others end soon, a whole save stays, and the next one succeeds."""
+"""A rank fails in a save: the others soon raise one error, a whole save stays, and the next one succeeds."""
 
 import itertools
 import os

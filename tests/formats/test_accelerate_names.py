@@ -1,4 +1,4 @@
-"""Which files of accelerate's are in a folder."""
+"""Names of accelerate's files in a folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint, and everything that can be wrong with them, said at once."""
+"""The files of a checkpoint, and all faults of them in one error."""
 
 import errno
 import json

@@ -417,7 +417,7 @@ def test_metadata_of_another_kind(value: object) -> None:
 
 
 def test_one_checkpoint_beside_another() -> None:
-    """Its parts have names of their own, wherever they are named."""
+    """Its parts have their own names everywhere."""
     first = open_checkpoint(MemoryReader({"model.safetensors": file_with("a")}))
     turned = torch.arange(6.0).reshape(2, 3).t()
     chunks = Written({"g": cut(GRID, [3, 3], [8]), "t": ((3, 2), {(0, 0): turned})})

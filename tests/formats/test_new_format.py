@@ -1,4 +1,4 @@
-"""What a format takes that is not ours: one file, and a line in the table. Verbs read from it."""
+"""A format added in one file, and a line in the table."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What an adapter's config says of ranks and scales."""
+"""Ranks and scales in an adapter's config."""
 
 import json
 import math

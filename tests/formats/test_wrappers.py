@@ -1,4 +1,4 @@
-"""Where in a nest of dicts the model is; and views that are of one storage."""
+"""Models inside of nested dicts, and views of one storage."""
 
 import itertools
 

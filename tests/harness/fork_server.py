@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # in that process only
     gc.disable()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.path[:] = [folder for folder in sys.path if folder]
+    sys.path[:] = [*filter(None, sys.path), str(Path(__file__).parents[2])]
 
 _ORPHANED_S = 60.0
 """Seconds that a rank may take to end after the process that started it is gone."""

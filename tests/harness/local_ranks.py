@@ -21,7 +21,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.storage import machine
 
 _GRACE_S = 10.0
-"""How long the other ranks may go on after one has failed, to fail by themselves."""
+"""Seconds that the other ranks have to fail by themselves after one has failed."""
 
 
 class ProcessEnded(RuntimeError):

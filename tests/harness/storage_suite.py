@@ -1,4 +1,4 @@
-"""What every storage reader promises, as tests that any reader can be put to. Needs pytest."""
+"""Tests of the storage reader interface, for any reader. Needs pytest."""
 
 import os
 import sys

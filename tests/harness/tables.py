@@ -1,4 +1,4 @@
-"""What tables name, held against the types that they promise: for the type checker, which cannot read texts.
+"""Entries of tables by name, checked by mypy against the types that the tables promise.
 
 ``tests/test_house.py`` finds a line of a table that is not here.
 """

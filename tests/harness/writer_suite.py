@@ -1,8 +1,6 @@
-"""What every storage writer promises, as tests that any writer can be put to. Needs pytest.
+"""Tests of the storage writer interface, for any writer. Needs pytest."""
 
-Longer than other files: it is one class, from which tests of a writer of one's own inherit.
-"""
-
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ from shardwise.storage.contract import StorageWriter
 
 _CONTENT = bytes(range(251)) * 80
 _NBYTES = len(_CONTENT)
+_OUTSIDE = ("/etc/passwd", "../a", "sub/../../a", "..\\a", "C:\\a", "a\0b", "", "./a", "sub/a", "sub/", "..", ".")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +135,12 @@ class StorageWriterSuite:
             writer.create("a", 3)
         assert storage.contents() == {"a": b"older"}
 
-    @pytest.mark.parametrize(("start", "nbytes"), [(0, 11), (10, 1), (-1, 1), (2**62, 1), (11, 0)])
-    def test_nothing_is_written_beyond_the_size(self, storage: WritableStorage, start: int, nbytes: int) -> None:
+    def test_nothing_is_written_beyond_the_size(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
             writer.create("a", 10)
-            with pytest.raises(StorageError, match=rf"a in .*bytes {start}\.\.{start + nbytes} .*10 bytes"):
-                writer.write("a", start, [memoryview(bytes(nbytes))])
+            for start, nbytes in ((0, 11), (10, 1), (-1, 1), (2**62, 1), (11, 0)):
+                with pytest.raises(StorageError, match=rf"a in .*bytes {start}\.\.{start + nbytes} .*10 bytes"):
+                    writer.write("a", start, [memoryview(bytes(nbytes))])
             writer.write("a", 0, [memoryview(b"0123456789")])
             writer.sync("a")
         assert storage.contents() == {"a": b"0123456789"}
@@ -151,40 +150,38 @@ class StorageWriterSuite:
             writer.write("absent", 0, [memoryview(b"1")])
         assert storage.contents() == {}
 
-    @pytest.mark.parametrize(
-        "name",
-        ["/etc/passwd", "../a", "sub/../../a", "..\\a", "C:\\a", "a\0b", "", "./a", "sub/a", "sub/", "..", "."],
-    )
-    def test_a_name_that_leads_out_of_the_root_is_refused(self, storage: WritableStorage, name: str) -> None:
-        asks: list[Callable[[StorageWriter], object]] = [
-            lambda writer: writer.read(name),
-            lambda writer: writer.create(name, 1),
-            lambda writer: writer.write(name, 0, [memoryview(b"1")]),
-            lambda writer: writer.sync(name),
-            lambda writer: writer.rename(name, "b"),
-            lambda writer: writer.rename("a", name),
-            lambda writer: writer.publish(name, "b"),
-            lambda writer: writer.publish("a", name),
-            lambda writer: writer.replace(name, b"1"),
-            lambda writer: writer.remove(name),
+    def test_a_name_that_leads_out_of_the_root_is_refused(self, storage: WritableStorage) -> None:
+        asks: list[Callable[[StorageWriter, str], object]] = [
+            lambda writer, name: writer.read(name),
+            lambda writer, name: writer.create(name, 1),
+            lambda writer, name: writer.write(name, 0, [memoryview(b"1")]),
+            lambda writer, name: writer.sync(name),
+            lambda writer, name: writer.rename(name, "b"),
+            lambda writer, name: writer.rename("a", name),
+            lambda writer, name: writer.publish(name, "b"),
+            lambda writer, name: writer.publish("a", name),
+            lambda writer, name: writer.replace(name, b"1"),
+            lambda writer, name: writer.remove(name),
         ]
         with storage.open() as writer:
             _put(writer, "a", b"1")
-            for ask in asks:
+            for name, ask in itertools.product(_OUTSIDE, asks):
                 with pytest.raises(StorageError, match="refused as a file name"):
-                    ask(writer)
+                    ask(writer, name)
         assert storage.contents() == {"a": b"1"}
 
-    @pytest.mark.parametrize("name", ["model..v1.safetensors", ".metadata", "with space", "100%", "a[1]*", "ä+&="])
-    def test_unusual_names_are_fine(self, storage: WritableStorage, name: str) -> None:
+    def test_unusual_names_are_fine(self, storage: WritableStorage) -> None:
+        names = [".metadata", "100%", "a[1]*", "model..v1.safetensors", "with space", "ä+&="]
         with storage.open() as writer:
-            _put(writer, name, b"1")
-            writer.replace(name, b"22")
-            assert writer.list() == [name]
-            assert writer.read(name) == b"22"
-        assert storage.contents() == {name: b"22"}
+            for name in names:
+                _put(writer, name, b"1")
+                writer.replace(name, b"22")
+                assert writer.read(name) == b"22"
+            assert writer.list() == names
+        assert storage.contents() == dict.fromkeys(names, b"22")
         with storage.open() as writer:
-            writer.remove(name)
+            for name in names:
+                writer.remove(name)
         assert storage.contents() == {}
 
     def test_replacing_makes_or_replaces_a_file(self, storage: WritableStorage) -> None:

@@ -1,4 +1,4 @@
-"""What an accelerator is given that it cannot take. Importable, for spawned processes."""
+"""Functions that ranks run with arguments that accelerate cannot take."""
 
 import copy
 from collections.abc import Callable

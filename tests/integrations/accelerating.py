@@ -1,4 +1,4 @@
-"""What the ranks of a test world do with accelerate. Importable, for spawned processes."""
+"""Functions that ranks run in tests of accelerate."""
 
 import os
 import warnings

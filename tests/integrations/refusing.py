@@ -1,4 +1,4 @@
-"""What for_trainer and ShardwiseTrainer are given that they refuse, on ranks."""
+"""Functions that ranks run with arguments that for_trainer and ShardwiseTrainer refuse."""
 
 import os
 from collections.abc import Callable

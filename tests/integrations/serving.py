@@ -1,4 +1,4 @@
-"""What ranks do in the tests of handing weights to vLLM. Importable, for spawned processes."""
+"""Functions that ranks run in tests of vLLM."""
 
 import sys
 from abc import ABC, abstractmethod

@@ -3,6 +3,7 @@
 import functools
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,33 +24,7 @@ from shardwise import ConfigError, Sharding
 from shardwise.models.policies import select_blocks
 from shardwise.options import Classes, MinSize
 
-YAML = """\
-compute_environment: LOCAL_MACHINE
-debug: false
-distributed_type: FSDP
-downcast_bf16: 'no'
-enable_cpu_affinity: false
-fsdp_config:
-  fsdp_activation_checkpointing: true
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_offload_params: true
-  fsdp_reshard_after_forward: false
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_transformer_layer_cls_to_wrap: Qwen3DecoderLayer, Qwen3Attention
-  fsdp_version: 2
-machine_rank: 0
-main_training_function: main
-mixed_precision: bf16
-num_machines: 1
-num_processes: 8
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
-"""
+WRITTEN = Path(__file__).with_name("fsdp.yaml")
 """As ``accelerate config`` writes it."""
 
 
@@ -60,10 +35,8 @@ def read(source) -> tuple[Sharding, list[str]]:
     return sharding, [str(item.message) for item in caught]
 
 
-def test_what_accelerate_config_writes(tmp_path):
-    file = tmp_path / "fsdp.yaml"
-    file.write_text(YAML)
-    sharding, told = read(file)
+def test_what_accelerate_config_writes():
+    sharding, told = read(WRITTEN)
     bf16 = torch.bfloat16
     assert sharding == Sharding(
         wrap=Classes(("Qwen3DecoderLayer", "Qwen3Attention")),

@@ -1,4 +1,4 @@
-"""What cannot be trained so is refused by name, on all ranks alike, before anything is made."""
+"""Trainings that cannot work are refused by name, on all ranks, before anything is built."""
 
 import importlib
 import sys

@@ -73,7 +73,7 @@ def test_goes_on_from_a_checkpoint_on_other_ranks(
 
 @pytest.mark.slow
 def test_another_base_is_refused_unless_it_is_allowed(one: LocalRanks, folder: Path, tmp_path: Path) -> None:
-    """The files of the base are replaced between two trainings; a model that is stored whole is gone on with."""
+    """The files of the base are replaced between two trainings; a model stored whole resumes."""
     models = shutil.copytree(folder, tmp_path / "models")
     runs = {
         model: saving(models, tmp_path / model, model=model, max_steps=2).but(resume=True)
@@ -203,7 +203,7 @@ MOMENTS = ["begin", "complete", "complete before", "remove", "remove before", "s
 def test_killed_while_it_saves(
     two: LocalRanks, whole: list[Outcome], folder: Path, tmp_path: Path, moment: str
 ) -> None:
-    """Whatever was killed, the newest that counts is whole, and is gone on from; what is left is cleared away."""
+    """After a kill, training resumes from the newest complete checkpoint, and remains are removed."""
     run = saving(folder, tmp_path / "run", save_total_limit=2)
     with pytest.raises(RankError), ranks(2) as doomed:
         doomed.run(train, run.but(dies_at=6 if moment.startswith("remove") else 4, event=f"in {moment}"))

@@ -42,6 +42,7 @@ def test_the_trainer_itself_takes_the_model(two: LocalRanks, one: LocalRanks, fo
     compared(two, one, Run(str(folder)), tmp_path, by="doors")
 
 
+@pytest.mark.slow
 def test_one_that_classifies(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     """The Trainer multiplies the loss of such models by the number of ranks, with DDP as with us."""
     compared(two, two, Run(str(folder), model="classes", arguments=EVALUATED), tmp_path)

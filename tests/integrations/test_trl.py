@@ -36,9 +36,8 @@ def test_dpo_of_trl_itself(two: LocalRanks, one: LocalRanks, folder: Path, tmp_p
     compared(two, one, Run(str(folder), "dpo", "lora"), tmp_path, by="doors")
 
 
-@pytest.mark.parametrize(
-    ("model", "beta"), [("whole", 0.0), ("lora", 0.1), pytest.param("replicated lora", 0.1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "beta"), [("whole", 0.0), ("lora", 0.1), ("replicated lora", 0.1)])
 def test_grpo(two: LocalRanks, folder: Path, tmp_path: Path, model: str, beta: float) -> None:
     """Against DDP on as many ranks, since what is sampled depends on the rank."""
     compared(two, two, Run(str(folder), "grpo", model, arguments={"beta": beta}), tmp_path)

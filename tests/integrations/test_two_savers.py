@@ -1,4 +1,4 @@
-"""Two processes save into one folder by accelerate, or the Trainer: one of them counts, the other one is told."""
+"""Two processes save into one folder with accelerate or the Trainer: one is complete, the other raises."""
 
 from collections.abc import Iterator
 

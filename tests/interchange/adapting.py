@@ -1,4 +1,4 @@
-"""What the ranks of a test world do with adapters in accelerate's files. Importable, for spawned processes."""
+"""Functions that ranks run on adapters in accelerate's files."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the ranks of a test world do with files that are not as they should be. Importable, for spawns."""
+"""Functions that ranks run on damaged files of accelerate."""
 
 import contextlib
 import copy

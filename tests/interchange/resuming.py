@@ -1,4 +1,4 @@
-"""What the ranks of a test world do with checkpoints of the Trainer's. Importable, for spawned processes."""
+"""Functions that ranks run on checkpoints of the Trainer."""
 
 import json
 from pathlib import Path

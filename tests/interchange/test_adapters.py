@@ -6,8 +6,10 @@ from tests.interchange import adapting, trading
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("form", trading.THEIR_ADAPTER_FORMS)
-@pytest.mark.parametrize("ours_first", [True, False], ids=["ours", "theirs"])
+@pytest.mark.parametrize(
+    ("form", "ours_first"),
+    [*((form, False) for form in trading.THEIR_ADAPTER_FORMS), (trading.THEIR_ADAPTER_FORMS[-1], True)],
+)
 def test_every_ranks_part_of_an_adapter_arrives(worlds, tmp_path, form, ours_first):
     for faults, count in worlds(2).run(adapting.traded, str(tmp_path), form, ours_first):
         assert faults == []

@@ -1,4 +1,4 @@
-"""Files of strangers, of other makers and of other runs: read where they can be, else refused with the reason."""
+"""Hostile files, files of FSDP1 and files of other runs: read if possible, else refused with the reason."""
 
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def test_numbers_keep_their_kind(worlds, tmp_path):
         assert "codes: brought (3,) I32" in errors[2][1]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_memory_that_is_not_in_rows(worlds, tmp_path, size):
     assert worlds(size).run(refusing.onto_strides, str(tmp_path)) == [[]] * size
 
@@ -106,11 +106,10 @@ def test_a_state_of_other_parameters_is_refused(worlds, tmp_path):
     require(worlds(2).run(refusing.optimizer_refused, str(tmp_path)), "KeyMismatchError", "stranger")
 
 
-@pytest.mark.parametrize("place", [8, -40])
-def test_a_damaged_file_is_refused(worlds, tmp_path, place):
+def test_a_damaged_file_is_refused(worlds, tmp_path):
     worlds(2).run(refusing.write, str(tmp_path), "full")
     file = tmp_path / "pytorch_model_fsdp.bin"
     content = bytearray(file.read_bytes())
-    content[place : place + 8] = b"\xff" * 8
+    content[8:16] = b"\xff" * 8
     file.write_bytes(content)
     require(worlds(2).run(refusing.model_refused, str(tmp_path)), "FormatError", file.name)

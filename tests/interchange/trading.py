@@ -1,4 +1,4 @@
-"""What the ranks of a test world do with accelerate's files. Importable, for spawned processes."""
+"""Functions that ranks run on accelerate's files."""
 
 import inspect
 import logging

@@ -1,4 +1,4 @@
-"""What ranks hold, as data: sums, names and rows."""
+"""Model layouts: sums, names and rows."""
 
 import numpy as np
 import pytest

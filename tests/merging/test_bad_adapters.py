@@ -1,4 +1,4 @@
-"""Adapters that do not fit, lie, or mean harm; and what is left of OUT when a merge fails."""
+"""Adapters that do not fit or are damaged, and the output folder after a merge that fails."""
 
 import json
 import pickle

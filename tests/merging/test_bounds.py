@@ -1,4 +1,4 @@
-"""What merging takes and leaves: memory that does not grow, and an old model where the process is killed."""
+"""Merging needs bounded memory, and leaves the old model if the process is killed."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What is foreseen of a sharded model, against what ``fully_shard`` makes of it."""
+"""Forecasts of a sharded model, compared with ``fully_shard``."""
 
 from dataclasses import replace
 
@@ -95,7 +95,7 @@ def test_every_policy_is_foreseen(policy):
 
 
 class Odd(nn.Module):
-    """All that FSDP2 cannot take as it is: see each line."""
+    """Everything that FSDP2 does not accept: see each line."""
 
     def __init__(self):
         super().__init__()

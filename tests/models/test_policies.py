@@ -1,4 +1,4 @@
-"""Which modules become groups, and along which dimension a parameter is dealt."""
+"""Modules that become FSDP2 groups, and the dimension that is sharded."""
 
 import pytest
 import torch

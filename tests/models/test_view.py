@@ -1,4 +1,4 @@
-"""What a rank holds, against what torch itself shards."""
+"""Boxes that a rank holds, compared with torch's own."""
 
 import numpy as np
 import pytest

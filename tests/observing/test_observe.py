@@ -1,4 +1,4 @@
-"""A process that is observed, through the public interface; and files that are not as an observer leaves them."""
+"""Recording the phases and the memory of a process, and reading damaged records."""
 
 import json
 import os
@@ -117,21 +117,20 @@ def test_lines_are_in_the_order_of_their_times(tmp_path: Path) -> None:
     assert [span.path for span in only_rank(tmp_path).phases] == [("aside",)] * 60
 
 
-KILLED = """
-import sys, time, shardwise
-from shardwise.observing import phase
-with shardwise.observe(sys.argv[1], samples_per_second=100), phase("forever"):
-    print("ready", flush=True)
-    time.sleep(60)
-"""
+def _record_until_killed(run: str) -> None:
+    with shardwise.observe(run, samples_per_second=100), phase("forever"):
+        Path(run, "ready").touch()
+        time.sleep(60)
 
 
+@pytest.mark.distributed
 def test_a_killed_process_leaves_whole_lines_and_the_next_run_replaces_them(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
+    with LocalRanks(1, timeout_s=60, preloaded=PRELOADED) as ranks:
+        ranks.start(_record_until_killed, str(tmp_path))
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
         time.sleep(0.1)
-        process.send_signal(signal.SIGKILL)
+        ranks.kill()
     for line in file_in(tmp_path).read_text().splitlines():
         json.loads(line)
     run = read_run(tmp_path)
@@ -144,32 +143,33 @@ def test_a_killed_process_leaves_whole_lines_and_the_next_run_replaces_them(tmp_
     assert (run.ranks[0].is_closed, run.notes, run.ranks[0].phases) == (True, [], [])
 
 
-FORKED = """
-import os, sys, shardwise
-from shardwise.observing import phase
-run = sys.argv[1]
-with shardwise.observe(run, samples_per_second=100):
-    with phase("of both"):
-        if os.fork() == 0:
-            with phase("of the child"):
-                os.kill(os.getpid(), 19)  # it stays, as a worker does; whoever continues it has it leave all blocks
-            sys.exit(0)
-before = open(run + "/observed/rank-00000.jsonl").read()
-with shardwise.observe(run):  # while the child is there
-    pass
-child = int(open(f"/proc/self/task/{os.getpid()}/children").read())
-os.kill(child, 18)
-assert os.waitpid(child, 0)[1] == 0
-print(before + open(run + "/observed/rank-00000.jsonl").read())
-"""
+def _fork_while_observed(run: str) -> str:
+    """What is recorded by a process whose child, as a worker, lives on. At its end the child leaves all blocks."""
+    child = -1
+    try:
+        with shardwise.observe(run, samples_per_second=100), phase("of both"):
+            child = os.fork()
+            if child == 0:
+                with phase("of the child"):
+                    os.kill(os.getpid(), signal.SIGSTOP)
+    finally:
+        if child == 0:
+            os._exit(sys.exc_info()[0] is not None)
+    before = file_in(Path(run)).read_text()
+    with shardwise.observe(run):  # while the child is there
+        pass
+    os.kill(child, signal.SIGCONT)
+    assert os.waitpid(child, 0)[1] == 0
+    return before + file_in(Path(run)).read_text()
 
 
+@pytest.mark.distributed
 def test_a_child_that_stays_holds_no_file_and_writes_nothing(tmp_path: Path) -> None:
-    done = python(FORKED, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count('"closed":true') == 2
-    assert "of both" in done.stdout
-    assert "of the child" not in done.stdout
+    with LocalRanks(1, timeout_s=60, preloaded=PRELOADED) as ranks:
+        [text] = ranks.run(_fork_while_observed, str(tmp_path))
+    assert text.count('"closed":true') == 2
+    assert "of both" in text
+    assert "of the child" not in text
 
 
 @pytest.mark.distributed

@@ -85,7 +85,7 @@ def test_words_of_others_are_words(tmp_path: Path) -> None:
 def test_numbers_of_others_are_any(tmp_path: Path) -> None:
     path = make_rank(tmp_path, 0, 1, [(0.0, {}), (1.0, "x")])
     made = path.read_text()
-    for number in ("NaN", "Infinity", "1" + "0" * 400, "-5", "1e17", "1e308", "true", '"1"', "[1]", "null"):
+    for number in ("NaN", "1" + "0" * 400, "-5", "1e308", '"1"', "null"):
         path.write_text(f'{made}{{"t":{number},"thread":0,"begin":"y"}}\n[0.5{f",{number}" * 9}]\n')
         entry = f'{{"step":1,"loss":{number},"grad_norm":1}}'
         history = f'[{entry}, {entry}, {{"step":{number},"loss":2}}]'

@@ -1,4 +1,4 @@
-"""What of a folder counts, by which steps a save does, and what is removed afterwards."""
+"""Commit plans: the files of a folder that count, and the files to remove."""
 
 import json
 

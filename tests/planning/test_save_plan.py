@@ -1,4 +1,4 @@
-"""Which tensor goes to which file; and what all ranks write is these files, each byte once."""
+"""Save plans: the file of each tensor, and each byte written once by all ranks together."""
 
 import itertools
 import json

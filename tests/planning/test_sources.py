@@ -1,4 +1,4 @@
-"""Who gives values to whom, without ranks."""
+"""The choice of the rank that sends a tensor, without processes."""
 
 import pytest
 

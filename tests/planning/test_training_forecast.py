@@ -28,6 +28,9 @@ SIZES = {"36m": SMALL, "0.6b": SHAPES["qwen3-0.6b"], "1.7b": SHAPES["qwen3-1.7b"
 LORA = Lora(LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"))
 
 
+FAST = ("36m-nf4-again-4-2-512", "36m-lora-keep-1-2-512")
+
+
 def recorded() -> list[Any]:
     """The latest measurement of each cell whose allocator gave memory back."""
     rows = {}
@@ -38,8 +41,7 @@ def recorded() -> list[Any]:
             if cell["model"] != "demo" and not is_with_heap:
                 rows["-".join(map(str, cell.values()))] = (cell, row["measured"])
     return [
-        pytest.param(*row, id=name, marks=() if row[0]["model"] == "36m" else pytest.mark.slow)
-        for name, row in rows.items()
+        pytest.param(*row, id=name, marks=() if name in FAST else pytest.mark.slow) for name, row in rows.items()
     ]
 
 
@@ -113,6 +115,7 @@ def test_optimizer_states(optim: str, nbytes: float) -> None:
     assert sum(made.training.optimizer_bytes) == pytest.approx(nbytes * made.parameters, rel=0.05, abs=1 << 20)
 
 
+@pytest.mark.slow
 def test_offload_moves_states_to_the_host() -> None:
     step: Any = {"per_device_train_batch_size": 1, "max_length": 64, "tuning": Full(), "device": "cuda"}
     plain = planned("36m", 2, **step).training

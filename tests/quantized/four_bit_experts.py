@@ -1,4 +1,4 @@
-"""What ranks do with experts in four bits, beside the same numbers as bitsandbytes makes them, in each of them."""
+"""Functions that ranks run on experts in four bits, compared with bitsandbytes."""
 
 from collections.abc import Iterator
 from typing import Any

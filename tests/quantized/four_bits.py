@@ -1,4 +1,4 @@
-"""What ranks do with bases in four bits, beside bitsandbytes itself in each of them."""
+"""Functions that ranks run on bases in four bits, compared with bitsandbytes."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What two ranks do with a base in four bits beside training it."""
+"""Functions that two ranks run on a base in four bits."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a stranger's quantized checkpoint says is looked at before anything is made of it."""
+"""Inconsistent and hostile metadata of quantized checkpoints is refused."""
 
 import json
 import struct

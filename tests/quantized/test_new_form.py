@@ -1,4 +1,4 @@
-"""What a quantized form takes that is not ours: one file, and its lines in two tables. Verbs read from it."""
+"""A quantized form added in one file, and a line in each of two tables."""
 
 import json
 from pathlib import Path

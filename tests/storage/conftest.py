@@ -1,4 +1,4 @@
-"""What the tests of storages start from."""
+"""Fixtures of the storage tests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Large writes around the page cache: the same bytes, whatever their places, and whatever the file system takes."""
+"""Large writes that bypass the page cache."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What is special about local files: calls that do less than asked, descriptors, links, permissions."""
+"""Local files: short reads, descriptors, links, permissions."""
 
 import errno
 import os

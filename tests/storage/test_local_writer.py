@@ -1,4 +1,4 @@
-"""What is special about writing to a disk: calls that do less than asked, full disks, links, sudden ends."""
+"""Writing to a disk: short writes, full disks, links, crashes."""
 
 import ctypes
 import errno

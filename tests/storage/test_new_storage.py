@@ -1,4 +1,4 @@
-"""What a storage takes that is not ours: one class. The suite says whether it holds, and verbs read from it."""
+"""A storage added as one class, which passes the suite and is loaded from."""
 
 import os
 import threading

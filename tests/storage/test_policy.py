@@ -1,4 +1,4 @@
-"""How a storage likes to be read, and what the mount table says about a path."""
+"""Read policies, and file systems by the mount table."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What can go wrong between a reader and a server, and what becomes of it."""
+"""Faults between a reader and a server."""
 
 import re
 import threading

@@ -1,4 +1,4 @@
-"""Which URLs are understood, what of them is shown, and what opens them."""
+"""URLs: parsing, redaction, opening."""
 
 import subprocess
 import sys

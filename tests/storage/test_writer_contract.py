@@ -39,15 +39,24 @@ class TestMemoryAtUrl(StorageWriterSuite):
         return WritableStorage(lambda: ObjectWriter(url), contents)
 
 
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    gc.collect()
+    gc.freeze()  # a collection after each test is then quick
+    with objects.bucket("s3") as url:
+        yield url
+    gc.unfreeze()
+
+
 class TestBucket(StorageWriterSuite):
     @pytest.fixture
-    def storage(self) -> Iterator[WritableStorage]:
-        with objects.bucket("s3") as url:
+    def storage(self, bucket: str) -> Iterator[WritableStorage]:
+        url = f"{bucket}/{next(_numbers)}"
 
-            def contents() -> dict[str, bytes]:
-                # A file on its way is named so in a folder; in a bucket it has no name.
-                return {k: v for k, v in files_of(objects.behind(f"{url}/to")).items() if not k.endswith("#1")}
+        def contents() -> dict[str, bytes]:
+            # A file on its way is named so in a folder; in a bucket it has no name.
+            return {k: v for k, v in files_of(objects.behind(url)).items() if not k.endswith("#1")}
 
-            yield WritableStorage(lambda: ObjectWriter(f"{url}/to"), contents)
-            gc.collect()
-            assert contents() == files_of(objects.behind(f"{url}/to"))
+        yield WritableStorage(lambda: ObjectWriter(url), contents)
+        gc.collect()
+        assert contents() == files_of(objects.behind(url))

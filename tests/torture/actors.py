@@ -15,7 +15,7 @@ from tests.faults import doomed
 from tests.harness.crashes import Called, EffectLog, Failed, Killed, Returned, recorded
 
 # A process has one server to fork from: ours knows what all tests want of theirs.
-_PRELOADED = [*doomed._PRELOADED, "tests.torture.verbs", "tests.torture.killing", "tests.torture.objects"]
+_PRELOADED = [*doomed._PRELOADED, "tests.torture.verbs", "tests.torture.objects"]
 
 _LIMIT_S = 60.0
 

@@ -1,4 +1,4 @@
-"""What the Hugging Face Trainer and accelerate save through us, as small as can be, and what is found of it."""
+"""Small saves by the Hugging Face Trainer and accelerate, and readers of them."""
 
 import hashlib
 import random

@@ -40,11 +40,11 @@ from tests.torture.verbs import IN_MEMORY, MARK, NEW, NEXT, OLD, OTHER, SEEDS, V
 from shardwise.errors import StorageError
 from shardwise.storage.contract import LOCAL_WRITES, OBJECT_STORE_WRITES, WritePolicy
 
-POLICIES = {"disk": LOCAL_WRITES, "s3": OBJECT_STORE_WRITES, "az": OBJECT_STORE_WRITES}
+POLICIES = {"disk": LOCAL_WRITES, "s3": OBJECT_STORE_WRITES}
 TOKEN = re.compile(r"[0-9a-f]{8,}")
 
 FIRST, SECOND, THIRD, BY_HAND = 0, 1, 2, 9
-"""Writers: the first actor, the other one, who comes afterwards, and whoever removes a mark."""
+"""Writers: the first actor, the second one, the one that follows, and the one that removes a mark."""
 
 Item = TypeVar("Item")
 
@@ -292,7 +292,7 @@ def _next(
 
 @contextmanager
 def marks_are_filled_soon() -> Iterator[None]:
-    """Whoever finds a mark that says nothing waits for a moment only: it was torn by a crash."""
+    """An empty mark is waited for only briefly: a crash tore it."""
     with mock.patch("shardwise.execution.saving_lock._WRITTEN_S", 0.05):
         yield
 

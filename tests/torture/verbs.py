@@ -49,7 +49,7 @@ class Verb:
     """One way to save, what finds it again, and what puts down beforehand what it takes.
 
     ``is_of_others``: of a file, by its way there, whether the code of others writes it first, beside all writers.
-    Whoever is killed then leaves it.
+    A process killed meanwhile leaves it behind.
     """
 
     act: Act
@@ -86,7 +86,7 @@ def saving(*sizes: str) -> Act:
 
 
 def _model_in(state: CrashState) -> Found:
-    """Every tensor, as whoever opens the folder finds it."""
+    """Every tensor that a reader of the folder finds."""
     if not {"model.safetensors", "model.safetensors.index.json"} & state.files.keys():
         return None
     with state.reader() as reader:

@@ -1,4 +1,4 @@
-"""What is learned with the chat templates of well-known models, compared with what transformers makes of them."""
+"""Masks of the tokens to learn for well-known chat templates, compared with those of transformers."""
 
 import itertools
 import json

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests.conftest import Worlds
 from tests.tuning import on_ranks, reference
-from tests.tuning.test_tune import COPIES, DORA, EXPERTS, GAUSSIAN, NARROW, PATTERNS
+from tests.tuning.test_tune import COPIES, DORA, EXPERTS, GAUSSIAN, NARROW
 
 import shardwise
 from shardwise import ConfigError, ExistingLora, FormatError, KeyMismatchError, Lora
@@ -21,15 +21,12 @@ from shardwise.storage.writing import LocalWriter
 BIASED = LoraConfig(r=2, target_modules=["q_proj"], bias="lora_only")
 
 KINDS: dict[str, tuple[str, LoraConfig]] = {
-    "rslora": ("tied", NARROW),
+    "replicated": ("tied", NARROW),
     "dora": ("tied", DORA),
     "embedding": ("tied", GAUSSIAN),
-    "copies": ("untied", COPIES),
     "copies of tied": ("tied", COPIES),
-    "patterns": ("tied", PATTERNS),
     "biased": ("biased", BIASED),
     "experts": ("experts", EXPERTS),
-    "replicated": ("tied", NARROW),
 }
 
 
@@ -178,7 +175,6 @@ def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, 
     [
         (Lora(NARROW), False, ""),
         (Lora(NARROW), True, "q_proj is sharded. Only a plain adapter that is sharded, too, can be merged"),
-        (Lora(DORA), False, "q_proj is sharded. Only a plain adapter"),
         (Lora(NARROW, adapters="replicated"), False, "can be merged into it. Save the adapter"),
     ],
 )

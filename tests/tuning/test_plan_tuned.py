@@ -1,4 +1,4 @@
-"""What a plan tells of training, against what is then held."""
+"""Plans of trainings, compared with the memory that ranks then hold."""
 
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,14 @@ from tests.tuning.own import OnlyNorms
 from tests.tuning.test_tune import ALL_LINEAR, COPIES, DORA, NARROW
 
 import shardwise
-from shardwise import ExistingLora, Freeze, Full, Lora
+from shardwise import ExistingLora, Full, Lora
 from shardwise.cli import main
 from shardwise.engines.estimating import tuning_named
 
 TUNINGS: dict[str, Any] = {
     "full": Full(),
-    "freeze": Freeze(1, extra_modules=("lm_head",)),
     "lora": Lora(ALL_LINEAR),
     "dora": Lora(DORA),
-    "copies": Lora(COPIES),
     "replicated": Lora(NARROW, adapters="replicated"),
     "one's own": OnlyNorms(),
 }

@@ -21,8 +21,7 @@ COPIES = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_toke
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-@pytest.mark.parametrize("rows", ["initialized", "mean"])
+@pytest.mark.parametrize(("kind", "rows"), [("tied", "initialized"), ("untied", "mean")])
 def test_new_rows_are_alike_on_every_number_of_ranks(
     kind: str, rows: Any, tied: Path, untied: Path, worlds: Worlds
 ) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a test world do. Importable, so that spawned processes find it."""
+"""Functions that ranks run in tests of the public functions."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the ranks of a test world shard. Importable, so that spawned processes find it."""
+"""Functions that ranks run in tests of ``shard``."""
 
 import gc
 from collections.abc import Callable
@@ -529,22 +529,22 @@ def _rss_anon() -> int:
 
 
 class Wide(nn.Module):
-    """About 192 MiB of float32, in blocks of 8 MiB."""
+    """Blocks of 8 MiB of float32."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(1024, 2048, bias=False) for _ in range(24)])
+        self.blocks = nn.ModuleList([nn.Linear(1024, 2048, bias=False) for _ in range(blocks)])
 
 
-def memory(budget: int) -> dict[str, int]:
+def memory(budget: int, blocks: int) -> dict[str, int]:
     """How much the anonymous memory of this rank grows, at its peak, in sharding a model that rank 0 has."""
     import threading
 
     if dist.get_rank() == 0:
-        model = Wide()
+        model = Wide(blocks)
     else:
         with torch.device("meta"):
-            model = Wide()
+            model = Wide(blocks)
     shardwise.shard(net_of(0))  # imports, threads and process groups
     gc.collect()
     dist.barrier()

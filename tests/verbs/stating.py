@@ -1,4 +1,4 @@
-"""What the ranks of a test world do with states. Importable, so that spawned processes find it."""
+"""Functions that ranks run in tests of state dicts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -82,17 +82,21 @@ def state_differences(state: dict[str, torch.Tensor], expected: dict[str, torch.
     return faults
 
 
-def full_state(way: str, on: str) -> list[str]:
-    """Faults of what this rank gets."""
+def full_state(way: str) -> list[str]:
+    """Faults of what this rank gets, of both forms."""
     model = sharded(way, 1)
-    state = shardwise.get_model_state_dict(model, on, options=SMALL)
-    own = shardwise.get_model_state_dict(model, "sharded")["embed.weight"]
-    if on == "full" and dist.is_initialized() and dist.get_rank() > 0:
-        return [f"this rank got {name}" for name in state]
-    faults = state_differences(state, plain(way, 1).state_dict())
-    faults += ["the tie is lost"] * (state["head.weight"] is not state["embed.weight"])
-    state["embed.weight"].fill_(77)
-    faults += ["shares memory with the model"] * bool((local(own) == 77).any())
+    expected = plain(way, 1).state_dict()
+    faults = []
+    for form in ("full", "full_on_all_ranks"):
+        state = shardwise.get_model_state_dict(model, form, options=SMALL)
+        own = shardwise.get_model_state_dict(model, "sharded")["embed.weight"]
+        if form == "full" and dist.is_initialized() and dist.get_rank() > 0:
+            faults += [f"this rank got {name}" for name in state]
+            continue
+        faults += state_differences(state, expected)
+        faults += ["the tie is lost"] * (state["head.weight"] is not state["embed.weight"])
+        state["embed.weight"].fill_(77)
+        faults += ["shares memory with the model"] * bool((local(own) == 77).any())
     return faults
 
 
@@ -162,7 +166,7 @@ def onto_meta() -> tuple[list[str], dict[str, Any]]:
     return faults, report.to_dict()
 
 
-def spoil(fault: str, state: dict[str, torch.Tensor]) -> Any:
+def spoil(fault: str, state: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]) -> Any:
     """A state with something wrong, on this rank."""
     rank = dist.get_rank()
     name = "blocks.1.linear.weight"
@@ -196,17 +200,19 @@ def spoil(fault: str, state: dict[str, torch.Tensor]) -> Any:
         case "nobody":
             return None
         case "parts of several":
-            parts = shardwise.get_model_state_dict(sharded("", 3), "sharded")
             return parts if rank == 1 else state
     return state
 
 
-def refused(fault: str) -> tuple[str, str, list[str]]:
-    """The error of setting what is wrong, and what it has changed of the model."""
-    model = sharded("", 2)
-    state = spoil(fault, dict(plain("", 1).state_dict()))
-    kind, text = attempt(lambda: shardwise.set_model_state_dict(model, state))
-    return kind, text, sharding.differences(model, plain("", 2))
+def refused(faults: list[str]) -> list[tuple[str, str, str, list[str]]]:
+    """For each fault the error of setting such a state, and what it has changed of the model."""
+    model, parts = sharded("", 2), shardwise.get_model_state_dict(sharded("", 3), "sharded")
+    found = []
+    for fault in faults:
+        state = spoil(fault, dict(plain("", 1).state_dict()), parts)
+        error = attempt(shardwise.set_model_state_dict, model, state)
+        found.append((fault, *error, sharding.differences(model, plain("", 2))))
+    return found
 
 
 def tolerated() -> tuple[list[str], dict[str, Any]]:
@@ -271,7 +277,7 @@ def without_values() -> tuple[str, str]:
 
 def staged(budget: int) -> int:
     """The most that one gathering stages on this rank, while the state is much more."""
-    model: Any = sharding.Wide()
+    model: Any = sharding.Wide(2)
     shardwise.shard(model)
     most = 0
     begin = Exchange._step

@@ -1,4 +1,4 @@
-"""What ``from_pretrained`` of transformers decides from the same arguments: the dtype, the class, the config."""
+"""The dtype, the class and the config are those that ``from_pretrained`` of transformers chooses."""
 
 import json
 import shutil

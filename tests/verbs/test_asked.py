@@ -1,4 +1,4 @@
-"""What is asked for: known, of the kind that is meant, and the same on all ranks."""
+"""Arguments: unknown keywords, values of other types, and ranks that pass different ones."""
 
 from typing import Any
 

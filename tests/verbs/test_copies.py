@@ -1,4 +1,4 @@
-"""Ranks that open different files: found to be equal, or refused, before a number is read."""
+"""Ranks that open different copies of a checkpoint: equal ones are used, others refused."""
 
 import shutil
 from collections.abc import Callable

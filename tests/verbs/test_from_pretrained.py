@@ -1,4 +1,4 @@
-"""``from_pretrained``: what a model is after it, and what is refused before it."""
+"""``from_pretrained``: the model that it returns, and the errors that it raises."""
 
 import json
 
@@ -70,9 +70,8 @@ def test_missing_tensors_are_initialized_alike_at_every_world_size(worlds, qwen3
         "config_overrides": {"num_labels": 5},
     }
     alone = on_ranks.whole_values(str(qwen3), keywords)
-    for size in (2, 3, 8):
-        for values in worlds(size).run(on_ranks.whole_values, str(qwen3), keywords):
-            assert all(torch.equal(values[name], alone[name]) for name in alone)
+    for values in worlds(3).run(on_ranks.whole_values, str(qwen3), keywords):
+        assert all(torch.equal(values[name], alone[name]) for name in alone)
     stored = truth.snapshot(small_qwen3())["values"]
     assert alone["score.weight"].std() == pytest.approx(0.02, rel=0.3)
     assert all(torch.equal(alone[name], stored[name]) for name in alone if name != "score.weight")

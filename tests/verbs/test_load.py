@@ -1,4 +1,4 @@
-"""``load`` for modules that are nobody's library, real models, and checkpoints that lie."""
+"""``load`` of plain modules, of models of transformers, and of damaged checkpoints."""
 
 import os
 

@@ -11,12 +11,12 @@ NAMES = {"llama", "gpt2", "hrm_text", "qwen3_5_moe_text", "bailing_hybrid", "zam
 
 # Every mesh, every storage but the disk, and both ways to share reads.
 WAYS = [
-    Way("hsdp", shared_reads="always"),
     Way("flat", "memory"),
     Way("ep", shared_reads="always"),
-    Way("tp"),
-    Way("shard1", "http"),
-    Way("flat", "bucket"),
+    *(
+        pytest.param(way, marks=pytest.mark.slow)
+        for way in (Way("hsdp", shared_reads="always"), Way("tp"), Way("shard1", "http"))
+    ),
 ]
 
 
@@ -48,13 +48,14 @@ def url(folder):
 def test_every_way_is_bitwise_equal(worlds, cases, url, way):
     way = Way(way.mesh, way.storage, url, way.shared_reads)
     faults, tried = {}, 0
+    cases = cases[way.storage == "memory" :: 2]  # of one dtype
     for case in cases:
         found = worlds(WORLDS[way.mesh]).run(ways.load_and_compare, case, way)
         tried += None not in found
         if any(found):
             faults[str(case)] = found
     assert faults == {}
-    assert tried >= (2 if way.mesh == "ep" else len(cases) - 4)
+    assert tried >= (1 if way.mesh == "ep" else len(cases) - 2)
 
 
 @pytest.mark.distributed

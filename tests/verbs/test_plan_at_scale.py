@@ -48,6 +48,7 @@ def test_whole_models_on_a_thousand_ranks(shapes):
     assert_sound(made, shapes, mesh)
 
 
+@pytest.mark.slow
 def test_training_of_a_thousand_ranks():
     """Blocks that are alike run once, so that layers cost little."""
     step = {"per_device_train_batch_size": 1, "max_length": 4096, "gradient_checkpointing": True}

@@ -40,10 +40,9 @@ def test_a_sound_checkpoint(saved):
     assert "all that Qwen3ForCausalLM needs" in result.output
 
 
-@pytest.mark.parametrize("place", ["start", "middle", "stop"])
-def test_one_flipped_bit_is_found_and_named(saved, place):
-    for entry in list(open_checkpoint(saved).entries.values())[::7]:
-        position = {"start": entry.start, "middle": (entry.start + entry.stop) // 2, "stop": entry.stop - 1}[place]
+def test_one_flipped_bit_is_found_and_named(saved):
+    for number, entry in enumerate(list(open_checkpoint(saved).entries.values())[::7]):
+        position = (entry.start, (entry.start + entry.stop) // 2, entry.stop - 1)[number % 3]
         with (saved / entry.file).open("r+b") as file:
             flip(file, position)
             assert shardwise.verify(saved).damaged == (entry.key,)

@@ -1,4 +1,4 @@
-"""Folders that cannot be saved to, marks of other saves, and indexes that lie."""
+"""Folders that cannot be saved to, marks of other saves, and damaged indexes."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""What docs/save.md promises of a save beside its bytes."""
+"""Promises of docs/save.md beyond the bytes of the files."""
 
 import json
 from pathlib import Path

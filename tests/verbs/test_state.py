@@ -8,13 +8,12 @@ from shardwise import ConfigError
 
 pytestmark = pytest.mark.distributed
 
-WORLDS = [(1, ""), (2, ""), (3, ""), (2, "wrapped"), (2, "offload"), (4, "hsdp"), (4, "tp"), (2, "shard1")]
+WORLDS = [(1, ""), (3, ""), (2, "wrapped"), (2, "offload"), (4, "hsdp"), (4, "tp"), (2, "shard1")]
 
 
-@pytest.mark.parametrize("on", ["full", "full_on_all_ranks"], ids=["first", "every"])
 @pytest.mark.parametrize(("size", "way"), WORLDS)
-def test_the_full_state_is_that_of_the_whole_model(worlds, size, way, on):
-    assert worlds(size).run(stating.full_state, way, on) == [[]] * size
+def test_the_full_state_is_that_of_the_whole_model(worlds, size, way):
+    assert worlds(size).run(stating.full_state, way) == [[]] * size
 
 
 def test_replicas_share_what_is_large(worlds):
@@ -22,12 +21,18 @@ def test_replicas_share_what_is_large(worlds):
 
 
 def test_without_a_process_group_it_is_the_same():
-    assert stating.full_state("", "full_on_all_ranks") == []
+    assert stating.full_state("") == []
 
 
 @pytest.mark.parametrize(
     ("size", "way", "brought_by"),
-    [*((size, way, by) for size, way in WORLDS for by in ("every", "first", "shards")), (3, "", "last")],
+    [
+        *((size, way, "first") for size, way in WORLDS[1:]),
+        *((3, "", by) for by in ("every", "shards", "last")),
+        *((4, "hsdp", by) for by in ("every", "shards")),
+        (1, "", "every"),
+        (4, "tp", "shards"),
+    ],
 )
 def test_a_state_is_set_on_another_model(worlds, size, way, brought_by):
     found = worlds(size).run(stating.there_and_back, way, brought_by, way)
@@ -89,12 +94,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_does_not_fit_is_one_error_and_changes_nothing(worlds, fault):
-    kind, text = FAULTS[fault]
-    found = worlds(3).run(stating.refused, fault)
-    require_same_error([end[:2] for end in found], kind, text.replace("{17}", " " * 17))
-    assert [changed for _, _, changed in found] == [[]] * 3
+def test_what_does_not_fit_is_one_error_and_changes_nothing(worlds):
+    for found in zip(*worlds(3).run(stating.refused, list(FAULTS)), strict=True):
+        ((fault, *_), *_) = found
+        kind, text = FAULTS[fault]
+        require_same_error([end[1:3] for end in found], kind, text.replace("{17}", " " * 17))
+        assert [changed for *_, changed in found] == [[]] * 3, fault
 
 
 def test_what_is_ignored_keeps_its_values_and_is_told(worlds):

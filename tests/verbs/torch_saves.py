@@ -1,4 +1,4 @@
-"""How ranks save by torch itself, and load what was saved. Importable, so that spawned processes find it."""
+"""Functions with which ranks save by torch, and load what it saved."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What accelerate and transformers look for before they use ``torch.npu``."""
+"""The module that accelerate and transformers look for before they use ``torch.npu``."""
 
 __version__ = "1"
 

@@ -1,4 +1,4 @@
-"""What saves leave behind when a process or the machine dies in the middle; see [Note: What a crash leaves]."""
+"""Simulated crashes and kills of saves; see [Note: What a crash leaves]."""
 
 from tests.harness.crashes.effects import (
     Called,

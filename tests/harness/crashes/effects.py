@@ -1,4 +1,4 @@
-"""What writers do to a storage, as plain data, and the log in which several of them note it in one order."""
+"""Effects of writers on a storage, as data, and a log in which several writers record them in one order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which saves may be found at a moment, of those that one or several processes were at; see [Note: Histories]."""
+"""The saves that may be found at a moment, when one or several processes save; see [Note: Histories]."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ BEFORE: Final = "before"
 #
 # A save whose call has returned is acknowledged: it must be found, until one that was called later has returned,
 # too. One that is under way may be found or not, and so may one whose process was killed. One whose call raised
-# must not be found: whoever called it was told so. Two saves that overlapped and both returned replace each other
-# in either order. Whatever is found is found whole: this is for whoever looks to tell.
+# must not be found: its caller got an error. Two saves that overlapped and both returned replace each other
+# in either order. That what is found is whole is checked by the reader.
 
 
 @dataclass(slots=True)

@@ -113,7 +113,7 @@ class RecordingWriter:
 def recorded(
     log: EffectLog, root: str | os.PathLike[str], *, writer: int = 0, before: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Notes what every local and every object writer does below ``root`` within the block, whoever opens it.
+    """Notes what every local and every object writer does below ``root`` within the block, opened by any code.
 
     Folders that are made, removed or synced there are noted, too, even where that is done beside any writer; what
     else is done to files beside writers is not, so that a replay does not end with what is really there.

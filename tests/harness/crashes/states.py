@@ -1,4 +1,4 @@
-"""What a save leaves behind when its process or its machine dies in the middle: its effects replayed in part."""
+"""States of a storage after a save was killed or the machine crashed, made by replaying a part of its effects."""
 
 import os
 import random
