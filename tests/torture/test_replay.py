@@ -10,7 +10,7 @@ from tests.torture import scenes
 from tests.torture.verbs import VERBS
 
 ON_OBJECTS = ("one file", "several files", "several over one", "one over several")
-CASES = [(verb, "disk") for verb in VERBS] + [(verb, "s3") for verb in ON_OBJECTS]
+CASES = [(verb, "disk") for verb in VERBS] + [(verb, store) for store in ("s3", "az") for verb in ON_OBJECTS]
 IDS = [f"{verb} on {store}" for verb, store in CASES]
 
 # Of all verbs, those that differ most in how they commit; the rest takes longer.
