@@ -77,7 +77,7 @@ def test_a_rank_of_a_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     result = startup(write(TINY, tmp_path), "--ranks", 1, "--arms", "shardwise", "--out", tmp_path / "out")
-    assert (result.exit_code, "call it without torchrun" in result.stderr) == (2, True)
+    assert (result.exit_code, "Start it without torchrun" in result.stderr) == (2, True)
 
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────
