@@ -54,5 +54,5 @@ def test_a_system_that_does_not_tell(tmp_path):
 
 
 def test_a_device_of_another_kind_is_refused_by_name():
-    with pytest.raises(shardwise.ShardingError, match="device mps:0: .* kinds: cuda, xpu, npu. Load on the CPU"):
+    with pytest.raises(shardwise.ShardingError, match="device mps:0: .* types: cuda, xpu, npu. Load on the CPU"):
         available_memory(torch.device("mps", 0))
