@@ -40,7 +40,7 @@ def forked(monkeypatch):
         assert start_method == "spawn"
         return start_processes(*args, start_method="forkserver", **keywords)
 
-    monkeypatch.setattr(sys.modules["torch.multiprocessing.spawn"], "start_processes", start)
+    monkeypatch.setattr(processes, "start_processes", start)
 
 
 @pytest.mark.distributed
