@@ -1,5 +1,6 @@
-"""The meaning of unexported names of accelerate, and of the functions that delay a load."""
+"""What the unexported names of accelerate mean, and those of others by which a load is put off."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,40 @@ def llama(folder: Path) -> transformers.PreTrainedModel:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
     model.save_pretrained(folder)
     return model
+
+
+FSDP = ("fsdp_plugin", "accelerator")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "arguments"),
+    [
+        (Accelerator, "_prepare_cp", ("self", "args")),
+        (Accelerator, "_prepare_fsdp2", ("self", "args")),
+        (Accelerator, "_prepare_one", ("self", "obj", "first_pass", "device_placement")),
+        (Accelerator, "prepare", ("self", "args", "device_placement")),
+        (Accelerator, "get_state_dict", ("self", "model", "unwrap")),
+        (Accelerator, "clip_grad_norm_", ("self", "parameters", "max_norm", "norm_type")),
+        (Accelerator, "save_state", ("self", "output_dir", "safe_serialization")),
+        (Accelerator, "load_state", ("self", "input_dir", "load_kwargs")),
+        (compat.accelerator_module, "save_fsdp_model", (*FSDP, "model", "output_dir", "model_index")),
+        (compat.accelerator_module, "load_fsdp_model", (*FSDP, "model", "input_dir", "model_index")),
+        (
+            compat.accelerator_module,
+            "save_fsdp_optimizer",
+            (*FSDP, "optimizer", "model", "output_dir", "optimizer_index"),
+        ),
+        (
+            compat.accelerator_module,
+            "load_fsdp_optimizer",
+            (*FSDP, "optimizer", "model", "input_dir", "optimizer_index"),
+        ),
+        (compat.fsdp_utils, "fsdp2_load_full_state_dict", ("accelerator", "model", "full_sd")),
+        (AcceleratorState, "__init__", ("self", "mixed_precision", "cpu")),
+    ],
+)
+def test_functions_begin_with_the_arguments_that_are_known(owner, name, arguments) -> None:
+    assert tuple(inspect.signature(getattr(owner, name)).parameters)[: len(arguments)] == arguments
 
 
 def test_one_process_is_no_fsdp_and_a_state_may_become_one(accelerator) -> None:

@@ -1,4 +1,4 @@
-"""The meaning of unexported names of transformers' Trainer and of TRL."""
+"""What the unexported names of transformers' Trainer and of TRL mean, by name."""
 
 import inspect
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ import pytest
 from tests.integrations.doors import require_doors
 from tests.training import tiny
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 require_doors()
 from shardwise.integrations import trainer_compat as compat  # noqa: E402
@@ -59,6 +60,26 @@ def test_the_mark_is_not_saved(model: Any, tmp_path: Path) -> None:
 
 def test_parameters_that_are_averaged_are_told_by_a_mark() -> None:
     assert compat.HOOKED in inspect.getsource(Trainer._sync_replicated_trainable_parameters)
+
+
+def test_what_is_replaced_is_asked_for() -> None:
+    """The Trainer saves, and goes on, through the methods that ShardwiseTrainer has."""
+    saving = inspect.getsource(Trainer._save_checkpoint)
+    for name in (
+        "save_model",
+        "_save_optimizer_and_scheduler",
+        "_save_scaler",
+        "_save_rng_state",
+        "rotate_checkpoints",
+    ):
+        assert f"{name}(" in saving, name
+    assert "self.args.save_total_limit" in saving
+    assert "save_pretrained(" in inspect.getsource(Trainer._save)
+    assert "self._load_from_checkpoint(" in inspect.getsource(Trainer.train)
+    preparing = inspect.getsource(Trainer._prepare_for_training)
+    assert "self._load_optimizer_and_scheduler(" in preparing
+    assert "self._load_rng_state(" in inspect.getsource(Trainer._run_epoch)
+    assert "self.call_event(" in inspect.getsource(CallbackHandler)
 
 
 def test_trainers_of_trl() -> None:
