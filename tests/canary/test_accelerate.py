@@ -1,4 +1,4 @@
-"""What the unexported names of accelerate mean, and those of others by which a load is put off."""
+"""The meaning of unexported names of accelerate, and of the functions that delay a load."""
 
 import inspect
 from pathlib import Path

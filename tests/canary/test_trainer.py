@@ -1,4 +1,4 @@
-"""What the unexported names of transformers' Trainer and of TRL mean, by name."""
+"""The meaning of unexported names of transformers' Trainer and of TRL."""
 
 import inspect
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def test_parameters_that_are_averaged_are_told_by_a_mark() -> None:
 
 
 def test_what_is_replaced_is_asked_for() -> None:
-    """The Trainer saves, and goes on, through the methods that ShardwiseTrainer has."""
+    """The Trainer saves and resumes by the methods that ShardwiseTrainer overrides."""
     saving = inspect.getsource(Trainer._save_checkpoint)
     for name in (
         "save_model",
