@@ -20,7 +20,7 @@ class _Phases(threading.local):
 
 _PHASES = _Phases()
 
-os.register_at_fork(after_in_child=_OBSERVERS.clear)  # a child is another process than the one that is observed
+os.register_at_fork(after_in_child=_OBSERVERS.clear)  # a forked child is not observed
 
 
 def is_observed() -> bool:
@@ -64,7 +64,7 @@ FOLDER = "observed"
 STATUS = {"anonymous": b"RssAnon", "shared": b"RssShmem", "file": b"RssFile", "peak": b"VmHWM"}
 TRAFFIC = {"read": b"rchar", "written": b"wchar"}
 COLUMNS = ("t", *STATUS, "allocated", "reserved", "used", *TRAFFIC)
-"""Of a sample: seconds, and KiB."""
+"""Columns of a sample: ``t`` in seconds, the others in KiB."""
 
 _LABELS: Mapping[str, str] = {
     "index": "read headers",
@@ -81,7 +81,7 @@ _LABELS: Mapping[str, str] = {
     "sync": "flush to disk",
     "verify": "read back",
     "stage": "copy to the host",
-    "wait": "wait for the save before",
+    "wait": "wait for the previous save",
     "look": "find checkpoints",
     "open": "open the checkpoint",
     "compare": "compare replicas",
@@ -93,7 +93,7 @@ _LABELS: Mapping[str, str] = {
     "Trainer.save_model": "save the model",
     "the tenants' passes": "training steps",
 }
-"""Names of phases for users. Others are names of public functions."""
+"""Labels of phases. Phases that are not listed are named after public functions, and shown under that name."""
 
 
 def label_of(phase_name: str) -> str:

@@ -35,7 +35,7 @@ _BAD_VALUE = (ValueError, TypeError, KeyError, IndexError, OverflowError, Recurs
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpan:
-    """One time that a thread was in a phase: the names of the phases around it and its own, and seconds."""
+    """One stay of a thread in a phase: names of the enclosing phases and its own, outermost first, and seconds."""
 
     path: tuple[str, ...]
     thread: int
@@ -63,7 +63,7 @@ class RankRecord:
 
     @property
     def host_kib(self) -> Floats:
-        """Memory of its own, anonymous and shared: mapped files belong to the kernel, which takes them back."""
+        """The rank's own memory, anonymous and shared, without mapped files, which the kernel can reclaim."""
         return self.samples["anonymous"] + self.samples["shared"]
 
     def peak_kib(self, name: str = "") -> float:
@@ -119,7 +119,7 @@ def _notes(ranks: Sequence[RankRecord]) -> list[str]:
         notes.append(f"no file of rank {shown_ranks(missing)} of {ranks[0].world_size}")
     for rank in ranks:
         if rank.bad_lines:
-            notes.append(f"rank {rank.rank}: {rank.bad_lines} lines were skipped, which are not of an observer")
+            notes.append(f"rank {rank.rank}: {rank.bad_lines} lines were skipped, which no observer wrote")
         if not rank.is_closed:
             notes.append(f"rank {rank.rank} did not end in order. Its last line is of second {rank.last_s:.1f}")
     return notes
@@ -143,7 +143,7 @@ def _read_rank(path: Path) -> RankRecord | None:
             records.add(line)
         except _BAD_VALUE:
             bad_lines += 1
-    for thread, names in records.opened.items():  # phases that did not end last until the last line
+    for thread, names in records.opened.items():  # phases without an end extend to the last line
         while names:
             records.end_phase(thread)
     table = np.array(records.samples).reshape(-1, len(COLUMNS))
@@ -168,7 +168,7 @@ class _Records:
     is_closed: bool = False
 
     def add(self, line: Any) -> None:
-        """Raises an error of ``_BAD_VALUE`` for a line that no observer writes."""
+        """Add a line. One that no observer writes raises an error of ``_BAD_VALUE``."""
         if isinstance(line, list):
             values = [_number(value) for value in line]
             if len(values) != len(COLUMNS):

@@ -1,7 +1,7 @@
 """Compares several ways to load a model for training: memory, seconds, and the values of the model.
 
-[Note: Growth] The level of a rank is its first sample, after everything was imported. Its growth is its anonymous
-and shared memory (RssAnon, RssShmem) above that level. The growth of the machine is the largest sum over its ranks
+[Note: Growth] The baseline of a rank is its first sample, after all imports. Its growth is its anonymous
+and shared memory (RssAnon, RssShmem) above it. The growth of the machine is the largest sum over its ranks
 at one moment. Pages of mapped files belong to the kernel, which can reclaim them. They are reported separately.
 """
 
@@ -32,7 +32,7 @@ StartArm: TypeAlias = Callable[..., list[ArmOnRank]]
 """Runs an arm on fresh ranks."""
 
 SLACK_BYTES = 32 << 20
-"""Growth that our arm may have on each rank, over its shards and its budget."""
+"""Growth that our arm may have on each rank, beyond its shards and its budget."""
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BLOCK_BYTES = 8 << 20
@@ -47,9 +47,9 @@ def _missing(arm: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StartupOptions:
-    """The model (a folder, or a repository of the hub), the ranks, and the arms ("" for all, else with commas).
+    """The model (a folder, or a repository of the hub), the ranks, and the arms (with commas, "" for all).
 
-    ``out`` is a new or empty folder. ``limit`` are seconds that an arm may take, with the start of its ranks.
+    ``out`` is a new or empty folder. An arm may take ``limit`` seconds, including the start of its ranks.
     """
 
     model: str
@@ -66,12 +66,12 @@ class ArmRun:
 
     Attributes:
         folder: of the run.
-        seconds: from the first rank's beginning of loading to the last one's end of wrapping.
+        seconds: from when the first rank begins to load until the last one has wrapped.
         phases: seconds of each phase, on the slowest rank.
         growth_bytes: of all ranks of the machine together, at the worst moment.
         fullest_bytes: of the rank that grew most.
         mapped_bytes: growth of mapped files, all ranks together, at the worst moment.
-        device_bytes: the most in tensors of one accelerator.
+        device_bytes: the most that tensors take on one accelerator.
         limit_bytes: growth that our arm may have: shards, and for each rank the budget and some slack.
         values: fingerprints by name.
     """
@@ -102,12 +102,12 @@ class StartupResult:
 
     @property
     def holds(self) -> bool:
-        """True if our arm has kept its limit."""
+        """True if our arm kept to its limit, or did not run."""
         ours = self.runs.get(OURS)
         return ours is None or ours.growth_bytes <= ours.limit_bytes
 
     def verdict(self, arm: str) -> str:
-        """Return "same" if the model of an arm equals that of the first arm."""
+        """Return "same" if the model of an arm equals that of the first arm, otherwise what differs."""
         first, own = next(iter(self.runs.values())).values, self.runs[arm].values
         names = [*{**first, **own}]
         different = [name for name in names if own.get(name) != first.get(name) or not own[name]]
@@ -145,7 +145,7 @@ class StartupResult:
 
 
 def compare_startup(options: StartupOptions, start: StartArm, tell: Print) -> StartupResult:
-    """Run the arms, and write runs, figures, and the report into the folder.
+    """Run the arms, and write their records, the numbers, a picture and the report into the folder.
 
     ``start(size, arm, model, dtype, folder, timeout_s=...)`` loads a model by an arm on fresh ranks and returns
     their results. ``tell`` receives lines for the console.
@@ -183,7 +183,7 @@ def compare_startup(options: StartupOptions, start: StartArm, tell: Print) -> St
 
 
 def _arms_named(text: str) -> list[str]:
-    """Return the arms of a list with commas, in their usual order.
+    """Return the arms in a comma-separated list, in the order of ``ARMS``.
 
     Raises:
         ConfigError: one does not exist, or lacks a package.
@@ -213,7 +213,8 @@ def _lack_of_room(arm: str, index: CheckpointIndex, options: StartupOptions) -> 
     free = host_memory()
     if free is None or needed <= free:
         return ""
-    return f"{holders} holds the whole model: {in_bytes(needed)} in all, and {in_bytes(free)} are free"
+    what = f"{holders} holds the whole model" if holders else "the shards do not fit"
+    return f"{what}: {in_bytes(needed)} in all, and {in_bytes(free)} are free"
 
 
 def _create_empty(out: Path) -> None:
@@ -265,7 +266,7 @@ def _agreed_values(ranks: Sequence[ArmOnRank]) -> dict[str, str]:
 def _draw(out: Path, result: StartupResult, tell: Print) -> list[str]:
     """Draw all arms and the report. Return the files.
 
-    An error of drawing is reported and not raised: the figures have been written before.
+    An error in drawing is reported and not raised: the numbers have been written already.
     """
     table, runs = result.table(), result.runs.values()
     try:
@@ -280,7 +281,7 @@ def _draw(out: Path, result: StartupResult, tell: Print) -> list[str]:
     return [str(out / "startup.png"), str(out / "report" / "report.html")]
 
 
-# Figures
+# Numbers of a run
 
 
 def arm_run(arm: str, record: run_records.RunRecord) -> ArmRun:

@@ -77,3 +77,10 @@ def test_files_of_ranks_are_all_there_once(tmp_path: Path) -> None:
     twice = made(tmp_path / "twice", "optimizer_rank0.bin", "optimizer_0_rank0.bin")
     with pytest.raises(FormatError, match=r"optimizer_0_rank0.bin and optimizer_rank0.bin are both of rank 0"):
         find_saved(twice, OPTIMIZER, 0)
+
+
+def test_a_file_with_zeros_before_its_number_is_no_file_of_ranks(tmp_path: Path) -> None:
+    folder = made(tmp_path / "zeros", "optimizer_00_rank0.bin")
+    assert find_saved(folder / "optimizer_00_rank0.bin", OPTIMIZER, 0) == WholeFile(
+        str(folder), "optimizer_00_rank0.bin"
+    )

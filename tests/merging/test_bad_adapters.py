@@ -120,6 +120,16 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[ShardwiseError], str]] = {
     "a rank of nothing": ({"r": 0}, FormatError, "not a rank"),
     "a huge rank": ({"r": 1 << 40}, FormatError, "not a rank"),
     "a rank in words": ({"r": "many"}, FormatError, "not a rank"),
+    "a pattern with a repeat that is too large": (
+        {"rank_pattern": {"q{99999999999}": 4}},
+        FormatError,
+        "regular expression",
+    ),
+    "a pattern that is none within another": (
+        {"rank_pattern": {"(?i)q_proj": 4}},
+        FormatError,
+        "regular expression",
+    ),
     "a pattern that is none": ({"rank_pattern": {"q_proj(": 4}}, FormatError, "regular expression"),
     "an alpha that is none": ({"lora_alpha": "x"}, FormatError, "lora_alpha"),
     "dora without magnitudes": ({"use_dora": True}, KeyMismatchError, "lora_magnitude_vector of"),

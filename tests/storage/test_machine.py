@@ -45,3 +45,16 @@ def test_a_process_is_known_by_its_birth_until_it_ends() -> None:
     process.wait()
     assert machine.born(process.pid) == ""
     assert not machine.is_stopped(process.pid)
+
+
+def test_a_process_whose_start_cannot_be_read_has_not_certainly_ended(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """As for a process of another user, if /proc hides those."""
+    here = machine.ProcessPlace.here()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(machine, "_status", refuse)
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not here.has_ended()
+    assert not here.is_running()

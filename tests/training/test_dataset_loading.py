@@ -24,7 +24,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def script(name: str | None = None, **further: Any) -> Any:
-    return SimpleNamespace(**{"dataset_name": name, "dataset_config": None, "dataset_streaming": False, **further})
+    plain = {"dataset_config": None, "dataset_streaming": False, "dataset_train_split": "train"}
+    return SimpleNamespace(**{"dataset_name": name, **plain, **further})
 
 
 def mixture(*entries: dict[str, Any], **further: Any) -> Any:
@@ -51,6 +52,21 @@ def test_a_local_file_is_a_data_set(tmp_path: Path) -> None:
     parts = load(name, mixture(test_split_size=1 / 3))
     assert sorted(parts) == ["test", "train"]
     assert len(parts["train"]) == 2
+    with pytest.raises(ConfigError, match=r"train_split: train_sft is not a split of the data set \(train\)"):
+        dataset_loading.load(script(name, dataset_train_split="train_sft"), mixture(test_split_size=0.5), None, 0)
+
+
+def test_concatenated_data_sets_are_split_alike_on_every_rank(tmp_path: Path) -> None:
+    names = [write(tmp_path / f"{say}.jsonl", 40, say) for say in "ab"]
+    first, second = (load(None, mixture(*({"path": name} for name in names), test_split_size=0.25)) for _ in "12")
+    assert first["test"]["text"] == second["test"]["text"]
+    assert (len(first["train"]), len(first["test"])) == (60, 20)
+
+
+def test_a_column_that_interleaved_data_sets_lack_is_named(tmp_path: Path) -> None:
+    name = write(tmp_path / "rows.jsonl", 3, "a")
+    with pytest.raises(ConfigError, match="cannot be loaded as a data set.*nothing"):
+        load(None, mixture({"path": name, "columns": ["nothing"]}), [1.0])
 
 
 def test_weights_interleave_data_sets(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Calls with rows of many tenants: check them, plan passes, run them, or roll everything back."""
+"""Calls with rows of many tenants: checks them, plans passes, runs them, or rolls everything back."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ class SharedBase:
 
 @dataclass
 class RowCall:
-    """A call with rows. Its lists have an item for each entry of the call.
+    """A call with rows. An entry is a tenant's name with its rows, and each list has one item for each entry.
 
     Attributes:
         base: the base.
         rows: rows of this rank.
-        tenants: tenants, None for the base without an adapter.
-        agreed: counts of the rows of all ranks.
-        chosen: how adapters were computed, with the number of layers.
-        logprobs: results by entry.
+        tenants: the tenant of each entry. None is the base without an adapter.
+        agreed: counts of the rows of each entry on all ranks.
+        chosen: number of adapted layer calls, by how they were computed.
+        logprobs: log probabilities of this rank's rows, by entry number.
     """
 
     base: SharedBase
@@ -131,7 +131,7 @@ class RowCall:
             raise
 
     def evaluate(self) -> None:
-        """Run forward passes alone. Collective: yes.
+        """Run forward passes only. Collective: yes.
 
         Raises:
             ShardwiseError: the same on every rank. A note names the tenants.
@@ -195,7 +195,7 @@ class RowCall:
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Switch to evaluation mode without gradients. Afterwards restore each module's mode, and reshard.
 
-    FSDP2 keeps the root group gathered after a forward pass, for a backward pass that none of these has.
+    FSDP2 keeps the root group unsharded after a forward pass for the backward pass, which does not follow here.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -261,7 +261,7 @@ def _require_trainable(tenants: Sequence[Tenant | None]) -> None:
 
 
 def is_scaled_at_once(tenant: Tenant | None) -> bool:
-    """Return whether the loss of a tenant is divided by its tokens before the backward pass.
+    """Return whether a tenant's loss is divided by its number of supervised tokens before the backward pass.
 
     That is possible for a mean over a window of one micro-batch. Otherwise the gradient is divided at the end.
     """
@@ -310,18 +310,18 @@ class FusedPass:
             self.attention_mask[number, :length] = 1
             self.labels[number, :length] = row.labels
             self.weights[number, :length] = row.weights
-        if not rows:  # this rank takes part in FSDP2's all-gathers
+        if not rows:  # one dummy row, so that this rank takes part in FSDP2's all-gathers
             self.attention_mask[:] = 1
         self.device = base.device
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        on_device = sent(torch.cat(keys), self.device)  # of tenants' rows, which come first
+        on_device = sent(torch.cat(keys), self.device)  # keys of tenants' rows; rows of the base come last
         members = tuple(TenantRows(tenant, at.start, at.stop, on_device[at]) for tenant, at in own)
         self.route = BatchRouting(shape[0], shape[1], members, base.backend, anchor, is_training)
         self.logprobs: torch.Tensor | None = None
         """Log probability of each label, (rows, tokens - 1), float32. 0 for ignored labels."""
 
     def forward(self, model: nn.Module, switch: ActiveRouting) -> None:
-        """Collective: as the model is."""
+        """Run the forward pass, and keep the log probabilities. Collective: if the model is sharded."""
         with switch.on(self.route):
             output: Any = model(
                 input_ids=sent(self.input_ids, self.device),
@@ -336,9 +336,9 @@ class FusedPass:
         self.logprobs = -losses.view(following.shape)
 
     def backward(self, switch: ActiveRouting, scales: Mapping[int, float]) -> dict[int, float]:
-        """Accumulate the gradients of the tenants: of each token's loss, times its weight and its entry's scale.
+        """Accumulate the tenants' gradients of each token's loss, times the token's weight and the entry's scale.
 
-        The losses are not summed over tenants, so that one that is not finite affects no other tenant.
+        Losses are not summed over tenants, so a non-finite loss of one tenant does not affect the others.
 
         Collective: as the model is.
 
@@ -357,5 +357,5 @@ class FusedPass:
         with switch.on(self.route):
             torch.autograd.backward(logprobs, sent(-scaled, self.device))
         self.logprobs = logprobs.detach()
-        losses = (-self.logprobs.double() * sent(weights, self.device)).cpu()  # the one wait of a pass
+        losses = (-self.logprobs.double() * sent(weights, self.device)).cpu()  # the only device sync of a pass
         return {number: float(losses[span].sum()) for number, span in self.spans.items()}

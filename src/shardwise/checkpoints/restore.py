@@ -1,4 +1,4 @@
-"""Restores a checkpoint: opens it, compares it with the current training, then sets its values."""
+"""Restores a checkpoint: opens it, compares it with the current training, then loads its values."""
 
 from __future__ import annotations
 
@@ -145,7 +145,10 @@ def _plan(
 def _read_tensors(
     world: World, opened: Opened, executor: ReadExecutor, plan: RestorePlan, options: CheckpointerOptions
 ) -> tuple[OptimizerTargets, dict[Key, torch.Tensor]]:
-    """Read all tensors. Return the optimizers, with new parameters if any, and their state. Collective: yes."""
+    """Read all tensors. Return the optimizers, rebound if the model was on meta, and their state.
+
+    Collective: yes.
+    """
     collected = plan.collected
     tensors = {key: collected.stored[fqn].tensor for fqn, key in plan.matched.model.items()}
     optimizers = OptimizerTargets.of(collected.held, collected.bounds)
@@ -253,7 +256,7 @@ def _fit_optimizers(
     common: Mapping[KeyPath, Any],
     tolerance: Tolerance,
 ) -> Fitting:
-    """Match the state of the optimizers with the current ones. Collective: yes."""
+    """Match the stored optimizer state with the current optimizers. Collective: yes."""
     optimizers = OptimizerTargets.of(collected.held, collected.bounds)
     parsed = world.run_all(_optimizer_state, opened, executor, optimizers, common)
     stored = {
@@ -267,7 +270,7 @@ def _fit_optimizers(
 def _optimizer_state(
     opened: Opened, executor: ReadExecutor, optimizers: OptimizerTargets, common: Mapping[KeyPath, Any]
 ) -> ParsedState:
-    """Return the state of the optimizers: numbers with their values, tensors on meta."""
+    """Return the state of the optimizers: one-element tensors with their values, others on meta."""
     values: dict[str, dict[str, Any]] = {}
     for path, value in common.items():
         if path[:2] == ("optimizer", "state"):
@@ -318,7 +321,7 @@ def _restore_reduced(
                 optimizer.state[parameter][entry] = made_again(optimizer, parameter, entry, inner)
 
 
-# Into the model and the optimizers
+# Reading into the model and the optimizers
 
 
 def _place(executor: ReadExecutor, opened: Opened, wanted: Mapping[str, torch.Tensor]) -> None:

@@ -3,7 +3,8 @@
 A parameter of a model is an expression whose leaves are tensors of a checkpoint. Most nodes only move elements
 (:class:`Concat`, :class:`Stack`, :class:`Slice`, :class:`Permute`, :class:`Reshape`), so any box of the parameter
 maps to strided boxes of the leaves, see :func:`shardwise.conversion.computed.copies`. Nodes that compute
-(:class:`~shardwise.conversion.computed.Computed`) are leaves, too. They yield the boxes of their inputs.
+(:class:`~shardwise.conversion.computed.Computed`) are leaves, too. Their operations name the input boxes
+of each block.
 
 Nodes are built by the lower-case functions, which validate and simplify. A new node implements :class:`Expression`.
 """
@@ -27,12 +28,12 @@ class Expression(ABC):
     """A tensor composed of stored tensors. Base class of all nodes.
 
     A node moves elements of its ``sources``, or is a leaf. ``form`` is the node without its sources: nodes of equal
-    forms over sources of equal shapes are equivalent.
+    forms over sources of equal shapes are equivalent. The form of a stored tensor does not contain its key.
     """
 
     __slots__ = ()
 
-    if TYPE_CHECKING:  # as attributes these would be taken for defaults of the nodes' fields
+    if TYPE_CHECKING:  # at run time, dataclass would take these for defaults of the nodes' fields
 
         @property
         def shape(self) -> Shape: ...
@@ -142,7 +143,7 @@ class Stack(_Combined):
 
     def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         along = [axis for axis in region.axes if axis.dim == self.dim]
-        if len(along) < 2:  # faster, for hundreds of experts
+        if len(along) < 2:  # fast path for hundreds of experts
             bare = without_dim(region, self.dim)
             (axis,) = along or [Axis(1, 0, self.dim, 1)]
             for number in range(axis.size):
@@ -176,7 +177,7 @@ class _Moved(Expression):
 
 @dataclass(frozen=True, slots=True)
 class Slice(_Moved):
-    """The first ``shape[dim]`` of the indices ``start, start + step, ...`` of ``dim``."""
+    """The indices ``start, start + step, ...`` of ``dim``, of which there are ``shape[dim]``."""
 
     dim: int
     start: int
@@ -271,7 +272,7 @@ def stack(parts: Sequence[Expression], dim: int) -> Expression:
 
 
 def slice_dim(source: Expression, dim: int, start: int, size: int, step: int = 1) -> Expression:
-    """Build a slice of ``size`` indices of ``dim``, from ``start`` on, in positive steps."""
+    """Build a slice of ``size`` indices of ``dim``, from ``start`` on. ``step`` is positive."""
     bound = source.shape[dim]
     if step < 1 or size < 0 or start < 0 or (size and start + step * (size - 1) >= bound):
         raise ValueError(f"slice {start}, {size} x {step} is outside dimension {dim} of {source.shape}")
@@ -302,7 +303,7 @@ def reshape(source: Expression, shape: Sequence[int]) -> Expression:
 
 
 def stored_leaves(expression: Expression) -> Iterator[Stored]:
-    """Yield all stored tensors in order, including inputs of computations, and as often as they are used."""
+    """Yield all stored tensors in order, including inputs of computations, once for each use."""
     if isinstance(expression, Stored):
         yield expression
     for source in expression.sources:

@@ -1,4 +1,4 @@
-"""Serves commands that read checkpoints in one process, without ranks: convert them, write them, verify them."""
+"""Steps that merges share: bind a checkpoint to a model in one process without ranks, and write the output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from shardwise.storage.writing import LocalWriter
 from shardwise.tensors import DType
 
 BUDGET_BYTES: Final = 32 << 20
-"""For the staging of reads."""
+"""Memory budget for the staging of reads."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class OfflineModel:
 
     Attributes:
         stored: the checkpoint's tensors, by key.
-        expressions: the model's tensors made of them, by the first of their names.
+        expressions: the model's tensors as expressions over stored tensors, by FQN.
         carried: keys of tensors that the model does not have.
         untied: names declared tied that have values of their own.
         notes: notes for the report.
@@ -67,13 +67,13 @@ class OfflineModel:
     notes: list[str]
 
     def as_stored(self) -> OfflineModel:
-        """Return the model with every tensor in the dtype in which it is stored."""
+        """Return the model with the stored dtype for every tensor that is not computed."""
         moved = {fqn: item.dtype for fqn, item in self.expressions.items() if not computes(item)}
         tensors = (replace(item, dtype=moved.get(item.fqn, item.dtype)) for item in self.layout.tensors)
         return replace(self, layout=ModelLayout(tuple(tensors)))
 
     def revert(self) -> dict[str, Output]:
-        """Return the model's tensors as the checkpoint has them, without those that it does not have."""
+        """Return the model's tensors in the checkpoint's form, without those that need absent tensors."""
         found = revert(self.built.model, self.layout)
         absent = {name for tensor in self.layout.saved() for name in tensor.names} - {
             name for tensor in self.layout.saved() for name in tensor.names if tensor.fqn in self.expressions
@@ -95,7 +95,7 @@ class OfflineModel:
 
 
 def executor_of(reader: StorageReader, index: CheckpointIndex) -> ReadExecutor:
-    """Return an executor that reads a checkpoint's tensors on this process alone, without a progress bar."""
+    """Return an executor that reads a checkpoint's tensors in this process only, without a progress bar."""
     return ReadExecutor(reader, index, BUDGET_BYTES, World(0, 1))
 
 
@@ -108,7 +108,7 @@ def bind_offline(
 ) -> OfflineModel:
     """Bind a checkpoint's tensors to a model on meta, and settle its ties.
 
-    ``untied`` are declared ties that will have separate values, though the checkpoint does not have them.
+    ``untied`` are declared ties that get separate values, although the checkpoint does not store them.
 
     Raises:
         KeyMismatchError: with every tensor that is missing or does not fit. Tensors that the model does not have
@@ -131,7 +131,7 @@ def _settle_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]
     built.equal_ties = frozenset(name for name, _ in twice) - differing
     apart = differing | set(untied)
     sources = pretrained.declared_ties(built.model)
-    # What was tied starts as a copy of what it was tied to.
+    # A name that loses its tie starts as a copy of the tensor that it was tied to.
     begun = {name: offers.get(name) or offers.get(sources.get(name, name)) for name in apart}
     copies = {name: offered for name, offered in begun.items() if offered}
     built.bindings = replace(built.bindings, offers={**offers, **copies})
@@ -155,11 +155,11 @@ def _notes_on(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
     return notes
 
 
-# Where it goes
+# Writing the output
 
 
 def require_other_folder(out: Path, sources: Sequence[Path]) -> None:
-    """Require a folder for the output that is none of its sources, links resolved.
+    """Require that the output folder is none of the source folders, after resolving links.
 
     Raises:
         ConfigError: naming both.
@@ -182,7 +182,7 @@ def write_out(
     companions: Mapping[str, bytes],
     check: Callable[[WrittenTensors], None] | None = None,
 ) -> tuple[WrittenTensors, tuple[str, ...]]:
-    """Plan the files, write and commit them. Return also their names."""
+    """Plan the files, write and commit them. Return the written tensors and the file names."""
     outgoing.require_bounded()
     plan = plan_save(
         outgoing.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=secrets.token_hex(4)
@@ -205,7 +205,7 @@ def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
 def merged_outputs(
     source: OfflineModel, outputs: Mapping[str, Output], expressions: Mapping[str, Expression]
 ) -> dict[str, tuple[DType, Expression]]:
-    """Return the tensors of a save: those of the model as ``expressions`` by name, and those carried along."""
+    """Return a save's tensors: the model's, with ``expressions`` substituted by name, and those carried along."""
     made = {key: (output.dtype, substitute(output.expression, expressions)) for key, output in outputs.items()}
     tensors = {item.key: item for item in source.index.tensors()}
     return made | {
@@ -238,7 +238,7 @@ def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
 
     Configs, tokenizer, chat template, and the code that they refer to.
 
-    A folder ``own`` that has a tokenizer gives its own instead of the base's.
+    If the folder ``own`` has a tokenizer, its tokenizer files replace the base's.
     """
     found = _files(base, _COMPANIONS)
     if own is not None and _files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
@@ -251,12 +251,12 @@ def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
 
 
 def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
-    """Return ``config.json`` for the output: its dtype, its ties, hub names, and without quantization."""
+    """Return the output's ``config.json``: its dtype and ties, no quantization, no ``transformers_weights``."""
     content = _parsed_config(folder)
     content.pop("transformers_weights", None)
     parts = [content, *(value for value in content.values() if isinstance(value, dict))]
     for part in parts:
-        part.pop("quantization_config", None)  # of what was read
+        part.pop("quantization_config", None)  # the output is not quantized
         for name in ("dtype", "torch_dtype"):
             if dtype is not None and name in part:
                 part[name] = dtype
@@ -270,7 +270,7 @@ def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
 
 
 def templates_of(folders: Sequence[Path]) -> dict[str, bytes]:
-    """Return further chat templates, from the first folder that has any."""
+    """Return additional chat templates, from the first folder that has any."""
     for folder in folders:
         found = _files(folder / _TEMPLATES, ("*.jinja",))
         if found:
@@ -279,7 +279,7 @@ def templates_of(folders: Sequence[Path]) -> dict[str, bytes]:
 
 
 def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
-    """Write further chat templates into a folder of their own."""
+    """Write additional chat templates into a folder of their own."""
     if templates:
         with LocalWriter(out / _TEMPLATES) as writer:
             for name, content in templates.items():
@@ -312,7 +312,7 @@ def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
 
 
 def small_file(path: Path) -> bytes:
-    """Return the content of a config."""
+    """Return the content of a small file, such as a config."""
     found = _files(path.parent, (path.name,))
     if path.name not in found:
         raise StorageError(f"{path}: no such file. Check the path")
@@ -320,7 +320,7 @@ def small_file(path: Path) -> bytes:
 
 
 def written_dtype(outgoing: Outgoing, dtype: str | None) -> str | None:
-    """Return the dtype for the config: the requested one, otherwise that of most numbers."""
+    """Return the dtype for the config: the requested one, otherwise that of most floating-point elements."""
     if dtype is not None:
         return dtype.removeprefix("torch.")
     found = main_dtype(outgoing.tensors())

@@ -2,7 +2,7 @@
 
 [Note: One checkpoint] The first rank reads the headers for all, so a rank on another machine that has another file
 under the same path would silently read wrong numbers. Every rank therefore reports the identity of each file it
-opens: boot of the machine, device, inode, size and modification time. Ranks with equal identities read the same
+opens: the machine's boot ID, device, inode, size and modification time. Ranks with equal identities read the same
 bytes. If there are several copies, the first rank of each copy reads its sizes, its headers, and the first and last
 block of every tensor, and these are compared.
 """
@@ -37,7 +37,7 @@ def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) ->
     """Check that every element of this rank's parameters and persistent buffers was written exactly once.
 
     ``written`` counts elements by FQN. ``on_meta`` has the names of tensors without memory. A plan's copies never
-    write an element twice (see [Note: Regions] in :mod:`shardwise.conversion.regions`), so that equal counts mean
+    write an element twice (see [Note: Regions] in :mod:`shardwise.conversion.regions`), so equal counts mean
     full coverage.
 
     Raises:
@@ -104,7 +104,7 @@ def are_equal(
     """Return whether two expressions have bitwise the same values as ``dtype``, in this rank's part of the rows.
 
     Blocks of rows are distributed over the ``size`` ranks, which together read each expression once.
-    Memory: two blocks of about a million elements.
+    Memory: two blocks, each of about a million elements, or of one row if it is larger.
     """
     if first.shape != second.shape:
         return False
@@ -125,6 +125,7 @@ def are_equal(
 _BLOCK_BYTES = 4096
 
 _MAX_HEADER_BYTES = 100_000_008
+"""The largest header of a safetensors file, including the eight bytes of its length."""
 
 
 def require_one_checkpoint(
@@ -132,7 +133,7 @@ def require_one_checkpoint(
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Refuse copies that differ between ranks. Return the identities of this rank's files, and lines for a report.
 
-    See [Note: One checkpoint]. Collective: yes.
+    The identities are empty if they were not needed. See [Note: One checkpoint]. Collective: yes.
 
     Raises:
         RankMismatchError: naming a file, the ranks, and whether sizes, headers or values differ.
@@ -180,9 +181,9 @@ def _compare_copies(
 
 
 def place_of(reader: StorageReader, file: str) -> str:
-    """Return a text that is equal on two ranks only if they read the same bytes.
+    """Return a string that is equal on two ranks only if they read the same bytes.
 
-    For a remote storage that is its root: the identities of its files are the same on every rank, and each read
+    For remote storage, this is the root: the identities of its files are the same on every rank, and each read
     compares them with those that the first rank saw.
     """
     if isinstance(reader, FilePlaces):

@@ -36,25 +36,26 @@ _MEMORY = re.compile(r"out of memory|DefaultCPUAllocator|can.t allocate memory|n
 
 
 _STUCK_S = 5.0
-"""A rank that is still in a collective so long after another was lost will not return from it in time."""
+"""A rank that is still in a collective this long after another was lost will not return from it in time."""
 
 _CHECK_S = 1.0
 
 
 @contextmanager
 def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuck | None = None) -> Iterator[None]:
-    """In this block ranks compute by collectives of torch's own, which break when one of them is gone.
+    """Translate errors of torch's own collectives in this block, which fail when a rank is lost.
 
-    An exception of a collective then becomes an error that names the lost rank. A rank that runs out of memory, or
+    An error of a collective then becomes one that names the lost rank. A rank that runs out of memory, or
     raises any other error, announces it to the others. ``where`` is a description of the operation, the same on all
-    ranks. The ranks have met before.
+    ranks. They must have met over the control channel before.
 
     A collective may also wait for a lost rank for as long as its backend does, and cannot be canceled. After some
     seconds of this, ``when_stuck`` is called on another thread, which does not depend on the store, because this
     rank may be the one that is cut off.
 
     Raises:
-        RankLostError: a rank is lost, has left the block, or has run out of memory. The same on every rank.
+        RankLostError: a rank is lost, has left the block, or has run out of memory. The same on every rank, except
+            that a rank with any other error of its own raises that error.
     """
     channel, has_left = world.channel, threading.Event()
     watching = threading.Thread(
@@ -66,7 +67,7 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
             yield
         finally:
             has_left.set()
-            watching.join(timeout=_CHECK_S)  # it holds on to what was trained
+            watching.join(timeout=_CHECK_S)  # its arguments may keep the model alive
     except ShardwiseError:
         raise
     except Exception as error:

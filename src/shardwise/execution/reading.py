@@ -52,7 +52,7 @@ class ReadSchedule:
         destinations: the tensors to fill. Segments refer to them by index.
         files: those that are read.
         batches: the requests of stored values, by device.
-        computed: the blocks that are computed.
+        computed: tasks for the blocks of values that are computed from stored ones.
     """
 
     destinations: tuple[ReadTarget, ...]
@@ -71,12 +71,12 @@ def plan_reads(
     """Decide how destinations are filled. Pure: reads nothing, and takes no memory for values.
 
     Args:
-        destinations: those without boxes are left out.
+        destinations: the tensors to fill. Those without boxes are left out.
         index: of the checkpoint.
         policy: of its storage.
         budget_bytes: for the staging of all workers together.
-        start_at: fraction of the requests to start with, so that ranks do not all request the same part of a remote
-            storage.
+        start_at: position in the requests at which to start, as a fraction, so that ranks do not all request the
+            same part of a remote storage.
     """
     items = tuple(item for item in destinations if item.boxes)
     leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
@@ -115,10 +115,10 @@ def plan_reads(
 
 @dataclass
 class ReadExecutor:
-    """Executes schedules of reads, and counts the elements written by FQN.
+    """Executes schedules of reads, and counts the written elements of each tensor, by FQN.
 
     ``budget_bytes`` bounds the staging of all workers together. ``identities`` are those that the files of a remote
-    storage had when their headers were read. ``processors`` are those that this rank has to compute with.
+    storage had when their headers were read. ``processors`` is the number of CPUs that this rank may use.
     """
 
     reader: StorageReader
@@ -134,7 +134,7 @@ class ReadExecutor:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def place(self, schedule: ReadSchedule, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill the tensors (this rank's own), one for each destination. Memory: the budget.
+        """Fill this rank's own tensors, one for each destination. Memory: the budget.
 
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
@@ -214,7 +214,7 @@ class ReadExecutor:
     def _read_request(
         self, request: load_memory.ReadRequest, targets: TargetTensors, buffer: StagingBuffer
     ) -> None:
-        """Read one range: direct segments into the tensors' memory, the others, and gaps, into staging."""
+        """Read one range: direct segments into the tensors' memory, other segments and gaps into staging."""
         staged: list[tuple[load_memory.Segment, int]] = []
         views: list[memoryview] = []
         staging: memoryview | None = None
@@ -321,7 +321,7 @@ def identities_of(
 ) -> dict[str, str]:
     """Return the identity of each file, requested as concurrently as the storage allows.
 
-    ``check`` is called meanwhile.
+    ``check`` is called while the requests run.
     """
     found: dict[str, str] = {}
 

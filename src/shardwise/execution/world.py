@@ -2,9 +2,9 @@
 
 [Note: Together or not at all] A phase runs on every rank without communication, and each rank catches its
 exceptions. At the end of the phase all ranks exchange their outcomes, and if any of them failed, all raise the same
-error. So no rank waits for a lost one, and error messages do not depend on the rank.
+error. So no rank waits for one that has failed, and error messages do not depend on the rank.
 
-Also the times of a call's phases.
+The file also measures the times of a call's phases.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class World:
         purpose: str = "",
         call: str = "a call",
     ) -> World:
-        """The given group, else the default group, else this process alone. Collective: no.
+        """Return the given group's ranks, else the default group's, else this process alone. Collective: no.
 
         Args:
             group: a process group, or None for the default one.
             timeouts: how long ranks wait for each other.
-            purpose: separates meetings that the same ranks hold in two threads at once.
+            purpose: distinguishes calls that the same ranks make in two threads at once.
             call: name of the public function, for messages. Ranks that meet in different calls all raise one
                 RankMismatchError.
         """
@@ -106,7 +106,7 @@ class World:
         if self.channel is None:
             return
         if error is not None and not isinstance(error, (ShardwiseError, Stopped)):
-            # Not raised by a collective (Ctrl-C, or a fault between two of them): the other ranks do not have it.
+            # Not raised by a collective (Ctrl-C, or an error between two of them): other ranks do not know of it.
             self.channel.abort(f"{type(error).__name__}: {error}")
         elif not isinstance(error, RankLostError):
             self.channel.finish()
@@ -131,8 +131,8 @@ class World:
     ) -> R:
         """Run ``map_fun`` on every rank, and ``reduce_fun`` on the first rank with all results.
 
-        Return its value on every rank. Values are picklable, and equal ones may be one object. The store carries
-        each value once, and the result for each rank.
+        Return its value on every rank. Values must be picklable. Equal values may arrive as one object. The store
+        carries each value once, and the result for each rank.
 
         Collective: yes.
 
@@ -170,20 +170,20 @@ class World:
         """Raise on every rank when a value (picklable) differs between ranks. Collective: yes.
 
         Raises:
-            RankMismatchError: a value differs. The message has the difference and the ranks without the first
-                rank's value.
+            RankMismatchError: a value differs. The message names ``what`` and the ranks whose value is not that of
+                rank 0.
         """
         if mismatched := self.all_reduce_object(value, MismatchedRanks.among):
             raise RankMismatchError(f"{what} on rank {mismatched.shown} is not that of rank 0")
 
     def is_first_of(self, place: str) -> bool:
-        """Return True on the lowest rank that is at this place. Collective: yes."""
+        """Return True on the lowest of the ranks that pass this ``place``. Collective: yes."""
         return self.all_gather_object(place).index(place) == self.rank
 
     # While working
 
     def check(self) -> None:
-        """Leave a long phase if another rank has failed. Call it periodically.
+        """Raise Stopped if another rank has failed. Long phases call this periodically.
 
         Raises:
             Stopped: another rank has failed.
@@ -197,7 +197,7 @@ class World:
             self.channel.interrupt()
 
     def wait_for(self, work: dist.Work) -> None:
-        """Wait for a collective that was begun with ``async_op=True``, but not longer than all ranks live."""
+        """Wait for a collective begun with ``async_op=True``, or raise Stopped once another rank has failed."""
         pause = 0.0001
         try:
             while not work.is_completed():
@@ -262,7 +262,7 @@ class MismatchedRanks:
 
     Attributes:
         first: the lowest of them.
-        shown: all of them, in a few words.
+        shown: all of them, abbreviated for messages.
     """
 
     first: int
@@ -282,7 +282,7 @@ def digest_of(value: object) -> bytes:
 
 @dataclass
 class Clock:
-    """Seconds by phase, in order. Those of a phase within another count for the inner one only."""
+    """Seconds by phase, in order. Time in a nested phase counts for the inner phase only."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _inner: float = 0.0

@@ -1,7 +1,7 @@
 """Names of the files and folders in which accelerate saves models and optimizers.
 
-Several in one folder are numbered. Each is in one of three forms: one file of whole tensors, a folder of
-``torch.distributed.checkpoint``, or a file for every rank. Source of the names: accelerate's
+Models and optimizers in one folder are numbered. Each has one of three forms: one file of whole tensors, a
+folder of ``torch.distributed.checkpoint``, or one file per rank. Source of the names: accelerate's
 ``utils/fsdp_utils.py`` and ``utils/constants.py``.
 """
 
@@ -63,9 +63,9 @@ _IN_FOLDER = re.compile(rf"{re.escape(joining.METADATA)}|__[0-9]+_[0-9]+\.distcp
 
 
 def is_of_accelerate(name: object) -> bool:
-    """Return whether this relative path is that of a file of a state saved under FSDP.
+    """Return whether this relative path is that of a file that accelerate saves under FSDP.
 
-    A model in the hub's layout is not, although accelerate without FSDP uses these names, too.
+    Files of a model in the hub's layout do not count, although accelerate without FSDP writes them, too.
     """
     if not isinstance(name, str):
         return False
@@ -76,7 +76,7 @@ def is_of_accelerate(name: object) -> bool:
 
 
 def is_distributed_folder(name: str) -> bool:
-    """Return whether a model or an optimizer has a folder of this name."""
+    """Return whether accelerate gives this name to the folder of a model or an optimizer."""
     return _FOLDER.fullmatch(name) is not None
 
 
@@ -97,7 +97,7 @@ class Distributed:
 
 @dataclass(frozen=True, slots=True)
 class OfRanks:
-    """A file for every rank, by rank."""
+    """One file per rank, in the order of ranks."""
 
     folder: str
     files: tuple[str, ...]
@@ -107,7 +107,7 @@ AccelerateSave: TypeAlias = WholeFile | Distributed | OfRanks
 
 
 def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> AccelerateSave:
-    """Find the model or optimizer ``number`` at ``path`` itself, or in the folder ``path``.
+    """Find a saved model or optimizer: ``path`` itself, or the one with this number in the folder ``path``.
 
     Raises:
         ConfigError: it exists in several forms.
@@ -116,7 +116,7 @@ def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> Ac
     """
     place = Path(path)
     if place.is_file():
-        numbered = re.fullmatch(rf"{re.escape(kind.stem)}(?:_(\d{{1,9}}))?_rank\d{{1,9}}\.bin", place.name)
+        numbered = re.fullmatch(rf"{re.escape(kind.stem)}(?:_(0|[1-9]\d{{0,8}}))?_rank\d{{1,9}}\.bin", place.name)
         if numbered:
             return _of_ranks(place.parent, kind, int(numbered[1] or 0))
         return WholeFile(str(place.parent), place.name)
@@ -151,7 +151,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _of_ranks(folder: Path, kind: SavedKind, number: int) -> OfRanks:
-    """Return the files of all ranks. Raises FormatError if one is missing."""
+    """Return the files of all ranks, or raise FormatError if one is missing."""
     by_rank: dict[int, str] = {}
     for name in _names_in(folder):
         rank = kind.rank_of(name, number)

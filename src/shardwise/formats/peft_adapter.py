@@ -46,7 +46,7 @@ _MAX_RANK: Final = 1 << 20
 class LoraConfig:
     """Fields of an adapter's config that affect merged weights, under PEFT's names.
 
-    ``target_parameters`` None means that no parameters were targeted.
+    ``target_parameters`` is empty if no parameters were targeted.
     """
 
     r: int
@@ -115,11 +115,16 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
 
 
 _UNUSED: Final[tuple[object, ...]] = (None, False, [], {}, "")
+"""Values of a field that mean that its feature is not used."""
 
 
 def _pattern_for(patterns: Mapping[str, Any], name: str) -> str:
-    """``get_pattern_key`` of PEFT: the first pattern that matches the end of the name, else the name."""
-    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", name)), name)
+    """Return the first pattern that matches the end of the name, else the name, as PEFT's ``get_pattern_key``."""
+    return next((pattern for pattern in patterns if re.match(_whole_name(pattern), name)), name)
+
+
+def _whole_name(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
 
 
 def _is_rank(value: object) -> bool:
@@ -142,8 +147,8 @@ def _are_names(value: object) -> bool:
 def _is_by_pattern(value: object, is_sound: Callable[[object], bool]) -> bool:
     if not isinstance(value, dict) or not all(map(is_sound, value.values())):
         return False
-    with contextlib.suppress(re.error):
-        return len([re.compile(name) for name in value]) == len(value)
+    with contextlib.suppress(re.error, OverflowError, RecursionError):
+        return len([re.compile(_whole_name(name)) for name in value]) == len(value)
     return False
 
 
@@ -164,7 +169,7 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
 
 
 TRAINING_KEY: Final = "shardwise.training"
-"""Key in the metadata of an adapter's file with the name of its training file, and in that file's with JSON."""
+"""Metadata key: in an adapter's file, the name of its training file; in the training file, JSON."""
 
 _NAME = re.compile(r"adapter_training\.[0-9a-f]{8}\.safetensors")
 
@@ -204,6 +209,6 @@ def training_beside(reader: StorageReader, adapter: str) -> str | None:
     if name is not None and name not in reader.list():
         raise FormatError(
             f"{name} is not in {reader.root}, and {shown(adapter)} names it as the state of its training. Copy it "
-            "there, too, or take the matrices alone (of a bank, load(..., training_state=False))"
+            "there, too, or load the matrices alone (into a bank: load(..., training_state=False))"
         )
     return name

@@ -1,10 +1,10 @@
 """Hands the weights of a sharded model to vLLM's engines.
 
-[Note: Weights for vLLM] Its engines load unsharded tensors one after the other, under the names and in the shapes
+[Note: Weights for vLLM] vLLM's engines load unsharded tensors one after the other, with the names and shapes
 of the checkpoint, as ``iter_hf_tensors`` yields them. ``model.named_parameters()`` of a model that FSDP2 shards has
 other names and shapes if transformers converts a checkpoint (stacked experts, fused projections), and those of
-PEFT's layers if it is adapted. In one process an engine's model has ``load_weights``, which takes pairs of a name
-and a tensor. Over its interface for weight updates (NCCL, CUDA IPC) the trainer's side takes a ``WeightSource``.
+PEFT's layers if it is adapted. In the same process, an engine's model has ``load_weights``, which takes (name,
+tensor) pairs. Across processes, vLLM's weight transfer (NCCL, CUDA IPC) takes a ``WeightSource`` from the trainer.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def weight_source(
     to: Targets = "all_ranks",
     options: StreamOptions = StreamOptions(),  # noqa: B008
 ) -> Any:
-    """A sharded model as vLLM's ``WeightSource``, for ``WeightTransferTrainerFactory.trainer_init``.
+    """Return a sharded model as vLLM's ``WeightSource``, for ``WeightTransferTrainerFactory.trainer_init``.
 
     Every pass yields the current tensors of the model. All ranks of the trainer iterate in step, as vLLM's engines
     do. Nothing is gathered for ``metadata``.
@@ -66,7 +66,7 @@ def weight_source(
 
 
 def _weight_transfer() -> Any:
-    """vLLM's interface for weight updates."""
+    """Return vLLM's module for weight transfer, or raise ConfigError if it is missing."""
     try:
         vllm: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
         _ = vllm.WeightSource.iter_full, vllm.ParamMeta
@@ -92,12 +92,12 @@ def load_into(
 
         load_into(engine_model.load_weights, model, only=MergedAdapter())
 
-    Collective: yes. Where the engine refuses one on any rank, all of them raise. It then has some of the new
-    weights and some of the old, and must be loaded again.
+    Collective: yes. If an engine rejects a tensor on any rank, all ranks raise. The engines then have some new and
+    some old weights, and must be loaded again.
 
     Args:
         load_weights: takes pairs of a name and a tensor, and must finish with each before the next, like the method
-            of vLLM's models. It goes through all of them.
+            of vLLM's models. It must consume all of them.
         model: sharded or not, in the same state on every rank.
         only: ``None``, or ``MergedAdapter()``: the base with a LoRA merged in, under the base's names.
         dtype: of floating-point tensors. None keeps each tensor's dtype.
@@ -122,6 +122,6 @@ def load_into(
                 )
         return taken
 
-    # A rank may have got all that it wants of the others before one of them fails.
+    # One rank may have all of its tensors before another one fails, so all ranks agree on the outcome.
     with World.current(options.process_group, options.timeouts, call="load_into") as world:
         return world.run_all(hand_over)

@@ -1,4 +1,4 @@
-"""Translates the sharding in a configuration of accelerate or of the Trainer to FSDP2.
+"""Translates the FSDP settings of accelerate or of the Trainer to FSDP2.
 
 It reads the YAML of ``accelerate config`` (``fsdp_config`` with the prefix ``fsdp_``, mixed precision,
 ``parallelism_config``), the Trainer's ``fsdp`` and ``fsdp_config`` (without a prefix), or an ``fsdp_config`` alone.
@@ -41,7 +41,7 @@ _FSDP_KEYS: Final[Mapping[str, Any]] = {
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
     "state_dict_type": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
 }
-"""Type of each key, without its prefix: ``bool``, one of these words (or its number, from 1), or any value."""
+"""Type of each key, without its prefix: ``bool``, allowed words (or their numbers, from 1), or any value."""
 
 _ALIASES: Final = {
     "cpu_offload": "offload_params",
@@ -86,7 +86,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
 
 
 class _Reading:
-    """One configuration. ``fsdp`` are its keys of FSDP without prefix, ``faults`` and ``notes`` are sentences."""
+    """One configuration. ``fsdp`` has its FSDP keys without prefix. ``faults`` and ``notes`` are sentences."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -136,7 +136,7 @@ class _Reading:
             self.faults.append(f"{key}={value!r} and {plain}={self.fsdp[plain]!r} are one key. Give one of them")
 
     def _words(self, legacy: Any) -> dict[str, Any]:
-        """Return the keys for the Trainer's ``fsdp``, which is true, or words."""
+        """Return the keys that the Trainer's ``fsdp`` (true, or words) stands for."""
         if not legacy:
             return {}
         words = [] if legacy is True else legacy.split() if isinstance(legacy, str) else [str(it) for it in legacy]
@@ -183,11 +183,12 @@ class _Reading:
             self.notes.append("activation_checkpointing_offload: inputs of blocks stay on the device")
         if self.values.get("dynamo_config"):
             self.notes.append("dynamo_config: call compile() on each block of the model")
-        for name in {"gradient_accumulation_steps", "gradient_clipping"} & self.values.keys():
-            self.notes.append(f"{name}: it is the training's, and no matter of sharding")
+        for name in ("gradient_accumulation_steps", "gradient_clipping"):
+            if name in self.values:
+                self.notes.append(f"{name}: it is the training's, and no matter of sharding")
 
     def _one_of(self, given: Mapping[str, Any], default: Any) -> Any:
-        """Return the value that all of these keys have."""
+        """Return the value that these keys share, or add a fault if they differ."""
         if len(set(given.values())) > 1:
             named = " and ".join(f"{key}={value}" for key, value in given.items())
             self.faults.append(f"{named} contradict each other")

@@ -1,6 +1,6 @@
 """Groups and layouts that ``wrap`` would create on a mesh, and the activations of a step, without processes.
 
-Groups, unsharded parameters and split dimensions come from :mod:`shardwise.models.policies`, and the indices of a
+Groups, unsharded parameters and split dimensions come from :mod:`shardwise.models.policies`, and the boxes of a
 rank from torch's placements, as in a load.
 """
 
@@ -79,7 +79,7 @@ def predict_layout(
 
 
 class _Spreader:
-    """Spreads of tensors over a mesh, one for all tensors of equal shape, strides and placement."""
+    """Makes the spreads of tensors over a mesh. Tensors of equal shape, strides and placement share one."""
 
     def __init__(self, mesh: MeshShape, whole: set[nn.Parameter]) -> None:
         self.mesh = mesh
@@ -87,7 +87,7 @@ class _Spreader:
         self.made: dict[object, Spread] = {}
 
     def spread(self, item: TensorRef) -> tuple[Spread, str]:
-        """Return the spread of a tensor, and its description."""
+        """Return the spread of a tensor, and a description of its placement."""
         tensor = item.tensor
         shape = tuple(tensor.shape)
         key: object = (shape, tuple(tensor.stride()))
@@ -109,7 +109,7 @@ class _Spreader:
         return self.made[key], describe_placements(placements, self.mesh.names, self.mesh.sizes)
 
     def sharded(self, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Spread:
-        """Return the boxes at every coordinate of the shard axis."""
+        """Return the spread of a sharded tensor: its boxes at every coordinate of the shard axis."""
         sizes = self.mesh.sizes
         coordinates = [(*[0] * (len(sizes) - 1), position) for position in range(self.mesh.shard_size)]
         (first,) = boxes_at(shape, placements, sizes, coordinates[0], contiguous_strides(shape))
@@ -132,15 +132,15 @@ def trace_activations(
     autocast: torch.dtype | None = None,
     in_root: Iterable[str] = (),
 ) -> Activations:
-    """Run a model on fake tensors and measure its activations. The model, on meta, is changed.
+    """Run a model on fake tensors and measure its activations. The model must be on meta, and is changed.
 
     Logits are computed for one token of each row if the model can do that.
 
     Args:
-        model: the trained model, PEFT's if there is an adapter.
+        model: the model to train, in PEFT's wrapper if there is an adapter.
         base: the transformers model in it.
         blocks: names of the repeated blocks in ``base``.
-        size: rows and tokens of a row.
+        size: the number of rows, and of tokens in each row.
         param_dtype: dtype of gathered parameters. None for their own.
         autocast: dtype of autocast, if it is used.
         in_root: names of parameters whose gradients are kept until the end of the backward pass.
@@ -186,7 +186,7 @@ def _make_fake(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live storages created by operations. Values read from tensors are 1."""
+    """Counts the bytes of live storages that operations create. Reading a value (``.item()``) returns 1."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -214,7 +214,7 @@ class _LiveBytes(TorchDispatchMode):
 
     @staticmethod
     def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is aten.nonzero.default:  # the result depends on data: all elements
+        if func is aten.nonzero.default:  # its size depends on data: assume all elements
             return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
         if func is aten._local_scalar_dense.default:
             return 1
@@ -240,7 +240,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _Passes:
-    """Measures forward and backward pass by hooks on the first and the last block."""
+    """Measures the forward and backward passes with hooks on the first and last blocks."""
 
     def __init__(self, watch: _LiveBytes, blocks: Sequence[nn.Module]) -> None:
         self.watch = watch
@@ -268,7 +268,7 @@ class _Passes:
             self.loss = self.watch.take_peak() - self.kept
 
     def _end_blocks(self, _: torch.Tensor) -> None:
-        self.backward = max(self.watch.take_peak() - self.kept, 0)
+        self.backward = max(self.watch.take_peak() - self.kept, self.backward)
 
     def found(self) -> Activations:
         rest = self.watch.take_peak()

@@ -67,14 +67,14 @@ class Sharding:
     """Sharding of a model: mesh, groups, FSDP2's policies, and activation checkpointing.
 
     Attributes:
-        mesh: one-dimensional (shard) or two-dimensional (replicate, shard). None for all ranks of the default
+        mesh: one-dimensional (shard) or two-dimensional (replicate, shard). None for all ranks of the call's
             process group. Without a process group the model is not sharded.
         wrap: a policy, a class of modules or several, a policy of FSDP1 (or a partial of one), or a function of a
             module. See :func:`~shardwise.models.wrap.as_policy`.
         mp_policy: FSDP2's mixed precision.
         offload_policy: FSDP2's offload.
-        reshard_after_forward: of the blocks. The root group stays gathered until the backward pass, as in FSDP2.
-        activation_checkpointing: of the repeated blocks, whatever the groups are, and without a mesh, too.
+        reshard_after_forward: FSDP2's option for the blocks. The root group stays gathered until the backward pass.
+        activation_checkpointing: of the repeated blocks. It depends neither on the groups nor on a mesh.
     """
 
     mesh: DeviceMesh | None = None
@@ -94,7 +94,7 @@ class Sharding:
 
     @classmethod
     def from_accelerate(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> Sharding:
-        """Read a sharding from a config of accelerate or the Trainer. Ignored keys are one warning.
+        """Read a sharding from a config of accelerate or the Trainer. Warns of ignored keys.
 
         Collective: yes, over the default process group, if it has replicas.
 
@@ -103,7 +103,7 @@ class Sharding:
                 ``fsdp_config``, or an ``fsdp_config`` alone. Keys with or without the prefix ``fsdp_``.
 
         Raises:
-            ConfigError: it cannot be read, or keys are unknown, contradictory, or not supported. The message has
+            ConfigError: it cannot be read, or keys are unknown, contradictory, or not supported. The message names
                 every such key.
         """
         from shardwise.models.accelerate_config import read_accelerate_config
@@ -239,7 +239,7 @@ def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
 
 
 def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
-    """Return the names of the blocks whose activations are recomputed. The model is not changed.
+    """Return the names of the blocks of which all, or every n-th, will be recomputed. The model is not changed.
 
     Raises:
         ConfigError: the model recomputes activations by itself, or its blocks have been prepared already.
@@ -263,7 +263,7 @@ def describe_mesh(mesh: DeviceMesh) -> str:
 
 
 _NOT_DATA_PARALLEL = frozenset({"tp", "ep", "pp", "cp", "sp"})
-"""Names that accelerate and transformers have for axes whose ranks share the rows of a batch."""
+"""Names in accelerate and transformers of mesh axes whose ranks work on the same rows of a batch."""
 
 
 def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
@@ -295,7 +295,7 @@ def _require_divisor(reshard_after_forward: bool | int, shard_size: int) -> None
 
 
 def _without_pinning_on_cpu(policy: OffloadPolicy) -> OffloadPolicy:
-    """Disable pinning if there is no accelerator, where it would fail."""
+    """Disable pinned memory if there is no accelerator, because pinning would fail."""
     if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
         return CPUOffloadPolicy(pin_memory=False)
     return policy
@@ -326,7 +326,7 @@ class Recomputed:
         keywords = {key: self._without_cache(value) for key, value in keywords.items()}
         if "use_cache" in keywords:
             keywords["use_cache"] = False
-        # As an argument, because checkpoint() looks for devices whose random state is kept in positional ones only.
+        # Passed by position: checkpoint() saves the random state only of devices that positional arguments are on.
         return checkpoint(self._run, keywords, *args, use_reentrant=False, preserve_rng_state=True)
 
     def _run(self, keywords: dict[str, Any], *args: Any) -> Any:
@@ -349,8 +349,8 @@ class Recomputed:
 
 def _twice(name: str) -> str:
     return (
-        f"{name} recomputes activations by itself (its gradient_checkpointing is on), and would again by "
-        "activation_checkpointing=True. Turn the model's own off, or pass False"
+        f"{name} recomputes activations by itself (its gradient_checkpointing is on), and "
+        "activation_checkpointing=True would do it again. Turn the model's own off, or pass False"
     )
 
 

@@ -33,18 +33,18 @@ from shardwise.planning.save_plan import ADAPTER, SINGLE_FILE, SavePlan
 from shardwise.storage.names import unsafe_name_reason
 
 OLDER = ".older"
-"""Ends the name of older weights that were set aside for the moment of a commit."""
+"""Suffix of the names of older weights that are set aside during a commit."""
 
 
 _ON_ITS_WAY = r"\..+\.[0-9a-f]{8}\.incomplete"
-"""What has a name only to lose it: what a save renames, and what replaces a small file."""
+"""Matches temporary names: of files that a save renames, and of new versions of small files."""
 
 
 _OF_A_SAVE = (
     rf"(-[0-9a-f]{{8}}-\d{{5,}}-of-\d{{5,}}\.safetensors|\.[0-9a-f]{{8}}(\.incomplete|{re.escape(OLDER)}))"
     rf"|{_ON_ITS_WAY}"
 )
-"""What follows the stem in names that only saves give."""
+"""Follows the stem in a pattern for names that only saves give: the stem with a suffix, or a temporary name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,12 @@ _FRESH = re.compile(r"\.(.+)\.([0-9a-f]{8})\.new")
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """The files that a save has written and synced into a folder, collected on rank 0."""
+    """The files that a save has written and synced into a folder, collected on rank 0.
+
+    Attributes:
+        named: sizes in bytes, by final name, of files that have a temporary name until they are renamed.
+        beside: sizes of files that keep the names under which they were written.
+    """
 
     named: Mapping[str, int] = field(default_factory=dict)
     beside: Mapping[str, int] = field(default_factory=dict)

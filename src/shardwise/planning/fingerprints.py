@@ -6,7 +6,7 @@ of earlier versions contain fingerprints of tensors only.
 [Note: Fingerprints] The bytes of a tensor, padded with zeros, are little-endian words of 64 bits. The fingerprint
 is the sum of word ``i`` times ``weight(i)``, modulo 2**64. Weights are odd, so any change of one word is detected,
 and mixed (splitmix64), so moved words are detected too. The fingerprint of a tensor is the sum over its parts: a
-rank that holds bytes ``start .. stop`` adds these, with zeros around them. It detects damage, not forgery.
+rank that holds bytes ``start .. stop`` adds the sum over these. It detects damage, not forgery.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ def file_beside(stem: str) -> str:
 
 
 MAX_BYTES = 200_000_000
-"""The largest that is read."""
+"""The largest fingerprint file that is read."""
 
 _FORMAT = "shardwise fingerprints 1"
 _DIGITS = 16

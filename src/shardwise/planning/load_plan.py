@@ -1,4 +1,4 @@
-"""The plan of a load: one fill for every tensor of the model, subject to consents, or one error with all faults."""
+"""The plan of a load: one fill for every tensor, within the user's consents, or one error with all faults."""
 
 import hashlib
 import re
@@ -27,7 +27,7 @@ _REMEDIES = {
     "ambiguous": "a checkpoint that stores each tensor once",
     "quantized": "a checkpoint whose config.json has the quantization_config of these codes",
     "conversion": "a checkpoint in the layout this version of transformers knows",
-    "uninitialized": "a checkpoint that holds them; no reset_parameters does either",
+    "uninitialized": "a checkpoint that stores them, as neither _init_weights nor reset_parameters sets them",
     "uncomputable": "buffers=... with a callable that computes them",
 }
 """What to do about a fault, by its kind."""
@@ -88,7 +88,8 @@ class Consent:
     """All consents of one load, by default to nothing.
 
     ``missing`` applies to tensors of the model that are not in the checkpoint, ``mismatched`` to tensors that the
-    checkpoint stores in another shape, ``unexpected`` to keys without a tensor in the model.
+    checkpoint stores in another shape, or as values that cannot be cast or decoded, ``unexpected`` to keys without
+    a tensor in the model.
     """
 
     missing: OnMissing = "error"
@@ -134,9 +135,9 @@ Fill: TypeAlias = Read | Tie | Init | Recompute | Keep
 
 @dataclass(frozen=True, slots=True)
 class ModelRules:
-    """The keys that a model class allows to be missing or unexpected.
+    """Regexes of names that a model class allows to be missing or unexpected.
 
-    They are regexes, searched in names of tensors, and in checkpoint keys both as stored and as renamed.
+    They are searched for in names of tensors, and in checkpoint keys both as stored and as renamed.
     """
 
     ignore_missing: tuple[str, ...] = ()
@@ -181,7 +182,7 @@ class LoadPlan:
 
     @cached_property
     def digest(self) -> str:
-        """One digest of all fingerprints, sorted by name.
+        """One digest of all fingerprints, sorted by name, and of the names in ``twins``.
 
         They are sorted because modules may register tensors in the order of a set.
         """
@@ -305,7 +306,7 @@ class _LoadPlanner:
             if allows(self.consent.missing, name):
                 self.missing.append(tensor.fqn)
                 return self.init(tensor)
-        if not self.spoiled.intersection(tensor.names):  # else a fault of the conversion, already listed
+        if not self.spoiled.intersection(tensor.names):  # otherwise the conversion failed, which is listed
             codes = [key for name in tensor.names for key in packed_names(name) if key in self.names_unmatched]
             if codes:
                 self.fault("quantized", f"{tensor.fqn}: stored as codes, in {codes[0]}")

@@ -98,7 +98,7 @@ class MergeTargets:
         keys: shapes, by key, of the checkpoint's tensors that are not tensors of the model.
         parameters: names of each module's own parameters, in the order of the module.
         columns: modules whose weights are stored as (in, out).
-        renamed: a function from a name in a checkpoint to the model's, or to None if there is none.
+        renamed: maps a name in a checkpoint to the model's name, or to None if the model has none.
     """
 
     tensors: Mapping[str, Shape]
@@ -110,7 +110,7 @@ class MergeTargets:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """The edits of the model's tensors, by name, and of tensors of the checkpoint, by key, with replacements first.
+    """The edits of the model's tensors by name, and of the checkpoint's other tensors by key, replacements first.
 
     ``modules`` are the changed modules, under the adapter's names.
     """
@@ -196,7 +196,7 @@ class _MergePlanner:
             lines += [f"    {line}" for line in abbreviate(sentences, _LISTED)]
         return "\n".join([*lines, "Merge it into the base that it was trained on."])
 
-    # What a key means
+    # Matching keys
 
     def is_ours(self, adapter: str | None) -> bool:
         return adapter is None or adapter == self.adapter_name
@@ -263,7 +263,7 @@ class _MergePlanner:
         return None
 
     def find(self, name: str) -> tuple[dict[str, list[Edit]], str, Shape] | None:
-        """Find a tensor under this name or the base's own, and return its edits, its name there and its shape."""
+        """Find a tensor by its name or its renamed form. Return its edits, its name there and its shape."""
         targets = self.targets
         if name not in targets.tensors and (renamed := targets.renamed(name)) in targets.tensors:
             assert renamed is not None

@@ -1,4 +1,4 @@
-"""Identity of this machine and of visible processes, and the limits of its control groups (containers).
+"""Identifies this machine and visible processes, and reads the limits of control groups (containers).
 
 Host names are only a fallback because containers may share one.
 """
@@ -21,7 +21,7 @@ GROUPS = Path("/sys/fs/cgroup")
 
 @cache
 def boot() -> str:
-    """Return an identity of this boot of the kernel, equal in all containers on it and different after a restart.
+    """Return an identifier of this boot of the kernel, equal in all its containers and different after a restart.
 
     It is the host name if the kernel provides no boot ID.
     """
@@ -57,7 +57,7 @@ def processor_quotas(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> dict
     """Return the CPU quotas, in processors, by the folder of each control group that has one.
 
     ``docker run --cpus`` and Kubernetes' limits are such quotas: all processors are visible, but processes that use
-    more than the quota are stopped for the rest of each 100 ms period.
+    more than the quota are throttled for the rest of each 100 ms period.
     """
     found: dict[str, float] = {}
     for group in control_groups(own_group, groups):
@@ -76,17 +76,17 @@ def text_of(file: Path) -> str:
 
 
 def process_space() -> str:
-    """Return an identity of the PID space: one kernel, one namespace (containers have their own)."""
+    """Return an identifier of the PID space: one kernel, one PID namespace (containers have their own)."""
     return _space(_PROCESS_NAMESPACE)
 
 
 def file_space() -> str:
-    """Return an identity of the space of file paths: one kernel, one mount namespace."""
+    """Return an identifier of the space of file paths: one kernel, one mount namespace."""
     return _space(_FILE_NAMESPACE)
 
 
 def group_space() -> str:
-    """Return an identity of the space of control group names."""
+    """Return an identifier of the space of control group names."""
     return _space(_GROUP_NAMESPACE)
 
 
@@ -100,7 +100,8 @@ def _space(namespace: str) -> str:
 def born(process: int) -> str:
     """Return the start time, in ticks since boot, of a process in this PID space, or "" if there is none.
 
-    A process that has ended counts as absent even if its parent has not waited for it yet.
+    A process that has ended counts as absent even if its parent has not waited for it yet. The result is "alive"
+    if the process exists, but its start time cannot be read.
     """
     try:
         state, *numbers = _status(process)
@@ -135,8 +136,8 @@ class ProcessPlace:
     Attributes:
         host: name of the machine or container.
         process: its id.
-        born: its start time, as of :func:`born`.
-        space: the PID space in which the id is valid, as of :func:`process_space`.
+        born: its start time, from :func:`born`.
+        space: the PID space in which the id is valid, from :func:`process_space`.
     """
 
     host: str
@@ -156,7 +157,7 @@ class ProcessPlace:
 
     def has_ended(self) -> bool:
         """Return True if the process has certainly ended: it would be visible, and does not exist."""
-        return self.is_visible and born(self.process) != self.born
+        return self.is_visible and born(self.process) not in (self.born, "alive")
 
     def is_running(self) -> bool:
         """Return True if the process certainly exists and is not stopped."""

@@ -1,7 +1,7 @@
 """Data sets of a training: loaded, mixed and, where TRL cannot mask assistant tokens, tokenized with masks.
 
-``datasets`` reads, shuffles, mixes and caches. Ours are names of local files, weights of an interleaved mixture,
-conversion to ``messages``, and assistant masks.
+``datasets`` reads, shuffles, mixes and caches. This module adds local files by name, weights of an interleaved
+mixture, conversion to ``messages``, and assistant masks.
 """
 
 import copy
@@ -71,9 +71,13 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
         from trl.scripts.utils import get_dataset
 
         whole = copy.copy(mixture)
-        whole.test_split_size = None  # TRL's split has no seed, so that each rank would have another
+        whole.test_split_size = None  # TRL's split has no seed, so each rank would get a different one
         mixed: Mapping[str, AnyDataset] = _checked("datasets", get_dataset, whole)
-        return mixed if mixture.test_split_size is None else _split(mixed["train"], mixture.test_split_size)
+        return (
+            mixed
+            if mixture.test_split_size is None
+            else _split(mixed, script.dataset_train_split, mixture.test_split_size)
+        )
     if weights is not None:
         raise ConfigError("interleave: needs datasets, whose weights it lists. Write datasets: [{path: ...}, ...].")
     name = script.dataset_name
@@ -87,7 +91,7 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
         name, datasets.load_dataset, **options, streaming=script.dataset_streaming
     )
     if mixture.test_split_size is not None and "test" not in found:
-        return _split(found["train"], mixture.test_split_size)
+        return _split(found, script.dataset_train_split, mixture.test_split_size)
     return found
 
 
@@ -105,25 +109,29 @@ def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[s
         )
     if any(entry.fraction is not None for entry in mixture.datasets):
         raise ConfigError("interleave: contradicts fraction of datasets. Remove one of them.")
-    parts = []
+    parts: list[AnyDataset] = []
     for entry in mixture.datasets:
         options = {key: getattr(entry, key) for key in ("path", "name", "data_dir", "data_files", "split")}
         part = _checked(entry.path, datasets.load_dataset, **options, streaming=mixture.streaming)
-        parts.append(part if entry.columns is None else part.select_columns(entry.columns))
+        parts.append(part if entry.columns is None else _checked(entry.path, part.select_columns, entry.columns))
     shares = [weight / sum(weights) for weight in weights]
-    mixed = datasets.interleave_datasets(
-        parts, probabilities=shares, seed=seed, stopping_strategy="all_exhausted_without_replacement"
-    )
-    return {"train": mixed} if mixture.test_split_size is None else _split(mixed, mixture.test_split_size)
+    options = {"seed": seed, "stopping_strategy": "all_exhausted_without_replacement"}
+    mixed = _checked("interleave", datasets.interleave_datasets, parts, probabilities=shares, **options)
+    found = {"train": mixed}
+    return found if mixture.test_split_size is None else _split(found, "train", mixture.test_split_size)
 
 
-def _split(found: AnyDataset, size: float) -> Mapping[str, AnyDataset]:
-    if isinstance(found, datasets.IterableDataset):
+def _split(found: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[str, AnyDataset]:
+    """Split the training rows into ``name`` and ``test``, alike on every rank."""
+    if name not in found:
+        raise ConfigError(f"dataset_train_split: {name} is not a split of the data set ({', '.join(found)}).")
+    train = found[name]
+    if isinstance(train, datasets.IterableDataset):
         raise ConfigError(
             "test_split_size: cannot split a streamed data set. Set dataset_test_split, or do not stream."
         )
-    parts: Mapping[str, AnyDataset] = found.train_test_split(test_size=size, seed=0)
-    return parts
+    parts = train.train_test_split(test_size=size, seed=0)
+    return {name: parts["train"], "test": parts["test"]}
 
 
 def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -163,7 +171,7 @@ def is_conversational(found: AnyDataset) -> bool:
 
 
 def columns_of(found: AnyDataset) -> list[str]:
-    """Names of the columns of a data set, also of a streamed one."""
+    """Return the names of the columns of a data set, which may be streamed."""
     return list(found.column_names or next(iter(found)))
 
 
@@ -227,8 +235,8 @@ def is_foreign(columns: Sequence[str]) -> bool:
 def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a row of ShareGPT, Alpaca or ``messages`` to ``messages``, with ``tools`` as function schemas.
 
-    A key of None counts as absent. Other columns are kept. Arrow fills structs of one column with the keys of all
-    of them. None values are removed at any depth, except for the content of a message with tool calls.
+    Keys whose value is None are removed at any depth, because Arrow gives each struct in a column the keys of all
+    of them. The content of a message with tool calls is an exception. Other columns are kept.
 
     Raises:
         MalformedRowError: naming the key that is malformed.
@@ -285,7 +293,7 @@ def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
-    """The input on the line behind the instruction, the output as its answer, pairs of ``history`` before both."""
+    """Convert a row of Alpaca. The input follows the instruction on a new line, ``history`` comes before both."""
     messages = []
     if system := row.pop("system", None):
         messages.append({"role": "system", "content": system})

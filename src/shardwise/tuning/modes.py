@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Tuning:
-    """Base class of tunings. By default all parameters are trained that the model's class trains.
+    """Base class of tunings. By default, all parameters that the model's class trains are trained.
 
     An object of a custom subclass may be passed as ``tuning``. It is applied on meta, before the model is sharded.
     """
@@ -129,8 +129,8 @@ class _LoraTuning(Tuning):
         name: object = self.adapter
         if not isinstance(name, str) or not name or any(part in name for part in (".", "/", "lora_")):
             raise ConfigError(
-                f"adapter={name!r} cannot name an adapter: it becomes a part of its tensors' names, so it is not "
-                "empty and has neither a dot, a slash nor lora_ in it"
+                f"adapter={name!r} cannot name an adapter: it becomes a part of its tensors' names, so it must "
+                "not be empty, and must not contain a dot, a slash or lora_"
             )
 
     def saves(self) -> Selection:
@@ -241,8 +241,8 @@ def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no list of layers. Name what is trained as extra_modules")
     raise ConfigError(
-        f"{type(model).__name__} has several lists of layers ({', '.join(lists)}), and which are the language "
-        "model's is not known. Name what is trained of them as extra_modules"
+        f"{type(model).__name__} has several lists of layers ({', '.join(lists)}), and it is not known which "
+        "are the language model's. Name what is trained of them as extra_modules"
     )
 
 
@@ -336,6 +336,6 @@ def _require_one_dtype(model: nn.Module) -> None:
         if len({dtype for dtype, _ in kinds}) > 1 and len({is_trained for _, is_trained in kinds}) > 1:
             words = ", ".join(f"{local} {parameter.dtype}" for local, parameter in own.items())
             raise ConfigError(
-                f"{name} would compute with parameters of two dtypes ({words}), of which only some are trained. "
+                f"{name} would compute with parameters of two dtypes ({words}), and only some are trained. "
                 "Pass Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=...)), or trained='unchanged'"
             )
