@@ -383,7 +383,7 @@ def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path, efficient):
     assert found["kind"].endswith("FSDP")
     model = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32).train()
     assert found["names"] == len(model.state_dict())
-    first = float(model(input_ids=rows[:10], labels=rows[:10], use_cache=False).loss)
+    first = float(model(input_ids=rows[:10], labels=rows[:10], use_cache=False).loss.detach())
     assert found["losses"][0] == pytest.approx(first, abs=1e-6)
     assert len(found["losses"]) == 3
 

@@ -1,4 +1,4 @@
-"""Buckets on this machine that outlive processes: obstore's local store in the place of ``s3://``.
+"""Buckets on this machine that outlive processes: obstore's local store in the place of ``s3://`` and ``az://``.
 
 A bucket is a folder in memory. An object is seen whole once its upload is complete, and replaced in one step; an
 upload that is not completed is never seen.

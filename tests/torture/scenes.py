@@ -40,7 +40,7 @@ from tests.torture.verbs import IN_MEMORY, MARK, NEW, NEXT, OLD, OTHER, SEEDS, V
 from shardwise.errors import StorageError
 from shardwise.storage.contract import LOCAL_WRITES, OBJECT_STORE_WRITES, WritePolicy
 
-POLICIES = {"disk": LOCAL_WRITES, "s3": OBJECT_STORE_WRITES}
+POLICIES = {"disk": LOCAL_WRITES, "s3": OBJECT_STORE_WRITES, "az": OBJECT_STORE_WRITES}
 TOKEN = re.compile(r"[0-9a-f]{8,}")
 
 FIRST, SECOND, THIRD, BY_HAND = 0, 1, 2, 9

@@ -157,7 +157,7 @@ def test_a_base_in_four_bits(folder: Path) -> None:
             {"method": "grpo", "beta": 0.1, "reward_funcs": ["x"], "max_length": None, "num_generations": 2},
             "beta: 0.1 compares with a reference",
         ),
-        ({"load_in_4bit": True}, "load_in_4bit: needs use_peft"),
+        ({"load_in_4bit": True}, "load_in_4bit: packed weights are not trained. Set use_peft"),
         ({"dp_replicate_size": 2}, "2 replicas: 2 ranks cannot be divided"),
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
         ({"eval_strategy": "steps"}, "test: is not a split"),

@@ -75,6 +75,8 @@ class AccelerateSwitch:
         if AccelerateSwitch._count == 0:
             with ExitStack() as stack, compat.known_names:
                 for owner, name, replacement in _doors():
+                    if name not in vars(owner):
+                        raise AttributeError(f"{owner.__name__} has no {name}")
                     stack.callback(_restore, owner, name, vars(owner)[name], _replace(owner, name, replacement))
                 AccelerateSwitch._restoring = stack.pop_all()
         self._is_on = True

@@ -32,6 +32,8 @@ class AgreedEvents:
         self._world = world
         self._trainer = trainer
         self._failure: Exception | None = None
+        self.best: str | None = None
+        """Current place of the best checkpoint, given to the state of a training that resumes."""
 
     def __call__(self, event: str, args: Any, state: Any, control: TrainerControl, **others: Any) -> TrainerControl:
         """Collective: yes, for events at which ranks synchronize, in a training.
@@ -39,6 +41,8 @@ class AgreedEvents:
         Raises:
             Exception: on the rank whose callback raised it, and a CheckpointError with its message on the others.
         """
+        if event == "on_train_begin" and self.best is not None:
+            state.best_model_checkpoint = self.best
         if self._world.size == 1 or not self._trainer.is_in_train:
             return self._call_event(event, args, state, control, **others)
         try:

@@ -98,7 +98,8 @@ class ShardwiseTrainer(_Trainer):
             if self._save_only_model is not None:
                 self.args.save_only_model = self._save_only_model
         world = World.current(call="the Trainer's callbacks")
-        vars(self.callback_handler)["call_event"] = AgreedEvents(self.callback_handler.call_event, world, self)
+        self._events = AgreedEvents(self.callback_handler.call_event, world, self)
+        vars(self.callback_handler)["call_event"] = self._events
         self._saved_step: int | None = None
         if isinstance(reference := getattr(self, "ref_model", None), FSDPModule):
             reference.set_reshard_after_forward(True, recurse=False)  # no backward pass frees its root group
@@ -160,9 +161,11 @@ class ShardwiseTrainer(_Trainer):
         with World.current(call="Trainer.train") as world:
             world.require_equal((str(run), requested), "resume_from_checkpoint, or output_dir,")
             source, has_incomplete = world.broadcast(folders.resume_source, run, requested)
+            self._events.best = None
             if source is not None:
                 facts = world.broadcast(folders.whole_facts_of, source)
                 world.run_all(self._require_same, facts, source)
+                self._events.best = world.broadcast(folders.best_of, source)
             if has_incomplete:
                 world.broadcast(folders.remove_left, run)
         self._saved_step, self._on_other_base = None, on_other_base

@@ -30,7 +30,7 @@ from shardwise.execution.rename_journal import remove_unnamed
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
-from shardwise.interchange.trainer_restoring import STATE_FILE
+from shardwise.interchange.trainer_restoring import STATE_FILE, TrainerFolder
 from shardwise.planning import fingerprints
 from shardwise.planning.commit_plan import on_its_way
 from shardwise.storage.folders import FoldersWriter, folders_in, remove_files
@@ -119,6 +119,23 @@ def step_in(run: Path, folder: str | None) -> int | None:
     if folder is None or found is None or Path(folder).parent.resolve() != run.resolve():
         return None
     return int(found[1])
+
+
+def best_of(source: Path) -> str | None:
+    """Return the best checkpoint so far of a training that resumes from ``source``, or None.
+
+    A run may have been moved, so a sibling of ``source`` with the recorded name is used.
+
+    Raises:
+        FormatError, StorageError: the Trainer's state in ``source`` cannot be read.
+    """
+    recorded = TrainerFolder.of(source).state.get("best_model_checkpoint")
+    if not isinstance(recorded, str):
+        return None
+    beside = source.parent / Path(recorded).name
+    if _FOLDER.fullmatch(beside.name) and kind_of(beside) is FolderKind.COMPLETE:
+        return str(beside)
+    return recorded if Path(recorded).is_dir() else None
 
 
 def kind_of(folder: Path) -> FolderKind:
