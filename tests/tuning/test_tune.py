@@ -294,7 +294,7 @@ def test_lists_of_an_encoder_and_a_decoder_are_named(sizes: tuple[int, int], tmp
     config = zoo.tiny_config(specimen)
     config.encoder_layers, config.decoder_layers = sizes
     zoo.save_original(zoo.build(specimen, config=config), tmp_path)
-    with pytest.raises(ConfigError, match=r"\(model.encoder.layers, model.decoder.layers\), and which"):
+    with pytest.raises(ConfigError, match=r"\(model.encoder.layers, model.decoder.layers\), and it is not known"):
         shardwise.from_pretrained(tmp_path, tuning=Freeze(1))
 
 
