@@ -48,7 +48,7 @@ demo: $(VENV)/project ## fine-tune a small model, kill it, resume it; one minute
 test: $(VENV)/project ## run the fast tests that need no GPU; minutes
 	$(VENV)/bin/python -m pytest $(FAST) $(PARALLEL) $(ARGS)
 
-test-slow: $(VENV)/project ## run the slow tests: all combinations, kills, a thousand ranks; twenty minutes
+test-slow: $(VENV)/project ## run the slow tests: all combinations, kills, a thousand ranks; half an hour
 	$(VENV)/bin/python -m pytest $(SLOW) $(PARALLEL) $(ARGS)
 
 check: $(VENV)/project ## check format, lint, types and imports; a minute
