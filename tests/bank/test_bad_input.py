@@ -150,6 +150,40 @@ def test_what_is_refused_leaves_no_trace(base, calm, adapters, what):
     assert bank.state_dict("x")["facts"]["steps"] == 4
 
 
+def times(factor: float) -> Callable[..., dict[str, torch.Tensor]]:
+    def rows(name: str, recipe: Recipe, number: int) -> dict[str, torch.Tensor]:
+        batch = rows_for(name, recipe, number)
+        weights = {"weights": torch.full(batch["labels"].shape, factor)} if name == "x" else {}
+        return {**batch, **weights}
+
+    return rows
+
+
+@pytest.mark.parametrize("what", ["decay", "clip", "tokens", "loss of 1e6 times", "loss that is not finite"])
+def test_who_is_idle_is_not_felt_and_does_not_feel(base, what):
+    """Tenants take turns; one decays, clips, learns many tokens, or none that count."""
+    members = {
+        "x": {
+            "decay": replace(X, optimizer=adamw(lr=1.0, weight_decay=0.9)),
+            "clip": replace(X, max_grad_norm=1e-6),
+            "tokens": replace(X, rows=10, tokens=60),
+        }.get(what, X),
+        "ada": recipes()["ada"],
+    }
+    rows = times({"loss of 1e6 times": 1e6, "loss that is not finite": 3e38}.get(what, 1.0))
+    alone, bank = bank_of(base, {"ada": members["ada"]}), bank_of(base, members)
+    for number in range(4):
+        before = everything(bank, "ada"), everything(alone, "ada")
+        told = train(bank, {"x": members["x"]}, 1, first=number, rows=rows)
+        require_equal(*before)
+        assert told[1].is_taken == (what != "loss that is not finite")
+        other = everything(bank, "x")
+        for each in (bank, alone):
+            train(each, {"ada": members["ada"]}, 1, first=number)
+        require_equal(everything(bank, "x"), other)
+        require_equal(everything(bank, "ada"), everything(alone, "ada"))
+
+
 def test_a_batch_of_no_rows(base, calm):
     """Of one tenant: it has a step of its own to take, by a gradient of 0. Of all: there is no pass."""
     members = members_with(replace(X, optimizer=adamw(lr=0.1, weight_decay=0.0)))

@@ -4,16 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.interchange.test_commit import contents
+from tests.interchange.test_commit import contents, last_mark_removed, meanwhile
 
-from shardwise.errors import FormatError
+from shardwise.errors import FormatError, StorageError
 from shardwise.execution import committing, rename_journal
 from shardwise.execution.committing import make_file
-from shardwise.execution.locked_folder import locked_by_first_rank
+from shardwise.execution.locked_folder import LockedFolder, locked_by_first_rank
 from shardwise.execution.rename_journal import as_renamed
 from shardwise.execution.world import World
 from shardwise.planning.commit_plan import Renames, WrittenFiles, fresh
 from shardwise.storage.folders import FoldersWriter
+from shardwise.storage.writing import open_writer
 
 NAMES = ("scheduler.bin", "optimizer.bin", "pytorch_model_fsdp_0/.metadata", "unet/weights.bin")
 
@@ -43,6 +44,59 @@ def seen(root: Path) -> int | None:
 
 def listed(root: Path) -> list[str]:
     return [path.name for path in root.iterdir() if path.name.endswith(".renames.json")]
+
+
+@pytest.mark.parametrize("done", ["nothing", "some", "all"])
+def test_files_count_though_another_has_carried_out_their_renames_and_died(tmp_path, done):
+    """Whoever is told of a failure looks for the older files, and would find these."""
+    save(1, tmp_path)
+    taken: list[LockedFolder] = []
+
+    def other() -> None:
+        last_mark_removed(tmp_path)
+        writer = open_writer(tmp_path)
+        taken.append(LockedFolder(writer, "0123abcd"))
+        (file,) = listed(tmp_path)
+        if done == "all":
+            rename_journal.finish(str(tmp_path), file, taken[0])
+        elif done == "some":
+            (one,) = [name for name in writer.list() if name.startswith(".scheduler.bin.")]
+            writer.rename(one, "scheduler.bin")
+
+    with meanwhile(lambda name, *_: name == "rename" and listed(tmp_path), other):
+        save(2, tmp_path)
+    taken[0].release()
+    last_mark_removed(tmp_path)
+    assert seen(tmp_path) == 2
+
+
+def test_one_that_lost_its_mark_before_the_list_counts_is_told(tmp_path):
+    save(1, tmp_path)
+
+    def other() -> None:
+        last_mark_removed(tmp_path)
+        save(3, tmp_path)
+
+    with meanwhile(lambda name, *_: name == "publish", other), pytest.raises(StorageError):
+        save(2, tmp_path)
+    assert seen(tmp_path) == 3
+    assert {*contents(tmp_path)} == {*NAMES}
+
+
+def test_one_that_lost_its_mark_behind_the_list_leaves_the_other_s_files(tmp_path):
+    """It is held before its first rename; the other one carries its list out, and then saves and counts."""
+    save(1, tmp_path)
+    (tmp_path / "random_states_7.pkl").write_text("of more ranks")
+
+    def other() -> None:
+        last_mark_removed(tmp_path)
+        save(3, tmp_path)
+        (tmp_path / "random_states_7.pkl").write_text("of more ranks once more")
+
+    with meanwhile(lambda name, *_: name == "rename" and listed(tmp_path), other):
+        save(2, tmp_path, ("random_states_7.pkl",))
+    assert seen(tmp_path) == 3
+    assert {*contents(tmp_path)} == {*NAMES, "random_states_7.pkl"}
 
 
 STRANGE = [

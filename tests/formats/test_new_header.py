@@ -1,5 +1,7 @@
 """The header of a file that is to be written, against the safetensors library, byte by byte."""
 
+import json
+
 import pytest
 import safetensors.torch
 import torch
@@ -40,6 +42,18 @@ def test_the_same_file_as_the_library_writes(
     assert all(entry.nbytes == numel(entry.shape) * entry.dtype.itemsize for entry in new.entries)
     assert all(entry.file == new.name == "f" for entry in new.entries)
     assert from_torch(torch.bfloat16, "x") is DType.BF16
+
+
+def test_tensors_lie_by_dtype_the_widest_first_then_by_name() -> None:
+    made = lay_out("f", [("b", DType.U8, (1,)), ("a", DType.U8, (1,)), ("z", DType.I64, (1,))], {})
+    assert [entry.key for entry in made.entries] == ["z", "a", "b"]
+    assert len(made.header) % 8 == 0
+    assert json.loads(made.header[8:]) == {
+        "z": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]},
+        "a": {"dtype": "U8", "shape": [1], "data_offsets": [8, 9]},
+        "b": {"dtype": "U8", "shape": [1], "data_offsets": [9, 10]},
+    }
+    assert int.from_bytes(made.header[:8], "little") == len(made.header) - 8
 
 
 def test_what_no_file_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,19 +130,23 @@ SOUND = {"q__lora_A__weight": (2, 6), "q__lora_B__weight": (4, 2)}
 @pytest.mark.parametrize(
     ("shapes", "settings", "words"),
     [
+        ({"q__lora_B__weight": (4, 2)}, {}, ["missing in the adapter: 1", "lora_A of q, beside"]),
         ({"q__lora_A__theirs__weight": (2, 6)}, {}, ["not used: 1", "is of the adapter theirs"]),
         (
             {**SOUND, "q__lora_A__mine__weight": (2, 6)},
             {},
             ["stored twice: 1", "q.lora_A.mine.weight and", "q.lora_A"],
         ),
+        ({"q__lora_A__weight": (2, 6), "q__lora_B__weight": (2, 4)}, {}, ["(2, 4), but (4, 2) fits r=2"]),
         ({"norm__lora_A__weight": (2, 6), "norm__lora_B__weight": (6, 2)}, {}, ["has norm.weight as (6,)"]),
         (
             {"picture__lora_embedding_A": (2, 5), "picture__lora_embedding_B": (3, 2)},
             {},
             ["the base has picture.weight as (5, 3, 2, 2)"],
         ),
+        ({"nothing__weight": (3,)}, {}, ["not used: 1", "the base has no nothing.weight"]),
         ({**SOUND, "q__lora_magnitude_vector": (6,)}, {"use_dora": True}, ["(6,), but (4,) is wanted"]),
+        ({**SOUND, "q__lora_magnitude_vector": (2, 4)}, {"use_dora": True}, ["(2, 4), but (4,) is wanted"]),
         ({**SOUND, "q__lora_magnitude_vector": ()}, {"use_dora": True}, ["(), but (4,) is wanted"]),
         ({**SOUND, "q__lora_A__bias": (2,)}, {}, ["q.lora_A.bias: LoRA has no such bias"]),
         ({**SOUND, "q__lora_B__bias": (6,)}, {}, ["(6,), the base's bias is (4,)"]),
@@ -152,3 +156,14 @@ def test_an_adapter_that_does_not_fit(shapes: Any, settings: Any, words: list[st
     message = refusal(adapter(**shapes), **settings)
     assert all(word in message for word in words), message
     assert len(message.splitlines()) == 2, message
+
+
+def test_every_fault_at_once_and_long_lists_cut() -> None:
+    shapes = {f"n{chr(97 + number)}__weight": (1,) for number in range(23)}
+    message = refusal(adapter(**shapes, q__lora_A__weight=(2, 6))).splitlines()
+    assert message[0] == "  tensors that are not used: 23"
+    assert len([line for line in message if "the base has no n" in line]) == 20
+    assert message[21] == "    ... and 3 more"
+    assert message[22] == "  tensors that are missing in the adapter: 1"
+    whole = refusal(adapter(**{f"n{number}__weight": (1,) for number in range(20)}))
+    assert "more" not in whole

@@ -20,7 +20,7 @@ from torch import nn
 import shardwise
 
 if TYPE_CHECKING:
-    pass
+    from tests.conftest import Worlds
 
 TIMES = 50
 
@@ -109,3 +109,16 @@ def test_refusals_leave_no_file_open(saved: Path, tmp_path: Path, damage: str) -
     assert refused(lambda: shardwise.plan(folder, ranks=2), 3) == []
     if damage != "shapes":  # a merge takes the shapes that it finds
         assert refused(lambda: shardwise.merge_weights(folder, tmp_path / "out"), 3) == []
+
+
+def _on_ranks(damaged: Path) -> list[str]:
+    model = _model(damaged)
+    return refused(lambda: shardwise.load(model, damaged), 5)
+
+
+@pytest.mark.distributed
+def test_refusals_leave_no_file_open_on_any_rank(saved: Path, tmp_path: Path, worlds: Worlds) -> None:
+    shutil.copytree(saved / "distributed", tmp_path / "damaged")
+    for path in (tmp_path / "damaged").glob("*.distcp"):
+        cut(path)
+    assert worlds(2).run(_on_ranks, tmp_path / "damaged") == [[], []]
