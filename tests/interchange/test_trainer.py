@@ -22,7 +22,8 @@ def checkpoints(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(("size", "is_named"), [(0, True), (1, False), (3, True), (3, False)])
+@pytest.mark.parametrize("size", [0, 1, 3])
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "numbered"])
 def test_a_run_of_the_trainers_goes_on(worlds, checkpoints, size, is_named):
     arguments = str(checkpoints[is_named]), not is_named
     results = worlds(size).run(resuming.resume, *arguments) if size else [resuming.resume(*arguments)]
@@ -35,8 +36,9 @@ def test_a_run_of_the_trainers_goes_on(worlds, checkpoints, size, is_named):
         assert report["not_restored"].keys() == {"training_args.bin", "position in the data", "random numbers"}
 
 
-def test_a_run_under_fsdp_goes_on_with_another_number_of_ranks(worlds, tmp_path):
-    worlds(3).run(resuming.write_fsdp, str(tmp_path), "sharded")
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_run_under_fsdp_goes_on_with_another_number_of_ranks(worlds, tmp_path, form):
+    worlds(3).run(resuming.write_fsdp, str(tmp_path), form)
     for faults, report in worlds(2).run(resuming.resume_fsdp, str(tmp_path)):
         assert faults == []
         assert (report["step"], report["restored"]) == (1, ("model", "optimizer"))

@@ -1,4 +1,4 @@
-"""Functions that ranks run in tests of optimizer states."""
+"""What the ranks of a test world do with optimizers and their states. Importable, for spawned processes."""
 
 import warnings
 import zlib
@@ -243,20 +243,15 @@ def spoil(fault: str, state: dict[str, Any]) -> Any:
     return state
 
 
-def refused(faults: list[str]) -> list[tuple[str, str, str, list[str]]]:
-    """For each fault the error, and what has changed of the optimizer."""
+def refused(fault: str) -> tuple[str, str, list[str]]:
+    """The error, and what has changed of the optimizer."""
     model = sharded("", 1)
     optimizers = trained(model, "adamw", 2)
-
-    def state() -> dict[str, Any]:
-        return shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
-
-    before, found = state(), []
-    for fault in faults:
-        spoiled = spoil(fault, state())
-        error = attempt(shardwise.set_optimizer_state_dict, model, optimizers, spoiled)
-        found.append((fault, *error, differences(state(), before)))
-    return found
+    before = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
+    state = spoil(fault, shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks"))
+    kind, text = attempt(lambda: shardwise.set_optimizer_state_dict(model, optimizers, state))
+    after = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
+    return kind, text, differences(after, before)
 
 
 def tolerated() -> tuple[list[str], dict[str, Any]]:
