@@ -23,6 +23,7 @@ from shardwise.bank.files import (
     read_tenant,
     training_of,
     with_lent_tensors,
+    without_embeddings,
 )
 from shardwise.bank.routing import ActiveRouting, SiteHooks
 from shardwise.bank.rows import RowTensors
@@ -291,7 +292,7 @@ class AdapterBank:
 
         Args:
             name: the tenant.
-            state: from :meth:`state_dict`, or matrices by PEFT's names.
+            state: from :meth:`state_dict`, or from ``peft.get_peft_model_state_dict``.
             on_other_base: as for :meth:`load`.
             on_not_finite: ``Ignore()``, or ``Ignore(only=...)`` with names of tensors, accepts matrices and moments
                 with values that are not finite.
@@ -305,7 +306,8 @@ class AdapterBank:
         what, world = f"the state of {name!r}", self._world
         world.run_all(require_meant, _HINTS, {"on_other_base": on_other_base, "on_not_finite": on_not_finite})
         tenant = world.run_all(self._renewed, name)
-        found = world.run_all(states.parse_state, tenant, what, state)
+        matrices = world.run_all(without_embeddings, self._model, tenant, state)
+        found = world.run_all(states.parse_state, tenant, what, matrices)
         world.require_equal(world.run_all(digest_of, dict(state)), f"the state that {name!r} is given")
         base = tenant_facts.facts_of_base(world, self._model)
         targets = world.run_all(states.restore_targets, tenant, found, base, on_other_base)

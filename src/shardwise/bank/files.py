@@ -79,6 +79,17 @@ def with_lent_tensors(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
     return outline.model
 
 
+def without_embeddings(model: PreTrainedModel, tenant: Tenant, state: object) -> object:
+    """Return matrices by PEFT's names without the base's embeddings, which PEFT saves with adapters on them."""
+    if not isinstance(state, Mapping) or not all(isinstance(values, torch.Tensor) for values in state.values()):
+        return state
+    if state.keys() <= tenant.shapes.keys():
+        return state
+    whole = with_lent_tensors(model, tenant)
+    of_base = names_outside(whole, collect_tensors(whole), AdapterOnly()).keys() - tenant.shapes.keys()
+    return {key: values for key, values in state.items() if key not in of_base}
+
+
 def training_of(tenant: Tenant, base: Mapping[str, str], dtype: torch.dtype | None) -> TrainingBeside:
     """Return the training state to save with matrices that are cast to ``dtype``. Collective: within a window, yes.
 
