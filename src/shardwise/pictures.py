@@ -50,7 +50,6 @@ _STYLE: Any = {
     "axes.axisbelow": True,
 }
 _BANDS = ("#f59e0b", "#10b981", "#a855f7", "#72b7b2", "#e45756", "#9d755d", "#eab308", "#6366f1", "#ec4899")
-_AREAS = ("#3b82f6", "#60a5fa")
 _GIB = 2.0**20
 """In KiB."""
 
@@ -84,24 +83,14 @@ class PageSection:
     notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """Values of ranks over time, in GiB, stacked, with spans of phases by name, for :func:`draw_panels`."""
-
-    title: str
-    seconds: Floats
-    layers: Sequence[Floats]
-    spans: Mapping[str, tuple[float, float]]
-
-
 def require_matplotlib() -> None:
     """Raise ConfigError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("matplotlib, which draws, is not installed; pip install 'shardwise[report]'")
 
 
-def draw_report(runs: Sequence[Path], folder: Path, first: Sequence[PageSection] = ()) -> list[str]:
-    """Write ``report.html`` and PNGs of runs, after these sections. Return notes on missing data.
+def draw_report(runs: Sequence[Path], folder: Path) -> list[str]:
+    """Write ``report.html`` and PNGs of runs. Return notes on missing data.
 
     Raises:
         ShardwiseError: a folder is not of a run, matplotlib is not installed, or a file cannot be written.
@@ -111,7 +100,7 @@ def draw_report(runs: Sequence[Path], folder: Path, first: Sequence[PageSection]
     names = [_plain(run.path.resolve().name) for run in found]
     labels = [name if names.count(name) == 1 else _plain(run.path) for name, run in zip(names, found, strict=True)]
     labeled = dict(zip(labels, found, strict=True))
-    sections = [*first, _summary(labeled), *_compared(labeled)]
+    sections = [_summary(labeled), *_compared(labeled)]
     sections += [_of_run(label, run, number) for number, (label, run) in enumerate(labeled.items(), 1)]
     _write(folder, ", ".join(labels), sections)
     return [f"{section.title}: {note}" for section in sections for note in section.notes]
@@ -358,30 +347,6 @@ def _smoothed(y: Floats) -> Floats | None:
     return smooth if np.abs(np.diff(y)).sum() > 3 * np.abs(np.diff(smooth)).sum() else None
 
 
-def draw_panels(panels: Sequence[Panel], x_title: str = "seconds") -> bytes:
-    """Return a PNG with panels on one scale."""
-    across = min(3, len(panels))
-    down = -(-len(panels) // across)
-    with _figure(3.2 * across + 0.4, 2.5 * down + 0.5) as (figure, buffer):
-        every = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flatten()
-        names = [*dict.fromkeys(name for panel in panels for name in panel.spans)]
-        for number, (axes, panel) in enumerate(zip(every, panels, strict=False)):
-            shades = [_AREAS[place % 2] for place in range(len(panel.layers))]
-            axes.stackplot(panel.seconds, panel.layers, colors=shades, lw=0, zorder=2)
-            for name, (start, stop) in panel.spans.items():
-                label = label_of(name) if number == 0 else None
-                axes.axvspan(start, stop, color=_BANDS[names.index(name)], alpha=0.2, lw=0, label=label)
-            axes.set_title(panel.title, fontsize=9)
-            axes.set(xlim=(0, None), ylim=(0, None))
-            axes.label_outer()
-        figure.supxlabel(x_title, fontsize=8)
-        figure.supylabel("GiB", fontsize=8)
-        for axes in every[len(panels) :]:
-            axes.set_visible(False)
-        figure.legend(loc="outside lower left", ncols=6)
-    return buffer.getvalue()
-
-
 # The page
 
 
@@ -408,8 +373,7 @@ def _table(table: Table) -> str:
         return "<tr>" + "".join(f"<{tag}>{_escaped(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     lines = [row(table.head, "th"), *(row(cells, "td") for cells in table.rows)]
-    title = f"<h3>{_escaped(table.title)}</h3>" if table.title else ""
-    return f'{title}<div class="table"><table>{"".join(lines)}</table></div>'
+    return f'<h3>{_escaped(table.title)}</h3><div class="table"><table>{"".join(lines)}</table></div>'
 
 
 def _escaped(text: str) -> str:

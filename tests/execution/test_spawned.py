@@ -21,7 +21,6 @@ from shardwise.execution import processes
 from shardwise.execution.processes import (
     RankEndedError,
     RankError,
-    RanksLateError,
     _priority,
     run_spawned,
     select_accelerator,
@@ -53,8 +52,6 @@ def test_values_come_by_rank_and_errors_as_they_are(monkeypatch, forked):
         run_spawned(2, faults.raise_here, 1)
     with pytest.raises(RankEndedError, match="rank 1: its process ended with exit code 7"):
         run_spawned(2, faults.exit_on, 1)
-    with pytest.raises(RanksLateError, match=r"rank 0, 1 did not finish in 0\.5 s"):
-        run_spawned(2, time.sleep, 600, timeout_s=0.5)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import click
 from shardwise.errors import ShardwiseError
 
 _COMMANDS = {
-    "bench": "compare ways to load a model: memory and seconds",
     "generate": "print the answer of a model or an adapter to a prompt",
     "inspect": "show the tensors and sizes of a checkpoint",
     "merge-adapter": "merge a LoRA into its base, in bounded memory",
@@ -22,7 +21,6 @@ _COMMANDS = {
 
 _MODULES = {
     **dict.fromkeys(("generate", "inspect", "verify", "merge_adapter", "merge_weights"), "checkpoints"),
-    "report": "bench",
     "plan": "train",
 }
 """Modules of commands that have another name."""

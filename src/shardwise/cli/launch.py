@@ -59,20 +59,6 @@ def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any) -> list[A
     return run_spawned(nproc_per_node, function, *args, asks_first=True)
 
 
-def run_fresh(size: int, function: RankFunction, *args: Any, timeout_s: float) -> list[Any]:
-    """Call ``function(*args)`` in ``size`` new processes. Return the values by rank.
-
-    Raises:
-        ConfigError: this process is itself one that a launcher started.
-        ShardwiseError: as raised by the function or by a rank that exited, or RanksLateError after ``timeout_s``.
-    """
-    if read_launch(os.environ) is not None:
-        raise ConfigError("this command starts its own ranks, and RANK is set. Start it without torchrun")
-    from shardwise.execution.processes import run_spawned
-
-    return run_spawned(size, function, *args, timeout_s=timeout_s)
-
-
 def print_report(report: Any, *, as_json: bool) -> None:
     """Print a report as text, or as one JSON object."""
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import os
 import signal
 import sys
@@ -49,13 +48,7 @@ class RankEndedError(RankError):
     """A rank's process ended in the middle of a call."""
 
 
-class RanksLateError(RankError):
-    """Ranks did not finish in time, and none had failed."""
-
-
-def run_spawned(
-    size: int, function: RankFunction, *args: Any, asks_first: bool = False, timeout_s: float = math.inf
-) -> list[Any]:
+def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool = False) -> list[Any]:
     """Call the function of an importable module on ``size`` new processes. Return its values (picklable) by rank.
 
     ``torch.multiprocessing`` starts the processes. Each has its own accelerator, if the machine has any. When this
@@ -64,7 +57,6 @@ def run_spawned(
 
     Raises:
         ShardwiseError: as raised by the function, from the lowest rank that raised it.
-        RanksLateError: ranks had not finished ``timeout_s`` seconds after the start, imports included.
         RankError: a rank failed otherwise, or ended.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
@@ -72,23 +64,19 @@ def run_spawned(
         context: Any = start_processes(_call, call, size, join=False, start_method="spawn")
         with _signals(context.processes, asks_first=asks_first):
             try:
-                first = _join_all(context, timeout_s)
+                first = _join_all(context)
             finally:
-                late = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
                 for process in context.processes:
                     process.kill()
                     process.join()
-        outcomes = {
-            rank: _outcome(Path(folder, str(rank)), rank, process.exitcode)
+        outcomes = [
+            _outcome(Path(folder, str(rank)), rank, process.exitcode)
             for rank, process in enumerate(context.processes)
-            if rank not in late
-        }
-    failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, ShardwiseError)}
+        ]
+    failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, ShardwiseError)}
     if failures:  # the others may have been ended because the first one had
         raise failures[min(failures, key=lambda rank: (_priority(failures[rank]), rank != first))]
-    if late:
-        raise RanksLateError(f"rank {', '.join(map(str, late))} did not finish in {timeout_s:g} s; it was ended")
-    return list(outcomes.values())
+    return outcomes
 
 
 def _priority(error: BaseException) -> int:
@@ -97,13 +85,11 @@ def _priority(error: BaseException) -> int:
     return 3 - next((place for place, kind in enumerate(later) if isinstance(error, kind)), 3)
 
 
-def _join_all(context: Any, timeout_s: float) -> int | None:
+def _join_all(context: Any) -> int | None:
     """Wait for all ranks, but only a few seconds more once one has failed. Return the rank that failed first."""
-    end = time.monotonic() + timeout_s
     try:
-        while (left_s := end - time.monotonic()) > 0:
-            if context.join(None if left_s == math.inf else left_s, grace_period=_GRACE_S):
-                break
+        while not context.join(grace_period=_GRACE_S):
+            pass
     except ProcessException as error:
         return int(error.error_index)
     return None
