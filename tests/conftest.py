@@ -72,20 +72,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("no accelerator")
 
 
-PRELOADED = (
-    "torch.distributed.checkpoint",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
-    "peft",
-    "shardwise.engines.pretrained_loading",
-    "shardwise.engines.saving",
-    "tests.ways",
-    "tests.verbs.stating",
-    "tests.checkpoints.on_ranks",
-)
-"""Modules that most ranks need, imported once by the process that ranks are forked from."""
-
-
 _MOST_THREADS = 60
 """Threads of a rank after which its world is replaced. A process group has three threads, one of which polls."""
 
@@ -101,7 +87,7 @@ class Worlds:
         if world is None or not world.is_alive or _threads_of(world.pid(0)) > _MOST_THREADS:
             if world is not None:
                 world.close()
-            world = self._worlds[size] = LocalRanks(size, timeout_s=100, preloaded=PRELOADED)
+            world = self._worlds[size] = LocalRanks(size, timeout_s=100, is_forked=True)
             world.run(quieten)
         return world
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import pytest
 import yaml
-from tests.conftest import PRELOADED, Worlds
+from tests.conftest import Worlds
 from tests.documents.blocks import PAGES, ROOT, Block, blocks_of, commands, fences, indented
 from tests.documents.running import prepare, run_page
 from tests.documents.shell import check, commands_in
@@ -93,7 +93,7 @@ def test_a_page_runs_as_it_stands(name: str, prepared: Path, tmp_path: Path):
     given = tmp_path / "nothing" if name == "tutorial.md" else prepared
     (tmp_path / "nothing").mkdir()
     (tmp_path / "here").mkdir()
-    with LocalRanks(1, timeout_s=280, preloaded=PRELOADED) as rank:
+    with LocalRanks(1, timeout_s=280, is_forked=True) as rank:
         [ran] = rank.run(run_page, name, str(given), str(tmp_path / "here"), "run")
     assert len(ran) == len([block for block in EVERY if block.page == name and block.kind in ("python", "sh")])
     if name == "tutorial.md":

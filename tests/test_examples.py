@@ -41,6 +41,6 @@ def test_example(name: str, tmp_path: Path) -> None:
     pytest.importorskip(NEEDS.get(kind, "torch"))
     if kind in ("trainer", "trl"):
         require_doors()
-    with LocalRanks(2, timeout_s=200, preloaded=("transformers", "datasets", "accelerate")) as ranks:
+    with LocalRanks(2, timeout_s=200, is_forked=True) as ranks:
         ranks.run(run, str(FOLDER / name), "--output", str(tmp_path), "--steps", "4")
     assert any(tmp_path.rglob("*.safetensors"))

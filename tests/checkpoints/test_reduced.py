@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from tests.checkpoints import reduced
-from tests.conftest import PRELOADED
 from tests.harness.local_ranks import LocalRanks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -19,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2, timeout_s=200, preloaded=PRELOADED) as ranks:
+    with LocalRanks(2, timeout_s=200, is_forked=True) as ranks:
         yield ranks
 
 
@@ -45,7 +44,7 @@ def test_one_rank_is_refused_the_state_of_two_and_may_begin_anew(
     saved: list[dict[str, Any]], folder: str, tmp_path: Path
 ) -> None:
     assert saved
-    with LocalRanks(1, timeout_s=200, preloaded=PRELOADED) as one:
+    with LocalRanks(1, timeout_s=200, is_forked=True) as one:
         [told] = one.run(reduced.call, "refused", folder)
         kinds = [("AdamW8bit", "bitsandbytes"), ("Adafactor", "torch")]
         [whole] = one.run(reduced.call, "save_each", str(tmp_path), kinds)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from tests.conftest import PRELOADED
 from tests.execution import faults
 from tests.harness.fork_server import start_server
 from torch.multiprocessing.spawn import start_processes
@@ -33,7 +32,7 @@ T = TypeVar("T")
 @pytest.fixture
 def forked(monkeypatch):
     """Ranks are forked from a process that has imported torch, in place of new interpreters."""
-    start_server(PRELOADED)
+    start_server()
 
     def start(*args: Any, start_method: str, **keywords: Any) -> Any:
         assert start_method == "spawn"

@@ -63,7 +63,7 @@ def test_a_fresh_world_answers_by_rank():
 
 
 def test_a_rank_that_raises_is_shown_with_its_traceback():
-    with LocalRanks(2, timeout_s=60, preloaded=("torch",)) as ranks:
+    with LocalRanks(2, timeout_s=60, is_forked=True) as ranks:
         with pytest.raises(RankError, match=r"\[rank 1\] ValueError: not like this") as caught:
             ranks.run(faults.raise_here, 1)
         assert isinstance(caught.value.errors[1], ValueError)
@@ -79,7 +79,7 @@ def test_a_rank_that_is_lost_ends_the_others(monkeypatch, act):
     limit_s, told = 100, r"\[rank 1\] .*exit code 7"
     if act is faults.sleep_on:
         limit_s, told = 2, r"\[rank 1\] did not finish in time"
-    with LocalRanks(2, timeout_s=limit_s, preloaded=("torch",)) as ranks:
+    with LocalRanks(2, timeout_s=limit_s, is_forked=True) as ranks:
         if act is None:
             os.kill(ranks.pid(1), signal.SIGKILL)
             ranks._processes[1].join(30)

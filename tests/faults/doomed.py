@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -20,13 +19,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = ["torch", "transformers", "shardwise.engines.pretrained_loading", "shardwise.engines.saving"]
-_PRELOADED += ["tests.faults.on_ranks", "tests.faults.saving"]
+from tests.harness.fork_server import start_server
 
 _IN_MEMORY = Path("/dev/shm")
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOADED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +115,8 @@ class Doomed:
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         self.outcome.started_at_s = time.monotonic()
         for rank in range(self.size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
+            ours, theirs = start_server().Pipe()
+            process = start_server().Process(
                 target=_live, args=(rank, self.size, self.folder, self._meet, theirs, function, args), daemon=True
             )
             process.start()

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # in that process only
@@ -21,10 +20,32 @@ _ORPHANED_S = 60.0
 """Seconds that a rank may take to end after the process that started it is gone."""
 
 
-def start_server(preloaded: Sequence[str]) -> multiprocessing.context.ForkServerContext:
+_PRELOADED = (
+    "torch.distributed.checkpoint",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "trl.trainer.sft_trainer",
+    "trl.trainer.dpo_trainer",
+    "shardwise.engines.pretrained_loading",
+    "shardwise.engines.saving",
+    "shardwise.integrations.trainer",
+    "shardwise.training.run",
+    "shardwise.training.tenants",
+    "tests.ways",
+    "tests.verbs.stating",
+    "tests.checkpoints.on_ranks",
+    "tests.faults.on_ranks",
+    "tests.faults.saving",
+    "tests.torture.objects",
+    "tests.torture.verbs",
+)
+"""Modules that ranks need, imported once by the process that they are forked from."""
+
+
+def start_server() -> multiprocessing.context.ForkServerContext:
     """Start the process that ranks are forked from, unless there is one."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *preloaded])
+    context.set_forkserver_preload([__name__, *_PRELOADED])
     multiprocessing.forkserver.ensure_running()
     return context
 

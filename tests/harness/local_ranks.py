@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -49,17 +49,17 @@ class LocalRanks:
         timeout_s: hard limit of each call; None for no limit.
         device: "cpu", or the kind of accelerator ("cuda") that rank ``i`` has the ``i``-th of; its collectives are
             added to gloo's.
-        preloaded: modules that one process imports, once for all ranks of this and later calls, which are forked
-            from it; with none, each rank is spawned and imports what it needs, which takes it seconds.
+        is_forked: fork ranks from one process that has imported what most need. Otherwise each rank is spawned and
+            imports what it needs, which takes it seconds.
     """
 
     def __init__(
-        self, size: int, *, timeout_s: float | None = None, device: str = "cpu", preloaded: Sequence[str] = ()
+        self, size: int, *, timeout_s: float | None = None, device: str = "cpu", is_forked: bool = False
     ) -> None:
         self.size = size
         self.timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-ranks-")
-        context: Any = start_server(preloaded) if preloaded else multiprocessing.get_context("spawn")
+        context: Any = start_server() if is_forked else multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         store = str(Path(self._folder.name) / "store")

@@ -9,7 +9,7 @@ from tests.integrations.runs import write
 
 
 def _ranks(size: int, request: pytest.FixtureRequest) -> LocalRanks:
-    return LocalRanks(size, timeout_s=200, preloaded=request.module.PRELOADED)
+    return LocalRanks(size, timeout_s=200, is_forked=True)
 
 
 @pytest.fixture(scope="module")

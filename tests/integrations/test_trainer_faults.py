@@ -12,7 +12,6 @@ from tests.integrations.runs import Run, train
 
 require_doors()
 
-PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
 
@@ -26,7 +25,7 @@ def test_what_one_rank_raises_alone_ends_the_others(
     Where it fails within the model, the other one is in a gather by then.
     """
     run = Run(str(folder), arguments={"output_dir": str(tmp_path / "run")})
-    with LocalRanks(2, timeout_s=90, preloaded=PRELOADED) if place == "model" else nullcontext(two) as ranks:
+    with LocalRanks(2, timeout_s=90, is_forked=True) if place == "model" else nullcontext(two) as ranks:
         first, second = ranks.run(fail_alone, run, place)
     assert second.error == "ValueError: row 7 is odd"
     assert re.fullmatch(

@@ -22,8 +22,6 @@ from tests.integrations import refusing  # noqa: E402
 
 from shardwise.integrations import for_trainer, trainer_runs  # noqa: E402
 
-PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
-
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -38,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2, timeout_s=200, preloaded=PRELOADED) as ranks:
+    with LocalRanks(2, timeout_s=200, is_forked=True) as ranks:
         yield ranks
 
 

@@ -17,7 +17,6 @@ from shardwise.options import Ignore
 
 require_doors()
 
-PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -26,7 +25,7 @@ SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps":
 
 
 def ranks(size: int) -> LocalRanks:
-    return LocalRanks(size, timeout_s=200, preloaded=PRELOADED)
+    return LocalRanks(size, timeout_s=200, is_forked=True)
 
 
 def saving(folder: Path, output: Path, **changes: Any) -> Run:

@@ -9,7 +9,6 @@ from tests.integrations.runs import Run, compared
 
 require_doors()
 
-PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -51,5 +50,5 @@ def test_one_that_classifies(two: LocalRanks, folder: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_on_replicas(one: LocalRanks, folder: Path, tmp_path: Path) -> None:
     """Two of two shards each; gradients of micro-batches are put off between replicas only."""
-    with LocalRanks(4, timeout_s=200, preloaded=PRELOADED) as four:
+    with LocalRanks(4, timeout_s=200, is_forked=True) as four:
         compared(four, one, Run(str(folder), model="replicas", arguments=EVALUATED), tmp_path)

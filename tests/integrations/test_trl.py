@@ -11,7 +11,6 @@ pytest.importorskip("trl")
 
 require_doors()
 
-PRELOADED = ("transformers", "datasets", "accelerate", "peft", "trl", "shardwise.integrations.trainer")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import PRELOADED
 from tests.harness.local_ranks import LocalRanks
 from tests.observing.made_runs import make_metrics, make_rank, make_run
 from tests.training import tiny
@@ -125,7 +124,7 @@ def _record_until_killed(run: str) -> None:
 
 @pytest.mark.distributed
 def test_a_killed_process_leaves_whole_lines_and_the_next_run_replaces_them(tmp_path: Path) -> None:
-    with LocalRanks(1, timeout_s=60, preloaded=PRELOADED) as ranks:
+    with LocalRanks(1, timeout_s=60, is_forked=True) as ranks:
         ranks.start(_record_until_killed, str(tmp_path))
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
@@ -165,7 +164,7 @@ def _fork_while_observed(run: str) -> str:
 
 @pytest.mark.distributed
 def test_a_child_that_stays_holds_no_file_and_writes_nothing(tmp_path: Path) -> None:
-    with LocalRanks(1, timeout_s=60, preloaded=PRELOADED) as ranks:
+    with LocalRanks(1, timeout_s=60, is_forked=True) as ranks:
         [text] = ranks.run(_fork_while_observed, str(tmp_path))
     assert text.count('"closed":true') == 2
     assert "of both" in text
@@ -222,7 +221,7 @@ def _fill_the_disk(run: str) -> str:
 
 @pytest.mark.distributed
 def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
-    with LocalRanks(1, timeout_s=60, preloaded=PRELOADED) as limited:
+    with LocalRanks(1, timeout_s=60, is_forked=True) as limited:
         [fault] = limited.run(_fill_the_disk, str(tmp_path))
     assert "File too large" in fault
     assert not only_rank(tmp_path).is_closed

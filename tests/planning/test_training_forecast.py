@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.checkpoints import SHAPES
-from benchmarks.training import SMALL
+from benchmarks.training import SMALL, smaller
 from peft import LoraConfig
 from tests.verbs.real_shapes import forecast_of
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -24,7 +24,8 @@ from shardwise.tensors import DType
 
 NOWHERE = Path("/nowhere")
 RECORD = Path(__file__).parents[2] / "benchmarks/results/training-memory-2026-11-23.json"
-SIZES = {"36m": SMALL, "0.6b": SHAPES["qwen3-0.6b"], "1.7b": SHAPES["qwen3-1.7b"]}
+LOW = smaller("qwen3-low", **{**SMALL.config, "num_hidden_layers": 2, "max_window_layers": 2})
+SIZES = {"low": LOW, "36m": SMALL, "0.6b": SHAPES["qwen3-0.6b"], "1.7b": SHAPES["qwen3-1.7b"]}
 LORA = Lora(LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"))
 
 
@@ -143,13 +144,13 @@ def test_checkpointing_and_accumulation() -> None:
 
 @pytest.mark.parametrize("tuning", [Full(), LORA], ids=["full", "lora"])
 def test_the_largest_batch_fits_and_one_more_row_does_not(tuning: Any) -> None:
-    limit = 4 << 30
+    limit = 2 << 30
     step: Any = {"max_length": 512, "tuning": tuning}
-    made = planned("36m", 2, **step, per_device_train_batch_size=3, memory_bytes=limit)
+    made = planned("low", 2, **step, per_device_train_batch_size=3, memory_bytes=limit)
     assert made.training is not None
     most = made.training.largest_batch
     assert most is not None
     assert made.verdict(limit).endswith(f"on a rank, largest batch {most}")
-    peaks = [planned("36m", 2, **step, per_device_train_batch_size=rows).peak_bytes for rows in (most, most + 1)]
+    peaks = [planned("low", 2, **step, per_device_train_batch_size=rows).peak_bytes for rows in (most, most + 1)]
     assert peaks[0] <= limit < peaks[1]
-    assert planned("36m", 2, **step, per_device_train_batch_size=3).training.largest_batch is None  # type: ignore[union-attr]
+    assert planned("low", 2, **step, per_device_train_batch_size=3).training.largest_batch is None  # type: ignore[union-attr]

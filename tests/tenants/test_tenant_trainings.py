@@ -15,8 +15,6 @@ from shardwise.training.run import TrlOutcome
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
 
-IMPORTED = ("trl.trainer.sft_trainer", "shardwise.training.tenants")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -25,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_world(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call a function on ranks that are forked from a process which has imported TRL."""
-    with LocalRanks(size, timeout_s=240, preloaded=IMPORTED) as ranks:
+    with LocalRanks(size, timeout_s=240, is_forked=True) as ranks:
         return ranks.run(function, *args)
 
 

@@ -1,6 +1,5 @@
 """Processes that save, one beside another: each can be held before any of its effects, go on, or be killed."""
 
-import multiprocessing
 import os
 import signal
 import traceback
@@ -11,16 +10,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.faults import doomed
 from tests.harness.crashes import Called, EffectLog, Failed, Killed, Returned, recorded
-
-# A process has one server to fork from: ours knows what all tests want of theirs.
-_PRELOADED = [*doomed._PRELOADED, "tests.torture.verbs", "tests.torture.objects"]
+from tests.harness.fork_server import start_server
 
 _LIMIT_S = 60.0
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOADED)
 
 TO_THE_END = 0
 """Where to hold who is not to be held."""
@@ -70,8 +63,10 @@ class Actor:
     error: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=_live, args=(self.part, self.hold_before, theirs), daemon=True)
+        self._pipe, theirs = start_server().Pipe()
+        self._process = start_server().Process(
+            target=_live, args=(self.part, self.hold_before, theirs), daemon=True
+        )
         self._process.start()
         theirs.close()
 

@@ -15,7 +15,7 @@ import torch
 from tests.checkpoints.tiny import Training, differences
 from tests.faults.saving import Blocks
 from tests.harness.crashes import BEFORE, Called, EffectLog, Entry, Failed, Killed, Returned, may_be_found
-from tests.torture.actors import _context
+from tests.harness.fork_server import start_server
 from tests.torture.objects import behind
 from tests.torture.verbs import MARK, ONE_FILE, SEVERAL_FILES, saving
 
@@ -196,7 +196,7 @@ def _faults(kind: str, folder: str, entries: list[Entry]) -> list[str]:
 
 
 def _started(kind: str, folder: str, log_path: str, first_seed: int, stack: Any) -> tuple[int, Any]:
-    process = _context.Process(target=_for_ever, args=(kind, folder, log_path, first_seed), daemon=True)
+    process = start_server().Process(target=_for_ever, args=(kind, folder, log_path, first_seed), daemon=True)
     process.start()
     stack.callback(process.join)
     stack.callback(process.kill)

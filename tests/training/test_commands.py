@@ -18,7 +18,6 @@ from tests.training.on_ranks import by_command, by_script, initial_adapter, prep
 
 ROOT = Path(__file__).parents[2]
 TORCHAO = Path(sys.prefix, "peers", "torchao")
-IMPORTED = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "shardwise.training.run")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -34,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_world(size: int, *call: Any) -> list[Any]:
-    with LocalRanks(size, timeout_s=400, preloaded=IMPORTED) as ranks:
+    with LocalRanks(size, timeout_s=400, is_forked=True) as ranks:
         return ranks.run(*call)
 
 

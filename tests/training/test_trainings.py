@@ -18,9 +18,6 @@ from tests.training.on_ranks import by_trl, initial_adapter, prepare, train, tra
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-IMPORTED = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "shardwise.training.run")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("trl"))
@@ -28,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_world(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call a function on ranks that are forked from a process which has imported TRL."""
-    with LocalRanks(size, timeout_s=240, preloaded=IMPORTED) as ranks:
+    with LocalRanks(size, timeout_s=240, is_forked=True) as ranks:
         return ranks.run(function, *args)
 
 
@@ -244,7 +241,7 @@ def test_of_two_trainings_started_together_in_one_folder_one_is_refused(folder: 
     values = keys(folder, output_dir=str(folder / "shared"), max_steps=60, per_device_train_batch_size=2)
     refused = []
     with ExitStack() as stack:
-        both = [stack.enter_context(LocalRanks(1, timeout_s=240, preloaded=IMPORTED)) for _ in range(2)]
+        both = [stack.enter_context(LocalRanks(1, timeout_s=240, is_forked=True)) for _ in range(2)]
         for ranks, use_peft in zip(both, (True, None), strict=True):
             ranks.start(train, {**values, "use_peft": use_peft})
         for ranks, weights in zip(both, ("adapter_model", "model"), strict=True):
