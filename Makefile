@@ -17,7 +17,7 @@ OLDEST_TORCH := torch==2.11.0
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 
 # A test that hangs in Python fails after the limit of pytest-timeout (pyproject.toml). One that hangs in C cannot
 # be interrupted, so after this many seconds all tracebacks are printed and the run ends.

@@ -59,7 +59,8 @@ class Given:
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
         """What each rank returns."""
-        with LocalRanks(ranks or self.ranks, timeout_s=CALL_S, device=self.device) as world:
+        size, is_forked = ranks or self.ranks, self.device == "cpu"  # CUDA does not survive a fork
+        with LocalRanks(size, timeout_s=CALL_S, device=self.device, is_forked=is_forked) as world:
             return world.run(function, *args)
 
     def write(self, shape: Shape) -> str:

@@ -9,7 +9,7 @@ from benchmarks.checkpoints import SHAPES, write
 from benchmarks.rank import Job, measure
 from tests.conftest import Worlds
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 INSTALLED = [arm for arm in ARMS if arm != "runai" or not why_no_runai()]
 

@@ -7,7 +7,7 @@ from tests.fuzz.mutating import mutate
 from tests.fuzz.targets import Broken, targets
 
 TARGETS = targets()
-INPUTS = 100
+INPUTS = 60
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -29,7 +29,7 @@ SIZES = {"low": LOW, "36m": SMALL, "0.6b": SHAPES["qwen3-0.6b"], "1.7b": SHAPES[
 LORA = Lora(LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"))
 
 
-FAST = ("36m-nf4-again-4-2-512", "36m-lora-keep-1-2-512")
+FAST = ("36m-lora-keep-1-2-512",)
 
 
 def recorded() -> list[Any]:

@@ -45,7 +45,7 @@ def test_training_goes_on_bitwise_with_a_state_that_was_set(worlds, maker, broug
 
 
 @pytest.mark.parametrize(("way", "onto"), [("", "hsdp"), ("hsdp", ""), ("tp", "tp")])
-@pytest.mark.parametrize("brought_by", ["first", "shards"])
+@pytest.mark.parametrize("brought_by", [pytest.param("first", marks=pytest.mark.slow), "shards"])
 def test_meshes_may_change(worlds, way, onto, brought_by):
     found = worlds(4).run(optimizing.there_and_back, way, "adamw", brought_by, onto)
     assert [faults for faults, _ in found] == [[]] * 4

@@ -202,10 +202,10 @@ NAMES = ("llama", "gpt2", "gpt_neox", "phi3", "qwen3_moe")
 WAYS = [
     ("flat", 2, 4096, "every", NAMES),
     ("flat", 3, 1 << 14, "first", ("gpt2", "qwen3_moe")),
-    ("hsdp", 4, 1 << 15, "every", ("gpt_neox", "qwen3_moe")),
+    pytest.param("hsdp", 4, 1 << 15, "every", ("gpt_neox", "qwen3_moe"), marks=pytest.mark.slow),
     ("tp", 4, 1 << 26, "first", ("llama", "qwen3_moe")),
     ("ep", 4, 1 << 14, "every", ("qwen3_moe",)),
-    ("shard1", 2, 1 << 14, "every", ("phi3", "gpt2")),
+    pytest.param("shard1", 2, 1 << 14, "every", ("phi3", "gpt2"), marks=pytest.mark.slow),
 ]
 
 

@@ -128,7 +128,7 @@ def test_the_second_is_refused_and_the_first_counts(target, size, monkeypatch):
 
 
 @pytest.mark.parametrize("at", [is_write, is_last_step], ids=["while writing", "at the last step"])
-@pytest.mark.parametrize("older", [ONE, SEVERAL])
+@pytest.mark.parametrize("older", [ONE, pytest.param(SEVERAL, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("size", "theirs"), [(ONE, ONE), (ONE, SEVERAL), (SEVERAL, ONE), (SEVERAL, SEVERAL)])
 def test_one_whose_mark_was_taken_away_does_not_harm_the_one_that_counts(
     target, older, size, theirs, at, monkeypatch
