@@ -132,7 +132,8 @@ def compare(
     for name in arms:
         say(f"{name}: {ARMS[name].does}")
         try:
-            with LocalRanks(ranks, timeout_s=timeout_s, device=device) as started:
+            is_forked = device == "cpu"  # from a process that has the imports
+            with LocalRanks(ranks, timeout_s=timeout_s, device=device, is_forked=is_forked) as started:
                 ended: list[ArmOnRank] = started.run(bring_up, name, str(model_dir), dtype, str(out / name))
         except RankError as error:
             if name == OURS:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from tests.cli.running import RUNNER
+from tests.harness.local_ranks import LocalRanks
 from tests.training import tiny
+from tests.training.on_ranks import by_command
 
 from shardwise.cli import main
 from shardwise.cli.launch import read_launch
@@ -113,10 +115,16 @@ def test_a_signal_stops_a_training_that_the_same_command_resumes(
     [checkpoint] = (tmp_path / "out").glob("checkpoint-*")
     assert len(list((tmp_path / "out" / "observed").iterdir())) >= ranks
     step = int(checkpoint.name.partition("-")[2])
-    more = ("--max_steps", step + 2, "--json", "--nproc-per-node", ranks)
-    done = subprocess.run(command(config(tmp_path), *more), check=True, capture_output=True, text=True, timeout=110)
-    outcome = json.loads(done.stdout[done.stdout.index("{\n") :])
-    assert (outcome["steps"], outcome["has_stopped"]) == (step + 2, False)
+    words = [config(tmp_path), "--max_steps", str(step + 2)]
+    if ranks == 1:
+        again = command(*words, "--json")
+        done = subprocess.run(again, check=True, capture_output=True, text=True, timeout=110)
+        outcome = json.loads(done.stdout[done.stdout.index("{\n") :])
+        assert (outcome["steps"], outcome["has_stopped"]) == (step + 2, False)
+    else:
+        with LocalRanks(ranks, timeout_s=110, is_forked=True) as world:
+            for told in world.run(by_command, words, tmp_path):
+                assert (told.steps, told.has_stopped) == (step + 2, False)
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 

@@ -355,8 +355,7 @@ main(*sys.argv[1:])
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("efficient", [True, False])
-def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path, efficient):
+def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path):
     from transformers import AutoModelForCausalLM
 
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -365,7 +364,7 @@ def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path, efficient):
         "num_processes: 2\nuse_cpu: false\nmain_training_function: main\nmachine_rank: 0\nrdzv_backend: static\n"
         "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, "
         "fsdp_transformer_layer_cls_to_wrap: Qwen3DecoderLayer, fsdp_state_dict_type: SHARDED_STATE_DICT, "
-        f"fsdp_cpu_ram_efficient_loading: {str(efficient).lower()}, fsdp_reshard_after_forward: true}}\n"
+        "fsdp_cpu_ram_efficient_loading: true, fsdp_reshard_after_forward: true}\n"
     )
     rows = accelerating.rows()[:30]
     torch.save(rows, tmp_path / "rows.pt")
@@ -379,7 +378,7 @@ def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path, efficient):
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(out.read_text())
-    assert found["meta"] is efficient
+    assert found["meta"]
     assert found["kind"].endswith("FSDP")
     model = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32).train()
     assert found["names"] == len(model.state_dict())

@@ -37,8 +37,7 @@ def plain(tmp_path_factory) -> Path:
     ("mesh", "size", "form", "scales"),
     [
         ("flat", 3, "nf4", "plain"),
-        pytest.param("flat", 1, "nf4", "nested", marks=pytest.mark.slow),
-        pytest.param("flat", 2, "fp4", "plain", marks=pytest.mark.slow),
+        pytest.param("flat", 2, "fp4", "nested", marks=pytest.mark.slow),
         pytest.param("hsdp", 4, "nf4", "plain", marks=pytest.mark.slow),
     ],
 )
