@@ -148,7 +148,7 @@ calls = st.one_of(
 )
 
 
-def carried_out(
+def executed(
     given_calls: list[tuple[int, tuple[object, ...]]], folder: Path
 ) -> list[tuple[Effect, dict[str, bytes]]]:
     """The effects of the calls that succeed, and what was seen after each."""
@@ -176,7 +176,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_seen_is_among_the_states_and_what_is_synced_is_in_all(
     folder: Path, given_calls: list[tuple[int, tuple[object, ...]]]
 ) -> None:
-    done = carried_out(given_calls, folder)
+    done = executed(given_calls, folder)
     effects = [effect for effect, _ in done]
     states = list(states_after_crash({}, effects, samples=4))
     for number, (_, seen) in enumerate(done):

@@ -100,22 +100,22 @@ class Commit:
         files: the files under their names before the steps, with their sizes in bytes.
         ready: small files that are written and synced before the steps, which publish them.
         steps: the steps in order. Each is durable before the next begins, and the last one commits the save.
-        then: the files under their names after the commit, with their sizes.
-        says: small files and their content after the commit.
-        without: names that must not exist after the commit, because such a file would be read instead of the save.
+        final_files: the files under their names after the commit, with their sizes.
+        final_contents: small files and their content after the commit.
+        absent_files: names that must not exist after the commit, because such a file would be read instead of the save.
         obsolete: files that are removed after the commit.
-        carried_out: the files in ``says`` that list renames still to do. The next save to the folder carries these
-            out.
+        journals: the files in ``final_contents`` that list renames still to do. The next save to the folder carries
+            these out.
     """
 
     files: Mapping[str, int]
     steps: tuple[CommitStep, ...]
-    then: Mapping[str, int]
+    final_files: Mapping[str, int]
     ready: Mapping[str, bytes] = field(default_factory=dict)
-    says: Mapping[str, bytes] = field(default_factory=dict)
-    without: frozenset[str] = frozenset()
+    final_contents: Mapping[str, bytes] = field(default_factory=dict)
+    absent_files: frozenset[str] = frozenset()
     obsolete: tuple[str, ...] = ()
-    carried_out: frozenset[str] = frozenset()
+    journals: frozenset[str] = frozenset()
 
     @property
     def aside(self) -> tuple[Rename, ...]:
@@ -147,7 +147,7 @@ def look_at_folder(files: Collection[str], index: bytes | None, single_file: str
 
 
 def commit_of(
-    plan: SavePlan, standing: FolderState, *, can_rename: bool, bound: Mapping[str, bytes] = NOTHING_BOUND
+    plan: SavePlan, folder_state: FolderState, *, can_rename: bool, bound: Mapping[str, bytes] = NOTHING_BOUND
 ) -> Commit:
     """Return the commit of a save in the hub's layout.
 
@@ -157,23 +157,25 @@ def commit_of(
     index.
     """
     files = {file.name: file.nbytes for file in plan.files}
-    then = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
-    removed = tuple(obsolete(plan, standing))
+    final_files = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
+    removed = tuple(obsolete(plan, folder_state))
     aside: list[CommitStep] = []
-    if plan.single_file in standing.files and can_rename and (bound or plan.index is not None):
+    if plan.single_file in folder_state.files and can_rename and (bound or plan.index is not None):
         aside = [Rename(plan.single_file, set_aside(plan))]
     if plan.index is None:
         published = {name: on_its_way(name, plan.save_id) for name in bound}
         steps = [*aside, *(Publish(file, name) for name, file in published.items())]
         steps.append(Rename(plan.files[0].name, plan.single_file))
         made = {published[name]: content for name, content in bound.items()}
-        return Commit(files, tuple(steps), then, made, bound, frozenset({*files, *made}) - then.keys(), removed)
-    says, without = {plan.index_file: plan.index}, frozenset({plan.single_file})
+        return Commit(
+            files, tuple(steps), final_files, made, bound, frozenset({*files, *made}) - final_files.keys(), removed
+        )
+    contents, absent = {plan.index_file: plan.index}, frozenset({plan.single_file})
     ready = on_its_way(plan.index_file, plan.save_id)
-    if plan.single_file in standing.files and not can_rename:
+    if plan.single_file in folder_state.files and not can_rename:
         aside = [Remove(plan.single_file)]
     into_place = (Publish(ready, plan.index_file), *aside)
-    return Commit(files, into_place, then, {ready: plan.index}, says, without | {ready}, removed)
+    return Commit(files, into_place, final_files, {ready: plan.index}, contents, absent | {ready}, removed)
 
 
 def set_aside(plan: SavePlan) -> str:
@@ -181,14 +183,14 @@ def set_aside(plan: SavePlan) -> str:
     return f"{plan.stem}.{plan.save_id}{OLDER}"
 
 
-def obsolete(plan: SavePlan, standing: FolderState) -> list[str]:
+def obsolete(plan: SavePlan, folder_state: FolderState) -> list[str]:
     """Return the files to remove after the commit: those of the older save, and of uncommitted saves."""
     new = {*plan.names, plan.single_file if plan.index is None else plan.index_file}
-    old = {name for name in standing.weights if name.endswith(".safetensors")}
-    old |= {name for name in standing.files if re.fullmatch(f"{plan.stem}{_OF_A_SAVE}", name)}
-    old |= {plan.index_file} & standing.files
+    old = {name for name in folder_state.weights if name.endswith(".safetensors")}
+    old |= {name for name in folder_state.files if re.fullmatch(f"{plan.stem}{_OF_A_SAVE}", name)}
+    old |= {plan.index_file} & folder_state.files
     if plan.stem == ADAPTER:
-        old |= {name for name in standing.files if is_training_file(name)}
+        old |= {name for name in folder_state.files if is_training_file(name)}
     return sorted(old - new)
 
 
@@ -258,19 +260,19 @@ class Renames:
             return Commit(
                 files,
                 steps=(Rename(fresh(name, self.save_id), name),),
-                then={**written.named, **written.beside},
-                without=frozenset({fresh(name, self.save_id)}),
+                final_files={**written.named, **written.beside},
+                absent_files=frozenset({fresh(name, self.save_id)}),
                 obsolete=self.older,
             )
         ready = on_its_way(self.file, self.save_id)
         return Commit(
             files,
             steps=(Publish(ready, self.file),),
-            then={},  # a later save may have taken these names by then
+            final_files={},  # a later save may have taken these names by then
             ready={ready: self.to_bytes()},
-            says={self.file: self.to_bytes()},
-            carried_out=frozenset({self.file}),
-            without=frozenset({ready}),
+            final_contents={self.file: self.to_bytes()},
+            journals=frozenset({self.file}),
+            absent_files=frozenset({ready}),
         )
 
 
