@@ -481,7 +481,7 @@ def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
         with open_writer(folder) as writer:
             with (
                 mock.patch("socket.gethostname", return_value="elsewhere"),
-                mock.patch("shardwise.storage.machine.process_space", return_value="elsewhere"),
+                mock.patch("shardwise.storage.machine.pid_namespace", return_value="elsewhere"),
             ):
                 held = LockedFolder(writer, "theirs")
             if not is_renewed:

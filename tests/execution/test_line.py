@@ -174,7 +174,7 @@ def test_a_rank_whose_process_ended_between_calls_is_named_at_once(gone):
 
 def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops():
     """Not before: for as long as it beats it may be busy."""
-    away = replace(ProcessPlace.here(), host="afar", space="another kernel's")
+    away = replace(ProcessPlace.here(), host="afar", pid_namespace="another kernel's")
     timeouts = replace(QUICK, join_timeout_s=60)
     store = dist.HashStore()
     sign(store, 1, away)

@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise
 from shardwise.models.view import raw_bytes
-from shardwise.storage.machine import ProcessPlace, process_space
+from shardwise.storage.machine import pid_namespace
 
 OPTIONS = shardwise.options.SaveOptions(budget_bytes=4096, progress=False)
 
@@ -98,8 +97,8 @@ def linear(seed: int = 0, columns: int = 4) -> nn.Module:
 
 def mark(**changes: Any) -> bytes:
     """The mark of a save by a process of this machine that is gone, unless the changes say otherwise."""
-    place = ProcessPlace(socket.gethostname(), 2**22 + 5, "1", process_space())
-    found = asdict(place) | {"save_id": "0123abcd", "renewed_s": 0.0, "since": 0.0}
+    found = {"host": socket.gethostname(), "process": 2**22 + 5, "born": "1", "space": pid_namespace()}
+    found |= {"save_id": "0123abcd", "renewed_s": 0.0, "since": 0.0}
     return json.dumps(found | changes).encode()
 
 

@@ -177,9 +177,9 @@ class TestFolder:
 class TestMark:
     def test_of_a_process_that_was_killed_and_not_waited_for(self, saved):
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        born = machine.born(child.pid)
-        assert born
-        (saved / MARK).write_bytes(mark(process=child.pid, born=born))
+        started = machine.process_start_time(child.pid)
+        assert started
+        (saved / MARK).write_bytes(mark(process=child.pid, born=started))
         with pytest.raises(StorageError, match=f"process {child.pid} on"):
             shardwise.save(linear(2), saved)
         child.kill()
@@ -241,16 +241,16 @@ class TestMark:
     def test_of_a_dead_process_that_two_take_over(self, tmp_path, monkeypatch):
         """One looks, the other one takes over in that moment: what the slow one takes away it gives back."""
         (tmp_path / MARK).write_bytes(mark(process=os.getpid(), born="long ago"))
-        born = machine.born
+        process_start_time = machine.process_start_time
         quick = LocalWriter(tmp_path)
         held = []
 
         def slow(process):
-            monkeypatch.setattr(machine, "born", born)
+            monkeypatch.setattr(machine, "process_start_time", process_start_time)
             held.append(LockedFolder(quick, "quick"))
-            return born(process)
+            return process_start_time(process)
 
-        monkeypatch.setattr(machine, "born", slow)
+        monkeypatch.setattr(machine, "process_start_time", slow)
         with pytest.raises(StorageError, match="another save is writing here"):
             saving_lock.take_lock(LocalWriter(tmp_path), "slow")
         saving_lock.require_lock(quick, "quick")

@@ -19,7 +19,7 @@ from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import dequantized_index, open_checkpoint
 from shardwise.report.names import shown_ranks
 from shardwise.storage.contract import FilePlaces, StorageReader
-from shardwise.storage.machine import file_space
+from shardwise.storage.machine import mount_namespace
 from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url, local_place
 from shardwise.storage.reading import OpenStorage, open_storage
 
@@ -297,7 +297,7 @@ def resolve_everywhere(
     repo_id = os.fspath(name_or_path)
     commit = world.broadcast(commit_of, repo_id, hub)
     pinned = replace(hub, revision=commit)
-    downloads = world.is_first_of(f"{file_space()} {place_of_cache(hub)}")
+    downloads = world.is_first_of(f"{mount_namespace()} {place_of_cache(hub)}")
 
     def download() -> Path | None:
         if not downloads:

@@ -27,7 +27,7 @@ from shardwise.models.wrap import Sharding
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.machine import file_space
+from shardwise.storage.machine import mount_namespace
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
 from shardwise.storage.reading import CombinedReader, LocalReader, OpenStorage, open_storage
 from shardwise.tuning import peft_compat
@@ -257,7 +257,7 @@ def build_together(
     A checkpoint's own code is first copied to the cache by one rank for all that see the same files.
     """
     if keywords.get("trust_remote_code", False) and world.size > 1:
-        first = world.is_first_of(file_space())
+        first = world.is_first_of(mount_namespace())
         world.run_all(lambda: first and outlines.class_of(found.directory, found.config, keywords))
     built = world.run_all(
         outlines.outline, found.directory, found.config, found.index, keywords, outlines.resizing(keywords)

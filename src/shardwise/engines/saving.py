@@ -169,7 +169,7 @@ def _has_owners(world: World, writer: StorageWriter) -> bool:
     which would undo each other's bytes in the blocks that they share.
     """
     policy = writer.policy
-    facts = world.all_gather_object((policy.has_random_writes, policy.block_bytes > 1, machine.boot()))
+    facts = world.all_gather_object((policy.has_random_writes, policy.block_bytes > 1, machine.boot_id()))
     takes_ranges, has_blocks, hosts = zip(*facts, strict=True)
     return not all(takes_ranges) or (any(has_blocks) and len(set(hosts)) > 1)
 

@@ -37,7 +37,7 @@ def agree_on(
         RankMismatchError: naming the settings in which configs differ, or the tensors that ranks plan differently.
         ShardingError: a rank has too little memory. The message has the rank, its need, and its free memory.
     """
-    container = machine.group_space() + machine.text_of(machine.OWN_GROUP)
+    container = machine.cgroup_namespace() + machine.text_of(machine.OWN_GROUP)
     own = (plan.digest, digest_of(settings)), container, estimate, available
     found = world.all_reduce_object(own, partial(_count_ranks, check_memory=check_memory))
     if isinstance(found, int):

@@ -28,7 +28,7 @@ from shardwise.models.view import TensorRef, raw_bytes
 from shardwise.planning.load_plan import LoadPlan, Tie
 from shardwise.report.names import collapse, shown_ranks
 from shardwise.storage.contract import FilePlaces, StorageReader
-from shardwise.storage.machine import process_space
+from shardwise.storage.machine import pid_namespace
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, DType, numel
 
@@ -190,7 +190,7 @@ def place_of(reader: StorageReader, file: str) -> str:
         return reader.place(file)
     if reader.policy.is_remote:
         return f"at {reader.root}"
-    return f"in process {os.getpid()} of {process_space()}"
+    return f"in process {os.getpid()} of {pid_namespace()}"
 
 
 def _facts(world: World, reader: StorageReader, index: CheckpointIndex, file: str) -> tuple[object, ...]:

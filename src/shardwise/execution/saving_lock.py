@@ -35,7 +35,7 @@ import re
 import secrets
 import time
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from shardwise.errors import StorageError
 from shardwise.storage.contract import INCOMPLETE, StorageWriter
@@ -173,8 +173,16 @@ class _LockRecord:
             return None
 
     def to_bytes(self) -> bytes:
-        others = {"save_id": self.save_id, "renewed_s": self.renewed_s, "since": time.time()}
-        return json.dumps(asdict(self.place) | others).encode()
+        content = {
+            "host": self.place.host,
+            "process": self.place.process,
+            "born": self.place.start_time,
+            "space": self.place.pid_namespace,
+            "save_id": self.save_id,
+            "renewed_s": self.renewed_s,
+            "since": time.time(),
+        }
+        return json.dumps(content).encode()
 
     @property
     def is_stale(self) -> bool:

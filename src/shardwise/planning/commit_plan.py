@@ -102,7 +102,7 @@ class Commit:
         steps: the steps in order. Each is durable before the next begins, and the last one commits the save.
         final_files: the files under their names after the commit, with their sizes.
         final_contents: small files and their content after the commit.
-        absent_files: names that must not exist after the commit, because such a file would be read instead of the save.
+        absent_files: names that must not exist after the commit, because such a file would be read instead.
         obsolete: files that are removed after the commit.
         journals: the files in ``final_contents`` that list renames still to do. The next save to the folder carries
             these out.

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Self
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_PROCESS_NAMESPACE = "/proc/self/ns/pid"
-_FILE_NAMESPACE = "/proc/self/ns/mnt"
-_GROUP_NAMESPACE = "/proc/self/ns/cgroup"
+_PID_NAMESPACE = "/proc/self/ns/pid"
+_MOUNT_NAMESPACE = "/proc/self/ns/mnt"
+_CGROUP_NAMESPACE = "/proc/self/ns/cgroup"
 OWN_GROUP = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
 
 
 @cache
-def boot() -> str:
+def boot_id() -> str:
     """Return an identifier of this boot of the kernel, equal in all its containers and different after a restart.
 
     It is the host name if the kernel provides no boot ID.
@@ -75,30 +75,30 @@ def text_of(file: Path) -> str:
         return ""
 
 
-def process_space() -> str:
-    """Return an identifier of the PID space: one kernel, one PID namespace (containers have their own)."""
-    return _space(_PROCESS_NAMESPACE)
+def pid_namespace() -> str:
+    """Return an identifier of the kernel and the PID namespace (containers have their own)."""
+    return _namespace_id(_PID_NAMESPACE)
 
 
-def file_space() -> str:
-    """Return an identifier of the space of file paths: one kernel, one mount namespace."""
-    return _space(_FILE_NAMESPACE)
+def mount_namespace() -> str:
+    """Return an identifier of the kernel and the mount namespace, in which file paths are valid."""
+    return _namespace_id(_MOUNT_NAMESPACE)
 
 
-def group_space() -> str:
-    """Return an identifier of the space of control group names."""
-    return _space(_GROUP_NAMESPACE)
+def cgroup_namespace() -> str:
+    """Return an identifier of the kernel and the namespace of control groups."""
+    return _namespace_id(_CGROUP_NAMESPACE)
 
 
-def _space(namespace: str) -> str:
+def _namespace_id(namespace: str) -> str:
     try:
-        return f"{boot()}/{os.stat(namespace).st_ino}"
+        return f"{boot_id()}/{os.stat(namespace).st_ino}"
     except OSError:
-        return f"{boot()}/{socket.gethostname()}"
+        return f"{boot_id()}/{socket.gethostname()}"
 
 
-def born(process: int) -> str:
-    """Return the start time, in ticks since boot, of a process in this PID space, or "" if there is none.
+def process_start_time(process: int) -> str:
+    """Return the start time, in ticks since boot, of a process in this PID namespace, or "" if there is none.
 
     A process that has ended counts as absent even if its parent has not waited for it yet. The result is "alive"
     if the process exists, but its start time cannot be read.
@@ -118,7 +118,7 @@ def born(process: int) -> str:
 
 
 def is_stopped(process: int) -> bool:
-    """Check if a process in this PID space is stopped (SIGSTOP, a debugger)."""
+    """Check if a process in this PID namespace is stopped (SIGSTOP, a debugger)."""
     try:
         return _status(process)[0] in "Tt"
     except (OSError, IndexError):
@@ -136,32 +136,34 @@ class ProcessPlace:
     Attributes:
         host: name of the machine or container.
         process: its id.
-        born: its start time, from :func:`born`.
-        space: the PID space in which the id is valid, from :func:`process_space`.
+        start_time: of the process, from :func:`process_start_time`.
+        pid_namespace: where the id is valid, from :func:`pid_namespace`.
     """
 
     host: str
     process: int
-    born: str
-    space: str
+    start_time: str
+    pid_namespace: str
 
     @classmethod
     def here(cls) -> Self:
         process = os.getpid()
-        return cls(socket.gethostname(), process, born(process), process_space())
+        return cls(socket.gethostname(), process, process_start_time(process), pid_namespace())
 
     @property
     def is_visible(self) -> bool:
         """Return True if the process id has the same meaning here."""
-        return self.space == process_space()
+        return self.pid_namespace == pid_namespace()
 
     def has_ended(self) -> bool:
         """Return True if the process has certainly ended: it would be visible, and does not exist."""
-        return self.is_visible and born(self.process) not in (self.born, "alive")
+        return self.is_visible and process_start_time(self.process) not in (self.start_time, "alive")
 
     def is_running(self) -> bool:
         """Return True if the process certainly exists and is not stopped."""
-        return self.is_visible and born(self.process) == self.born and not is_stopped(self.process)
+        return (
+            self.is_visible and process_start_time(self.process) == self.start_time and not is_stopped(self.process)
+        )
 
     def __str__(self) -> str:
         return f"host {self.host}, process {self.process}"

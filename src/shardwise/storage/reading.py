@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from shardwise.errors import StorageError
 from shardwise.storage.contract import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy, StorageReader, as_bytes, ends_early
-from shardwise.storage.machine import boot
+from shardwise.storage.machine import boot_id
 from shardwise.storage.names import (
     HubOptions,
     failed,
@@ -114,7 +114,7 @@ class LocalReader(StorageReader):
         """Return the machine's boot ID, and device, inode, size and modification time of the open or named file."""
         opened, named = self._stat(file)
         status = opened or named
-        return f"{boot()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
+        return f"{boot_id()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         pending, nbytes = as_bytes(buffers)
