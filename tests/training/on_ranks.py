@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
 
 
 def prepare(folder: Path) -> Path:
-    """A model with one output as well, and data sets of every kind."""
+    """A model with one output as well, and datasets of every kind."""
     tiny.write_model(folder / "model")
     tiny.write_chats(folder / "chats.jsonl", 24)
     asked = [[{"role": "user", "content": f"What is {n}?"}] for n in range(24)]

@@ -55,7 +55,7 @@ def train_command(
     \b
     A small config.yaml:
       model_name_or_path: Qwen/Qwen3-0.6B   # a folder, a name on the hub, or a URL
-      dataset_name: chats.jsonl             # a file, or a data set on the hub
+      dataset_name: chats.jsonl             # a file, or a dataset on the hub
       output_dir: out
       assistant_only_loss: true
       learning_rate: 1e-5

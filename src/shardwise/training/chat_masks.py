@@ -38,7 +38,7 @@ ChatMessage: TypeAlias = Mapping[str, Any]
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning in data sets; transformers' templates read the first two."""
+"""Names of a message's reasoning in datasets; transformers' templates read the first two."""
 
 
 class ChatError(ConfigError):

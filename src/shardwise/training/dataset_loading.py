@@ -1,4 +1,4 @@
-"""Data sets of a training: loaded, mixed and, where TRL cannot mask assistant tokens, tokenized with masks.
+"""Datasets of a training: loaded, mixed and, where TRL cannot mask assistant tokens, tokenized with masks.
 
 ``datasets`` reads, shuffles, mixes and caches. This module adds local files by name, weights of an interleaved
 mixture, conversion to ``messages``, and assistant masks.
@@ -42,7 +42,7 @@ def on_first_of_each_node(prepare: Callable[[], T], local_rank: int) -> T:
     Raises:
         ShardwiseError: the same on every rank.
     """
-    with World.current(call="data sets") as world:
+    with World.current(call="datasets") as world:
         first = world.run_all(lambda: prepare() if local_rank == 0 else None)
         rest = world.run_all(lambda: None if local_rank == 0 else prepare())
     found = first if local_rank == 0 else rest
@@ -51,7 +51,7 @@ def on_first_of_each_node(prepare: Callable[[], T], local_rank: int) -> T:
 
 
 def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) -> Mapping[str, AnyDataset]:
-    """Load the data sets that TRL's ``ScriptArguments`` and ``DatasetMixtureConfig`` name, by split.
+    """Load the datasets that TRL's ``ScriptArguments`` and ``DatasetMixtureConfig`` name, by split.
 
     Args:
         script: ``dataset_name``, ``dataset_config``, ``dataset_streaming``. A name may also be a local file.
@@ -60,7 +60,7 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
         seed: of the interleaving.
 
     Raises:
-        ConfigError: a data set cannot be loaded, or settings contradict each other. The message names them.
+        ConfigError: a dataset cannot be loaded, or settings contradict each other. The message names them.
     """
     if mixture.datasets:
         for entry in mixture.datasets:
@@ -124,11 +124,11 @@ def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[s
 def _split(found: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[str, AnyDataset]:
     """Split the training rows into ``name`` and ``test``, alike on every rank."""
     if name not in found:
-        raise ConfigError(f"dataset_train_split: {name} is not a split of the data set ({', '.join(found)}).")
+        raise ConfigError(f"dataset_train_split: {name} is not a split of the dataset ({', '.join(found)}).")
     train = found[name]
     if isinstance(train, datasets.IterableDataset):
         raise ConfigError(
-            "test_split_size: cannot split a streamed data set. Set dataset_test_split, or do not stream."
+            "test_split_size: cannot split a streamed dataset. Set dataset_test_split, or do not stream."
         )
     parts = train.train_test_split(test_size=size, seed=0)
     return {name: parts["train"], "test": parts["test"]}
@@ -141,7 +141,7 @@ def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) 
         raise
     except Exception as error:  # of datasets, pyarrow, the hub: any
         cause = error.__cause__ or error
-        told = redacted(f"{name_}: cannot be loaded as a data set, {cause}", name_, {})
+        told = redacted(f"{name_}: cannot be loaded as a dataset, {cause}", name_, {})
         raise ConfigError(f"{told}. Check the name and the rows.") from error
 
 
@@ -149,7 +149,7 @@ def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) 
 
 
 def as_messages(found: AnyDataset, *, num_proc: int | None) -> AnyDataset:
-    """Convert rows of ShareGPT and Alpaca to ``messages``. Other data sets are returned unchanged."""
+    """Convert rows of ShareGPT and Alpaca to ``messages``. Other datasets are returned unchanged."""
     return _mapped(found, lambda row: [to_messages(row)], num_proc) if is_foreign(columns_of(found)) else found
 
 
@@ -171,7 +171,7 @@ def is_conversational(found: AnyDataset) -> bool:
 
 
 def columns_of(found: AnyDataset) -> list[str]:
-    """Return the names of the columns of a data set, which may be streamed."""
+    """Return the names of the columns of a dataset, which may be streamed."""
     return list(found.column_names or next(iter(found)))
 
 
@@ -196,7 +196,7 @@ def _batch(
         try:
             made += examples_of(dict(zip(batch, values, strict=True)))
         except (MalformedRowError, ChatError) as error:
-            raise ConfigError(f"row {index + 1} of the data set: {error}") from error
+            raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
     return {name: [one.get(name) for one in made] for name in dict.fromkeys(key for one in made for key in one)}
 
 
@@ -219,11 +219,11 @@ _ROLES: Final = {
 """Roles of chat templates by the names that ShareGPT has for speakers."""
 
 _JSON_COLUMNS: Final = ("messages", "conversations", "conversation", "tools", "history", "chat_template_kwargs")
-"""Columns that some data sets keep as JSON in a string."""
+"""Columns that some datasets keep as JSON in a string."""
 
 
 class MalformedRowError(ConfigError):
-    """A row of a data set cannot be used."""
+    """A row of a dataset cannot be used."""
 
 
 def is_foreign(columns: Sequence[str]) -> bool:

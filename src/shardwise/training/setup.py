@@ -1,4 +1,4 @@
-"""TRL's dataclasses, trainers and data sets for a configuration of ``shardwise train``."""
+"""TRL's dataclasses, trainers and datasets for a configuration of ``shardwise train``."""
 
 import importlib
 import os
@@ -247,7 +247,7 @@ def load_data(
     Collective: yes.
 
     Raises:
-        ConfigError: a data set or a row cannot be used.
+        ConfigError: a dataset or a row cannot be used.
     """
     script, training = arguments.script, arguments.training
     num_proc = getattr(training, "dataset_num_proc", None)
@@ -262,7 +262,7 @@ def load_data(
         for name in names:
             if name not in found:
                 raise ConfigError(
-                    f"{name}: is not a split of the data set, which has {', '.join(found)}. Set "
+                    f"{name}: is not a split of the dataset, which has {', '.join(found)}. Set "
                     "dataset_train_split, dataset_test_split or test_split_size."
                 )
         parts = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]

@@ -53,7 +53,7 @@ def tokenized(
     """Load a tenant's rows for training and evaluation, prepared as by ``SFTTrainer``. Collective: yes.
 
     Raises:
-        ConfigError: a data set or a row cannot be used.
+        ConfigError: a dataset or a row cannot be used.
     """
     train, test = trl_setup.load_data(arguments, "sft", processor, local_rank)
 
@@ -85,11 +85,11 @@ def _prepared(rows: Any, arguments: trl_setup.TrlArguments, processor: Any) -> T
     except ShardwiseError:
         raise
     except Exception as error:  # of datasets, pyarrow, Jinja: any
-        raise ConfigError(f"the data set cannot be prepared, {error}. Check its rows.") from error
+        raise ConfigError(f"the dataset cannot be prepared, {error}. Check its rows.") from error
     found = found.select_columns(["input_ids", "labels"])
     found = found.select([number for number, ids in enumerate(found["input_ids"]) if len(ids) > 1])
     if not len(found):
-        raise ConfigError("the data set has no row to train on. Check its rows and max_length.")
+        raise ConfigError("the dataset has no row to train on. Check its rows and max_length.")
     supervised = sum(len(labels) - 1 - labels[1:].count(-100) for labels in found["labels"])
     return TokenizedRows(found, [len(ids) for ids in found["input_ids"]], supervised)
 

@@ -272,7 +272,7 @@ class TenantTraining:
         if position.get("count") != self._order.count:
             raise ConfigError(
                 f"{self._folder}: has a training on {position.get('count')} rows, not {self._order.count}. Use the "
-                "same data sets, or another output_dir."
+                "same datasets, or another output_dir."
             )
         self._position = self._order.epoch, self._order.offset = position["epoch"], position["offset"]
         self.state, self._saved_step = state, state.global_step
