@@ -20,7 +20,7 @@ from tests.verbs.real_shapes import deepseek_v3, forecast_of, in_float8, qwen3_2
 
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import MeshShape
-from shardwise.tuning.modes import Full, Lora
+from shardwise.tuning.tunings import Full, Lora
 
 RANKS = 1024
 MOST_S = {

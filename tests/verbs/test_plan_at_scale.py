@@ -8,7 +8,7 @@ from tests.verbs import real_shapes
 from tests.verbs.real_shapes import deepseek_v3, in_float8, qwen3_235b
 
 from shardwise.layout import MeshShape
-from shardwise.tuning.modes import Lora
+from shardwise.tuning.tunings import Lora
 
 
 def forecast_of(shapes, mesh, *, index=None, **more):

@@ -36,7 +36,7 @@ from shardwise.storage.names import is_url
 from shardwise.tensors import DType
 from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Tuned
-from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning
+from shardwise.tuning.tunings import ExistingLora, Freeze, Full, Lora, Tuning
 
 _STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keeps both if they differ"
 

@@ -35,7 +35,7 @@ from shardwise.planning.load_plan import Consent, OnMissing, OnUnexpected
 from shardwise.storage.names import HubOptions
 from shardwise.tensors import DType
 from shardwise.tuning.lora import Adapter, Tuned
-from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning, tune
+from shardwise.tuning.tunings import ExistingLora, Freeze, Full, Lora, Tuning, tune
 
 
 class ModelOptions(TypedDict, total=False):
@@ -301,7 +301,7 @@ class TunedOptions(ModelOptions, total=False):
 
     Attributes:
         tuning: the trained parameters: ``Full()``, ``Freeze(...)``, ``Lora(...)``, ``ExistingLora(...)``, or any
-            other :class:`~shardwise.tuning.modes.Tuning`. With a LoRA the model is PEFT's, and the transformers
+            other :class:`~shardwise.tuning.tunings.Tuning`. With a LoRA the model is PEFT's, and the transformers
             model inside it is sharded.
         trained: dtype of trained parameters. With ``tuning``, ``torch.float32`` by default, otherwise
             ``"unchanged"``. Frozen parameters keep the stored dtype.

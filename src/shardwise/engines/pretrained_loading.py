@@ -32,7 +32,7 @@ from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url
 from shardwise.storage.reading import CombinedReader, LocalReader, OpenStorage, open_storage
 from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Adapter, Tuned
-from shardwise.tuning.modes import Full
+from shardwise.tuning.tunings import Full
 
 _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000

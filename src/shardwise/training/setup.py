@@ -33,7 +33,7 @@ from shardwise.storage.names import HubOptions, redacted, without_secrets
 from shardwise.training import dataset_loading
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.run_config import RunConfig, TrainMethod, trl_accelerate_config
-from shardwise.tuning.modes import Freeze, Full, Lora, Tuning
+from shardwise.tuning.tunings import Freeze, Full, Lora, Tuning
 
 trl: Any = _trl
 """TRL's names are loaded lazily, which a type checker does not see."""
