@@ -56,14 +56,14 @@ def test_a_local_file_is_a_dataset(tmp_path: Path) -> None:
         dataset_loading.load(script(name, dataset_train_split="train_sft"), mixture(test_split_size=0.5), None, 0)
 
 
-def test_concatenated_data_sets_are_split_alike_on_every_rank(tmp_path: Path) -> None:
+def test_concatenated_datasets_are_split_alike_on_every_rank(tmp_path: Path) -> None:
     names = [write(tmp_path / f"{say}.jsonl", 40, say) for say in "ab"]
     first, second = (load(None, mixture(*({"path": name} for name in names), test_split_size=0.25)) for _ in "12")
     assert first["test"]["text"] == second["test"]["text"]
     assert (len(first["train"]), len(first["test"])) == (60, 20)
 
 
-def test_a_column_that_interleaved_data_sets_lack_is_named(tmp_path: Path) -> None:
+def test_a_column_that_interleaved_datasets_lack_is_named(tmp_path: Path) -> None:
     name = write(tmp_path / "rows.jsonl", 3, "a")
     with pytest.raises(ConfigError, match="cannot be loaded as a dataset.*nothing"):
         load(None, mixture({"path": name, "columns": ["nothing"]}), [1.0])

@@ -20,7 +20,7 @@ TUNINGS: dict[str, Any] = {
     "full": Full(),
     "lora": Lora(ALL_LINEAR),
     "dora": Lora(DORA),
-    "replicated": Lora(NARROW, adapters="replicated"),
+    "replicated": Lora(NARROW, placement="replicated"),
     "one's own": OnlyNorms(),
 }
 

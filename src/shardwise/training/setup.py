@@ -207,7 +207,7 @@ def tuning_of(arguments: TrlArguments) -> Tuning:
     if config is not None:
         if frozen:
             raise ConfigError(f"{next(iter(frozen))}: contradicts use_peft. Remove one of them.")
-        return Lora(config, adapters="sharded" if own["shard_adapters"] else "replicated")
+        return Lora(config, placement="sharded" if own["shard_adapters"] else "replicated")
     if not frozen:
         return Full()
     options: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in frozen.items()}

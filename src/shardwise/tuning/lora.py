@@ -236,7 +236,7 @@ def replicated(made: Tuned) -> Tuned:
         ConfigError: there are magnitudes of DoRA, whose initialization needs the sharded rows.
     """
     if made.additions.norms:
-        raise ConfigError("use_dora needs its magnitudes where the rows are. Pass adapters='sharded'")
+        raise ConfigError("use_dora needs its magnitudes where the rows are. Pass placement='sharded'")
     return replace(made, stays_whole=dict.fromkeys(made.additions.from_tuning, "adapters are replicated"))
 
 

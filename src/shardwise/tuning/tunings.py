@@ -119,12 +119,12 @@ class _LoraTuning(Tuning):
     __slots__ = ()
 
     adapter: str
-    adapters: AdapterPlacement
+    placement: AdapterPlacement
 
     def __post_init__(self) -> None:
-        if self.adapters not in ("sharded", "replicated"):
+        if self.placement not in ("sharded", "replicated"):
             raise ConfigError(
-                f"adapters={self.adapters!r} is neither 'sharded' nor 'replicated'. Pass one of these"
+                f"placement={self.placement!r} is neither 'sharded' nor 'replicated'. Pass one of these"
             )
         name: object = self.adapter
         if not isinstance(name, str) or not name or any(part in name for part in (".", "/", "lora_")):
@@ -137,13 +137,13 @@ class _LoraTuning(Tuning):
         return AdapterOnly(self.adapter)
 
     def comparable_text(self, adapters: Mapping[str, Adapter]) -> str:
-        return repr((peft_compat.comparable_text(self._config(adapters)), self.adapter, self.adapters))
+        return repr((peft_compat.comparable_text(self._config(adapters)), self.adapter, self.placement))
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
         found, config = adapters.get(self.adapter), self._config(adapters)
         peft_compat.require_supported(config, is_new=found is None)
         made = lora.with_lora(base, bindings, config, self.adapter, found)
-        return lora.replicated(made) if self.adapters == "replicated" else made
+        return lora.replicated(made) if self.placement == "replicated" else made
 
     def _config(self, adapters: Mapping[str, Adapter]) -> LoraConfig:
         return adapters[self.adapter].config
@@ -156,12 +156,12 @@ class Lora(_LoraTuning):
     Attributes:
         config: PEFT's config, which is copied and not changed.
         adapter: the adapter's name.
-        adapters: placement of its matrices.
+        placement: of its matrices.
     """
 
     config: LoraConfig
     adapter: str = "default"
-    adapters: AdapterPlacement = "sharded"
+    placement: AdapterPlacement = "sharded"
 
     def _config(self, _adapters: Mapping[str, Adapter]) -> LoraConfig:
         return self.config
@@ -174,12 +174,12 @@ class ExistingLora(_LoraTuning):
     Attributes:
         directory: the folder.
         adapter: the adapter's name in the model.
-        adapters: placement of its matrices.
+        placement: of its matrices.
     """
 
     directory: str | os.PathLike[str]
     adapter: str = "default"
-    adapters: AdapterPlacement = "sharded"
+    placement: AdapterPlacement = "sharded"
 
     def folders(self) -> Mapping[str, str | os.PathLike[str]]:
         return {self.adapter: self.directory}
