@@ -38,7 +38,7 @@ def observed_by(mark: Callable[[str | None], None]) -> Iterator[None]:
         _OBSERVERS.clear()
 
 
-def current_step() -> str:
+def current_phases() -> str:
     """Return the phases that this thread is in, outermost first, as in "load, read"."""
     return ", ".join(_PHASES.names)
 

@@ -25,7 +25,7 @@ from shardwise.errors import FormatError, RankMismatchError
 from shardwise.layout import TensorKind, place_of
 from shardwise.models.four_bit_layers import SCALES
 from shardwise.models.view import TensorRef, local_boxes, local_tensor, strided_view
-from shardwise.planning.fingerprints import MODULUS, lane_weights
+from shardwise.planning.fingerprints import MODULUS, word_weights
 from shardwise.planning.load_plan import allows
 from shardwise.planning.matching import OnFault
 from shardwise.tensors import Box
@@ -208,7 +208,7 @@ class BaseSamples:
             sizes = (*(1 for _ in shape[:-2]), *(min(size, limit) for size in shape[-2:]))
             corner = Box((0,) * len(sizes), sizes)
             numels[item.fqn] = corner.numel
-            weights = lane_weights()[: corner.numel].reshape(sizes)
+            weights = word_weights()[: corner.numel].reshape(sizes)
             held = () if item.tensor.is_meta else local_boxes(item.tensor, item.fqn)
             for placed in held:
                 if box := placed.box.intersect(corner):

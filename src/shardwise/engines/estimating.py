@@ -273,7 +273,7 @@ def _plan(
     origins = partial(origin_of, initializers, buffers)
     world = predict_layout(model, wrap_policy, mesh, origins, root=tuned.base, kept_whole=tuned.whole)
     rules = rules_of(tuned.base)
-    found = plan_load(index, world.first, tuned.bindings, rules, outlines.consent_of(options), additions.known_as)
+    found = plan_load(index, world.first, tuned.bindings, rules, outlines.consent_of(options), additions.base_names)
     plan_initial_values(initializers, found, LoadOptions(budget_bytes=budget_bytes))
     return world, found
 

@@ -175,7 +175,7 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     computed = initializers.buffers(request.buffers, seed=options.seed)
     layout = layout_of(held, partial(origin_of, initializers, computed))
     rules = rules_of(additions.base or model)
-    plan = plan_load(source.index, layout, request.bindings, rules, request.consent, additions.known_as)
+    plan = plan_load(source.index, layout, request.bindings, rules, request.consent, additions.base_names)
     require_within_budget(plan, options.budget_bytes)
     programs = plan_initial_values(initializers, plan, options)
     home, managers = memory.home_of(held, options.device), torch_api.fsdp_params(model)

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from shardwise import errors
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.observing import current_step
+from shardwise.observing import current_phases
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -40,7 +40,7 @@ class Failure:
     def of(cls, error: Exception) -> Failure:
         own = [base for base in type(error).__mro__ if base is Stopped or base.__module__ == errors.__name__]
         message = str(error) if own else f"{type(error).__name__}: {error}"
-        step = getattr(error, "step", "") or current_step()
+        step = getattr(error, "step", "") or current_phases()
         return cls((own or [CheckpointError])[0].__name__, message, step, error)
 
     @classmethod

@@ -60,7 +60,7 @@ class Additions:
 
     Attributes:
         base: the transformers model inside, whose class's rules apply. None for the model itself.
-        known_as: names in the base by names in the model. A copy has the name of its original, added tensors none.
+        base_names: names in the base by names in the model. A copy has the name of its original, added tensors none.
         initialized: names of the tensors that ``initialize`` writes.
         initialize: runs the initializers of added modules on their present tensors.
         copies: names of originals by names of parameters that are initialized with their values.
@@ -70,7 +70,7 @@ class Additions:
     """
 
     base: nn.Module | None = None
-    known_as: Mapping[str, str] = field(default_factory=dict)
+    base_names: Mapping[str, str] = field(default_factory=dict)
     initialized: frozenset[str] = frozenset()
     initialize: Callable[[], None] = _nothing
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class Initializers:
         """Return the source of a parameter or persistent buffer that is missing in the checkpoint."""
         if item.fqn in self.additions.from_tuning:
             return Origin.TUNING
-        if self.additions.base is not None and item.fqn not in self.additions.known_as:
+        if self.additions.base is not None and item.fqn not in self.additions.base_names:
             return Origin.NOWHERE
         if any(slot.module in self._inside for slot in item.slots):
             return Origin.INIT_WEIGHTS

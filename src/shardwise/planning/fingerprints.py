@@ -103,11 +103,11 @@ def parsed(content: bytes) -> list[RecordedSave] | None:
 
 
 _WORD = 8
-LANES = 1 << 14
+BLOCK_WORDS = 1 << 14
 """Words in a block."""
 
 MODULUS = 1 << 64
-SPAN_BYTES = _WORD * LANES
+BLOCK_BYTES = _WORD * BLOCK_WORDS
 """Bytes of a block."""
 
 
@@ -119,15 +119,15 @@ def fingerprint(data: memoryview, start: int = 0) -> int:
     flat = np.frombuffer(data, dtype=np.uint8)
     total = at = 0
     while at < len(flat):
-        block, head = divmod(start + at, SPAN_BYTES)
-        count = 0 if head else (len(flat) - at) // SPAN_BYTES
-        part = flat[at : at + (count * SPAN_BYTES or SPAN_BYTES - head)]
+        block, head = divmod(start + at, BLOCK_BYTES)
+        count = 0 if head else (len(flat) - at) // BLOCK_BYTES
+        part = flat[at : at + (count * BLOCK_BYTES or BLOCK_BYTES - head)]
         words = part
         if not count:  # the beginning or the end of a block, with zeros around it
             words = np.zeros(-(-(head + len(part)) // _WORD) * _WORD, dtype=np.uint8)
             words[head : head + len(part)] = part
         rows = words.view("<u8").reshape(max(count, 1), -1)
-        sums = np.einsum("ij,j->i", rows, lane_weights()[: rows.shape[1]]).tolist()
+        sums = np.einsum("ij,j->i", rows, word_weights()[: rows.shape[1]]).tolist()
         total += sum(block_weight(block + number) * found for number, found in enumerate(sums))
         at += len(part)
     return total % MODULUS
@@ -143,15 +143,15 @@ def _mixed(number: Any) -> Any:
 
 
 @cache
-def lane_weights() -> Any:
+def word_weights() -> Any:
     """Return the weights of the words of a block.
 
-    ``weight(i)`` is the lane weight at ``i``'s position in its block, times the block's :func:`block_weight`.
+    ``weight(i)`` is the word weight at ``i``'s position in its block, times the block's :func:`block_weight`.
     """
-    return _mixed(np.arange(LANES, dtype=np.uint64)) | np.uint64(1)
+    return _mixed(np.arange(BLOCK_WORDS, dtype=np.uint64)) | np.uint64(1)
 
 
 @cache
 def block_weight(block: int) -> int:
     """Return the weight of the block with this index."""
-    return int(_mixed(LANES + block)) | 1
+    return int(_mixed(BLOCK_WORDS + block)) | 1

@@ -201,18 +201,18 @@ def plan_load(
     bindings: Bindings,
     rules: ModelRules,
     consent: Consent,
-    known_as: Mapping[str, str] = MappingProxyType({}),
+    base_names: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadPlan:
     """Determine the fill of every tensor.
 
-    ``known_as`` maps tensors to the names to which ``rules`` and ``consent`` apply, if these differ from their own
+    ``base_names`` maps tensors to the names to which ``rules`` and ``consent`` apply, if these differ from their own
     names.
 
     Raises:
         KeyMismatchError: there are missing, unexpected, mismatched, ambiguous or uncomputable tensors. The error
             lists all of them.
     """
-    return _LoadPlanner(index, layout, bindings, rules, consent, known_as).plan()
+    return _LoadPlanner(index, layout, bindings, rules, consent, base_names).plan()
 
 
 @dataclass
@@ -224,7 +224,7 @@ class _LoadPlanner:
     bindings: Bindings
     rules: ModelRules
     consent: Consent
-    known_as: Mapping[str, str]
+    base_names: Mapping[str, str]
     fills: dict[str, Fill] = field(default_factory=dict)
     twins: dict[str, tuple[Expression, ...]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -239,7 +239,7 @@ class _LoadPlanner:
             part for key, item in composed if self.index.is_scaled(key) for part in entries_of(item.part)
         }
         self.names_unmatched = set(self.bindings.unmatched.values())
-        self.spoiled = {name for names in self.bindings.faults.values() for name in names}
+        self.failed_names = {name for names in self.bindings.faults.values() for name in names}
 
     def fault(self, kind: str, sentence: str) -> None:
         self.faults.setdefault(kind, []).append(sentence)
@@ -295,7 +295,7 @@ class _LoadPlanner:
 
     def known(self, name: str) -> str:
         """Return the name of a tensor in the user's options and in the model class."""
-        return self.known_as.get(name, name)
+        return self.base_names.get(name, name)
 
     def fill_missing(self, tensor: TensorLayout) -> Fill:
         if tensor.origin is Origin.TUNING:
@@ -306,7 +306,7 @@ class _LoadPlanner:
             if allows(self.consent.missing, name):
                 self.missing.append(tensor.fqn)
                 return self.init(tensor)
-        if not self.spoiled.intersection(tensor.names):  # otherwise the conversion failed, which is listed
+        if not self.failed_names.intersection(tensor.names):  # otherwise the conversion failed, which is listed
             codes = [key for name in tensor.names for key in packed_names(name) if key in self.names_unmatched]
             if codes:
                 self.fault("quantized", f"{tensor.fqn}: stored as codes, in {codes[0]}")

@@ -87,13 +87,13 @@ def with_lora(
     held = collect_tensors(model)
     new_names = {(id(slot.module), slot.name): slot.fqn for item in held for slot in item.slots}
     renamed = {old: new_names[slot] for slot, old in old_names.items()}
-    known_as = {new: old for old, new in renamed.items()}
+    base_names = {new: old for old, new in renamed.items()}
     originals = _originals(model, name, new_names)
     offers: dict[str, tuple[Expression, ...]] = {
         renamed.get(old, old): found for old, found in bindings.offers.items()
     }
     additions = _additions(model, name, config, {id(item.tensor): item for item in held})
-    copied = {copy: original for copy, original in originals.items() if original in known_as}
+    copied = {copy: original for copy, original in originals.items() if original in base_names}
     if adapter is not None:
         taken = match_adapter(model, held, name, adapter, additions.from_tuning.union(copied))
         copied = {copy: original for copy, original in copied.items() if copy not in taken}
@@ -104,7 +104,7 @@ def with_lora(
         stored = next((offers[alias] for alias in tied[original] if alias in offers), None)
         if stored is not None:
             offers[copy] = stored
-    known_as |= {copy: known_as[original] for copy, original in copied.items()}
+    base_names |= {copy: base_names[original] for copy, original in copied.items()}
     return Tuned(
         model=model,
         base=base,
@@ -116,7 +116,7 @@ def with_lora(
                 sentence: [renamed.get(old, old) for old in names] for sentence, names in bindings.faults.items()
             },
         ),
-        additions=replace(additions, base=base, known_as=known_as, copies=copied),
+        additions=replace(additions, base=base, base_names=base_names, copies=copied),
     )
 
 
