@@ -158,7 +158,7 @@ class RowCall:
         with _evaluating(self.base.model):
             for each in passes:
                 each.forward(self.base.model, self.base.switch)
-                self._note(each)
+                self._collect(each)
         return {}, len(passes)
 
     def _train(self) -> tuple[dict[int, float], int]:
@@ -173,7 +173,7 @@ class RowCall:
                 each.forward(base.model, base.switch)
                 sums |= each.backward(base.switch, scales)
                 each.route.require_reached()
-                self._note(each)
+                self._collect(each)
         return sums, len(passes)
 
     def _passes(self, *, is_training: bool) -> list[FusedPass]:
@@ -181,7 +181,7 @@ class RowCall:
         plans = plan_passes(self.agreed, ranks, multiple=self.base.pad_to, longest=self.base.longest)
         return [FusedPass(self, plan, is_training=is_training) for plan in plans]
 
-    def _note(self, done: FusedPass) -> None:
+    def _collect(self, done: FusedPass) -> None:
         assert done.logprobs is not None
         self.chosen.update(done.route.chosen)
         for number, span in done.spans.items():

@@ -380,7 +380,7 @@ def agreed_state(summaries: Sequence[StateSummary]) -> tuple[list[str], str]:
     if odd := MismatchedRanks.among([item.settings for item in summaries]):
         own, first = (", ".join(map(str, summaries[rank].rates[:4])) or "none" for rank in (odd.first, 0))
         raise RankMismatchError(
-            f"the settings of the optimizers on rank {odd.shown} are not those of rank 0 (learning rates {own} "
+            f"the settings of the optimizers on rank {odd.text} are not those of rank 0 (learning rates {own} "
             f"against {first}), because their schedules differ. Give all ranks the same settings"
         )
     generators = summaries[0].random

@@ -89,7 +89,7 @@ def untied_by(lora: _OpenedAdapter, built: Outline, adapter_name: str) -> set[st
         return set()
     whole = merge_plan.tensors_trained_whole(lora.config, lora.tensors, adapter_name=adapter_name)
     expressions = stored_tensors(lora.executor.index)
-    apart: set[str] = set()
+    untied: set[str] = set()
     for target, origin in pretrained.declared_ties(built.model).items():
         ours = [whole[name] for name in (target, origin) if name in whole]
         if not ours or target not in built.layout.by_name:
@@ -99,8 +99,8 @@ def untied_by(lora: _OpenedAdapter, built: Outline, adapter_name: str) -> set[st
         if len(ours) < 2 or not are_equal(
             expressions[one], expressions[other], dtype, lora.executor, rank=0, size=1
         ):
-            apart.add(target)
-    return apart
+            untied.add(target)
+    return untied
 
 
 def merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -> merge_plan.MergeTargets:
@@ -274,8 +274,8 @@ def _plan(
     index = offline.index_of(opened, config)
     executor = offline.executor_of(reader, index)
     built = outline(folder, config, index, options)
-    apart = untied_by(lora, built, adapter_name)
-    source = offline.bind_offline(config, index, built, executor, apart)
+    untied = untied_by(lora, built, adapter_name)
+    source = offline.bind_offline(config, index, built, executor, untied)
     pretrained.record_conversions(built.model, built.transforms)
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"

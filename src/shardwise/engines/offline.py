@@ -114,14 +114,14 @@ def bind_offline(
         KeyMismatchError: with every tensor that is missing or does not fit. Tensors that the model does not have
             are carried along.
     """
-    apart = tuple(sorted(_settle_ties(built, executor, untied)))
+    separate = tuple(sorted(_settle_ties(built, executor, untied)))
     layout = layout_of(collect_tensors(built.model), Origin.INIT_WEIGHTS)
     consent = Consent("error", "error", Ignore(only=("*",)))
     plan = plan_load(index, layout, built.bindings_less_ties(), rules_of(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}
-    notes = [*_notes_on(plan, index), *(f"{name} is not tied any more: it has its own values" for name in apart)]
+    notes = [*_notes_on(plan, index), *(f"{name} is not tied any more: it has its own values" for name in separate)]
     stored = stored_tensors(index)
-    return OfflineModel(config, index, built, layout, stored, expressions, plan.ignored_keys, apart, notes)
+    return OfflineModel(config, index, built, layout, stored, expressions, plan.ignored_keys, separate, notes)
 
 
 def _settle_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
@@ -129,15 +129,15 @@ def _settle_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]
     offers, twice = built.bindings.offers, built.ties_stored_twice()
     differing = set(find_differing(built, twice, executor))
     built.equal_ties = frozenset(name for name, _ in twice) - differing
-    apart = differing | set(untied)
+    separate = differing | set(untied)
     sources = pretrained.declared_ties(built.model)
     # A name that loses its tie starts as a copy of the tensor that it was tied to.
-    begun = {name: offers.get(name) or offers.get(sources.get(name, name)) for name in apart}
+    begun = {name: offers.get(name) or offers.get(sources.get(name, name)) for name in separate}
     copies = {name: offered for name, offered in begun.items() if offered}
     built.bindings = replace(built.bindings, offers={**offers, **copies})
-    built.equal_ties -= apart
-    built.tie(apart)
-    return apart
+    built.equal_ties -= separate
+    built.tie(separate)
+    return separate
 
 
 def _notes_on(plan: LoadPlan, index: CheckpointIndex) -> list[str]:

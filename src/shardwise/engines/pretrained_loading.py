@@ -265,7 +265,7 @@ def build_together(
     pairs = world.all_gather(built.ties_stored_twice)
     if odd := MismatchedRanks.among(pairs):
         raise RankMismatchError(
-            f"the list of declared ties that are stored twice on rank {odd.shown} is not that of rank 0"
+            f"the list of declared ties that are stored twice on rank {odd.text} is not that of rank 0"
         )
     return built, pairs[0]
 

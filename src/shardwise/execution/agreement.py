@@ -72,7 +72,7 @@ def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
         differing = _differing(world, mismatched, settings)
         shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
         raise RankMismatchError(
-            f"the config on rank {mismatched.shown} is not that of rank 0: {shown}. Give every rank the same"
+            f"the config on rank {mismatched.text} is not that of rank 0: {shown}. Give every rank the same"
         )
 
 

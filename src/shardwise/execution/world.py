@@ -174,7 +174,7 @@ class World:
                 rank 0.
         """
         if mismatched := self.all_reduce_object(value, MismatchedRanks.among):
-            raise RankMismatchError(f"{what} on rank {mismatched.shown} is not that of rank 0")
+            raise RankMismatchError(f"{what} on rank {mismatched.text} is not that of rank 0")
 
     def is_first_of(self, place: str) -> bool:
         """Return True on the lowest of the ranks that pass this ``place``. Collective: yes."""
@@ -262,11 +262,11 @@ class MismatchedRanks:
 
     Attributes:
         first: the lowest of them.
-        shown: all of them, abbreviated for messages.
+        text: all of them, abbreviated for messages.
     """
 
     first: int
-    shown: str
+    text: str
 
     @classmethod
     def among(cls, values: Sequence[object]) -> MismatchedRanks | None:

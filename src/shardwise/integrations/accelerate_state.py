@@ -62,8 +62,8 @@ def load_state(
 ) -> Any:
     """Replace ``Accelerator.load_state``: a committed state is read as a whole, even if its save was killed."""
     is_numbered = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
-    is_ours = accelerator.is_fsdp2 or accelerator.distributed_type == compat.DistributedType.NO
-    if not is_ours or (input_dir is None and not is_numbered):
+    has_own_format = accelerator.is_fsdp2 or accelerator.distributed_type == compat.DistributedType.NO
+    if not has_own_format or (input_dir is None and not is_numbered):
         return original(accelerator, input_dir, *others, **keywords)
     with ExitStack() as stack:
         with World.current(call="load_state") as world:

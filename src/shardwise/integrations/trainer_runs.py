@@ -144,8 +144,8 @@ def kind_of(folder: Path) -> FolderKind:
         return FolderKind.COMPLETE
     if not folder.is_dir():
         return FolderKind.FOREIGN
-    is_ours = (folder / BEGUN_FILE).is_file() or not any(folder.iterdir())
-    return FolderKind.LEFT if is_ours else FolderKind.FOREIGN
+    is_incomplete = (folder / BEGUN_FILE).is_file() or not any(folder.iterdir())
+    return FolderKind.LEFT if is_incomplete else FolderKind.FOREIGN
 
 
 def facts_of(folder: Path) -> TrainerFacts:

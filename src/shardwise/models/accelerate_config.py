@@ -155,7 +155,7 @@ class _Reading:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a Sharding except for its mesh."""
-        self._note()
+        self._add_notes()
         dtype = self._dtype()
         strategy = self.fsdp.get("sharding_strategy")
         reshards = {key: self.fsdp[key] for key in ("reshard_after_forward",) if key in self.fsdp}
@@ -170,7 +170,7 @@ class _Reading:
             "activation_checkpointing": bool(self.fsdp.get("activation_checkpointing")),
         }
 
-    def _note(self) -> None:
+    def _add_notes(self) -> None:
         if self.fsdp.get("version", "1" if "sharding_strategy" in self.fsdp else "2") == "1":
             self.notes.append("it was written for FSDP1. The model is sharded by FSDP2")
         self.notes += [

@@ -60,7 +60,7 @@ class Additions:
 
     Attributes:
         base: the transformers model inside, whose class's rules apply. None for the model itself.
-        base_names: names in the base by names in the model. A copy has the name of its original, added tensors none.
+        base_names: names in the base by names in the model. A copy has its original's name, added tensors none.
         initialized: names of the tensors that ``initialize`` writes.
         initialize: runs the initializers of added modules on their present tensors.
         copies: names of originals by names of parameters that are initialized with their values.

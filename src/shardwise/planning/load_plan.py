@@ -205,8 +205,8 @@ def plan_load(
 ) -> LoadPlan:
     """Determine the fill of every tensor.
 
-    ``base_names`` maps tensors to the names to which ``rules`` and ``consent`` apply, if these differ from their own
-    names.
+    ``base_names`` maps tensors to the names to which ``rules`` and ``consent`` apply, if these differ from their
+    own names.
 
     Raises:
         KeyMismatchError: there are missing, unexpected, mismatched, ambiguous or uncomputable tensors. The error

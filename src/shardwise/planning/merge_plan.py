@@ -198,12 +198,12 @@ class _MergePlanner:
 
     # Matching keys
 
-    def is_ours(self, adapter: str | None) -> bool:
+    def belongs_to(self, adapter: str | None) -> bool:
         return adapter is None or adapter == self.adapter_name
 
     def sort_factor(self, factors: dict[str, _Parts], key: str, leaf: Stored, found: re.Match[str]) -> None:
         part, kind = found["part"], found["kind"] or "weight"
-        if not self.is_ours(found["adapter"]):
+        if not self.belongs_to(found["adapter"]):
             self.fault("tensors that are not used", f"{shown(key)}: is of the adapter {shown(found['adapter'])}")
             return
         name = part if kind == "weight" else f"{part}.{kind}"
