@@ -46,11 +46,11 @@ class LocalBox:
 
 def place_of(box: Box, held: Sequence[LocalBox]) -> Strided:
     """Return the memory layout of a box that lies within one of a rank's boxes."""
-    for part in held:
-        if part.box.intersect(box) == box:
-            strides = part.local.strides
-            steps = zip(box.offsets, part.box.offsets, strides, strict=True)
-            start = part.local.offset + sum((offset - first) * stride for offset, first, stride in steps)
+    for piece in held:
+        if piece.box.intersect(box) == box:
+            strides = piece.local.strides
+            steps = zip(box.offsets, piece.box.offsets, strides, strict=True)
+            start = piece.local.offset + sum((offset - first) * stride for offset, first, stride in steps)
             return Strided(start, box.sizes, strides)
     raise ValueError(f"{box} is not held")
 

@@ -224,8 +224,8 @@ def _of_run(label: str, run: RunRecord, number: int) -> PageSection:
     ranks.sort(key=attrgetter("rank"))
     spans = [span for span in run.ranks[0].phases if span.depth <= 2 and span.thread == 0]
     split = {span.path[:1] for span in spans if span.depth == 2}
-    parts = [span for span in spans if span.path not in split]
-    longest = sorted(parts, key=lambda span: span.start - span.stop)[:_MAX_SPANS]
+    leaves = [span for span in spans if span.path not in split]
+    longest = sorted(leaves, key=lambda span: span.start - span.stop)[:_MAX_SPANS]
     host = {f"rank {rank.rank}": (rank.samples["t"], rank.host_kib / _GIB) for rank in ranks}
     pictures = {f"memory-{number}.png": _draw_lines("Host memory, own and shared", "seconds", "GiB", host, longest)}
     if any(rank.peak_kib("used") for rank in ranks):
@@ -392,15 +392,15 @@ def _plain(text: object) -> str:
 
 def page_of(title: str, sections: Sequence[PageSection]) -> str:
     """Return a page of HTML without external resources."""
-    parts = [f"<h1>{_escaped(title)}</h1>"]
+    lines = [f"<h1>{_escaped(title)}</h1>"]
     for section in sections:
-        parts.append(f"<h2>{_escaped(section.title)}</h2>")
-        parts += [f"<p>{_escaped(note)}</p>" for note in section.notes]
+        lines.append(f"<h2>{_escaped(section.title)}</h2>")
+        lines += [f"<p>{_escaped(note)}</p>" for note in section.notes]
         for name, data in section.pictures.items():
             encoded = base64.b64encode(data).decode()
-            parts.append(f'<img alt="{_escaped(name)}" src="data:image/png;base64,{encoded}">')
-        parts += [_table(table) for table in section.tables]
-    return _PAGE.format(title=_escaped(title), body="\n".join(parts))
+            lines.append(f'<img alt="{_escaped(name)}" src="data:image/png;base64,{encoded}">')
+        lines += [_table(table) for table in section.tables]
+    return _PAGE.format(title=_escaped(title), body="\n".join(lines))
 
 
 def _table(table: Table) -> str:

@@ -116,8 +116,8 @@ def test_a_model_of_numbers_is_not_said_to_be_quantized(tmp_path):
     config = Gemma3Config()
     config.text_config.quantization_config = FP8
     config.save_pretrained(tmp_path)
-    assert pretrained.quantized_parts(config) == [config.text_config]
-    assert pretrained.quantized_parts(config_of(tmp_path, {})) == []
+    assert pretrained.quantized_configs(config) == [config.text_config]
+    assert pretrained.quantized_configs(config_of(tmp_path, {})) == []
     assert b"quantization_config" not in config_content(tmp_path, dtype=None, untied=False)
 
 

@@ -282,5 +282,5 @@ def _states(device: torch.device) -> list[torch.Tensor]:
 
 def _configs(model: nn.Module) -> list[Any]:
     config: Any = getattr(model, "config", None)
-    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-    return [each for each in (config, *parts) if each is not None]
+    sub_configs = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return [each for each in (config, *sub_configs) if each is not None]

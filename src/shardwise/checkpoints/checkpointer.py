@@ -205,12 +205,12 @@ class Checkpointer:
         new state: that of optimizers, and a model that was on meta.
 
         Args:
-            state: a state with the same parts as the saved one.
+            state: a state with the same components as the saved one.
             step: step of the checkpoint. None restores the newest.
-            on_missing: ``Ignore(only=...)`` for parts that the checkpoint may not have: FQNs, "FQN: entry" of
-                optimizers, or "optimizers", "schedulers", "scaler", "data" for a whole part.
-            on_unexpected: ``Ignore(only=...)`` for additional parts of the checkpoint.
-            on_mismatched: ``Ignore(only=...)`` for parts of another shape or kind.
+            on_missing: ``Ignore(only=...)`` for entries that the checkpoint may not have: FQNs, "FQN: entry" of
+                optimizers, or a component: "optimizers", "schedulers", "scaler", "data".
+            on_unexpected: ``Ignore(only=...)`` for additional entries of the checkpoint.
+            on_mismatched: ``Ignore(only=...)`` for entries of another shape or kind.
             on_other_base: ``Ignore()`` allows an adapter to resume on a base other than its own.
                 ``Ignore(only=...)`` allows differences in "config", "shapes" (and names) or "values".
 

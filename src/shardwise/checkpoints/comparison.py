@@ -26,29 +26,29 @@ from shardwise.planning.matching import STATE_REMEDIES, Tolerance
 
 
 class Comparison:
-    """Tensors and parts of a checkpoint that match the current training, and those that do not.
+    """Tensors and components of a checkpoint that match the current training, and those that do not.
 
     Attributes:
         model: keys in the checkpoint of matched tensors, by FQN.
-        parts: matched parts.
-        faults: names of the tensors and parts that do not match, by kind.
+        components: names of the matched ones ("optimizers", "schedulers", "scaler", "data", "rng").
+        faults: names of the tensors and components that do not match, by kind.
     """
 
     def __init__(self, tolerance: Tolerance, wanted: set[str], stored: set[str]) -> None:
         self.model: dict[str, str] = {}
-        self.parts = wanted & stored
+        self.components = wanted & stored
         self.faults: dict[str, list[str]] = {"mismatched": [], "missing": [], "unexpected": []}
         self._tolerance = tolerance
         self._refused: dict[str, list[str]] = {kind: [] for kind in self.faults}
-        for part in sorted(wanted - stored):
-            self.add("missing", part)
-        for part in sorted(stored - wanted):
-            self.add("unexpected", part)
+        for component in sorted(wanted - stored):
+            self.add("missing", component)
+        for component in sorted(stored - wanted):
+            self.add("unexpected", component)
 
     def add(self, kind: str, name: str, sentence: str = "") -> None:
-        """Record that a tensor, or a part, does not match."""
+        """Record that a tensor, or a component, does not match."""
         self.faults[kind].append(name)
-        self.parts.discard(name)
+        self.components.discard(name)
         if not allows(getattr(self._tolerance, kind), name):
             self._refused[kind].append(sentence or name)
 
@@ -73,13 +73,14 @@ def compare(
         KeyMismatchError: the checkpoint does not match. The message has all faults.
     """
     sequences = {"optimizers": state.all_optimizers, "schedulers": state.all_schedulers}
-    wanted = {"rng", *(part for part, items in sequences.items() if items)}
-    wanted |= {part for part in ("scaler", "data") if getattr(state, part) is not None}
-    found = Comparison(tolerance, wanted, opened.parts)
+    wanted = {"rng", *(component for component, items in sequences.items() if items)}
+    wanted |= {component for component in ("scaler", "data") if getattr(state, component) is not None}
+    found = Comparison(tolerance, wanted, opened.components)
     _compare_model(opened, collected, found)
-    if "schedulers" in found.parts and (fault := _scheduler_fault(state.all_schedulers, common["schedulers",])):
+    matched, schedulers = found.components, state.all_schedulers
+    if "schedulers" in matched and (fault := _scheduler_fault(schedulers, common["schedulers",])):
         found.add("mismatched", "schedulers", f"schedulers: {fault}")
-    if "optimizers" in found.parts:
+    if "optimizers" in found.components:
         stored = _settings(opened, collected, common["optimizer", "param_groups"])
         if faults := unlike(by_parameter(collected.bounds), stored):
             found.add("mismatched", "optimizers", f"optimizers: {'; '.join(faults)}")
@@ -88,11 +89,11 @@ def compare(
                 "mismatched", "optimizers", f"optimizer: its 8-bit, 4-bit or factored state was saved {fault}"
             )
     saved = opened.facts.world_size
-    if "data" in found.parts and opened.facts.data == "each" and saved != world_size:
+    if "data" in found.components and opened.facts.data == "each" and saved != world_size:
         sentence = f"data: a position for each of {saved} ranks, and now there are {world_size}"
         found.add("mismatched", "data", sentence)
     found.raise_refused(f"{opened.folder} does not fit:")
-    found.parts.add("model")
+    found.components.add("model")
     return found
 
 

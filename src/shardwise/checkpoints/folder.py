@@ -250,8 +250,8 @@ class Opened:
         return {path[1]: ".".join(path) for path in self.shapes if path[0] == "model"}
 
     @property
-    def parts(self) -> set[str]:
-        """Names of the parts in addition to the model."""
+    def components(self) -> set[str]:
+        """Names of the components in addition to the model."""
         found = {path[0] for path in [*self.objects, *self.shapes]} - {"model", "optimizer"}
         return found | ({"optimizers"} if ("optimizer", "param_groups") in self.objects else set())
 
@@ -395,7 +395,7 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     if opened is None:
         return verify_files(directory)
     facts = opened.facts
-    parts = ", ".join(["model", *sorted(opened.parts)])
+    components = ", ".join(["model", *sorted(opened.components)])
     with opened.reader() as reader:
         compared, damaged = len(reader.blocks), _damaged(reader)
     return ReopenReport(
@@ -407,7 +407,7 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
         compared=compared,
         damaged=damaged,
         seconds=time.perf_counter() - start,
-        holds=f"a training after {facts.step} steps, saved by {facts.world_size} ranks: {parts}",
+        holds=f"a training after {facts.step} steps, saved by {facts.world_size} ranks: {components}",
     )
 
 

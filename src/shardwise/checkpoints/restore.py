@@ -62,7 +62,7 @@ class RestorePlan:
     """
 
     collected: CollectedState
-    values: StoredParts
+    values: StoredValues
     base: BaseMatch
     matched: Comparison
     fitting: Fitting | None
@@ -91,7 +91,7 @@ def restore(
             optimizers, targets = _read_tensors(world, opened, executor, plan, options)
         with clock.phase("finish"):
             without_state = _restore_optimizers(world, plan, optimizers, targets)
-            notes = world.run_all(_restore_parts, opened, state, plan, world)
+            notes = world.run_all(_restore_components, opened, state, plan, world)
     collected, matched, fitting = plan.collected, plan.matched, plan.fitting
     held = [item.fqn for item in collected.held if item.kind.is_saved]
     return RestoreReport(
@@ -102,7 +102,7 @@ def restore(
         passed_over=skipped,
         saved_by=opened.facts.world_size,
         user=opened.facts.user,
-        restored=tuple(part for part in _PARTS if part in matched.parts),
+        restored=tuple(component for component in _COMPONENTS if component in matched.components),
         model=tuple(matched.model),
         optimizers=tuple(key.label for key in targets),
         not_stored=tuple(fqn for fqn in held if fqn not in collected.stored),
@@ -132,12 +132,12 @@ def _plan(
     collected = world.run_all(collect_state, state, only)
     require_alike_models(world, collected.held, collected.bounds)
     common = world.broadcast(_common_values, reader, opened)
-    values = StoredParts(common, world.run_all(_own_values, reader, opened, world))
+    values = StoredValues(common, world.run_all(_own_values, reader, opened, world))
     base = _match_bases(world, opened, collected, tolerance)
     world.run_all(require_same_tuning, opened, collected, only, base)
     matched = world.run_all(compare, opened, collected, state, common, world.size, tolerance)
     fitting = None
-    if "optimizers" in matched.parts:
+    if "optimizers" in matched.components:
         fitting = _fit_optimizers(world, opened, executor, collected, common, tolerance)
     return RestorePlan(collected, values, base, matched, fitting)
 
@@ -162,7 +162,7 @@ def _read_tensors(
     return optimizers, targets
 
 
-_PARTS = ("model", "optimizers", "schedulers", "scaler", "data", "rng")
+_COMPONENTS = ("model", "optimizers", "schedulers", "scaler", "data", "rng")
 
 
 def _match_bases(world: World, opened: Opened, collected: CollectedState, tolerance: Tolerance) -> BaseMatch:
@@ -178,7 +178,7 @@ def _match_bases(world: World, opened: Opened, collected: CollectedState, tolera
 
 
 @dataclass(frozen=True, slots=True)
-class StoredParts:
+class StoredValues:
     """Values of a checkpoint that are not tensors, as one rank needs them.
 
     Attributes:
@@ -212,28 +212,28 @@ def _own_values(reader: CheckedReader, opened: Opened, world: World) -> dict[str
             paths["data"] = "data", own
     if opened.facts.data == "one":
         paths["data"] = "data", "rank_0"
-    return {part: value_of(reader, opened, path) for part, path in paths.items()}
+    return {component: value_of(reader, opened, path) for component, path in paths.items()}
 
 
-def _restore_parts(opened: Opened, state: TrainState, plan: RestorePlan, world: World) -> dict[str, str]:
+def _restore_components(opened: Opened, state: TrainState, plan: RestorePlan, world: World) -> dict[str, str]:
     """Restore schedulers, scaler, data position and generators. Return notes on the last two."""
     notes = {"rng": "", "data": ""}
-    parts, values = plan.matched.parts, plan.values
-    if "schedulers" in parts:
+    components, values = plan.matched.components, plan.values
+    if "schedulers" in components:
         for scheduler, stored in zip(state.all_schedulers, values.common["schedulers",], strict=True):
             scheduler.load_state_dict(stored)
-    if "scaler" in parts and state.scaler is not None:
+    if "scaler" in components and state.scaler is not None:
         state.scaler.load_state_dict(values.common["scaler",])
-    if "data" in parts and state.data is not None:
+    if "data" in components and state.data is not None:
         state.data.load_state_dict(values.own["data"])
         is_common = opened.facts.data == "one"
         notes["data"] = "one position for all ranks" if is_common else "each rank's own position"
-    if "rng" in parts:
+    if "rng" in components:
         notes["rng"] = _restore_generators(opened, values, world)
     return notes
 
 
-def _restore_generators(opened: Opened, values: StoredParts, world: World) -> str:
+def _restore_generators(opened: Opened, values: StoredValues, world: World) -> str:
     facts, what = opened.facts, f"{opened.folder}: rng"
     if "rng" in values.own:
         missing = restore_generators(values.own["rng"], what)
@@ -342,7 +342,7 @@ def _place(executor: ReadExecutor, opened: Opened, wanted: Mapping[str, torch.Te
     before = dict(executor.written)
     executor.place(arrangement, [local_tensor(wanted[item.fqn]) for item in arrangement.destinations])
     for item in items:
-        held = sum(part.box.numel for part in item.boxes)
+        held = sum(component.box.numel for component in item.boxes)
         count = executor.written.get(item.fqn, 0) - before.get(item.fqn, 0)
         if count != held:
             raise KeyMismatchError(

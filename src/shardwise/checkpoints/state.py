@@ -276,7 +276,7 @@ def contents_of(collected: CollectedState, state: TrainState, rank: int) -> Stat
     """Collect the values that are not tensors.
 
     Raises:
-        ConfigError: a part has no ``state_dict``, or the user's state is not JSON.
+        ConfigError: a component has no ``state_dict``, or the user's state is not JSON.
     """
     found = StateContents(collected, as_json(state.user))
     summary = found.summary
@@ -313,12 +313,13 @@ def contents_of(collected: CollectedState, state: TrainState, rank: int) -> Stat
     return found
 
 
-def _state_dict(part: Any, what: str) -> dict[str, Any]:
-    if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
-        raise ConfigError(f"{what} is a {type(part).__name__}, which has no state_dict and load_state_dict")
-    found = part.state_dict()
+def _state_dict(component: Any, what: str) -> dict[str, Any]:
+    kind = type(component).__name__
+    if not all(callable(getattr(component, name, None)) for name in ("state_dict", "load_state_dict")):
+        raise ConfigError(f"{what} is a {kind}, which has no state_dict and load_state_dict")
+    found = component.state_dict()
     if not isinstance(found, dict):
-        raise ConfigError(f"{what}: state_dict() of {type(part).__name__} is a {type(found).__name__}, not a dict")
+        raise ConfigError(f"{what}: state_dict() of {kind} is a {type(found).__name__}, not a dict")
     return found
 
 

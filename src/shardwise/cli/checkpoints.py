@@ -247,8 +247,8 @@ def _parameters(tensors: Iterable[StoredTensor]) -> int:
 
 def _natural(key: str) -> list[tuple[str, int]]:
     """Return a sort key by which layer 2 comes before layer 10."""
-    parts = _DIGITS.split(shown(key))
-    return [(word, int(number)) for word, number in zip(parts[::2], [*parts[1::2], "0"], strict=True)]
+    words = _DIGITS.split(shown(key))
+    return [(word, int(number)) for word, number in zip(words[::2], [*words[1::2], "0"], strict=True)]
 
 
 # Rendering

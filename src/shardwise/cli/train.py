@@ -281,11 +281,11 @@ def parse_mesh(text: str) -> dict[str, int]:
         ConfigError: the text has another form, or an axis twice.
     """
     axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.strip().partition("=")
+    for item in text.split(","):
+        name, _, size = item.strip().partition("=")
         if not (name and size.isascii() and size.isdigit()) or name in axes:
             raise ConfigError(
-                f"--mesh={text!r}: {part.strip()!r} is not a new AXIS=SIZE. Write replicate=2,shard=4."
+                f"--mesh={text!r}: {item.strip()!r} is not a new AXIS=SIZE. Write replicate=2,shard=4."
             )
         axes[name] = int(size)
     return axes

@@ -154,14 +154,14 @@ class ComputeTask:
             raise FormatError(f"{self.inputs[error.source]}: {self.operation.label}: {error}") from error
 
 
-def compute_tasks(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int) -> Iterator[ComputeTask]:
-    """Yield the computations that fill parts of targets, given as (number of the target, leaf, region of it).
+def compute_tasks(items: Iterable[tuple[int, Computed, Region]], most_bytes: int) -> Iterator[ComputeTask]:
+    """Yield the computations that fill regions of targets, given as (number of the target, leaf, region of it).
 
     Each block is computed once.
     """
     groups: dict[tuple[Operation, tuple[Expression, ...]], list[tuple[int, Computed, Region]]] = {}
-    for part in parts:
-        groups.setdefault((part[1].operation, part[1].sources), []).append(part)
+    for item in items:
+        groups.setdefault((item[1].operation, item[1].sources), []).append(item)
     for (operation, inputs), group in groups.items():
         wanted: dict[str, list[Box]] = {}
         for _, leaf, region in group:
@@ -267,7 +267,7 @@ class Copy:
         return self.source.numel
 
     def blocks(self, max_span: int) -> Iterator[Copy]:
-        """Yield the same copy in parts that span at most ``max_span`` (at least 1) elements of the leaf each."""
+        """Yield the same copy in pieces that span at most ``max_span`` (at least 1) elements of the leaf each."""
         span = self.source.stop - self.source.offset
         if span <= max_span:
             yield self
@@ -284,7 +284,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class ComputedPart:
+class ComputedRegion:
     """Elements of a computed tensor, and their location in the target."""
 
     leaf: Computed
@@ -293,8 +293,8 @@ class ComputedPart:
 
 def copies_and_computed(
     expression: Expression, box: Box, into: Strided | None = None
-) -> tuple[list[Copy], list[ComputedPart]]:
-    """Return the copies and computed parts that fill ``box``: each element exactly once, except for holes.
+) -> tuple[list[Copy], list[ComputedRegion]]:
+    """Return the copies and computed regions that fill ``box``: each element exactly once, except for holes.
 
     ``into`` is the box's layout in the target's memory, by default a contiguous tensor of the box's sizes. Nothing
     fills an empty box.
@@ -305,7 +305,7 @@ def copies_and_computed(
     if into.sizes != box.sizes:
         raise ValueError(f"{into} does not have the sizes of {box}")
     copied: list[Copy] = []
-    computed: list[ComputedPart] = []
+    computed: list[ComputedRegion] = []
     if box.numel == 0:
         return copied, computed
     last: tuple[object, ...] = ()  # stacked experts have equal layouts one after the other
@@ -319,7 +319,7 @@ def copies_and_computed(
             copied.append(Copy(leaf, source, Strided(region.target, target.sizes, target.strides)))
         else:
             assert isinstance(leaf, Computed)
-            computed.append(ComputedPart(leaf, region))
+            computed.append(ComputedRegion(leaf, region))
     return copied, computed
 
 
@@ -344,7 +344,7 @@ def copies_from_shards(
     elements of a row-major tensor of the box's sizes. Ranks that together hold a leaf fill all that comes from it.
 
     Args:
-        expression: of stored tensors. Computed parts are skipped.
+        expression: of stored tensors. Computed regions are skipped.
         held: by key, disjoint boxes of the leaf, each with its layout in memory.
         box: of the expression. None for all of it.
     """
@@ -356,8 +356,8 @@ def copies_from_shards(
     for leaf, region in expression.leaves(Region.of(box, Strided.contiguous(box.sizes))):
         if not isinstance(leaf, Stored):
             continue
-        for part, memory in held.get(leaf.key, ()):
-            for piece in region.within(part):
+        for shard, memory in held.get(leaf.key, ()):
+            for piece in region.within(shard):
                 yield Copy(leaf, *piece.strided(memory.strides, memory.offset))
 
 

@@ -121,15 +121,15 @@ class Dequantize:
         stored, factors, zeros = self._inputs(values)
         table = _values_by_byte(self.code, stored)
         for strip in aligned_blocks([box], self.shape, self._whole_bytes, _STRIP_ELEMENTS):
-            part = _part(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
-            numbers = table.index_select(0, part.int().view(-1)).view(strip.sizes)
+            codes = _slice(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
+            numbers = table.index_select(0, codes.int().view(-1)).view(strip.sizes)
             if zeros is not None:
                 by_block, spread = self._spread(numbers, self._of_strip(zeros, strip, box), strip)
                 by_block.sub_(spread)
             if factors is not None:
                 by_block, spread = self._spread(numbers, self._of_strip(factors, strip, box), strip)
                 by_block.mul_(spread)
-            _part(outputs[_OUT], strip, box).copy_(cast(numbers, self.rounds_to))
+            _slice(outputs[_OUT], strip, box).copy_(cast(numbers, self.rounds_to))
 
     def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Return the codes, and scales and zero points as float32 or None."""
@@ -156,7 +156,7 @@ class Dequantize:
         return stored, factors, zeros
 
     def _of_strip(self, scales: Any, strip: Box, box: Box) -> Any:
-        return _part(scales, self._scales_of(strip), self._scales_of(box))
+        return _slice(scales, self._scales_of(strip), self._scales_of(box))
 
     def _spread(self, numbers: Any, scales: Any, box: Box) -> tuple[Any, Any]:
         """Return numbers and their scales (or zero points) in shapes that broadcast."""
@@ -185,7 +185,7 @@ POWERS = (*(2.0 ** (byte - _EXPONENT_BIAS) for byte in range(255)), float("nan")
 """Values of the 256 codes of E8M0."""
 
 
-def _part(tensor: Any, box: Box, whole: Box) -> Any:
+def _slice(tensor: Any, box: Box, whole: Box) -> Any:
     """Return a box of the tensor that holds the box ``whole``."""
     for dim, (at, start, size) in enumerate(zip(box.offsets, whole.offsets, box.sizes, strict=True)):
         if size != tensor.shape[dim]:

@@ -18,7 +18,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise.conversion.regions import Axis, Region, clip, flatten, parts_touched, unflatten, without_dim
+from shardwise.conversion.regions import Axis, Region, clip, flatten, overlapped_ranges, unflatten, without_dim
 from shardwise.tensors import DType, Strided, numel
 
 Shape: TypeAlias = tuple[int, ...]
@@ -60,13 +60,13 @@ class Expression(ABC):
 
     def leaves(self, region: Region) -> Iterator[tuple[Leaf, Region]]:
         """Yield the regions of the leaves that a region of this expression consists of."""
-        for source, part in self.moved(region):
-            yield from source.leaves(part)
+        for source, piece in self.moved(region):
+            yield from source.leaves(piece)
 
     def __str__(self) -> str:
-        parts = [str(part) for part in self.sources]
-        middle = [f"... {len(parts) - 2} more ..."] if len(parts) > 3 else parts[1:-1]
-        return f"{type(self).__name__}({', '.join([*parts[:1], *middle, *parts[1:][-1:]])})"
+        sources = [str(source) for source in self.sources]
+        middle = [f"... {len(sources) - 2} more ..."] if len(sources) > 3 else sources[1:-1]
+        return f"{type(self).__name__}({', '.join([*sources[:1], *middle, *sources[1:][-1:]])})"
 
 
 class Leaf(Expression):
@@ -127,8 +127,8 @@ class Concat(_Combined):
 
     def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         dim = self.dim
-        starts = [0, *accumulate(part.shape[dim] for part in self.sources)]
-        for index in parts_touched(region, dim, starts):
+        starts = [0, *accumulate(source.shape[dim] for source in self.sources)]
+        for index in overlapped_ranges(region, dim, starts):
             for piece in clip(region, dim, starts[index], starts[index + 1]):
                 yield self.sources[index], piece.with_origin(dim, piece.origin[dim] - starts[index])
 
@@ -150,7 +150,7 @@ class Stack(_Combined):
                 source = self.sources[region.origin[self.dim] + axis.step * number]
                 yield source, Region(bare.origin, bare.target + axis.stride * number, bare.axes)
             return
-        for index in parts_touched(region, self.dim, range(len(self.sources) + 1)):
+        for index in overlapped_ranges(region, self.dim, range(len(self.sources) + 1)):
             for piece in clip(region, self.dim, index, index + 1):
                 yield self.sources[index], without_dim(piece, self.dim)
 
@@ -247,28 +247,28 @@ class Hole(Expression):
         return iter(())
 
 
-def concat(parts: Sequence[Expression], dim: int) -> Expression:
+def concat(sources: Sequence[Expression], dim: int) -> Expression:
     """Build ``torch.cat``. All shapes are equal except in ``dim``."""
-    if not parts:
+    if not sources:
         raise ValueError("nothing to concatenate")
-    first = parts[0].shape
-    if len({(len(part.shape), *part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) > 1:
-        raise ValueError(f"cannot concatenate shapes {[part.shape for part in parts]} along {dim}")
-    if len(parts) == 1:
-        return parts[0]
-    size = sum(part.shape[dim] for part in parts)
-    return Concat(tuple(parts), dim, (*first[:dim], size, *first[dim + 1 :]))
+    first = sources[0].shape
+    if len({(len(source.shape), *source.shape[:dim], *source.shape[dim + 1 :]) for source in sources}) > 1:
+        raise ValueError(f"cannot concatenate shapes {[source.shape for source in sources]} along {dim}")
+    if len(sources) == 1:
+        return sources[0]
+    size = sum(source.shape[dim] for source in sources)
+    return Concat(tuple(sources), dim, (*first[:dim], size, *first[dim + 1 :]))
 
 
-def stack(parts: Sequence[Expression], dim: int) -> Expression:
+def stack(sources: Sequence[Expression], dim: int) -> Expression:
     """Build ``torch.stack``. All shapes are equal."""
-    if not parts:
+    if not sources:
         raise ValueError("nothing to stack")
-    first = parts[0].shape
-    if any(part.shape != first for part in parts):
-        raise ValueError(f"cannot stack different shapes {sorted({p.shape for p in parts})}")
-    shape = (*first[:dim], len(parts), *first[dim:])
-    return reshape(parts[0], shape) if len(parts) == 1 else Stack(tuple(parts), dim, shape)
+    first = sources[0].shape
+    if any(source.shape != first for source in sources):
+        raise ValueError(f"cannot stack different shapes {sorted({p.shape for p in sources})}")
+    shape = (*first[:dim], len(sources), *first[dim:])
+    return reshape(sources[0], shape) if len(sources) == 1 else Stack(tuple(sources), dim, shape)
 
 
 def slice_dim(source: Expression, dim: int, start: int, size: int, step: int = 1) -> Expression:

@@ -238,9 +238,9 @@ def dequantize_rows(packed: Any, absmax: Any, block: int, form: FourBitForm, out
     products = numbers.numpy()
     for start in range(0, flat.numel(), CHUNK):
         stop = min(start + CHUNK, flat.numel())
-        part = products[: stop - start]
-        np.take(_pairs(form), keys[start // 2 : stop // 2], out=part.view(np.uint64), mode="clip")
-        by_block = part.reshape(-1, block)
+        chunk = products[: stop - start]
+        np.take(_pairs(form), keys[start // 2 : stop // 2], out=chunk.view(np.uint64), mode="clip")
+        by_block = chunk.reshape(-1, block)
         with np.errstate(all="ignore"):  # overflow is infinite
             np.multiply(by_block, scales[start // block : stop // block, None], out=by_block)
         flat[start:stop].copy_(numbers[: stop - start])

@@ -151,10 +151,10 @@ def comparable_text(value: object) -> str:
 
 def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """Return the classes and the strings that an annotation allows. No classes if none of them is checked."""
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    choices = tuple(value for part in parts if get_origin(part) is Literal for value in get_args(part))
-    others = [part for part in parts if get_origin(part) is not Literal]
-    kinds = tuple(types.NoneType if part is None else get_origin(part) or part for part in others)
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
+    others = [member for member in members if get_origin(member) is not Literal]
+    kinds = tuple(types.NoneType if member is None else get_origin(member) or member for member in others)
     if not all(isinstance(kind, type) for kind in kinds) or not any(map(_is_meant_strictly, kinds)):
         kinds = ()
     return kinds, choices

@@ -296,7 +296,7 @@ def tuning_named(text: str) -> Tuning:
     """
     if (Path(text) / ADAPTER_CONFIG).is_file():
         return ExistingLora(text)
-    found = dict(part.partition("=")[::2] for part in text.split(","))
+    found = dict(item.partition("=")[::2] for item in text.split(","))
     try:
         match [*found]:
             case ["full"]:

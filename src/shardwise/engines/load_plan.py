@@ -182,12 +182,12 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     by_name = {item.fqn: item for item in held}
     items = read_targets(plan, by_name, memory.devices_of(held, managers, home))
     shared: Mapping[str, tuple[Boxes, ...]] = {}
-    parts, mode = items, options.shared_reads
+    targets, mode = items, options.shared_reads
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
-        from shardwise.execution.shared_reads import shared_boxes, shared_parts
+        from shardwise.execution.shared_reads import own_targets, shared_boxes
 
         shared = shared_boxes(world, by_name, items)
-        parts = shared_parts(world, shared, items)
+        targets = own_targets(world, shared, items)
     homes = Homes.of(
         plan,
         policy,
@@ -207,7 +207,7 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
         managers,
         items,
         shared,
-        own=plan_reads(parts, source.index, policy, options.budget_bytes, world.rank / world.size),
+        own=plan_reads(targets, source.index, policy, options.budget_bytes, world.rank / world.size),
         estimate=estimate_rank(plan, world.rank, homes, padded_numels(held, managers)),
         available=memory.available_memory(home) if needs_memory else Available(),
         settings=pretrained.settings_of(additions.base or model),

@@ -177,13 +177,13 @@ def average_rows(world: World, load: load_plan.Load) -> dict[str, torch.Tensor]:
 
     def sums() -> dict[tuple[str, Box], torch.Tensor]:
         return {
-            (name, part.box): view.strided_view(by_name[name].local, part.local).double().sum(0).cpu()
+            (name, piece.box): view.strided_view(by_name[name].local, piece.local).double().sum(0).cpu()
             for name, count in rows.items()
-            for part in first_rows(load.plan.layout.by_name[name].boxes, count)
+            for piece in first_rows(load.plan.layout.by_name[name].boxes, count)
         }
 
     def add_up(sums_by_rank: Sequence[Mapping[tuple[str, Box], torch.Tensor]]) -> dict[str, torch.Tensor]:
-        found = {part: total for sums in sums_by_rank for part, total in sums.items()}  # replicas have equal boxes
+        found = {box: total for sums in sums_by_rank for box, total in sums.items()}  # replicas have equal boxes
         means = {
             name: torch.zeros(by_name[name].tensor.shape[1:], dtype=torch.float64, device="cpu") for name in rows
         }
@@ -219,12 +219,12 @@ def fill(load: load_plan.Load, means: Mapping[str, torch.Tensor], written: dict[
                 program = program_of(whole)
             boxes = boxes_to_fill(load.plan, item.fqn)
             fill_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn)
-            written[item.fqn] = written.get(item.fqn, 0) + sum(part.box.numel for part in boxes)
+            written[item.fqn] = written.get(item.fqn, 0) + sum(piece.box.numel for piece in boxes)
         elif item.fqn in means:
-            for part in boxes_to_fill(load.plan, item.fqn):
-                mean = means[item.fqn][columns_of(part.box)]
-                view.strided_view(item.local, part.local).copy_(mean.expand(part.box.sizes))
-                written[item.fqn] = written.get(item.fqn, 0) + part.box.numel
+            for piece in boxes_to_fill(load.plan, item.fqn):
+                mean = means[item.fqn][columns_of(piece.box)]
+                view.strided_view(item.local, piece.local).copy_(mean.expand(piece.box.sizes))
+                written[item.fqn] = written.get(item.fqn, 0) + piece.box.numel
         elif item.fqn in additions.norms and isinstance(load.plan.fills[item.fqn], Init):
             norms = additions.norms[item.fqn]
             fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)

@@ -85,11 +85,11 @@ def _nest(layer: Any, whole: torch.Tensor, offset: float) -> dict[str, int]:
     layer.weight_nested_scales.copy_(nested)
     layer.weight_nested_offset.fill_(offset)
     local, count = local_tensor(layer.weight_scales), 0
-    for part in local_boxes(layer.weight_scales, SCALES):
-        rows = slice(part.box.offsets[0], part.box.offsets[0] + part.box.sizes[0])
+    for piece in local_boxes(layer.weight_scales, SCALES):
+        rows = slice(piece.box.offsets[0], piece.box.offsets[0] + piece.box.sizes[0])
         codes = nested_codes(whole[rows], rows.start * whole.shape[1], nested, mean)
-        local.copy_(codes[:, part.box.offsets[1] : part.box.offsets[1] + part.box.sizes[1]])
-        count += part.box.numel
+        local.copy_(codes[:, piece.box.offsets[1] : piece.box.offsets[1] + piece.box.sizes[1]])
+        count += piece.box.numel
     return {SCALES: count, NESTED: nested.numel(), OFFSET: 1}
 
 

@@ -254,14 +254,14 @@ def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
     """Return the output's ``config.json``: its dtype and ties, no quantization, no ``transformers_weights``."""
     content = _parsed_config(folder)
     content.pop("transformers_weights", None)
-    parts = [content, *(value for value in content.values() if isinstance(value, dict))]
-    for part in parts:
-        part.pop("quantization_config", None)  # the output is not quantized
+    sections = [content, *(value for value in content.values() if isinstance(value, dict))]
+    for section in sections:
+        section.pop("quantization_config", None)  # the output is not quantized
         for name in ("dtype", "torch_dtype"):
-            if dtype is not None and name in part:
-                part[name] = dtype
-        if untied and "tie_word_embeddings" in part:
-            part["tie_word_embeddings"] = False
+            if dtype is not None and name in section:
+                section[name] = dtype
+        if untied and "tie_word_embeddings" in section:
+            section["tie_word_embeddings"] = False
     if dtype is not None and "torch_dtype" not in content:
         content["dtype"] = dtype
     if untied:

@@ -220,13 +220,13 @@ def _forget_quantizer(config: PreTrainedConfig) -> None:
     Raises:
         ConfigError: the quantization method is not supported.
     """
-    for part in pretrained.quantized_parts(config):
-        found = part.quantization_config
+    for section in pretrained.quantized_configs(config):
+        found = section.quantization_config
         content = found if isinstance(found, Mapping) else found.to_dict()
         if form_of(content).is_kept:
-            part.quantization_config = dict(content)
+            section.quantization_config = dict(content)
         else:
-            del part.quantization_config
+            del section.quantization_config
 
 
 def class_of(

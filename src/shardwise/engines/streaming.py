@@ -14,7 +14,7 @@ from shardwise.engines.save_plan import WrittenNames, collect_for_files, resolve
 from shardwise.errors import ConfigError, answer_keywords
 from shardwise.execution import Timeouts
 from shardwise.execution.memory import home_of
-from shardwise.execution.moving import Exchange, part_of
+from shardwise.execution.moving import Exchange, box_view
 from shardwise.execution.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares, logical_boxes
 from shardwise.execution.world import World
 from shardwise.models import four_bit_files, selection
@@ -94,7 +94,7 @@ class _ReceivedTensors:
 
     def memory_of(self, key: str, box: Box) -> torch.Tensor:
         self.begun[key] = self.take(key)
-        return part_of(self.begun[key], box)
+        return box_view(self.begun[key], box)
 
     def take(self, key: str) -> torch.Tensor:
         if key in self.begun:

@@ -223,9 +223,9 @@ def _fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, in
         entry, start, stop = block
         view = memoryview(memory)[: stop - start]
         reader.read_into(entry.file, start, view)
-        part = fingerprint(view, start - entry.start)
+        value = fingerprint(view, start - entry.start)
         with lock:
-            found[entry.key] = (found[entry.key] + part) % MODULUS
+            found[entry.key] = (found[entry.key] + value) % MODULUS
 
     memories = [bytearray(_VERIFIED_BYTES) for _ in range(reader.policy.concurrency)]
     WorkerPool(add, memories).run(blocks)

@@ -215,8 +215,8 @@ def _contents(world: World, reader: StorageReader, file: str, ranges: Sequence[t
         yield reader.read(file, start, stop)
 
 
-def _digest(parts: Iterable[bytes]) -> bytes:
+def _digest(contents: Iterable[bytes]) -> bytes:
     found = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        found.update(part + b"\n")
+    for content in contents:
+        found.update(content + b"\n")
     return found.digest()

@@ -85,5 +85,5 @@ def _signed(weight: int) -> int:
 
 def _runs(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
     """Yield the elements in order, as flat bytes, in runs of at most ``nbytes``."""
-    for part in row_slices(tensor.shape, nbytes // tensor.element_size()):
-        yield raw_bytes(tensor[part])
+    for rows in row_slices(tensor.shape, nbytes // tensor.element_size()):
+        yield raw_bytes(tensor[rows])

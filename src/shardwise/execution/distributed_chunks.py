@@ -344,8 +344,8 @@ class ChunkWriter:
     def _add_tensor(self, view: torch.Tensor, staging: HostStaging) -> None:
         """Add a tensor's bytes: its own memory if that is possible, otherwise staged copies of blocks."""
         is_plain = _is_plain(view)
-        for part in row_slices(view.shape, (view.nbytes if is_plain else staging.nbytes) // view.element_size()):
-            block = view[part]
+        for rows in row_slices(view.shape, (view.nbytes if is_plain else staging.nbytes) // view.element_size()):
+            block = view[rows]
             if not is_plain:
                 if self._staged_nbytes + block.nbytes > staging.nbytes:
                     self._flush()

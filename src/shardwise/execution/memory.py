@@ -124,16 +124,16 @@ class HostStaging:
     def stage(self, values: torch.Tensor, start: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a row-major copy of a tensor at byte ``start`` of the buffer, cast to ``dtype`` if given."""
         dtype = values.dtype if dtype is None else dtype
-        part = self.buffer[start : start + values.numel() * dtype.itemsize]
-        return part.view(dtype).view(values.shape).copy_(values)
+        staged = self.buffer[start : start + values.numel() * dtype.itemsize]
+        return staged.view(dtype).view(values.shape).copy_(values)
 
     def copy(self, values: torch.Tensor, target: torch.Tensor) -> None:
         """Copy values to a tensor of the same shape, from an accelerator to the host through the buffer."""
         if target.device.type != "cpu" or values.device.type == "cpu":
             target.copy_(values)
             return
-        for part in row_slices(values.shape, self.nbytes // values.element_size()):
-            target[part].copy_(self.stage(values[part]))
+        for rows in row_slices(values.shape, self.nbytes // values.element_size()):
+            target[rows].copy_(self.stage(values[rows]))
 
     def begin(self) -> memoryview:
         """Return the buffer for the bytes of the next request."""
@@ -197,9 +197,9 @@ class DeviceStaging:
                     self._on_device = [
                         torch.empty(self._nbytes, dtype=torch.uint8, device=self._device) for _ in self._pinned
                     ]
-            part = slice(start, start + segment.bytes.nbytes)
+            used = slice(start, start + segment.bytes.nbytes)
             buffer = self._on_device[self._turn]
-            buffer[part].copy_(pinned[part], non_blocking=True)
+            buffer[used].copy_(pinned[used], non_blocking=True)
             target.copy_(as_stored(buffer, segment, start))
 
     def end(self) -> None:
@@ -213,11 +213,11 @@ class DeviceStaging:
         if target.device.type == "cpu":
             target.copy_(values)
             return
-        for part in row_slices(target.shape, self._nbytes // target.element_size()):
+        for rows in row_slices(target.shape, self._nbytes // target.element_size()):
             self.begin()
-            staged = self._pinned[self._turn].stage(values[part], dtype=target.dtype)
+            staged = self._pinned[self._turn].stage(values[rows], dtype=target.dtype)
             with self._module.stream(self._stream):
-                target[part].copy_(staged, non_blocking=True)
+                target[rows].copy_(staged, non_blocking=True)
             self.end()
 
 

@@ -121,7 +121,7 @@ class Exchange:
             RankLostError: a rank has been lost, or has left.
         """
         local = [_LocalRound.of(blocks, self.world.rank, self.world.size) for blocks in self.rounds]
-        self.traffic.staging_bytes = max((sum(part.sent) + sum(part.received) for part in local), default=0)
+        self.traffic.staging_bytes = max((sum(own.sent) + sum(own.received) for own in local), default=0)
         arriving: _LocalRound | None = None
         try:
             for number, leaving in enumerate([*local, None]):
@@ -187,15 +187,15 @@ class Exchange:
             yield flat[: piece.target.numel].view(piece.target.sizes)
             flat = flat[piece.target.numel :]
 
-    def _send(self, part: _LocalRound) -> None:
+    def _send(self, own: _LocalRound) -> None:
         """Start the all-to-all of a round that all ranks have packed. Its errors are raised by :meth:`_wait`."""
-        sent = sum(part.sent)
+        sent = sum(own.sent)
         try:
             self._work = dist.all_to_all_single(
-                self._staging[sent : sent + sum(part.received)],
+                self._staging[sent : sent + sum(own.received)],
                 self._staging[:sent],
-                output_split_sizes=part.received,
-                input_split_sizes=part.sent,
+                output_split_sizes=own.received,
+                input_split_sizes=own.sent,
                 group=self.world.group,
                 async_op=True,
             )
@@ -219,7 +219,7 @@ def _nbytes(block: moves.Block, pieces: Sequence[moves.Piece]) -> int:
     return sum(piece.target.numel for piece in pieces) * block.itemsize
 
 
-def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def box_view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Return the elements of a box in its contiguous tensor as a view, if they are adjacent."""
     start = sum(at * stride for at, stride in zip(box.offsets, tensor.stride(), strict=True))
     return tensor.view(-1)[start : start + box.numel]
@@ -291,7 +291,7 @@ class Transfer:
 
 
 def _is_held(box: Box, held: moves.Boxes) -> bool:
-    return any(part.intersect(box) == box for part in held)
+    return any(own.intersect(box) == box for own in held)
 
 
 def _present(local: LocalTensor | None) -> LocalTensor:

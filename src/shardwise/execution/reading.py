@@ -84,8 +84,8 @@ def plan_reads(
     computed: list[tuple[int, Computed, Region]] = []
     copied: dict[torch.device, list[tuple[int, Copy]]] = {item.device: [] for item in items}
     for number, item in enumerate(items):
-        for part in item.boxes:
-            copies, regions = copies_and_computed(item.expression, part.box, part.local)
+        for piece in item.boxes:
+            copies, regions = copies_and_computed(item.expression, piece.box, piece.local)
             copied[item.device] += ((number, copy) for copy in copies)
             computed += ((number, found.leaf, found.region) for found in regions)
     batches: list[tuple[torch.device, tuple[load_memory.ReadRequest, ...]]] = []
@@ -296,12 +296,12 @@ class ReadExecutor:
         self, task: ComputeTask, outputs: Mapping[str, torch.Tensor], targets: TargetTensors, buffer: StagingBuffer
     ) -> None:
         """Copy the outputs of a block to their places."""
-        for part in task.moves:
-            values = strided_view(outputs[part.output].contiguous(), part.source)
-            buffer.upload(values, strided_view(targets.tensors[part.target], part.place))
+        for move in task.moves:
+            values = strided_view(outputs[move.output].contiguous(), move.source)
+            buffer.upload(values, strided_view(targets.tensors[move.target], move.place))
         with self._lock:
-            for part in task.moves:
-                self.count(targets.names[part.target], part.place.numel)
+            for move in task.moves:
+                self.count(targets.names[move.target], move.place.numel)
 
 
 @torch.no_grad()

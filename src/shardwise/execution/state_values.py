@@ -256,13 +256,13 @@ class StoredValues:
         items: list[ReadTarget] = []
         for item in match.taken:
             name = item.place.names[0]
-            boxes = tuple(part for part in local_boxes(targets[name], name) if part.box.numel)
+            boxes = tuple(piece for piece in local_boxes(targets[name], name) if piece.box.numel)
             local = local_tensor(targets[name])
             items.append(ReadTarget(name, self.expressions[item.name], boxes, local.dtype, local.device))
         schedule = plan_reads(items, self.index, self.reader.policy, budget_bytes, world.rank / world.size)
         placer.place(schedule, [local_tensor(targets[item.fqn]) for item in schedule.destinations])
         for destination in schedule.destinations:
-            wanted = sum(part.box.numel for part in destination.boxes)
+            wanted = sum(piece.box.numel for piece in destination.boxes)
             if (written := placer.written.get(destination.fqn, 0)) != wanted:
                 raise StorageError(
                     f"{destination.fqn}: {written} of {wanted} elements were read from "

@@ -29,7 +29,7 @@ from shardwise.storage.contract import StorageWriter
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, DType, numel, row_blocks
 
-Part = tuple[str, Box]
+TensorBox = tuple[str, Box]
 """A box of a tensor of the save, by its key."""
 
 BLOCK_BYTES = 8 << 20
@@ -68,7 +68,7 @@ def stream_out(
     out = OwnFiles(World(0, 1), writer, plan.files, advance)
     begun = begin_save(writer, plan)
     try:
-        _write_blocks(out, parts_of(plan, BLOCK_BYTES), outgoing)
+        _write_blocks(out, blocks_of(plan, BLOCK_BYTES), outgoing)
         if check is not None:
             check(out.written)
         commit_save(writer, plan, begun, companions, out.written.fingerprints)
@@ -78,9 +78,9 @@ def stream_out(
     return out.written
 
 
-def parts_of(plan: SavePlan, block_bytes: int) -> Iterator[list[Part]]:
+def blocks_of(plan: SavePlan, block_bytes: int) -> Iterator[list[TensorBox]]:
     """Yield the boxes of a plan's tensors in order, about ``block_bytes`` at a time."""
-    block: list[Part] = []
+    block: list[TensorBox] = []
     used = 0
     for entry in plan.entries.values():
         for box in row_blocks(entry.shape, max(1, block_bytes // entry.dtype.itemsize)):
@@ -93,7 +93,7 @@ def parts_of(plan: SavePlan, block_bytes: int) -> Iterator[list[Part]]:
     yield block
 
 
-def _write_blocks(out: OwnFiles, blocks: Iterable[Sequence[Part]], outgoing: Outgoing) -> None:
+def _write_blocks(out: OwnFiles, blocks: Iterable[Sequence[TensorBox]], outgoing: Outgoing) -> None:
     """Write blocks, each while the next is computed."""
     computed: list[tuple[str, Box, torch.Tensor]] = []
     untrimmed = 0
@@ -144,12 +144,12 @@ class Outgoing:
                         "Do this with transformers, or PEFT, in memory"
                     )
 
-    def values(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+    def values(self, boxes: Sequence[TensorBox]) -> list[torch.Tensor]:
         """Return boxes of tensors in the dtype in which they are saved, contiguous, on the CPU.
 
         Memory: a few times the boxes.
         """
-        made = [(self.made[key], box) for key, box in parts]
+        made = [(self.made[key], box) for key, box in boxes]
         return self.placer.values_of([(expression, box, to_torch(dtype)) for (dtype, expression), box in made])
 
 
@@ -243,15 +243,15 @@ class _Norms:
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         kept = _kept(self.edits[-1])
         others = numel([size for dim, size in enumerate(self.shape) if dim != kept])
-        for part in aligned_blocks(
+        for rows in aligned_blocks(
             wanted["norms"], (self.shape[kept],), (1,), most_bytes // (_ELEMENT_BYTES * others)
         ):
-            offsets = [part.offsets[0] if dim == kept else 0 for dim in range(len(self.shape))]
-            sizes = [part.sizes[0] if dim == kept else size for dim, size in enumerate(self.shape)]
+            offsets = [rows.offsets[0] if dim == kept else 0 for dim in range(len(self.shape))]
+            sizes = [rows.sizes[0] if dim == kept else size for dim, size in enumerate(self.shape)]
             box = Box(tuple(offsets), tuple(sizes))
             needs = [box, *(need for edit in self.edits for need in _boxes_of(edit, box, self.shape))]
             nbytes = _ELEMENT_BYTES * box.numel + 8 * sum(need.numel for need in needs[1:])
-            yield ComputedBlock(tuple(needs), {"norms": part}, nbytes)
+            yield ComputedBlock(tuple(needs), {"norms": rows}, nbytes)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         inputs = iter(values)

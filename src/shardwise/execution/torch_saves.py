@@ -294,7 +294,7 @@ def _require_sound(tensor: torch.Tensor, what: str) -> None:
         is_sound = (
             type(local) is torch.Tensor
             and local.dtype == tensor.dtype
-            and sum(part.box.numel for part in boxes) == local.numel()
+            and sum(piece.box.numel for piece in boxes) == local.numel()
             and (len(boxes) != 1 or tuple(local.shape) == boxes[0].box.sizes)
         )
     except ShardingError:

@@ -244,9 +244,9 @@ class OwnFiles:
         """Write flat bytes from byte ``start`` of a tensor on. Their fingerprint is computed meanwhile."""
         is_on_host = values.device.type == "cpu"
         step = self._writer.policy.request_bytes
-        for part in values.split(step if is_on_host else min(step, self._staging.nbytes)):
+        for chunk in values.split(step if is_on_host else min(step, self._staging.nbytes)):
             self._world.check()
-            data = memory_of(part if is_on_host else self._staging.stage(part))
+            data = memory_of(chunk if is_on_host else self._staging.stage(chunk))
             with in_background(self.written.add, entry.key, start, data):
                 self._writer.write(entry.file, entry.start + start, [data])
             start += len(data)

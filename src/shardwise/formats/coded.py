@@ -212,7 +212,7 @@ class _PackedFourBits:
             if key not in used and (key.endswith(_ENDS) or QUANT_STATE in key):
                 faults.add(_FOUR_BIT_FAULTS, f"{shown(key)} belongs to packed bytes that are missing or incomplete")
         faults.raise_if_any()
-        kept = {entry for item in composed.values() for entry in contract.entries_of(item.part)}
+        kept = {entry for item in composed.values() for entry in contract.entries_of(item.composition)}
         entries = {key: entry for key, entry in index.entries.items() if key not in used or key in kept}
         # Bytes, whatever dtype they are stored under (``bnb_4bit_quant_storage``).
         flat = {key: replace(entries[key], dtype=DType.U8, shape=(entries[key].nbytes,)) for key in composed}

@@ -285,7 +285,7 @@ class _Parser:
         """
         if not isinstance(recorded, tuple) or not 0 < len(recorded) <= joining.MAX_DEPTH:
             return (key,)
-        names = tuple(str(part) for part in recorded if isinstance(part, str | int))
+        names = tuple(str(item) for item in recorded if isinstance(item, str | int))
         return names if ".".join(names) == key else (key,)
 
 

@@ -274,8 +274,8 @@ def quantization_config_of(content: Mapping[str, Any]) -> Mapping[str, Any] | No
     Raises:
         ConfigError: several parts have different ones.
     """
-    parts = [content, *(part for part in content.values() if isinstance(part, Mapping))]
-    configs = [part.get("quantization_config") for part in parts]
+    sections = [content, *(section for section in content.values() if isinstance(section, Mapping))]
+    configs = [section.get("quantization_config") for section in sections]
     found: list[Mapping[str, Any]] = [config for config in configs if isinstance(config, Mapping)]
     if any(config != found[0] for config in found):
         raise contract.unknown_form("several quantization_configs that differ")

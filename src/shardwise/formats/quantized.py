@@ -69,7 +69,11 @@ class _WithScales:
         pairing = _Pairing(replace(index, entries=entries), self, shapes, contract.FormatFaults(index.root))
         pairing.pair()
         pairing.faults.raise_if_any()
-        read = {item.part.values.key for item in pairing.composed.values() if isinstance(item.part, Scaled)}
+        read = {
+            item.composition.values.key
+            for item in pairing.composed.values()
+            if isinstance(item.composition, Scaled)
+        }
         entries = {key: replace(entry, dtype=DType.U8) if key in read else entry for key, entry in entries.items()}
         return replace(
             index,
@@ -161,7 +165,7 @@ _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _SCALES_OF_WEIGHTS = ("scale", "qscale_weight")
 _ZERO_POINT, _GROUPS = "zero_point", "g_idx"
 
-_ScaledParts: TypeAlias = tuple[
+_ScaledEntries: TypeAlias = tuple[
     str, contract.TensorEntry, contract.TensorEntry | None, tuple[contract.TensorEntry, int] | None
 ]
 """A key, its elements, their scales, and the scale of the whole tensor with its power."""
@@ -183,8 +187,8 @@ class _Pairing:
 
     def pair(self) -> None:
         for entry in self.index.entries.values():
-            if (parts := self._parts_of(entry)) is not None:
-                key, values, scales, overall = parts
+            if (found := self._scaled_entries(entry)) is not None:
+                key, values, scales, overall = found
                 if (fault := self._fault_of(key, entry)) is not None:
                     self.used |= set() if scales is None else {scales.key}
                     self.fault(fault)
@@ -209,7 +213,7 @@ class _Pairing:
             return f"{shown(key)} is stored as well as {shown(entry.key)}, and one of the two is expected"
         return None
 
-    def _parts_of(self, entry: contract.TensorEntry) -> _ScaledParts | None:
+    def _scaled_entries(self, entry: contract.TensorEntry) -> _ScaledEntries | None:
         """Return the key of the tensor whose elements an entry has, with its scales, or None."""
         key, entries = entry.key, self.index.entries
         if key.endswith(f"_{_ZERO_POINT}"):
@@ -230,7 +234,7 @@ class _Pairing:
                 return self._of_two_scales(entry, key, f"{key}_scale_2", 1)
         return None
 
-    def _of_two_scales(self, entry: contract.TensorEntry, whole: str, overall: str, power: int) -> _ScaledParts:
+    def _of_two_scales(self, entry: contract.TensorEntry, whole: str, overall: str, power: int) -> _ScaledEntries:
         found = self.index.entries.get(overall)
         if found is None:
             return whole, entry, None, None

@@ -371,7 +371,7 @@ def _place(plugin: Any, output_dir: str, number: int, others: Mapping[str, Any])
     if plugin.state_dict_type.name == "FULL_STATE_DICT":
         form = "full"
     if isinstance(output_dir, WorkFolder):
-        return writing.FilesPlace(output_dir.folder, number, form, output_dir.part)
+        return writing.FilesPlace(output_dir.folder, number, form, output_dir.state_save)
     return writing.FilesPlace(Path(output_dir), number, form)
 
 

@@ -46,7 +46,7 @@ def save_state(
             finally:
                 config.automatic_checkpoint_naming = is_named
             if isinstance(saved, Exception):
-                saved = work.part.saving.cause_of(saved)
+                saved = work.state_save.saving.cause_of(saved)
             location = world.run_all(_value_of, saved)
         if is_named:
             world.broadcast(keep_newest, folder.parent, folder, config.total_limit)

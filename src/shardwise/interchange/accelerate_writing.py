@@ -41,21 +41,21 @@ from shardwise.storage.folders import FoldersWriter, folders_in, remove_folder
 
 
 @dataclass(frozen=True, slots=True)
-class PartOf:
-    """The state that a model or an optimizer is a part of, and is committed with."""
+class StateSave:
+    """A save of a state, with the written files of its models and optimizers, which are committed together."""
 
     saving: Saving
-    parts: list[WrittenFiles] = field(default_factory=list)
+    written: list[WrittenFiles] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class FilesPlace:
-    """The folder, number and form of a model or an optimizer, and the state that it is a part of, if any."""
+    """The folder, number and form of a model or an optimizer, and the save of its state, if any."""
 
     folder: Path
     number: int
     form: FileForm
-    part_of: PartOf | None = None
+    state_save: StateSave | None = None
 
     def agree(self, world: World, *modes: object, options: StateOptions) -> None:
         """Raise if it is not supported, or if ranks pass different arguments. Collective: yes.
@@ -201,9 +201,9 @@ def _write(
     options: StateOptions,
 ) -> tuple[Path, int]:
     """Write a state and return its path and its bytes. Collective: yes."""
-    if place.part_of is not None:
-        path, nbytes, written = _written(world, place.part_of.saving, place, kind, state, home, options)
-        place.part_of.parts.append(written)
+    if place.state_save is not None:
+        path, nbytes, written = _written(world, place.state_save.saving, place, kind, state, home, options)
+        place.state_save.written.append(written)
         return path, nbytes
     with locked_by_first_rank(world, place.folder, rename_journal.tidy, rename_journal.undo) as saving:
         path, nbytes, written = _written(world, saving, place, kind, state, home, options)
@@ -284,14 +284,14 @@ class LinkedFolder(str):
 class WorkFolder(str):
     """The path of a folder that accelerate saves into, and the state that models and optimizers there belong to."""
 
-    part: PartOf
+    state_save: StateSave
     folder: Path
 
     @classmethod
     def of(cls, saving: Saving) -> WorkFolder:
         """For a save that is under way."""
         made = cls(rename_journal.work_folder(saving.folder, saving.save_id))
-        made.part, made.folder = PartOf(saving), Path(saving.folder)
+        made.state_save, made.folder = StateSave(saving), Path(saving.folder)
         return made
 
 
@@ -382,8 +382,8 @@ def _names_in(work: str) -> list[str]:
 def _commit_state(marked: LockedFolder, work: WorkFolder, names: list[str]) -> None:
     """Copy accelerate's files and commit everything."""
     written = WrittenFiles()
-    for part in work.part.parts:
-        written = written.with_more(part)
+    for files in work.state_save.written:
+        written = written.with_more(files)
     copies: dict[str, int] = {}
     folders = {name.rpartition("/")[0] for name in names} - {""}
     with FoldersWriter(marked.writer.root, folders) as writer:

@@ -81,7 +81,7 @@ def load_trainer_checkpoint(
         options: budget, process group, timeouts.
 
     Returns:
-        The step to resume from, the restored parts, and the others with reasons.
+        The step to resume from, the restored components, and the others with reasons.
 
     Raises:
         ConfigError, KeyMismatchError, FormatError, StorageError and others: as in the functions named above, for a
@@ -126,7 +126,7 @@ def load_trainer_checkpoint(
 
 
 def _never_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
-    """Return the parts that are never restored, with reasons."""
+    """Return the components that are never restored, with reasons."""
     found = {name: why for name, why in _NOT_READ.items() if name in folder.names}
     found["position in the data"] = f"the data are not the model's. Skip the batches of {folder.step} steps"
     if any(name.startswith("rng_state") for name in folder.names):

@@ -76,8 +76,8 @@ def resolve_class(
         return auto_model_class(config, model_class)
     if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
         kind = model_class.config_class or PreTrainedConfig
-        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-        return model_class, next((part for part in parts if isinstance(part, kind)), config)
+        configs = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        return model_class, next((item for item in configs if isinstance(item, kind)), config)
     raise ConfigError(f"model_class must be a model class or an Auto class of transformers, not {model_class!r}")
 
 

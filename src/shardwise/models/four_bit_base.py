@@ -306,7 +306,7 @@ def _kept(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:
     Scales that are to be nested, and are not stored nested, are ``weight_whole_scales``.
     """
     form, block = layer.packing.form, layer.packing.block_size
-    if layer.is_nested and (parts := nested_as_stored(numbers, form, block)) is not None:
-        return dict(zip((layers.WEIGHT, layers.SCALES, layers.NESTED, layers.OFFSET), parts, strict=True))
+    if layer.is_nested and (stored := nested_as_stored(numbers, form, block)) is not None:
+        return dict(zip((layers.WEIGHT, layers.SCALES, layers.NESTED, layers.OFFSET), stored, strict=True))
     weight, scales = packed(numbers, form, block, rounds_to=from_torch(layer.packing.dtype, name))
     return {layers.WEIGHT: weight, layers.WHOLE_SCALES if layer.is_nested else layers.SCALES: scales}

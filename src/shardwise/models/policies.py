@@ -34,7 +34,7 @@ class Classes:
 class MinSize:
     """Innermost modules with at least ``numel`` elements that are in no other group.
 
-    Smaller modules count as parts of their parents. The rest is in the root group.
+    Smaller modules are grouped with their parents. The rest is in the root group.
     """
 
     numel: int
@@ -212,13 +212,13 @@ def _large_enough(model: nn.Module, numel: int) -> list[str]:
         """Return the elements of the module that are in no group inside of it."""
         seen.add(module)
         # torch's attention reads the parameters of its children, and never calls them.
-        parts_run = not isinstance(module, nn.MultiheadAttention)
+        descends = not isinstance(module, nn.MultiheadAttention)
         count = 0
-        for parameter in module.parameters(recurse=not parts_run):
+        for parameter in module.parameters(recurse=not descends):
             if parameter not in seen:
                 seen.add(parameter)
                 count += parameter.numel()
-        for child_name, child in module.named_children() if parts_run else ():
+        for child_name, child in module.named_children() if descends else ():
             if child not in seen:
                 count += left_of(f"{name}.{child_name}" if name else child_name, child)
         if count < numel or not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):

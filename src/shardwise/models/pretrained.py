@@ -68,7 +68,7 @@ def text_layers(model: nn.Module) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def has_other_parts(model: nn.Module) -> bool:
+def has_other_models(model: nn.Module) -> bool:
     """Return whether the config has parts other than the text model, such as a vision tower."""
     return _text_config(model) is not getattr(model, "config", None)
 
@@ -177,10 +177,10 @@ def attention_of(model: nn.Module) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def quantized_parts(config: Any) -> list[Any]:
+def quantized_configs(config: Any) -> list[Any]:
     """Return the config and its parts, such as ``text_config``, that have a ``quantization_config``."""
-    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-    return [part for part in parts if getattr(part, "quantization_config", None) is not None]
+    configs = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    return [item for item in configs if getattr(item, "quantization_config", None) is not None]
 
 
 def fsdp_plan(model: nn.Module) -> dict[str, str]:

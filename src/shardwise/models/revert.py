@@ -15,7 +15,7 @@ from shardwise.conversion.expression import Expression, Stored
 from shardwise.errors import KnownNames, require_names
 from shardwise.layout import ModelLayout, TensorLayout
 from shardwise.models import torch_api
-from shardwise.models.pretrained import quantized_parts
+from shardwise.models.pretrained import quantized_configs
 from shardwise.models.tracing import ModelFacade, NotStructural, Recorded, computed_whole, recorded_expressions
 from shardwise.tensors import DType
 
@@ -216,8 +216,8 @@ def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) 
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     if not getattr(model, "is_quantized", False):
-        for part in quantized_parts(config):
-            del part.quantization_config
+        for section in quantized_configs(config):
+            del section.quantization_config
     if kind.is_remote_code():
         custom_object_save(model, str(folder), config=config)
     config.save_pretrained(folder)

@@ -191,8 +191,8 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
                 )
     inside: dict[str, str] = {}
     for name in names:
-        parts = name.split(".")
-        parents = (".".join(parts[:count]) for count in range(1, len(parts)))
+        path = name.split(".")
+        parents = (".".join(path[:count]) for count in range(1, len(path)))
         owner = next((parent for parent in parents if parent in layers), None)
         if owner is None:
             inside[name.removeprefix(prefix)] = name

@@ -413,8 +413,8 @@ def _split(indices: torch.Tensor, placement: Placement, chunks: int) -> Sequence
     along: Any = (
         _StridedShard(0, split_factor=placement.split_factor) if isinstance(placement, _StridedShard) else Shard(0)
     )
-    parts: Sequence[torch.Tensor] = along._split_tensor(indices, chunks, with_padding=False, contiguous=True)[0]
-    return parts
+    pieces: Sequence[torch.Tensor] = along._split_tensor(indices, chunks, with_padding=False, contiguous=True)[0]
+    return pieces
 
 
 def _runs(indices: torch.Tensor) -> tuple[Run, ...]:

@@ -144,9 +144,9 @@ class _Tracer:
         here = conversion.target.split(".")
         renamed: dict[str, Expression] = {}
         for name, expression in made.items():
-            parts, origin = name.split("."), first.target.split(".")
-            common = next((i for i, (a, b) in enumerate(zip(parts, origin, strict=False)) if a != b), len(parts))
-            renamed[".".join(here[:common] + parts[common:])] = substitute(expression, leaves)
+            words, origin = name.split("."), first.target.split(".")
+            common = next((i for i, (a, b) in enumerate(zip(words, origin, strict=False)) if a != b), len(words))
+            renamed[".".join(here[:common] + words[common:])] = substitute(expression, leaves)
         return renamed if len(renamed) == len(made) else None
 
     def record(self, conversion: Conversion) -> dict[str, Expression]:
@@ -327,12 +327,12 @@ def _unbind(tensor: Recorded, dim: int = 0) -> list[Recorded]:
 
 def _split_with_sizes(tensor: Recorded, sizes: Sequence[int], dim: int = 0) -> list[Recorded]:
     dim = _dim(tensor, dim)
-    parts: list[Recorded] = []
+    pieces: list[Recorded] = []
     start = 0
     for size in sizes:
-        parts.append(_same(tensor, slice_dim(tensor.expression, dim, start, size)))
+        pieces.append(_same(tensor, slice_dim(tensor.expression, dim, start, size)))
         start += size
-    return parts
+    return pieces
 
 
 def _split(tensor: Recorded, size: int, dim: int = 0) -> list[Recorded]:

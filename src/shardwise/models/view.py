@@ -26,7 +26,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 def canonical(fqn: str) -> str:
     """Return a name of a tensor or module without wrapper prefixes (compile, activation checkpointing, FSDP1)."""
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
+    return ".".join(name for name in fqn.split(".") if name not in _WRAPPERS)
 
 
 def without_compile(model: nn.Module) -> nn.Module:
@@ -247,7 +247,7 @@ def boxes_of_ranks(tensor: torch.Tensor, fqn: str, ranks: Sequence[int]) -> tupl
     for rank in ranks:
         coordinate = torch.nonzero(mesh.mesh == rank).flatten().tolist()
         held = boxes_at(shape, tuple(tensor.placements), tuple(mesh.shape), tuple(coordinate), strides)
-        found.append(tuple(part.box for part in held))
+        found.append(tuple(piece.box for piece in held))
     return tuple(found)
 
 

@@ -126,8 +126,8 @@ def _comparable(value: object) -> str:
     if isinstance(value, type) or not (is_dataclass(value) or callable(value)):
         return repr(value)
     if is_dataclass(value):
-        parts = ", ".join(f"{item.name}={_comparable(getattr(value, item.name))}" for item in fields(value))
-        return f"{type(value).__name__}({parts})"
+        values = ", ".join(f"{item.name}={_comparable(getattr(value, item.name))}" for item in fields(value))
+        return f"{type(value).__name__}({values})"
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 

@@ -300,4 +300,4 @@ def _is_safe(name: object) -> bool:
     """Check if a file below a folder may have this name, and its temporary name too."""
     if not isinstance(name, str) or len(name) > _LONGEST_PATH or unsafe_name_reason(name) is not None:
         return False
-    return all(len(os.fsencode(part)) <= _LONGEST_NAME for part in fresh(name, "0" * 8).split("/"))
+    return all(len(os.fsencode(item)) <= _LONGEST_NAME for item in fresh(name, "0" * 8).split("/"))

@@ -121,15 +121,15 @@ def fingerprint(data: memoryview, start: int = 0) -> int:
     while at < len(flat):
         block, head = divmod(start + at, BLOCK_BYTES)
         count = 0 if head else (len(flat) - at) // BLOCK_BYTES
-        part = flat[at : at + (count * BLOCK_BYTES or BLOCK_BYTES - head)]
-        words = part
+        chunk = flat[at : at + (count * BLOCK_BYTES or BLOCK_BYTES - head)]
+        words = chunk
         if not count:  # the beginning or the end of a block, with zeros around it
-            words = np.zeros(-(-(head + len(part)) // _WORD) * _WORD, dtype=np.uint8)
-            words[head : head + len(part)] = part
+            words = np.zeros(-(-(head + len(chunk)) // _WORD) * _WORD, dtype=np.uint8)
+            words[head : head + len(chunk)] = chunk
         rows = words.view("<u8").reshape(max(count, 1), -1)
         sums = np.einsum("ij,j->i", rows, word_weights()[: rows.shape[1]]).tolist()
         total += sum(block_weight(block + number) * found for number, found in enumerate(sums))
-        at += len(part)
+        at += len(chunk)
     return total % MODULUS
 
 

@@ -236,7 +236,7 @@ class _LoadPlanner:
     def __post_init__(self) -> None:
         composed = self.index.composed.items()
         self.decoded = {
-            part for key, item in composed if self.index.is_scaled(key) for part in entries_of(item.part)
+            entry for key, item in composed if self.index.is_scaled(key) for entry in entries_of(item.composition)
         }
         self.names_unmatched = set(self.bindings.unmatched.values())
         self.failed_names = {name for names in self.bindings.faults.values() for name in names}

@@ -111,7 +111,7 @@ def match(
         "missing": [],
         "unexpected": [name for name in unexpected if not allows(tolerance.unexpected, name)],
     }
-    parts: list[str] = []
+    incomplete: list[str] = []
     taken: list[Taken] = []
     missing: list[str] = []
     mismatched: list[str] = []
@@ -132,12 +132,12 @@ def match(
         name = present[0]
         held = tuple(brought[name].boxes if brought else () for brought in brought_by_rank)
         if not covers(place.shape, held):
-            parts.append(name)
+            incomplete.append(name)
         taken.append(Taken(place, name, brought_by_rank[bringing[0]][name].dtype, held))
     if any(faults.values()):
         raise KeyMismatchError(describe_faults("the state does not fit:", faults, STATE_REMEDIES))
-    if parts:
-        shown = "\n  ".join(abbreviate(parts))
+    if incomplete:
+        shown = "\n  ".join(abbreviate(incomplete))
         raise RankMismatchError(
             f"what the ranks bring of these is not, together, each element once:\n  {shown}\nBring whole "
             "tensors, or on every rank its own shards of one sharding."

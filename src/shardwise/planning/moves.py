@@ -29,31 +29,31 @@ Common: TypeAlias = tuple[tuple[Box, tuple[int, ...]], ...]
 """Boxes that a rank holds together with others, each with all ranks that hold it, in order."""
 
 
-def even_parts(box: Box, parts: int) -> Iterator[Box]:
-    """Yield about ``parts`` boxes of nearly the same number of elements that make up a box, in row-major order."""
+def even_shares(box: Box, count: int) -> Iterator[Box]:
+    """Yield about ``count`` boxes of nearly the same number of elements that make up a box, in row-major order."""
     rows = box.sizes[0] if box.sizes else 1
-    if rows >= parts:
-        for index in range(parts):
-            start, stop = index * rows // parts, (index + 1) * rows // parts
+    if rows >= count:
+        for index in range(count):
+            start, stop = index * rows // count, (index + 1) * rows // count
             yield Box((box.offsets[0] + start, *box.offsets[1:]), (stop - start, *box.sizes[1:]))
     elif len(box.sizes) < 2:
         yield from cut(box, 1)
     else:
         for row in range(rows):
-            for below in even_parts(Box(box.offsets[1:], box.sizes[1:]), -(-parts // rows)):
+            for below in even_shares(Box(box.offsets[1:], box.sizes[1:]), -(-count // rows)):
                 yield Box((box.offsets[0] + row, *below.offsets), (1, *below.sizes))
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
     """Yield contiguous row-major runs of a box that are boxes of at most ``most`` elements, in order."""
-    for part in row_blocks(box.sizes, most):
-        yield Box(tuple(map(int.__add__, box.offsets, part.offsets)), part.sizes)
+    for block in row_blocks(box.sizes, most):
+        yield Box(tuple(map(int.__add__, box.offsets, block.offsets)), block.sizes)
 
 
 def own_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int) -> Boxes:
-    """Return the part of a box that one of its holders sends.
+    """Return the share of a box that one of its holders sends.
 
-    It is an even part of the rows. A small box is sent by one holder alone.
+    It is an even share of the rows. A small box is sent by one holder alone.
 
     Args:
         box: the box that all of these ranks hold.
@@ -68,8 +68,8 @@ def own_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int) -
         return (box,)
     if box.numel * itemsize <= SMALL_BYTES:
         return (box,) if turn % replicas == replica else ()
-    parts = list(even_parts(box, replicas))
-    return tuple(part for index, part in enumerate(parts) if index * replicas // len(parts) == replica)
+    shares = list(even_shares(box, replicas))
+    return tuple(share for index, share in enumerate(shares) if index * replicas // len(shares) == replica)
 
 
 def holders_of(boxes: Sequence[Boxes]) -> dict[Box, list[int]]:
@@ -267,11 +267,11 @@ class _Cutter:
         used = 0
         for number, leaf in enumerate(leaves):
             for rank, boxes in enumerate(self._shares[leaf]):
-                for share, part in enumerate(boxes):
-                    held[leaf].append((part, Strided.contiguous(part.sizes, used)))
+                for share, own in enumerate(boxes):
+                    held[leaf].append((own, Strided.contiguous(own.sizes, used)))
                     homes.append((rank, number, share))
                     starts.append(used)
-                    used += part.numel
+                    used += own.numel
         given: dict[int, list[Piece]] = {}
         for copy in copies_from_shards(expression, held, box):
             home = bisect_right(starts, copy.source.offset) - 1

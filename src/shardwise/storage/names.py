@@ -31,10 +31,10 @@ def unsafe_name_reason(name: str) -> str | None:
         return "it starts with a drive letter"
     if "\0" in name:
         return "it contains a NUL character"
-    parts = name.split("/")
-    if ".." in parts:
+    components = name.split("/")
+    if ".." in components:
         return "it climbs out of its folder with '..'"
-    if "" in parts or "." in parts:
+    if "" in components or "." in components:
         return "it has an empty or '.' component"
     return None
 
@@ -121,15 +121,15 @@ def without_secrets(url: str) -> str:
     """Format a URL for messages without user, password, query and fragment. Other strings are unchanged."""
     if not is_url(url):
         return url
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme.lower()}://{host}{parts.path}".rstrip("/")
+    components = urlsplit(url)
+    host = components.netloc.rpartition("@")[2]
+    return f"{components.scheme.lower()}://{host}{components.path}".rstrip("/")
 
 
 def redacted(text: str, url: str, options: Mapping[str, object]) -> str:
     """Remove credentials from a foreign text: those of the URL, and the secrets among the options."""
-    parts = urlsplit(url)
-    found = {parts.query, parts.username or "", parts.password or "", *_secrets(options)}
+    components = urlsplit(url)
+    found = {components.query, components.username or "", components.password or "", *_secrets(options)}
     for secret in sorted(found, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, "***")

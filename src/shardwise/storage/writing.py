@@ -264,13 +264,13 @@ class LocalWriter(contract.StorageWriter):
                 self._is_direct = opened.direct is not None
         if not hasattr(self._buffers, "buffer"):
             self._buffers.buffer = new_buffer()
-        for position, part in assemble(buffers, start, self._buffers.buffer):
-            whole = 0 if position % BLOCK_BYTES else part.nbytes // BLOCK_BYTES * BLOCK_BYTES
+        for position, chunk in assemble(buffers, start, self._buffers.buffer):
+            whole = 0 if position % BLOCK_BYTES else chunk.nbytes // BLOCK_BYTES * BLOCK_BYTES
             if whole:
-                taken = self._write_blocks(file, opened, part[:whole], position)
-                self._write_all(file, opened, [part[taken:whole]], position + taken)
-            if whole < part.nbytes:
-                self._defer(file, opened, [(position + whole, bytes(part[whole:]))])
+                taken = self._write_blocks(file, opened, chunk[:whole], position)
+                self._write_all(file, opened, [chunk[taken:whole]], position + taken)
+            if whole < chunk.nbytes:
+                self._defer(file, opened, [(position + whole, bytes(chunk[whole:]))])
 
     def _write_blocks(self, file: str, opened: _OpenFile, blocks: memoryview, position: int) -> int:
         """Write blocks around the page cache, and return the number of bytes written."""

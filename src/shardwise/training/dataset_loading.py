@@ -109,14 +109,16 @@ def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[s
         )
     if any(entry.fraction is not None for entry in mixture.datasets):
         raise ConfigError("interleave: contradicts fraction of datasets. Remove one of them.")
-    parts: list[AnyDataset] = []
+    loaded: list[AnyDataset] = []
     for entry in mixture.datasets:
         options = {key: getattr(entry, key) for key in ("path", "name", "data_dir", "data_files", "split")}
-        part = _checked(entry.path, datasets.load_dataset, **options, streaming=mixture.streaming)
-        parts.append(part if entry.columns is None else _checked(entry.path, part.select_columns, entry.columns))
+        dataset = _checked(entry.path, datasets.load_dataset, **options, streaming=mixture.streaming)
+        loaded.append(
+            dataset if entry.columns is None else _checked(entry.path, dataset.select_columns, entry.columns)
+        )
     shares = [weight / sum(weights) for weight in weights]
     options = {"seed": seed, "stopping_strategy": "all_exhausted_without_replacement"}
-    mixed = _checked("interleave", datasets.interleave_datasets, parts, probabilities=shares, **options)
+    mixed = _checked("interleave", datasets.interleave_datasets, loaded, probabilities=shares, **options)
     found = {"train": mixed}
     return found if mixture.test_split_size is None else _split(found, "train", mixture.test_split_size)
 
@@ -130,8 +132,8 @@ def _split(found: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[s
         raise ConfigError(
             "test_split_size: cannot split a streamed dataset. Set dataset_test_split, or do not stream."
         )
-    parts = train.train_test_split(test_size=size, seed=0)
-    return {name: parts["train"], "test": parts["test"]}
+    split = train.train_test_split(test_size=size, seed=0)
+    return {name: split["train"], "test": split["test"]}
 
 
 def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:

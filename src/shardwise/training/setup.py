@@ -265,12 +265,12 @@ def load_data(
                     f"{name}: is not a split of the dataset, which has {', '.join(found)}. Set "
                     "dataset_train_split, dataset_test_split or test_split_size."
                 )
-        parts = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
-        if images := {"image", "images"} & set(get_dataset_column_names(parts[0])):
+        datasets = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
+        if images := {"image", "images"} & set(get_dataset_column_names(datasets[0])):
             raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column.")
-        if is_masked and is_conversational(next(iter(parts[0]))):
-            parts = [dataset_loading.with_masks(part, processor, num_proc=num_proc) for part in parts]
-        return parts[0], parts[1] if len(parts) > 1 else None
+        if is_masked and is_conversational(next(iter(datasets[0]))):
+            datasets = [dataset_loading.with_masks(dataset, processor, num_proc=num_proc) for dataset in datasets]
+        return datasets[0], datasets[1] if len(datasets) > 1 else None
 
     train, test = dataset_loading.on_first_of_each_node(prepare, local_rank)
     if is_masked and "input_ids" in (train.column_names or ()):

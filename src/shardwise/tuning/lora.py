@@ -250,8 +250,8 @@ def near(wanted: str, known: Iterable[str]) -> str:
 
     Names are compared by their last parts, as many as ``wanted`` has.
     """
-    parts = wanted.count(".") + 1
-    ends = {".".join(name.split(".")[-parts:]) for name in known if name}
+    depth = wanted.count(".") + 1
+    ends = {".".join(name.split(".")[-depth:]) for name in known if name}
     ends = {end for end in ends if not end.isdigit()}
     found = difflib.get_close_matches(wanted, sorted(ends), n=3, cutoff=0.4)
     nearest = f". The nearest are {', '.join(found)}" if found else ""

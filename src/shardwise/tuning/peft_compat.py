@@ -284,13 +284,13 @@ def layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
 
 def matrices(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
     """Yield (module, local name) for each parameter of an adapter in a LoRA layer, except magnitudes."""
-    for part in ("lora_A", "lora_B"):
-        if adapter in getattr(layer, part):
-            module = getattr(layer, part)[adapter]
+    for attribute in ("lora_A", "lora_B"):
+        if adapter in getattr(layer, attribute):
+            module = getattr(layer, attribute)[adapter]
             yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
-    for part in ("lora_embedding_A", "lora_embedding_B"):
-        if adapter in getattr(layer, part):
-            yield getattr(layer, part), adapter
+    for attribute in ("lora_embedding_A", "lora_embedding_B"):
+        if adapter in getattr(layer, attribute):
+            yield getattr(layer, attribute), adapter
 
 
 def magnitude(layer: Any, adapter: str) -> nn.Module | None:
@@ -312,12 +312,12 @@ def initialize(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT
         layer.reset_lora_parameters(adapter, init)
         return
     # PEFT keeps the values from the constructors of the modules.
-    for part in ("lora_A", "lora_B"):
-        if adapter in getattr(layer, part):
-            getattr(layer, part)[adapter].reset_parameters()
-    for part in ("lora_embedding_A", "lora_embedding_B"):
-        if adapter in getattr(layer, part):
-            nn.init.normal_(getattr(layer, part)[adapter])
+    for attribute in ("lora_A", "lora_B"):
+        if adapter in getattr(layer, attribute):
+            getattr(layer, attribute)[adapter].reset_parameters()
+    for attribute in ("lora_embedding_A", "lora_embedding_B"):
+        if adapter in getattr(layer, attribute):
+            nn.init.normal_(getattr(layer, attribute)[adapter])
 
 
 def row_norms(rows: torch.Tensor) -> torch.Tensor:

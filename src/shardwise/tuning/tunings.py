@@ -127,7 +127,7 @@ class _LoraTuning(Tuning):
                 f"placement={self.placement!r} is neither 'sharded' nor 'replicated'. Pass one of these"
             )
         name: object = self.adapter
-        if not isinstance(name, str) or not name or any(part in name for part in (".", "/", "lora_")):
+        if not isinstance(name, str) or not name or any(token in name for token in (".", "/", "lora_")):
             raise ConfigError(
                 f"adapter={name!r} cannot name an adapter: it becomes a part of its tensors' names, so it must "
                 "not be empty, and must not contain a dot, a slash or lora_"
@@ -228,7 +228,7 @@ def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
             lists.setdefault(prefix + name, [f"{prefix}{name}.{index}" for index in range(wanted)])
     of_decoder = {name: members for name, members in lists.items() if name.startswith(prefix)}
     own = {name: members for name, members in of_decoder.items() if "." not in name.removeprefix(prefix)}
-    nearest = [own, of_decoder] if pretrained.has_other_parts(model) else [own, of_decoder, lists]
+    nearest = [own, of_decoder] if pretrained.has_other_models(model) else [own, of_decoder, lists]
     if pretrained.is_encoder_decoder(model):
         nearest = [lists]  # the encoder's layers are first, the decoder's last
     else:
@@ -247,38 +247,38 @@ def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
 
 
 def _inside(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]) -> list[nn.Module]:
-    parts = [
+    candidates = [
         (name.removeprefix(f"{block}."), module)
         for name, module in modules.items()
         for block in blocks
         if name.startswith(f"{block}.")
     ]
-    return _named("trainable_modules: no module of the layers", parts, names)
+    return _named("trainable_modules: no module of the layers", candidates, names)
 
 
 def _outside(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]) -> list[nn.Module]:
     full = [name for name in names if name in modules]  # a full name is never ambiguous
-    parts = [
+    candidates = [
         (name, module)
         for name, module in modules.items()
         if name and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
     ]
     others = [name for name in names if name not in modules]
     return [modules[name] for name in full] + _named(
-        "extra_modules: no module outside of the layers", parts, others
+        "extra_modules: no module outside of the layers", candidates, others
     )
 
 
-def _named(none: str, parts: Sequence[tuple[str, nn.Module]], names: Sequence[str]) -> list[nn.Module]:
+def _named(none: str, candidates: Sequence[tuple[str, nn.Module]], names: Sequence[str]) -> list[nn.Module]:
     """Return the modules with these names.
 
     Raises:
         ConfigError: a name matches nothing.
     """
     for wanted in names:
-        if not any(matches(name, wanted) for name, _ in parts):
-            raise ConfigError(f"{none} is named {wanted!r}{near(wanted, [name for name, _ in parts])}")
-    return [module for name, module in parts if any(matches(name, wanted) for wanted in names)]
+        if not any(matches(name, wanted) for name, _ in candidates):
+            raise ConfigError(f"{none} is named {wanted!r}{near(wanted, [name for name, _ in candidates])}")
+    return [module for name, module in candidates if any(matches(name, wanted) for wanted in names)]
 
 
 def tune(
