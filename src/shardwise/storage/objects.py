@@ -161,15 +161,15 @@ def http_store(url: str, options: Mapping[str, Any]) -> Any:
     """Open an HTTP server with obstore, passing a user and password in the URL as a header."""
     from obstore.store import HTTPStore
 
-    parts, options = urlsplit(url), _with_timeouts(options)
-    user, _, host = parts.netloc.rpartition("@")
+    components, options = urlsplit(url), _with_timeouts(options)
+    user, _, host = components.netloc.rpartition("@")
     if not host:
         raise ValueError("it names no server")
-    client = {"allow_http": parts.scheme.lower() == "http", **options.pop("client_options")}
+    client = {"allow_http": components.scheme.lower() == "http", **options.pop("client_options")}
     if user:
         words = base64.b64encode(unquote(user).encode()).decode()
         client["default_headers"] = {"Authorization": f"Basic {words}", **client.get("default_headers", {})}
-    place = urlunsplit((parts.scheme, host, parts.path.rstrip("/"), parts.query, ""))
+    place = urlunsplit((components.scheme, host, components.path.rstrip("/"), components.query, ""))
     return HTTPStore.from_url(place, client_options=client, **options)
 
 
