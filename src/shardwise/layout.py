@@ -44,7 +44,7 @@ class LocalBox:
     local: Strided
 
 
-def place_of(box: Box, held: Sequence[LocalBox]) -> Strided:
+def locate_box(box: Box, held: Sequence[LocalBox]) -> Strided:
     """Return the memory layout of a box that lies within one of a rank's boxes."""
     for piece in held:
         if piece.box.intersect(box) == box:
@@ -70,7 +70,7 @@ def _rows(boxes: Iterable[LocalBox], start: int, stop: int) -> list[LocalBox]:
     for item in boxes:
         rows = Box((start, *item.box.offsets[1:]), (stop - start, *item.box.sizes[1:]))
         if (inside := item.box.intersect(rows)) is not None:
-            found.append(LocalBox(inside, place_of(inside, [item])))
+            found.append(LocalBox(inside, locate_box(inside, [item])))
     return found
 
 
@@ -163,7 +163,7 @@ class MeshShape:
         return cls(("fsdp",), (ranks,))
 
     @classmethod
-    def of(cls, ranks: int, axes: Mapping[str, int]) -> MeshShape:
+    def from_axes(cls, ranks: int, axes: Mapping[str, int]) -> MeshShape:
         """Return the mesh of so many ranks with these axes, by name.
 
         Raises:

@@ -96,6 +96,6 @@ _LABELS: Mapping[str, str] = {
 """Labels of phases. Phases that are not listed are named after public functions, and shown under that name."""
 
 
-def label_of(phase_name: str) -> str:
+def get_label(phase_name: str) -> str:
     """Return the name of a phase in tables and pictures."""
     return _LABELS.get(phase_name.removeprefix("AdapterBank."), phase_name)

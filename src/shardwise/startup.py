@@ -158,7 +158,7 @@ def compare_startup(options: StartupOptions, start: StartArm, tell: Print) -> St
     index = open_checkpoint(place)
     _create_empty(options.out)
     _read_once(place)
-    reasons = {name: _missing(name) or _lack_of_room(name, index, options) for name in names}
+    reasons = {name: _missing(name) or _memory_shortfall(name, index, options) for name in names}
     not_run = {name: reason for name, reason in reasons.items() if reason}
     runs: dict[str, ArmRun] = {}
     for name in [name for name in names if name not in not_run]:
@@ -197,7 +197,7 @@ def _arms_named(text: str) -> list[str]:
     return [name for name in ARMS if name in names]
 
 
-def _lack_of_room(arm: str, index: CheckpointIndex, options: StartupOptions) -> str:
+def _memory_shortfall(arm: str, index: CheckpointIndex, options: StartupOptions) -> str:
     """Return the reason why an arm does not fit on this machine, or "".
 
     Values in their stored dtype stay in mapped files, which the kernel can reclaim.

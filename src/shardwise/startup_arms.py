@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.observe import observe
 from shardwise.engines.pretrained_loading import from_pretrained
-from shardwise.execution.memory import memory_of
+from shardwise.execution.memory import as_memoryview
 from shardwise.execution.processes import this_device
 from shardwise.models.view import local_tensor, raw_bytes
 from shardwise.observing import phase
@@ -109,7 +109,7 @@ def _fingerprints(model: nn.Module) -> dict[str, str]:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if dist.get_rank() == 0 or not isinstance(tensor, DTensor):
             data = raw_bytes(whole.detach().contiguous().cpu())
-            found[name] = f"{fingerprint(memory_of(data), 0):016x}"
+            found[name] = f"{fingerprint(as_memoryview(data), 0):016x}"
     return found
 
 

@@ -18,7 +18,7 @@ import shardwise
 from shardwise import Sharding
 from shardwise.bank.backends import dropped, row_keys
 from shardwise.bank.calls import FusedPass, RowCall
-from shardwise.bank.rows import PassPlan, facts_of, rows_of
+from shardwise.bank.rows import PassPlan, parse_batch, summarize_rows
 from shardwise.errors import TrainingError
 
 MICRO_BATCHES = 3 * STEPS
@@ -162,8 +162,10 @@ def two_in_flight(bank: Any, members: dict[str, Recipe], *, mixed_up: bool = Fal
     passes = []
     for number in (0, 1):
         order = tenants[:: 1 if number == 0 else -1]
-        rows = [rows_of("", rows_for(t.name, members[t.name], number), vocab_size=64, longest=64) for t in order]
-        agreed = [facts_of(t.name, own) for t, own in zip(order, rows, strict=True)]
+        rows = [
+            parse_batch("", rows_for(t.name, members[t.name], number), vocab_size=64, longest=64) for t in order
+        ]
+        agreed = [summarize_rows(t.name, own) for t, own in zip(order, rows, strict=True)]
         call = RowCall(bank._base, rows, order, agreed)
         passes.append(FusedPass(call, PassPlan(16, tuple(range(len(rows)))), is_training=True))
     for each in passes:

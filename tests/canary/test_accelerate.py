@@ -72,12 +72,12 @@ def test_one_process_is_no_fsdp_and_a_state_may_become_one(accelerator) -> None:
     assert compat.is_begun()
     assert accelerator.distributed_type == compat.DistributedType.NO
     assert not accelerator.is_fsdp2
-    assert compat.plugin_of(accelerator) is None
+    assert compat.get_plugin(accelerator) is None
     chosen = FullyShardedDataParallelPlugin(fsdp_version=2)
     compat.become_fsdp2(accelerator.state, chosen)
     assert accelerator.is_fsdp2
     assert accelerator.distributed_type == "FSDP"
-    assert compat.plugin_of(accelerator) is chosen
+    assert compat.get_plugin(accelerator) is chosen
     assert compat.fsdp2_plugin().auto_wrap_policy is None
 
 
@@ -104,7 +104,7 @@ def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypa
         seen.append((state_dict, [Path(file).name for file in files], build.is_plain_load(config)))
         assert all(tensor.is_meta for tensor in model.parameters())
         assert model.lm_head.weight is not model.model.embed_tokens.weight
-        assert build.dtype_of_load(config) is torch.bfloat16
+        assert build.get_load_dtype(config) is torch.bfloat16
         outcome, rest = original(model, state_dict, files, config, *others)
         assert outcome.missing_keys == {"lm_head.weight"}
         same = build.load_outcome({"lm_head.weight"}, set(), set())

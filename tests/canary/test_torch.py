@@ -116,7 +116,7 @@ def test_what_is_gathered_and_when() -> None:
         seen: list[gradients.Gather] = []
         with gradients.seeing_gathers(model, seen.append):
             model[1](model[0](torch.ones(2, 4, requires_grad=True)).repeat(1, 2)).sum().backward()
-        told = [(gather.group, gather.numel, gather.is_of_all) for gather in seen]
+        told = [(gather.group, gather.numel, gather.uses_full_mesh) for gather in seen]
         assert told == [(0, 5, True), (1, 9, True), (1, 9, True), (0, 10, False)]
         assert [group._all_gather_comm for group in groups] == comms
 
@@ -209,10 +209,10 @@ def test_groups_and_stores(tmp_path: Path) -> None:
 def test_registries_and_hooks() -> None:
     module = nn.BatchNorm1d(2)
     module.register_buffer("brief", torch.zeros(1), persistent=False)
-    assert set(private.parameters_of(module)) == {"weight", "bias"}
-    assert set(private.buffers_of(module)) == {"running_mean", "running_var", "num_batches_tracked", "brief"}
-    assert [name for name in private.buffers_of(module) if private.is_temporary(module, name)] == ["brief"]
-    private.parameters_of(module)["weight"] = None  # past the checks, and seen by the module
+    assert set(private.get_parameters(module)) == {"weight", "bias"}
+    assert set(private.get_buffers(module)) == {"running_mean", "running_var", "num_batches_tracked", "brief"}
+    assert [name for name in private.get_buffers(module) if private.is_temporary(module, name)] == ["brief"]
+    private.get_parameters(module)["weight"] = None  # past the checks, and seen by the module
     assert module.weight is None
     assert not gradients.is_averaged(module.bias)
     module.bias.register_post_accumulate_grad_hook(gradients.Averaging(None, module))

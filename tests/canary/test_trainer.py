@@ -84,8 +84,8 @@ def test_what_is_replaced_is_asked_for() -> None:
 
 def test_trainers_of_trl() -> None:
     trl = pytest.importorskip("trl")
-    assert compat.is_of_trl(trl.SFTTrainer)
-    assert not compat.is_of_trl(Trainer)
+    assert compat.is_trl_trainer(trl.SFTTrainer)
+    assert not compat.is_trl_trainer(Trainer)
     assert compat.wants_reference(trl.DPOTrainer)
     assert not compat.wants_reference(trl.SFTTrainer)
     assert not compat.wants_reference(trl.GRPOTrainer)

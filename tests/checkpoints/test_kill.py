@@ -26,7 +26,7 @@ STAGES = {
     "stage": (distributed_chunks, "copy_all", 1),
     "write": (write, "_write_own", 1),
     "sync": (distributed_chunks, "envelope", 2),
-    "commit": (write, "metadata_of", 0),
+    "commit": (write, "build_metadata", 0),
     "remove": (saving_lock, "release_lock", 0),
 }
 """By stage, a function that is called in it, and the rank that is killed as it calls it."""

@@ -56,10 +56,10 @@ def test_a_base_is_the_same_on_any_number_of_ranks(worlds, base, tmp_path):
 
 def test_what_several_ranks_hold_counts_once():
     model = torch.nn.Linear(30, 20, dtype=torch.float16)
-    samples = BaseSamples.of(model, collect_tensors(model))
+    samples = BaseSamples.select(model, collect_tensors(model))
     once = samples.fingerprints()
     other = torch.nn.Linear(30, 20, device="meta")
-    nothing = BaseSamples.of(other, collect_tensors(other)).fingerprints()
+    nothing = BaseSamples.select(other, collect_tensors(other)).fingerprints()
     before = samples.identity([once])
     assert samples.identity([once, nothing, once]) == before
     assert samples.identity([nothing]).samples == {}

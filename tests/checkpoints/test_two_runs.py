@@ -94,7 +94,7 @@ def test_what_counts_by_the_time_it_is_tidied_up_stays(saved, monkeypatch):
     metadata = root / "step-2" / ".metadata"
     ready = root / "step-2" / "..metadata.0123abcd.incomplete"
     os.rename(metadata, ready)
-    listed = write.folder.folders_of
+    listed = write.folder.list_steps
 
     def goes_on(place, kind):
         found = listed(place, kind)
@@ -103,7 +103,7 @@ def test_what_counts_by_the_time_it_is_tidied_up_stays(saved, monkeypatch):
         return found
 
     checkpointer = Checkpointer(root)
-    monkeypatch.setattr(write.folder, "folders_of", goes_on)
+    monkeypatch.setattr(write.folder, "list_steps", goes_on)
     with pytest.raises(StorageError, match="another run has saved step 2 there"):
         checkpointer.save(3, training.state)
     monkeypatch.undo()

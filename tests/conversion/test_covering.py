@@ -24,7 +24,7 @@ def test_a_box_is_made_of_the_boxes_that_it_needs(seed):
     box = random_box(rng, expression.shape)
     made = np.full(box.numel, -7)
     around: dict[str, list[Box]] = {}
-    for leaf, region in expression.leaves(Region.of(box, Strided.contiguous(box.sizes))) if box.numel else ():
+    for leaf, region in expression.leaves(Region.from_box(box, Strided.contiguous(box.sizes))) if box.numel else ():
         around.setdefault(leaf.key, []).append(region.bounds)
     for key, parts in ((key, merge_overlapping(boxes)) for key, boxes in around.items()):
         assert all(part.is_within(grower.leaves[key].shape) for part in parts)

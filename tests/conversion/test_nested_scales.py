@@ -7,14 +7,14 @@ from tests.conversion.test_four_bit import same
 
 from shardwise.conversion.computed import Computed
 from shardwise.conversion.expression import Stored
-from shardwise.conversion.four_bit import dynamic_numbers, nest_about, nested_codes, offset_of
+from shardwise.conversion.four_bit import compute_offset, dynamic_numbers, nest_about, nested_codes
 from shardwise.conversion.packed import dequantized_scales
 from shardwise.tensors import Box, DType
 
 
 def nested_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, largest magnitudes and offset of scales."""
-    offset = offset_of(absmax)
+    offset = compute_offset(absmax)
     return *nest_about(absmax, offset), offset
 
 
@@ -55,7 +55,7 @@ def test_parts_are_those_of_the_whole(count, seed, power, data):
 def test_an_offset_that_was_taken_before():
     absmax = torch.rand(600)
     codes, nested, offset = nested_scales(absmax)
-    assert same(offset_of(absmax), offset)
+    assert same(compute_offset(absmax), offset)
     again = nest_about(absmax, offset)
     assert same(again[0], codes)
     assert same(again[1], nested)

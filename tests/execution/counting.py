@@ -161,5 +161,5 @@ def counted_ranks(size: int, store: Any = None) -> Iterator[CountedRanks]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(world_module, dist=dist, torch_api=words))
         if isinstance(store, CountedStore) and store.size:
-            stack.enter_context(mock.patch.object(control_channel, "detector_of", return_value=_Deaf()))
+            stack.enter_context(mock.patch.object(control_channel, "get_detector", return_value=_Deaf()))
         yield CountedRanks(size, store, dist)

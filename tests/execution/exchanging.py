@@ -74,7 +74,7 @@ def boxes(name: str, rank: int, size: int) -> tuple[Box, ...]:
     return (Box((start, 0), (min(7, start + rows) - start, 3)),)
 
 
-def transfer(source_of: list[int] | None, budget: int) -> tuple[list[str], dict[str, int]]:
+def transfer(source_ranks: list[int] | None, budget: int) -> tuple[list[str], dict[str, int]]:
     """Names of what did not arrive bitwise in all of its boxes, and the traffic. No sources: from shards."""
     world = World.current()
     everything = tensors()
@@ -84,10 +84,10 @@ def transfer(source_of: list[int] | None, budget: int) -> tuple[list[str], dict[
     for name, tensor in everything.items():
         whole = Box.whole(tuple(tensor.shape))
         shards = tuple(boxes(name, rank, world.size) for rank in range(world.size))
-        if source_of is None:
+        if source_ranks is None:
             held, wanted[name] = shards, ((whole,),) * world.size
         else:
-            held = tuple((whole,) if source == rank else () for rank, source in enumerate(source_of))
+            held = tuple((whole,) if source == rank else () for rank, source in enumerate(source_ranks))
             wanted[name] = shards
         mine = LocalTensor.whole(tensor) if held[world.rank] else None
         into = LocalTensor.whole(found[name])

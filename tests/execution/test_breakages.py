@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.execution.collective_errors import is_of_a_collective, is_out_of_memory, translate_collective_errors
+from shardwise.execution.collective_errors import is_collective_error, is_out_of_memory, translate_collective_errors
 from shardwise.execution.world import World
 
 GLOO = (
@@ -31,14 +31,14 @@ CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capac
     ],
 )
 def test_what_broke_is_told_apart(error, of_a_collective, out_of_memory):
-    assert (is_of_a_collective(error), is_out_of_memory(error)) == (of_a_collective, out_of_memory)
+    assert (is_collective_error(error), is_out_of_memory(error)) == (of_a_collective, out_of_memory)
 
 
 def test_what_torch_says_of_host_memory_is_known():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
     assert is_out_of_memory(caught.value)
-    assert not is_of_a_collective(caught.value)
+    assert not is_collective_error(caught.value)
 
 
 def test_one_process_has_nobody_to_ask():

@@ -7,10 +7,10 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
-    ("size", "source_of"), [(1, [0]), (2, [1, 1]), (2, [0, 1]), (4, [0, 0, 2, 2]), (2, None), (4, None)]
+    ("size", "source_ranks"), [(1, [0]), (2, [1, 1]), (2, [0, 1]), (4, [0, 0, 2, 2]), (2, None), (4, None)]
 )
-def test_every_dtype_arrives_bitwise(worlds, size, source_of):
-    for wrong, traffic in worlds(size).run(exchanging.transfer, source_of, 1024):
+def test_every_dtype_arrives_bitwise(worlds, size, source_ranks):
+    for wrong, traffic in worlds(size).run(exchanging.transfer, source_ranks, 1024):
         assert wrong == []
         assert traffic["staging"] <= 1024
 

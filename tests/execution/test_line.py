@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError, RankMismatchError
 from shardwise.execution import Timeouts, control_channel
 from shardwise.execution.control_channel import ControlChannel
-from shardwise.execution.failure_detection import detector_of, heartbeat_keys
+from shardwise.execution.failure_detection import get_detector, heartbeat_keys
 from shardwise.execution.outcomes import decode, encode
 from shardwise.storage.machine import ProcessPlace
 
@@ -220,7 +220,7 @@ def test_a_heartbeat_goes_on_until_its_store_or_its_process_ends(tmp_path):
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "store")], check=True, timeout=30)
     store = dist.FileStore(str(tmp_path / "store"), 9)
     assert heartbeat_keys(store).get(["beat/5"]) == [b"ended"]
-    thread = detector_of(store, 3)._thread
+    thread = get_detector(store, 3)._thread
     del store
     thread.join(5)
     assert not thread.is_alive()

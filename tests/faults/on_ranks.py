@@ -31,7 +31,7 @@ STAGES = {
     "plan": ("shardwise.engines.load_plan", "plan_load"),
     "materialize": ("shardwise.engines.loading", "materialize"),
     "read": ("shardwise.storage.reading", "LocalReader.read_vectored"),
-    "join": ("shardwise.execution.shared_reads", "boxes_of_ranks"),
+    "join": ("shardwise.execution.shared_reads", "boxes_by_rank"),
     "share": ("shardwise.execution.moving", "Exchange._step"),
     "send": ("torch.distributed", "all_to_all_single"),
     "fill": ("shardwise.engines.loading", "fill"),

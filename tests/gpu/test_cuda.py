@@ -193,7 +193,7 @@ def test_memory_that_torch_keeps_counts_as_free(mixtral, kind, module):
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, (3 << 20) + 5])
 def test_a_checksum_is_that_of_the_host(monkeypatch, numel, kind):
-    monkeypatch.setattr("shardwise.execution.checksums._BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr("shardwise.execution.checksums._CHUNK_BYTES", 1 << 20)
     tensors = [torch.randn(numel).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn)]
     tensors += [tensor[3:] for tensor in tensors] + [torch.randn(numel // 7, 7).t()]
     assert checksums([tensor.to(kind) for tensor in tensors]) == checksums(tensors)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     _formats: tuple[CheckpointFormat, ...] = (SAFETENSORS, TORCH, FOLDERS)
     _quantized: tuple[FormOf, ...] = (
-        quantized.form_of,
+        quantized.parse_form,
         coded.bitsandbytes,
         grouped_integers.awq,
         grouped_integers.gptq,

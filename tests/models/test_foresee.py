@@ -15,7 +15,7 @@ from shardwise.layout import MeshShape, ModelLayout, Origin
 from shardwise.models import torch_api
 from shardwise.models.estimate_layout import predict_layout
 from shardwise.models.policies import Classes
-from shardwise.models.view import boxes_at, collect_tensors, layout_of, padded_numels
+from shardwise.models.view import boxes_at, build_layout, collect_tensors, padded_numels
 from shardwise.models.wrap import Sharding, wrap
 
 FLAT = [MeshShape.flat(size) for size in (1, 2, 3, 5, 8, 16)]
@@ -38,7 +38,7 @@ def really_sharded(model, mesh, rank, policy=None):
     # torch keeps the coordinate of the first fake rank of a process, so it is given here.
     coordinate = (rank // mesh.sizes[-1], rank % mesh.sizes[-1])[-len(mesh.sizes) :]
     tensors = []
-    for item, tensor in zip(held, layout_of(held, nowhere).tensors, strict=True):
+    for item, tensor in zip(held, build_layout(held, nowhere).tensors, strict=True):
         if isinstance(item.tensor, DTensor):
             strides = tuple(item.local.stride())
             placements = item.tensor.placements

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.planning import moves as giving
-from shardwise.planning.moves import in_common, own_share, shares_by_rank, shares_of_first
+from shardwise.planning.moves import first_holder_shares, in_common, own_share, shares_by_rank
 from shardwise.tensors import Box
 
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
@@ -62,7 +62,7 @@ def test_ranks_that_hold_the_same_rows_share_them(data):
         for shard in range(shards)
     ]
     whole = Box((0, 0), (sum(rows), 3))
-    of_first = shares_of_first(held)
+    of_first = first_holder_shares(held)
     assert Counter(index for boxes in of_first for index in indices(boxes)) == Counter(indices([whole]))
     assert not any(of_first[shards:])
     for rank, mine in enumerate(held):

@@ -33,7 +33,7 @@ def test_staging_stays_within_its_budget_where_it_can(budget: int, concurrency: 
 def test_what_is_computed_and_the_staging_of_its_inputs_take_half_of_a_budget_each(
     budget: int, workers: int
 ) -> None:
-    share = ComputingShare.of(budget, workers)
+    share = ComputingShare.from_budget(budget, workers)
     assert share.staging_bytes == budget // 2
     made = staging_within(share.staging_bytes, workers, on_device=False).workers
     assert made * share.most_bytes <= budget // 2 < made * (share.most_bytes + 1), (

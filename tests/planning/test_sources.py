@@ -65,9 +65,9 @@ def test_where_values_differ_the_rank_with_the_most_of_the_model_counts():
         resolve_differences(names, sources, sums, [1, 2, 2], "all_ranks")
 
 
-@pytest.mark.parametrize("source_of", [NOBODY, (0, 0), (1, 1)])
-def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_of):
-    assert resolve_differences(["w"], [source_of], [{}, {}], [1, 1], "all_ranks") == ([source_of], {})
+@pytest.mark.parametrize("source_ranks", [NOBODY, (0, 0), (1, 1)])
+def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_ranks):
+    assert resolve_differences(["w"], [source_ranks], [{}, {}], [1, 1], "all_ranks") == ([source_ranks], {})
 
 
 @pytest.mark.parametrize(

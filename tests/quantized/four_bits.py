@@ -208,7 +208,7 @@ def merged(folder: str, mesh: str, scales: str) -> dict[str, Any]:
     draw([parameter for parameter in ours.parameters() if parameter.requires_grad])
     wanted = {}
     for name, layer in layers_of(ours):
-        scales_of_it = layer.scales_of(whole(layer.weight_scales), 0)
+        scales_of_it = layer.get_scales(whole(layer.weight_scales), 0)
         wanted[name] = layer.packing.dequantize(whole(layer.weight), scales_of_it, torch.float32)
     for name, parameter in list(ours.named_parameters()):
         if ".lora_A." in name:

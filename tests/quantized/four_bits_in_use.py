@@ -24,7 +24,7 @@ def faults(folder: str) -> dict[str, Any]:
     given = [Nf4(), Nf4(block_size=32)][rank]
     told["other blocks"] = attempt(partial(shardwise.from_pretrained, folder, quantization=given))
 
-    of = LocalTensor.of
+    of = LocalTensor.from_tensor
 
     def fail(tensor: torch.Tensor, name: str) -> Any:
         if rank == 1 and name.endswith("1.mlp.up_proj"):

@@ -9,7 +9,7 @@ from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
-from shardwise.formats.opening import dequantized_index, form_of, open_checkpoint
+from shardwise.formats.opening import dequantized_index, find_form, open_checkpoint
 from shardwise.tensors import DType, Form4, numel
 
 NOTHING = MemoryReader({})
@@ -34,7 +34,7 @@ def packed(**weights: Any) -> dict[str, Any]:
 def test_integers_are_packed_into_words_of_32_bits_and_nothing_else(dtype: DType) -> None:
     index = index_of(("m.weight_packed", dtype, (8, 8)), ("m.weight_scale", DType.F32, (8, 1)))
     with pytest.raises(FormatError, match=rf"m.weight_packed is stored as {dtype.label} .8, 8., and I32"):
-        form_of(packed()).dequantized(NOTHING, index)
+        find_form(packed()).dequantized(NOTHING, index)
 
 
 INT8 = packed(num_bits=8, strategy="group", group_size=8)
@@ -50,7 +50,7 @@ def test_one_number_is_no_matrix_in_blocks(config: dict[str, Any], dtype: DType,
     if dtype is DType.U8:
         told.append(("m.weight_scale_2", DType.F32, (1,)))
     with pytest.raises(FormatError, match=r"m.weight, \(\) in blocks of"):
-        form_of(config).dequantized(NOTHING, index_of(*told))
+        find_form(config).dequantized(NOTHING, index_of(*told))
 
 
 @pytest.mark.parametrize("dtype", [DType.U8, DType.I8])
@@ -60,11 +60,11 @@ def test_blocks_of_microscaling_floats_are_of_32_numbers(dtype: DType) -> None:
             ("m.down_proj_blocks", dtype, (2, 6, 3, nbytes)), ("m.down_proj_scales", DType.U8, (2, 6, 3))
         )
 
-    found = form_of({"quant_method": "mxfp4"}).dequantized(NOTHING, of(16))
+    found = find_form({"quant_method": "mxfp4"}).dequantized(NOTHING, of(16))
     assert found.composed["m.down_proj"].shape == (2, 96, 6)
     for nbytes in (15, 17):
         with pytest.raises(FormatError, match="m.down_proj_blocks is stored as .*, and blocks of 16 bytes"):
-            form_of({"quant_method": "mxfp4"}).dequantized(NOTHING, of(nbytes))
+            find_form({"quant_method": "mxfp4"}).dequantized(NOTHING, of(nbytes))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_blocks_of_microscaling_floats_are_of_32_numbers(dtype: DType) -> None:
 )
 def test_a_config_that_makes_no_sense_is_an_error_that_says_so(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="is not supported|is not a list of two sizes"):
-        form_of(config)
+        find_form(config)
 
 
 def in_four_bits(state: dict[str, Any], dtype: str = "U8") -> MemoryReader:

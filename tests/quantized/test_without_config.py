@@ -13,7 +13,7 @@ from transformers import Gemma3Config
 
 import shardwise
 from shardwise.engines.offline import config_content
-from shardwise.engines.outline import config_of
+from shardwise.engines.outline import load_config
 from shardwise.models import pretrained
 from shardwise.planning.load_plan import Ignore, Initialize
 
@@ -117,7 +117,7 @@ def test_a_model_of_numbers_is_not_said_to_be_quantized(tmp_path):
     config.text_config.quantization_config = FP8
     config.save_pretrained(tmp_path)
     assert pretrained.quantized_configs(config) == [config.text_config]
-    assert pretrained.quantized_configs(config_of(tmp_path, {})) == []
+    assert pretrained.quantized_configs(load_config(tmp_path, {})) == []
     assert b"quantization_config" not in config_content(tmp_path, dtype=None, untied=False)
 
 

@@ -12,7 +12,7 @@ from huggingface_hub import constants, errors
 
 from shardwise.errors import StorageError
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, WantedFiles, is_local
-from shardwise.storage.remote import commit_of, note_commit, resolve
+from shardwise.storage.remote import note_commit, resolve, resolve_commit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -269,15 +269,15 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = "f" * 40
-    assert commit_of("org/name", offline(cache)) == COMMIT
-    assert commit_of("org/name", offline(cache, revision=other)) == other
+    assert resolve_commit("org/name", offline(cache)) == COMMIT
+    assert resolve_commit("org/name", offline(cache, revision=other)) == other
     with pytest.raises(StorageError, match="org/name at revision v2: .*LocalEntryNotFoundError"):
-        commit_of("org/name", offline(cache, revision="v2"))
+        resolve_commit("org/name", offline(cache, revision="v2"))
     with _hub_that_has([], cache, monkeypatch):
-        assert commit_of("org/name", HubOptions(cache_dir=str(cache), revision="v2")) == COMMIT
+        assert resolve_commit("org/name", HubOptions(cache_dir=str(cache), revision="v2")) == COMMIT
     note_commit("org/name", HubOptions(cache_dir=str(cache), revision="refs/pr/1"), other)
     (cache / "models--org--name" / "snapshots" / other).mkdir()
-    assert commit_of("org/name", offline(cache, revision="refs/pr/1")) == other
+    assert resolve_commit("org/name", offline(cache, revision="refs/pr/1")) == other
 
     class ConnectError(Exception):
         pass
@@ -287,9 +287,9 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
 
     ConnectError.__module__ = "httpx"
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", unreachable)
-    assert commit_of("org/name", HubOptions(cache_dir=str(cache))) == COMMIT
+    assert resolve_commit("org/name", HubOptions(cache_dir=str(cache))) == COMMIT
     with pytest.raises(StorageError, match=r"cannot be downloaded .*\(ConnectError: no route\)"):
-        commit_of("org/name", HubOptions(cache_dir=str(cache), revision="v2"))
+        resolve_commit("org/name", HubOptions(cache_dir=str(cache), revision="v2"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def test_processes_of_one_machine_agree_on_it() -> None:
 def test_a_name_is_all_there_is_without_proc(monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
     machine.boot_id.cache_clear()
     monkeypatch.setattr(machine, "_BOOT_ID", tmp_path / "none")
-    monkeypatch.setattr(machine, "_PROCESS_NAMESPACE", str(tmp_path / "none"))
+    monkeypatch.setattr(machine, "_PID_NAMESPACE", str(tmp_path / "none"))
     try:
         assert machine.boot_id().startswith("host ")
         assert machine.pid_namespace().startswith(machine.boot_id())

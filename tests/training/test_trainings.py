@@ -183,10 +183,10 @@ def test_what_cannot_be_is_one_error_on_all_ranks(folder: Path, further: dict[st
 
 
 def recorded(values: dict[str, Any]) -> dict[str, Any]:
-    from shardwise.training.run import identity_of
+    from shardwise.training.run import get_identity
     from shardwise.training.run_config import read_run_config
 
-    return identity_of(read_run_config(on_ranks.words(values)), "sft")
+    return get_identity(read_run_config(on_ranks.words(values)), "sft")
 
 
 def test_credentials_are_not_recorded(folder: Path) -> None:

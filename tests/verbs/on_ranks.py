@@ -182,7 +182,7 @@ def downloads(folder: str) -> tuple[bool, str]:
         return Path(folder)
 
     with (
-        mock.patch.object(repositories, "commit_of", return_value="a" * 40),
+        mock.patch.object(repositories, "resolve_commit", return_value="a" * 40),
         mock.patch.object(repositories, "note_commit"),
         mock.patch.object(repositories, "resolve", resolve),
     ):

@@ -19,7 +19,7 @@ from shardwise.engines.arguments import OpenSource
 from shardwise.engines.estimating import estimate
 from shardwise.engines.pretrained_loading import Located
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
-from shardwise.formats.quantized import form_of
+from shardwise.formats.quantized import parse_form
 from shardwise.layout import MeshShape
 from shardwise.models.build import build_on_meta
 from shardwise.report import Estimate
@@ -105,7 +105,7 @@ def in_float8(index: CheckpointIndex, block: int = 128) -> CheckpointIndex:
             files[entry.file] += math.prod(shape) * dtype.itemsize
             entries[key] = TensorEntry(key, dtype, shape, entry.file, start, files[entry.file])
     stored = CheckpointIndex(index.root, files, entries, {}, index.layout)
-    return form_of({"quant_method": "fp8", "weight_block_size": [block, block]}).dequantized(
+    return parse_form({"quant_method": "fp8", "weight_block_size": [block, block]}).dequantized(
         MemoryReader({}), stored
     )
 

@@ -52,7 +52,7 @@ def outlined(model: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
     return outline_adapter(build_on_meta(kind, copy.deepcopy(model.config), torch.float32, Path()), config)
 
 
-def config_of(folder: str | os.PathLike[str]) -> LoraConfig:
+def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
     """Return the config of an adapter in a folder.
 
     Raises:
@@ -90,7 +90,7 @@ def without_embeddings(model: PreTrainedModel, tenant: Tenant, state: object) ->
     return {key: values for key, values in state.items() if key not in of_base}
 
 
-def training_of(tenant: Tenant, base: Mapping[str, str], dtype: torch.dtype | None) -> TrainingBeside:
+def collect_training_state(tenant: Tenant, base: Mapping[str, str], dtype: torch.dtype | None) -> TrainingBeside:
     """Return the training state to save with matrices that are cast to ``dtype``. Collective: within a window, yes.
 
     Raises:
@@ -99,11 +99,11 @@ def training_of(tenant: Tenant, base: Mapping[str, str], dtype: torch.dtype | No
     tensors = states.training_tensors(tenant)
     if dtype not in (None, tenant.flat.dtype):
         tensors[states.MATRICES] = tenant.flat.detach()
-    text = tenant_facts.to_text(tenant_facts.facts_of(tenant, base), repr(tenant.name))
-    return TrainingBeside(_module_of(tensors), text)
+    text = tenant_facts.to_text(tenant_facts.collect_facts(tenant, base), repr(tenant.name))
+    return TrainingBeside(_as_module(tensors), text)
 
 
-def _module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+def _as_module(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return a module whose parameters have these names, with or without "optimizer." in front."""
     root = nn.Module()
     root.optimizer = nn.Module()
@@ -159,7 +159,7 @@ def read_tenant(
     whole = world.run_all(_with_scratch, model, tenant)
     _read(world, whole, folder, world.run_all(weights_in, folder), AdapterOnly())
     if isinstance(found, states.StoredTraining):
-        _read(world, world.run_all(_module_of, targets), folder, Path(found.what).name, None)
+        _read(world, world.run_all(_as_module, targets), folder, Path(found.what).name, None)
 
 
 def _read(world: World, module: nn.Module, folder: Path, file: str, only: AdapterOnly | None) -> None:

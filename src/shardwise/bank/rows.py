@@ -45,7 +45,7 @@ class TenantRow:
     weights: torch.Tensor
 
 
-def rows_of(
+def parse_batch(
     who: str, batch: RowTensors, *, vocab_size: int, longest: int, may_have_weights: bool = True
 ) -> list[TenantRow]:
     """Return the rows of a batch without padding.
@@ -117,7 +117,7 @@ class AgreedRows:
     num_supervised_tokens: int
 
 
-def facts_of(name: str | None, rows: Sequence[TenantRow]) -> AgreedRows:
+def summarize_rows(name: str | None, rows: Sequence[TenantRow]) -> AgreedRows:
     learned = sum(int((row.labels[1:] != IGNORED).sum()) for row in rows)
     return AgreedRows(name, (len(rows),), max((len(row.input_ids) for row in rows), default=0), learned)
 

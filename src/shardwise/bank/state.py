@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.bank.stepping import sum_all
 from shardwise.bank.tenant import Tenant, TenantStart, TenantWindow
-from shardwise.bank.tenant_facts import TenantFacts, facts_of, sound_facts
+from shardwise.bank.tenant_facts import TenantFacts, collect_facts, sound_facts
 from shardwise.checkpoints import base_identity as bases
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.contract import parse_object
@@ -74,7 +74,7 @@ def copied_state(tenant: Tenant, base: Mapping[str, str]) -> dict[str, Any]:
     return {
         "adapter": {key: values.clone() for key, values in tenant.matrices.items()},
         "training": {key: values.clone() for key, values in training.items()},
-        "facts": facts_of(tenant, base).to_dict(),
+        "facts": collect_facts(tenant, base).to_dict(),
     }
 
 
@@ -256,7 +256,7 @@ def _restore_facts(tenant: Tenant, facts: TenantFacts) -> None:
 
 def _differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str], on_other_base: OnFault) -> list[str]:
     """List the reasons why a tenant cannot resume from a state."""
-    here = facts_of(tenant, base)
+    here = collect_facts(tenant, base)
     faults = [
         *_base_faults(there.base, here.base, on_other_base),
         *_differing_shapes(there.matrices, here.matrices),
@@ -281,7 +281,7 @@ def _differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str], on
 
 
 def _compare_bases(there: Mapping[str, str], here: Mapping[str, str], on_other_base: OnFault) -> bases.BaseMatch:
-    """Compare two results of :func:`facts_of_base`. FormatError if the first has no identity."""
+    """Compare two results of :func:`identify_base`. FormatError if the first has no identity."""
     what = "the base of a tenant's state"
     identities = (each["identity"].encode("utf-8", "surrogatepass") for each in (there, here))
     one, other = (bases.BaseIdentity.from_dict(parse_object(text, what=what), what) for text in identities)

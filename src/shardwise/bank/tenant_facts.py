@@ -91,9 +91,9 @@ class TenantFacts:
         return {field.name: copy.deepcopy(getattr(self, field.name)) for field in fields(self)}
 
 
-def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
+def identify_base(world: World, model: PreTrainedModel) -> dict[str, str]:
     """Return the identity of a base. Collective: yes (two small exchanges)."""
-    samples = world.run_all(lambda: bases.BaseSamples.of(model, bases.base_of(collect_tensors(model), {})))
+    samples = world.run_all(lambda: bases.BaseSamples.select(model, bases.select_base(collect_tensors(model), {})))
     identity = world.map_reduce(samples.fingerprints, samples.identity)
     shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
     return {
@@ -104,7 +104,7 @@ def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def facts_of(tenant: Tenant, base: Mapping[str, str]) -> TenantFacts:
+def collect_facts(tenant: Tenant, base: Mapping[str, str]) -> TenantFacts:
     """Return the current facts of a tenant. Its settings and schedule are not copied."""
     return TenantFacts(
         base=base,

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import FormatError, RankMismatchError
-from shardwise.layout import TensorKind, place_of
+from shardwise.layout import TensorKind, locate_box
 from shardwise.models.four_bit_layers import SCALES
 from shardwise.models.view import TensorRef, local_boxes, local_tensor, strided_view
 from shardwise.planning.fingerprints import MODULUS, word_weights
@@ -110,14 +110,14 @@ def compare_bases(
     found: dict[str, str] = {}
     notes: list[str] = []
     if settings := list(_differing(saved.config, current.config)):
-        found["config"] = _first_of(settings, "; ")
+        found["config"] = _first_item(settings, "; ")
     if not are_shapes_same:
         dtypes = [f"{name} was {old}, is {new}" for name, (old, new) in cast.items()]
         found["shapes"] = "frozen parameters have other names or shapes"
-        found["shapes"] += f": {_first_of(dtypes, '; ')}" if dtypes else ""
+        found["shapes"] += f": {_first_item(dtypes, '; ')}" if dtypes else ""
     else:
         if values := [name for name, (old, new) in pairs.items() if name not in cast and old != new]:
-            found["values"] = f"of {len(pairs)} tensors sampled, {len(values)} differ: {_first_of(values, ', ')}"
+            found["values"] = f"of {len(pairs)} tensors sampled, {len(values)} differ: {_first_item(values, ', ')}"
         notes.append(f"samples of {len(pairs) - len(cast)} tensors compared")
         if cast:
             old, new = next(iter(cast.values()))
@@ -127,7 +127,7 @@ def compare_bases(
     return BaseMatch(refused, "; ".join([verdict, *notes]))
 
 
-def _first_of(items: Sequence[str], separator: str) -> str:
+def _first_item(items: Sequence[str], separator: str) -> str:
     more = [f"and {len(items) - _MAX_SHOWN} more"] if len(items) > _MAX_SHOWN else []
     return separator.join([*items[:_MAX_SHOWN], *more])
 
@@ -151,18 +151,18 @@ def base_config(model: nn.Module) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         return {}
     text = json.dumps(dict(values), default=lambda value: type(value).__name__, skipkeys=True)
-    return _of_the_base(json.loads(text, parse_constant=str))  # JSON elsewhere has no infinite numbers
+    return _base_settings(json.loads(text, parse_constant=str))  # JSON elsewhere has no infinite numbers
 
 
-def _of_the_base(config: Mapping[str, Any]) -> dict[str, Any]:
+def _base_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _of_the_base(value) if isinstance(value, dict) else value
+        key: _base_settings(value) if isinstance(value, dict) else value
         for key, value in config.items()
         if not _IGNORED_KEYS.fullmatch(key)
     }
 
 
-def base_of(held: Sequence[TensorRef], stored: Mapping[str, object]) -> list[TensorRef]:
+def select_base(held: Sequence[TensorRef], stored: Mapping[str, object]) -> list[TensorRef]:
     """Return the parameters that a checkpoint with these tensors does not store."""
     return [
         item
@@ -192,7 +192,7 @@ class BaseSamples:
     local: Mapping[tuple[str, Box], tuple[torch.Tensor, Any]]
 
     @classmethod
-    def of(cls, model: nn.Module, base: Sequence[TensorRef]) -> Self:
+    def select(cls, model: nn.Module, base: Sequence[TensorRef]) -> Self:
         """Choose samples. Collective: no."""
         chosen = heapq.nsmallest(
             _MAX_TENSORS,
@@ -213,7 +213,7 @@ class BaseSamples:
             for placed in held:
                 if box := placed.box.intersect(corner):
                     at = tuple(slice(a, a + size) for a, size in zip(box.offsets, box.sizes, strict=True))
-                    view = strided_view(local_tensor(item.tensor), place_of(box, held))
+                    view = strided_view(local_tensor(item.tensor), locate_box(box, held))
                     local[item.fqn, box] = view, weights[at]
         dtypes = {item.fqn: str(item.tensor.dtype).removeprefix("torch.") for item in chosen}
         return cls(base_config(model), dtypes, numels, local)

@@ -23,15 +23,15 @@ from shardwise.checkpoints.state import (
     StateSummary,
     TrainState,
     adapter_settings,
+    collect_contents,
     collect_state,
-    contents_of,
+    dcp_key,
     describe_selection,
-    key_of,
 )
-from shardwise.engines.arguments import hints_of, require_meant
+from shardwise.engines.arguments import get_hints, require_meant
 from shardwise.errors import ConfigError, RankMismatchError, StorageError, answer_keywords
 from shardwise.execution.checksums import as_bytes
-from shardwise.execution.distributed_chunks import ChunkStaging, TensorsPlan, Views, plan_tensors, views_of
+from shardwise.execution.distributed_chunks import ChunkStaging, TensorsPlan, Views, chunk_views, plan_tensors
 from shardwise.execution.memory import collected_later
 from shardwise.execution.replicas import Replicas, compare_replicas
 from shardwise.execution.state_values import reject_meta
@@ -92,7 +92,7 @@ class Checkpointer:
         options: CheckpointerOptions = CheckpointerOptions(),  # noqa: B008
     ) -> None:
         given = {"mode": mode, "only": only, "on_differing_buffers": on_differing_buffers, "options": options}
-        require_meant(hints_of(Checkpointer.__init__), given)
+        require_meant(get_hints(Checkpointer.__init__), given)
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep!r}: pass the number of checkpoints to keep, 1 or more; None keeps all")
         self._root = folder.require_local(directory)
@@ -230,7 +230,7 @@ class Checkpointer:
         given = {"on_missing": on_missing, "on_unexpected": on_unexpected}
         given |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
         with self._world("restore") as world:
-            world.run_all(require_meant, hints_of(Checkpointer.restore), given)
+            world.run_all(require_meant, get_hints(Checkpointer.restore), given)
             call = repr((step, tolerance, self._only))
             world.require_equal(call, "the list of arguments (step, only, on_...)")
             report = restoring.restore(world, self._root, state, step, self._only, tolerance, self._options)
@@ -312,7 +312,7 @@ class Checkpointer:
         report = CheckpointReport(
             rank=world.rank,
             world_size=world.size,
-            directory=str(self._root / folder.name_of(step)),
+            directory=str(self._root / folder.step_folder_name(step)),
             step=step,
             is_complete=False,
             tensors=len(plan.tensors),
@@ -350,17 +350,17 @@ class Checkpointer:
             raise ConfigError(f"step={step!r} is not a number of optimizer steps")
         write.require_after(self._root, step, self._newest)
         collected = collect_state(state, self._only, self._collected)
-        reject_meta({key_of(path): tensor for path, tensor in collected.tensors.items()}, "the state")
+        reject_meta({dcp_key(path): tensor for path, tensor in collected.tensors.items()}, "the state")
         self._collected = collected
-        return contents_of(collected, state, rank)
+        return collect_contents(collected, state, rank)
 
 
 def _plan(world: World, collected: CollectedState) -> tuple[TensorsPlan, Views, Replicas]:
     """Plan the writes of all ranks. Return also this rank's chunks, and its replicated tensors. Collective: yes."""
-    tensors = {key_of(path): tensor for path, tensor in collected.tensors.items()}
+    tensors = {dcp_key(path): tensor for path, tensor in collected.tensors.items()}
     facts = world.all_gather(facts_by_name, tensors)
-    plan = world.run_all(plan_tensors, collected.tensors, facts, collected.buffers, collected.others_of)
-    chunks = world.run_all(views_of, plan.by_rank[world.rank], tensors, collected.local)
+    plan = world.run_all(plan_tensors, collected.tensors, facts, collected.buffers, collected.alias_keys)
+    chunks = world.run_all(chunk_views, plan.by_rank[world.rank], tensors, collected.local)
     common = in_common({key: tuple(own[key].boxes for own in facts) for key in tensors}, world.rank)
     numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
     if world.size > 1:  # every rank has the numbers of optimizers

@@ -165,7 +165,7 @@ def to_pickle(value: object, what: str) -> bytes:
     return buffer.getvalue()
 
 
-def digest_of(value: object) -> str:
+def compute_digest(value: object) -> str:
     """Return a digest that is equal for equal values. Objects that are not plain data count by their class."""
     found = hashlib.sha256()
     _digest(value, found)
@@ -317,7 +317,7 @@ class CheckedReader(LocalReader):
         for chunk in chunks:
             total += fingerprint(chunk, at)
             at += chunk.nbytes
-        sums = self._sums_of(file)
+        sums = self._get_sums(file)
         found = (total % MODULUS).to_bytes(_SUM_BYTES, "little")
         if found != sums[block * _SUM_BYTES : (block + 1) * _SUM_BYTES]:
             raise FormatError(
@@ -326,7 +326,7 @@ class CheckedReader(LocalReader):
             )
         self._sound.add((file, block))
 
-    def _sums_of(self, file: str) -> bytes:
+    def _get_sums(self, file: str) -> bytes:
         if file not in self._sums:
             content = memoryview(bytearray(with_checksums(self._content[file]) - self._content[file]))
             super().read_vectored(file, self._content[file], [content])

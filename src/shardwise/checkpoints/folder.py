@@ -40,7 +40,7 @@ _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 _INTERIM = re.compile(rf"\.(?:{re.escape(METADATA)}|{re.escape(FACTS)})(?:\.[0-9a-f]+)?{re.escape(INCOMPLETE)}")
 
 
-def name_of(step: int) -> str:
+def step_folder_name(step: int) -> str:
     """Return the name of the folder of a step."""
     return f"step-{step}"
 
@@ -62,7 +62,7 @@ def require_local(directory: str | os.PathLike[str]) -> Path:
 
 def steps_in(root: Path) -> list[int]:
     """Return the steps with a complete checkpoint, in order."""
-    return folders_of(root, StepKind.COMPLETE)
+    return list_steps(root, StepKind.COMPLETE)
 
 
 def newest_in(root: Path) -> int | None:
@@ -70,7 +70,7 @@ def newest_in(root: Path) -> int | None:
 
     A checkpoint with missing or truncated files cannot be restored, so the previous one is used.
     """
-    return next((step for step in reversed(steps_in(root)) if is_whole(root / name_of(step))), None)
+    return next((step for step in reversed(steps_in(root)) if is_whole(root / step_folder_name(step))), None)
 
 
 def is_whole(folder: Path) -> bool:
@@ -95,7 +95,7 @@ class StepKind(Enum):
     FOREIGN = "a checkpoint in torch's format, without our header"
 
 
-def folders_of(root: Path, kind: StepKind) -> list[int]:
+def list_steps(root: Path, kind: StepKind) -> list[int]:
     """Return the steps whose folders are of this kind, in order. Links are not followed.
 
     Raises:
@@ -106,7 +106,7 @@ def folders_of(root: Path, kind: StepKind) -> list[int]:
         with os.scandir(root) as entries:
             for entry in entries:
                 name = _STEP.fullmatch(entry.name)
-                if name and entry.is_dir(follow_symlinks=False) and _kind_of(Path(entry.path)) is kind:
+                if name and entry.is_dir(follow_symlinks=False) and _get_kind(Path(entry.path)) is kind:
                     found.append(int(name[1]))
     except FileNotFoundError:
         return []
@@ -115,7 +115,7 @@ def folders_of(root: Path, kind: StepKind) -> list[int]:
     return sorted(found)
 
 
-def _kind_of(folder: Path) -> StepKind:
+def _get_kind(folder: Path) -> StepKind:
     if not _is_file(folder / METADATA):
         return StepKind.LEFT
     return StepKind.COMPLETE if _is_file(folder / FACTS) else StepKind.FOREIGN
@@ -138,7 +138,7 @@ def remove(root: Path, steps: Sequence[int]) -> list[int]:
     """
     removed: list[int] = []
     for step in steps:
-        with open_writer(root / name_of(step)) as writer:
+        with open_writer(root / step_folder_name(step)) as writer:
             _remove_files(writer)
         if _remove_folder(root, step):
             removed.append(step)
@@ -156,7 +156,7 @@ def remove_left(root: Path) -> None:
     Raises:
         StorageError: a file cannot be removed.
     """
-    for step in folders_of(root, StepKind.LEFT):
+    for step in list_steps(root, StepKind.LEFT):
         remove_incomplete(root, step)
 
 
@@ -168,7 +168,7 @@ def remove_incomplete(root: Path, step: int) -> None:
     Raises:
         StorageError: a file cannot be removed.
     """
-    with open_writer(root / name_of(step)) as writer:
+    with open_writer(root / step_folder_name(step)) as writer:
         remove_unnamed(writer, [name for name in writer.list() if _INTERIM.fullmatch(name)])
         if METADATA not in writer.list():
             _remove_files(writer)
@@ -177,7 +177,7 @@ def remove_incomplete(root: Path, step: int) -> None:
 
 def _remove_folder(root: Path, step: int) -> bool:
     try:
-        (root / name_of(step)).rmdir()
+        (root / step_folder_name(step)).rmdir()
     except OSError:  # not empty: it has files of others
         return False
     return True
@@ -265,7 +265,7 @@ def resolve(root: Path, requested: int | None) -> tuple[int, tuple[int, ...]]:
         StorageError: there is no complete checkpoint.
     """
     steps = steps_in(root)
-    left, foreign = folders_of(root, StepKind.LEFT), folders_of(root, StepKind.FOREIGN)
+    left, foreign = list_steps(root, StepKind.LEFT), list_steps(root, StepKind.FOREIGN)
     if requested is not None:
         if requested in steps:
             return requested, ()
@@ -293,7 +293,7 @@ def open_checkpoint(root: Path, step: int) -> Opened:
         FormatError: the files contradict each other or their formats.
         StorageError: a file cannot be read.
     """
-    folder = root / name_of(step)
+    folder = root / step_folder_name(step)
     opened = open_folder(folder)
     if opened.facts.step != step:
         raise FormatError(f"{folder}/{FACTS}: is of step {opened.facts.step}. The folder was renamed or mixed up")
@@ -359,7 +359,7 @@ def _require_size(reader: LocalReader, file: str, nbytes: int) -> None:
         )
 
 
-def value_of(reader: StorageReader, opened: Opened, path: KeyPath) -> Any:
+def read_value(reader: StorageReader, opened: Opened, path: KeyPath) -> Any:
     """Read a value that is not a tensor.
 
     Raises:
@@ -420,7 +420,7 @@ def _open_training(directory: str | os.PathLike[str]) -> Opened | None:
         return open_folder(folder)
     if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return None
-    if not (steps := steps_in(folder) or folders_of(folder, StepKind.LEFT)):
+    if not (steps := steps_in(folder) or list_steps(folder, StepKind.LEFT)):
         return None
     # The newest one, even if a restore would skip it because files are missing: verify is to report that.
     return open_checkpoint(folder, resolve(folder, steps[-1])[0])

@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoints.base_identity import BaseMatch, compare_bases
 from shardwise.checkpoints.comparison import Comparison, compare, require_same_tuning
 from shardwise.checkpoints.facts import CheckedReader
-from shardwise.checkpoints.folder import Opened, open_checkpoint, resolve, value_of
+from shardwise.checkpoints.folder import Opened, open_checkpoint, read_value, resolve
 from shardwise.checkpoints.state import (
     REDUCED,
     CheckpointerOptions,
     CollectedState,
     TrainState,
     collect_state,
-    key_of,
+    dcp_key,
     restore_generators,
     seed_generators,
 )
@@ -151,13 +151,13 @@ def _read_tensors(
     """
     collected = plan.collected
     tensors = {key: collected.stored[fqn].tensor for fqn, key in plan.matched.model.items()}
-    optimizers = OptimizerTargets.of(collected.held, collected.bounds)
+    optimizers = OptimizerTargets.from_optimizers(collected.held, collected.bounds)
     if any(item.tensor.is_meta for item in collected.held):
         executor.read_bytes += _bring_up(world, opened, executor.reader, collected, plan.matched, options)
         optimizers = _rebound(collected)
         tensors = {}
     targets = {} if plan.fitting is None else world.run_all(plan.fitting.targets, optimizers)
-    states = {key_of(("optimizer", "state", key.parameter, key.entry)): target for key, target in targets.items()}
+    states = {dcp_key(("optimizer", "state", key.parameter, key.entry)): target for key, target in targets.items()}
     world.run_all(_place, executor, opened, {**tensors, **states})
     return optimizers, targets
 
@@ -194,7 +194,7 @@ class StoredValues:
 def _common_values(reader: CheckedReader, opened: Opened) -> dict[KeyPath, Any]:
     names = {"optimizer", "schedulers", "scaler"}
     return {
-        path: value_of(reader, opened, path)
+        path: read_value(reader, opened, path)
         for path in opened.objects
         if (path[0] in names and (path[:2] != REDUCED[:2] or path == REDUCED)) or path == ("rng", "rank_0")
     }
@@ -212,7 +212,7 @@ def _own_values(reader: CheckedReader, opened: Opened, world: World) -> dict[str
             paths["data"] = "data", own
     if opened.facts.data == "one":
         paths["data"] = "data", "rank_0"
-    return {component: value_of(reader, opened, path) for component, path in paths.items()}
+    return {component: read_value(reader, opened, path) for component, path in paths.items()}
 
 
 def _restore_components(opened: Opened, state: TrainState, plan: RestorePlan, world: World) -> dict[str, str]:
@@ -257,7 +257,7 @@ def _fit_optimizers(
     tolerance: Tolerance,
 ) -> Fitting:
     """Match the stored optimizer state with the current optimizers. Collective: yes."""
-    optimizers = OptimizerTargets.of(collected.held, collected.bounds)
+    optimizers = OptimizerTargets.from_optimizers(collected.held, collected.bounds)
     parsed = world.run_all(_optimizer_state, opened, executor, optimizers, common)
     stored = {
         name: Brought(tuple(tensor.shape), in_memory(tensor.dtype), (Box.whole(tuple(tensor.shape)),))
@@ -280,19 +280,19 @@ def _optimizer_state(
         if path[0] == "model":
             continue
         if Box.whole(shape).numel == 1:
-            numbers.append((path, opened.expressions[key_of(path)]))
+            numbers.append((path, opened.expressions[dcp_key(path)]))
         else:
-            dtype = _dtype_of(opened, path)
+            dtype = _get_dtype(opened, path)
             values.setdefault(path[2], {})[path[3]] = torch.empty(shape, dtype=dtype, device="meta")
-    wanted = [(item, Box.whole(item.shape), _dtype_of(opened, path)) for path, item in numbers]
-    for (path, _), value in zip(numbers, executor.values_of(wanted), strict=True):
+    wanted = [(item, Box.whole(item.shape), _get_dtype(opened, path)) for path, item in numbers]
+    for (path, _), value in zip(numbers, executor.read_values(wanted), strict=True):
         values.setdefault(path[2], {})[path[3]] = value
     groups = common["optimizer", "param_groups"]
     return read({"state": values, "param_groups": groups}, optimizers.first_names, optimizers.shapes)
 
 
-def _dtype_of(opened: Opened, path: KeyPath) -> torch.dtype:
-    key, index = key_of(path), opened.index
+def _get_dtype(opened: Opened, path: KeyPath) -> torch.dtype:
+    key, index = dcp_key(path), opened.index
     return to_torch(index.composed[key].dtype if key in index.composed else index.entries[key].dtype)
 
 
@@ -312,9 +312,9 @@ def _restore_reduced(
 ) -> None:
     """Set the optimizer state that belongs to this rank alone."""
     for fqn, entries in values.items():
-        if fqn in optimizers.optimizer_of:
+        if fqn in optimizers.optimizer_indices:
             optimizer, parameter = (
-                optimizers.bounds[optimizers.optimizer_of[fqn]].optimizer,
+                optimizers.bounds[optimizers.optimizer_indices[fqn]].optimizer,
                 optimizers.parameters[fqn],
             )
             for entry, inner in entries.items():
@@ -396,4 +396,4 @@ def _rebound(collected: CollectedState) -> OptimizerTargets:
         bound.unbind()
         bound.rebind(parameters, tensors, scalars)
         bound.tensors = tensors
-    return OptimizerTargets.of(held, collected.bounds)
+    return OptimizerTargets.from_optimizers(held, collected.bounds)

@@ -14,7 +14,7 @@ from shardwise.checkpoints import folder
 from shardwise.checkpoints.facts import FACTS, BlockSums, Facts, digest, with_checksums
 from shardwise.errors import StorageError
 from shardwise.execution.committing import publish
-from shardwise.execution.distributed_chunks import ChunkWriter, TensorsPlan, Views, data_file, metadata_of
+from shardwise.execution.distributed_chunks import ChunkWriter, TensorsPlan, Views, build_metadata, data_file
 from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank
 from shardwise.execution.world import World
 from shardwise.formats.joining import METADATA, KeyPath
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        return self.root / folder.name_of(self.step)
+        return self.root / folder.step_folder_name(self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _begin(job: Job, marked: LockedFolder) -> None:  # noqa: ARG001 - as of any 
     require_after(root, step, present)
     if step in folder.steps_in(root):
         folder.remove(root, [step])  # incomplete: newest_in has skipped it
-    with open_writer(root / folder.name_of(step)) as inner:
+    with open_writer(root / folder.step_folder_name(step)) as inner:
         if there := inner.list():
             raise StorageError(
                 f"{inner.root}: holds {there[0]}, which no Checkpointer put there. Move it elsewhere"
@@ -134,7 +134,7 @@ def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile]) -> tuple[l
     """Commit the checkpoint and remove old ones. Return the removed steps, and the size of all data files."""
     marked = saving.locked
     files = {data_file(rank): file.nbytes for rank, file in enumerate(written)}
-    metadata = metadata_of(job.plan, [file.values for file in written])
+    metadata = build_metadata(job.plan, [file.values for file in written])
     facts = replace(
         job.facts,
         files=files,

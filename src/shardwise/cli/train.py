@@ -71,7 +71,7 @@ def train_command(
             return
         os.environ.update({name: str(value) for name, value in (config.own["env"] or {}).items()})
         config = without_token(config)
-        ranks = nproc_per_node or _ranks_of(config)
+        ranks = nproc_per_node or _num_ranks(config)
         outcomes = run_ranks(ranks, train_on_rank, config, observe)
     except KeyboardInterrupt:
         click.echo("interrupted: all ranks have ended. Earlier checkpoints are complete.", err=True)
@@ -100,7 +100,7 @@ def _read(arguments: Sequence[str]) -> RunConfig:
     return config
 
 
-def _ranks_of(config: RunConfig) -> int:
+def _num_ranks(config: RunConfig) -> int:
     """Return the number of ranks to start, as for ``trl sft``. It is 1 under a launcher, which has started them.
 
     Raises:
@@ -215,18 +215,18 @@ def plan_command(
     training, as for ``shardwise train``, with --KEY VALUE overrides. Exits with 2 if the model cannot be loaded so,
     or does not fit into --memory.
     """
-    from shardwise.tensors import in_bytes_of
+    from shardwise.tensors import parse_size
 
-    limit = None if memory is None else in_bytes_of(memory)
+    limit = None if memory is None else parse_size(memory)
     if sys.stderr.isatty():
         click.echo("planning; importing torch and transformers takes some seconds ...", err=True)
     placed: PlanOptions = {"nodes": nodes, "device": device}
     if limit is not None:
         placed["memory_bytes"] = limit
     if model.endswith((".yaml", ".yml")):
-        made = _of_config(model, overrides, ranks, placed, given)
+        made = _estimate_config(model, overrides, ranks, placed, given)
     else:
-        made = _of_model(model, overrides, ranks, {**given, **placed})
+        made = _estimate_model(model, overrides, ranks, {**given, **placed})
     if limit is not None and not as_json:
         click.echo(made.verdict(limit))
     click.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
@@ -234,7 +234,7 @@ def plan_command(
         raise ConfigError(f"--memory: the plan {made.verdict(limit)}. See docs/out_of_memory.md.")
 
 
-def _of_config(
+def _estimate_config(
     file: str, overrides: tuple[str, ...], ranks: int | None, placed: PlanOptions, given: dict[str, Any]
 ) -> Estimate:
     """Plan the training of a configuration."""
@@ -250,7 +250,7 @@ def _of_config(
     return plan_run(config, ranks, placed)
 
 
-def _of_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: dict[str, Any]) -> Estimate:
+def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: dict[str, Any]) -> Estimate:
     """Plan a load, and a training if there is a tuning."""
     if overrides:
         raise ConfigError(f"{overrides[0]}: is not an option for a model. See shardwise plan --help.")

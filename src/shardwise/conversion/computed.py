@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shardwise.conversion.expression import Expression, Leaf, Shape, Stored, leaves_of
+from shardwise.conversion.expression import Expression, Leaf, Shape, Stored, iter_leaves
 from shardwise.conversion.regions import Region
 from shardwise.errors import FormatError
 from shardwise.tensors import Box, DType, Strided, contiguous_strides, numel
@@ -195,7 +195,7 @@ class SmallestBlocks:
 
 def computed_leaves(expression: Expression) -> Iterator[Computed]:
     """Yield the outermost computed nodes of an expression, without the nodes that they are computed from."""
-    return (leaf for leaf in leaves_of(expression) if isinstance(leaf, Computed))
+    return (leaf for leaf in iter_leaves(expression) if isinstance(leaf, Computed))
 
 
 def computes(expression: Expression) -> bool:
@@ -310,7 +310,7 @@ def copies_and_computed(
         return copied, computed
     last: tuple[object, ...] = ()  # stacked experts have equal layouts one after the other
     source = target = into
-    for leaf, region in expression.leaves(Region.of(box, into)):
+    for leaf, region in expression.leaves(Region.from_box(box, into)):
         if isinstance(leaf, Stored):
             layout = (region.axes, region.origin, leaf.shape)
             if layout != last:
@@ -353,7 +353,7 @@ def copies_from_shards(
         raise ValueError(f"{box} is not within {expression.shape}")
     if box.numel == 0:
         return
-    for leaf, region in expression.leaves(Region.of(box, Strided.contiguous(box.sizes))):
+    for leaf, region in expression.leaves(Region.from_box(box, Strided.contiguous(box.sizes))):
         if not isinstance(leaf, Stored):
             continue
         for shard, memory in held.get(leaf.key, ()):

@@ -72,7 +72,7 @@ class Dequantize:
         for box in aligned_blocks(wanted[_OUT], self.shape, self._whole_bytes, self._max_elements(most_bytes)):
             inputs = [every_nth(box, self.code.per_byte)]
             if self.unit:
-                inputs.append(self._scales_of(box))
+                inputs.append(self._get_scales(box))
             if self.overall:
                 inputs.append(Box((0,), (1,)))
             if self.has_zeros:
@@ -85,7 +85,7 @@ class Dequantize:
         """The smallest box whose codes are whole bytes."""
         return (*(1 for _ in self.shape[:-1]), self.code.per_byte)
 
-    def _scales_of(self, box: Box) -> Box:
+    def _get_scales(self, box: Box) -> Box:
         starts = (at // size for at, size in zip(box.offsets, self.unit, strict=True))
         return Box.between(starts, (-(-stop // size) for stop, size in zip(box.stops, self.unit, strict=True)))
 
@@ -124,10 +124,10 @@ class Dequantize:
             codes = _slice(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
             numbers = table.index_select(0, codes.int().view(-1)).view(strip.sizes)
             if zeros is not None:
-                by_block, spread = self._spread(numbers, self._of_strip(zeros, strip, box), strip)
+                by_block, spread = self._spread(numbers, self._strip_scales(zeros, strip, box), strip)
                 by_block.sub_(spread)
             if factors is not None:
-                by_block, spread = self._spread(numbers, self._of_strip(factors, strip, box), strip)
+                by_block, spread = self._spread(numbers, self._strip_scales(factors, strip, box), strip)
                 by_block.mul_(spread)
             _slice(outputs[_OUT], strip, box).copy_(cast(numbers, self.rounds_to))
 
@@ -155,8 +155,8 @@ class Dequantize:
             _require_finite(zeros, "a zero point", 2 + bool(self.overall))
         return stored, factors, zeros
 
-    def _of_strip(self, scales: Any, strip: Box, box: Box) -> Any:
-        return _slice(scales, self._scales_of(strip), self._scales_of(box))
+    def _strip_scales(self, scales: Any, strip: Box, box: Box) -> Any:
+        return _slice(scales, self._get_scales(strip), self._get_scales(box))
 
     def _spread(self, numbers: Any, scales: Any, box: Box) -> tuple[Any, Any]:
         """Return numbers and their scales (or zero points) in shapes that broadcast."""

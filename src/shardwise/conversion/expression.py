@@ -310,16 +310,16 @@ def stored_leaves(expression: Expression) -> Iterator[Stored]:
         yield from stored_leaves(source)
 
 
-def leaves_of(expression: Expression) -> Iterator[Leaf]:
+def iter_leaves(expression: Expression) -> Iterator[Leaf]:
     """Yield the leaves in order, without the inputs of computed ones."""
     if isinstance(expression, Leaf):
         yield expression
         return
     for source in expression.sources:
-        yield from leaves_of(source)
+        yield from iter_leaves(source)
 
 
-def key_of(expression: Expression) -> str | None:
+def stored_key(expression: Expression) -> str | None:
     """Return the key of an expression that is one unchanged stored tensor, or None."""
     return expression.key if isinstance(expression, Stored) else None
 

@@ -47,7 +47,7 @@ class Region:
     axes: tuple[Axis, ...]
 
     @classmethod
-    def of(cls, box: Box, into: Strided) -> Region:
+    def from_box(cls, box: Box, into: Strided) -> Region:
         """Return the region of a box whose elements are copied to ``into``."""
         axes = tuple(
             Axis(size, stride, dim, 1)

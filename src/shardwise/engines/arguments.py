@@ -13,7 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Union, cast, get
 import torch
 
 from shardwise.errors import ConfigError, RankMismatchError, StorageError, unknown_keyword
-from shardwise.execution.reading import identities_of
+from shardwise.execution.reading import read_identities
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import dequantized_index, open_checkpoint
@@ -60,7 +60,7 @@ def require_known(call: str, given: Mapping[str, object], kind: type) -> None:
         ConfigError: an unknown keyword. The message has the options object that takes it, the alternative, or the
             nearest keyword.
     """
-    known = hints_of(kind)
+    known = get_hints(kind)
     for name, value in given.items():
         if name not in known and not (name in _INSTEAD and value is None):
             raise unknown_keyword(call, name, known, _INSTEAD, kind)
@@ -86,15 +86,15 @@ def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: st
             classes = [f"{kind.__name__}(...)" for kind in kinds if kind is not types.NoneType]
             known = [*map(repr, choices), *classes]
             raise ConfigError(f"{where}={value!r:.80} is not known. Pass one of {', '.join(known)}.")
-        if kinds and not _is_of(value, kinds):
+        if kinds and not _is_instance(value, kinds):
             raise ConfigError(_not_meant(where, value, kinds))
         if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_ours(type(value)):
             attributes = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-            require_meant(hints_of(type(value)), attributes, where)
+            require_meant(get_hints(type(value)), attributes, where)
 
 
 @functools.cache
-def hints_of(described: Any) -> Mapping[str, Any]:
+def get_hints(described: Any) -> Mapping[str, Any]:
     """Return the annotations of a function or class.
 
     Empty if they refer to names imported for type checkers only.
@@ -105,7 +105,7 @@ def hints_of(described: Any) -> Mapping[str, Any]:
         return {}
 
 
-def world_of(options: object, call: str) -> World:
+def get_world(options: object, call: str) -> World:
     """Return the ranks of the options, or the default ones if the options have the wrong type.
 
     ``call`` is the public name of the call.
@@ -160,7 +160,7 @@ def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     return kinds, choices
 
 
-def _is_of(value: object, kinds: tuple[Any, ...]) -> bool:
+def _is_instance(value: object, kinds: tuple[Any, ...]) -> bool:
     if isinstance(value, type) and type not in kinds:  # a class has the attributes of a protocol, too
         return False
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
@@ -267,7 +267,7 @@ def read_index(
 def _read_headers(reader: StorageReader, **names: Any) -> tuple[CheckpointIndex, dict[str, str]]:
     """Return the index of a checkpoint, and the identities of the files of a remote one."""
     index = dequantized_index(reader, open_checkpoint(reader, **names))
-    return index, identities_of(reader, list(index.files)) if reader.policy.is_remote else {}
+    return index, read_identities(reader, list(index.files)) if reader.policy.is_remote else {}
 
 
 def resolve_everywhere(
@@ -292,12 +292,12 @@ def resolve_everywhere(
                 "Put it on every machine, or on a file system that all of them share"
             )
         return cast(Path, found[world.rank])
-    from shardwise.storage.remote import commit_of, note_commit, place_of_cache, resolve
+    from shardwise.storage.remote import get_cache_folder, note_commit, resolve, resolve_commit
 
     repo_id = os.fspath(name_or_path)
-    commit = world.broadcast(commit_of, repo_id, hub)
+    commit = world.broadcast(resolve_commit, repo_id, hub)
     pinned = replace(hub, revision=commit)
-    downloads = world.is_first_of(f"{mount_namespace()} {place_of_cache(hub)}")
+    downloads = world.is_first_at(f"{mount_namespace()} {get_cache_folder(hub)}")
 
     def download() -> Path | None:
         if not downloads:

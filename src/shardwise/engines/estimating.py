@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardwise.engines import outline as outlines
-from shardwise.engines.load_plan import LoadOptions, facts_of_plan, origin_of, plan_initial_values, rules_of
+from shardwise.engines.load_plan import LoadOptions, find_origin, get_rules, plan_fields, plan_initial_values
 from shardwise.engines.pretrained_loading import Located, find
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.execution.memory import collected_later
@@ -98,7 +98,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """
     options = outlines.checked("plan", options, PlanOptions)
-    mesh = mesh_of(ranks, options)
+    mesh = build_mesh(ranks, options)
     given: Any = options
     if not is_url(name_or_path):
         given = {**options, "hub": replace(options["hub"], local_files_only=True)}
@@ -120,7 +120,7 @@ def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
     tuned = outlines.prepare_for_training(built, set(), options, adapters=found.adapters, casts_to=param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
     world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
-    homes = Homes.of(
+    homes = Homes.from_plan(
         plan,
         options.get("read_policy") or reader.policy,
         device=options.get("device", "cuda"),
@@ -148,7 +148,7 @@ def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
         bytes_per_dtype=_bytes_per_dtype(world.first),
         file_bytes=estimates.file_bytes(plan, world, index),
         whole=world.whole,
-        **facts_of_plan(plan),
+        **plan_fields(plan),
         device=homes.device,
         mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
         nodes=options.get("nodes", 1),
@@ -165,7 +165,7 @@ def _dtype(of_policy: torch.dtype | None) -> DType | None:
     return None if of_policy is None else from_torch(of_policy, "mp_policy")
 
 
-def mesh_of(ranks: int, options: PlanOptions) -> MeshShape:
+def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
     """Return the requested mesh.
 
     Raises:
@@ -182,7 +182,7 @@ def mesh_of(ranks: int, options: PlanOptions) -> MeshShape:
             'sharding: has a mesh of real ranks. Give its axes as mesh={"replicate": 2, "shard": 4} instead.'
         )
     axes = options.get("mesh")
-    return MeshShape.flat(ranks) if axes is None else MeshShape.of(ranks, axes)
+    return MeshShape.flat(ranks) if axes is None else MeshShape.from_axes(ranks, axes)
 
 
 # Training
@@ -270,10 +270,12 @@ def _plan(
     held = collect_tensors(model)
     initializers = Initializers(model, held, additions)
     buffers = initializers.buffers(options.get("buffers", {}), seed=0)
-    origins = partial(origin_of, initializers, buffers)
+    origins = partial(find_origin, initializers, buffers)
     world = predict_layout(model, wrap_policy, mesh, origins, root=tuned.base, kept_whole=tuned.whole)
-    rules = rules_of(tuned.base)
-    found = plan_load(index, world.first, tuned.bindings, rules, outlines.consent_of(options), additions.base_names)
+    rules = get_rules(tuned.base)
+    found = plan_load(
+        index, world.first, tuned.bindings, rules, outlines.get_consent(options), additions.base_names
+    )
     plan_initial_values(initializers, found, LoadOptions(budget_bytes=budget_bytes))
     return world, found
 

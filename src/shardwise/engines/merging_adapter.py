@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Unpack
 
-from shardwise.conversion.expression import Expression, Stored, key_of
+from shardwise.conversion.expression import Expression, Stored, stored_key
 from shardwise.engines import offline
-from shardwise.engines.offline import companions_of, config_content, small_file, templates_of, write_templates
-from shardwise.engines.outline import ModelOptions, Outline, checked, config_of, outline
+from shardwise.engines.offline import config_content, read_companions, read_templates, small_file, write_templates
+from shardwise.engines.outline import ModelOptions, Outline, checked, load_config, outline
 from shardwise.engines.pretrained_loading import stored_prefix, weights_in
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.errors import FormatError, KeyMismatchError
@@ -26,7 +26,7 @@ from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.pretrained import assign_keys
 from shardwise.models.revert import Output
-from shardwise.models.selection import modules_of_columns, parameters_by_module
+from shardwise.models.selection import find_transposed_modules, parameters_by_module
 from shardwise.planning import merge_plan
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import MergeAdapterReport
@@ -34,7 +34,7 @@ from shardwise.storage.names import HubOptions, shown, unsafe_name_reason
 from shardwise.storage.reading import CombinedReader, LocalReader, open_storage
 from shardwise.storage.remote import resolve
 from shardwise.storage.writing import LocalWriter
-from shardwise.tensors import DType, in_bytes_of
+from shardwise.tensors import DType, parse_size
 
 ADAPTER = stored_prefix("merged")
 """What the names of the adapter's files and keys begin with, beside those of the base."""
@@ -76,7 +76,7 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _OpenedAdapter:
     file = weights_in(folder)
     reader = stack.enter_context(LocalReader(folder))
     index = open_checkpoint(reader, weights_name=file)
-    executor = offline.executor_of(reader, index)
+    executor = offline.create_executor(reader, index)
     tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
     if not tensors:
         raise FormatError(f"{folder / file}: holds no tensors. Save the adapter again")
@@ -114,7 +114,7 @@ def merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -
         tensors={name: tensor.shape for name, tensor in names.items() if tensor.fqn in source.expressions},
         keys={key: output.shape for key, output in outputs.items()},
         parameters=parameters_by_module(source.built.model),
-        columns=modules_of_columns(source.built.model),
+        columns=find_transposed_modules(source.built.model),
         renamed=renamed,
     )
 
@@ -145,7 +145,7 @@ def _beside(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_pl
     """Return an edit with keys of leaves that are unique among those of the base."""
 
     def found(leaf: Expression) -> Expression:
-        key = key_of(leaf)
+        key = stored_key(leaf)
         assert key is not None
         return joined[f"{ADAPTER}/{key}"]
 
@@ -204,7 +204,7 @@ def merge_adapter(
     """
     start = time.perf_counter()
     options = checked("merge_adapter", options, ModelOptions)
-    max_shard_bytes, in_cache = in_bytes_of(max_shard_size), HubOptions(local_files_only=True)
+    max_shard_bytes, in_cache = parse_size(max_shard_size), HubOptions(local_files_only=True)
     found = resolve(base, in_cache, download=False)
     lora_folder = adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
     folder, out = found if found.is_dir() else found.parent, Path(out)
@@ -212,7 +212,7 @@ def merge_adapter(
     with ExitStack() as stack:
         merge = _plan(found, folder, lora_folder, adapter_name, options, stack)
         source, plan = merge.source, merge.plan
-        companions = companions_of(folder, lora_folder)
+        companions = read_companions(folder, lora_folder)
         dtype = options.get("dtype", "auto")
         named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
         companions["config.json"] = config_content(folder, dtype=named, untied=bool(source.untied))
@@ -226,7 +226,7 @@ def merge_adapter(
                 companions=companions,
                 check=lambda _: merge.require_effect(lora_folder),
             )
-        write_templates(out, templates_of([lora_folder, folder]))
+        write_templates(out, read_templates([lora_folder, folder]))
     return MergeAdapterReport(
         base=str(found),
         adapter=str(lora_folder),
@@ -269,10 +269,10 @@ def _plan(
 ) -> _PlannedEdits:
     """Open both, read headers and configs, and plan the edits."""
     lora = open_for_merging(lora_folder, stack)
-    opened, config = open_storage(found), config_of(folder, options)
+    opened, config = open_storage(found), load_config(folder, options)
     reader = stack.enter_context(opened.reader)
-    index = offline.index_of(opened, config)
-    executor = offline.executor_of(reader, index)
+    index = offline.read_index(opened, config)
+    executor = offline.create_executor(reader, index)
     built = outline(folder, config, index, options)
     untied = untied_by(lora, built, adapter_name)
     source = offline.bind_offline(config, index, built, executor, untied)
@@ -281,7 +281,7 @@ def _plan(
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
     joined = merged_index(index, lora.executor.index, ADAPTER)
-    both = offline.executor_of(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
+    both = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed: set[str] = set()
     outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
     return _PlannedEdits(source, plan, outgoing, changed)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.arguments import get_hints, get_world, require_meant
 from shardwise.engines.loading import set_value
 from shardwise.errors import FormatError, answer_keywords
 from shardwise.execution import state_values
@@ -72,8 +72,8 @@ class CollectedModel:
 
     def by_name(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return tensors under the names of the state: one object for all names of a tied tensor."""
-        first_of = {name: item.fqn for item in self.held for name in item.names}
-        return {name: found[first_of[fqn]] for name, fqn in self.names.items() if first_of[fqn] in found}
+        first_names = {name: item.fqn for item in self.held for name in item.names}
+        return {name: found[first_names[fqn]] for name, fqn in self.names.items() if first_names[fqn] in found}
 
 
 def collect_model(
@@ -233,8 +233,8 @@ def get_model_state_dict(
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    with world_of(options, "get_model_state_dict") as world, torch.device("cpu"):
-        world.run_all(require_meant, hints_of(get_model_state_dict), {"form": form})
+    with get_world(options, "get_model_state_dict") as world, torch.device("cpu"):
+        world.run_all(require_meant, get_hints(get_model_state_dict), {"form": form})
         state_values.require_same_call(world, form, only, on_differing_buffers, options=options)
         taken = collect_model(world, model, only, on_differing_buffers, options)
         if form == "sharded":
@@ -290,7 +290,7 @@ def set_model_state_dict(
     model = without_compile(model)
     clock = Clock()
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
-    with world_of(options, "set_model_state_dict") as world, torch.device("cpu"):
+    with get_world(options, "set_model_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
             state_values.require_same_call(world, only, tolerance, options=options)
             given = world.run_all(state_values.by_canonical_names, state, "state")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.conversion.computed import Bindings
-from shardwise.conversion.four_bit import nest_about, nested_codes, offset_of
+from shardwise.conversion.four_bit import compute_offset, nest_about, nested_codes
 from shardwise.engines.load_plan import BaseForm
 from shardwise.execution.moving import gather
 from shardwise.execution.world import World
@@ -33,9 +33,9 @@ def _nest_batch(world: World, layers: Mapping[str, Any], budget_bytes: int) -> d
     """Nest the scales of a few layers. Collective: yes."""
     raw = {name: layer.weight_whole_scales.detach() for name, layer in layers.items()}
     home = next(iter(raw.values())).device
-    bytes_of = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=home)
-    wholes = {name: found.view(torch.float32) for name, found in bytes_of.items()}
-    offsets = world.broadcast(lambda: {name: float(offset_of(whole)) for name, whole in wholes.items()})
+    gathered = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=home)
+    wholes = {name: found.view(torch.float32) for name, found in gathered.items()}
+    offsets = world.broadcast(lambda: {name: float(compute_offset(whole)) for name, whole in wholes.items()})
     return world.run_all(_nest_layers, layers, wholes, offsets)
 
 

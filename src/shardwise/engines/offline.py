@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from shardwise.conversion.computed import computes
 from shardwise.conversion.expression import Expression, stored_leaves, substitute
-from shardwise.engines.load_plan import rules_of
+from shardwise.engines.load_plan import get_rules
 from shardwise.engines.outline import Outline, find_differing
 from shardwise.engines.save_plan import main_dtype
 from shardwise.errors import ConfigError, FormatError, StorageError
@@ -30,7 +30,7 @@ from shardwise.models import pretrained
 from shardwise.models.pretrained import progress_bar
 from shardwise.models.revert import Output, revert
 from shardwise.models.torch_api import to_torch
-from shardwise.models.view import collect_tensors, layout_of
+from shardwise.models.view import build_layout, collect_tensors
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import Consent, Ignore, LoadPlan, Tie, plan_load
 from shardwise.planning.save_plan import plan_save
@@ -94,7 +94,7 @@ class OfflineModel:
         }
 
 
-def executor_of(reader: StorageReader, index: CheckpointIndex) -> ReadExecutor:
+def create_executor(reader: StorageReader, index: CheckpointIndex) -> ReadExecutor:
     """Return an executor that reads a checkpoint's tensors in this process only, without a progress bar."""
     return ReadExecutor(reader, index, BUDGET_BYTES, World(0, 1))
 
@@ -115,9 +115,9 @@ def bind_offline(
             are carried along.
     """
     separate = tuple(sorted(_settle_ties(built, executor, untied)))
-    layout = layout_of(collect_tensors(built.model), Origin.INIT_WEIGHTS)
+    layout = build_layout(collect_tensors(built.model), Origin.INIT_WEIGHTS)
     consent = Consent("error", "error", Ignore(only=("*",)))
-    plan = plan_load(index, layout, built.bindings_less_ties(), rules_of(built.model), consent)
+    plan = plan_load(index, layout, built.bindings_less_ties(), get_rules(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}
     notes = [*_notes_on(plan, index), *(f"{name} is not tied any more: it has its own values" for name in separate)]
     stored = stored_tensors(index)
@@ -192,7 +192,7 @@ def write_out(
     return streamed, plan.names
 
 
-def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
+def read_index(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
     """Return the index of the checkpoint in a model's folder."""
     index = open_checkpoint(
         opened.reader,
@@ -233,7 +233,7 @@ _TEMPLATES = "additional_chat_templates"
 _MAX_COMPANION_BYTES = 256 << 20
 
 
-def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
+def read_companions(base: Path, own: Path | None = None) -> dict[str, bytes]:
     """Return the small files of a model by name.
 
     Configs, tokenizer, chat template, and the code that they refer to.
@@ -269,7 +269,7 @@ def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def templates_of(folders: Sequence[Path]) -> dict[str, bytes]:
+def read_templates(folders: Sequence[Path]) -> dict[str, bytes]:
     """Return additional chat templates, from the first folder that has any."""
     for folder in folders:
         found = _files(folder / _TEMPLATES, ("*.jinja",))

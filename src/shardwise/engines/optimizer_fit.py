@@ -35,7 +35,7 @@ class OptimizerTargets:
     keys: dict[str, Key]
 
     @classmethod
-    def of(cls, held: Sequence[TensorRef], bounds: list[Bound]) -> OptimizerTargets:
+    def from_optimizers(cls, held: Sequence[TensorRef], bounds: list[Bound]) -> OptimizerTargets:
         return cls(
             held,
             bounds,
@@ -54,7 +54,7 @@ class OptimizerTargets:
         return [names for bound in self.bounds for names in bound.groups]
 
     @property
-    def optimizer_of(self) -> dict[str, int]:
+    def optimizer_indices(self) -> dict[str, int]:
         return {name: bound.index for bound in self.bounds for names in bound.groups for name in names}
 
     def tensor(self, name: str) -> torch.Tensor | None:
@@ -165,7 +165,7 @@ class Fitting:
 
     def targets(self, targets: OptimizerTargets) -> dict[Key, torch.Tensor]:
         """Return the target tensors: those that the optimizers already have, otherwise new memory."""
-        optimizer_of = targets.optimizer_of
+        optimizer_indices = targets.optimizer_indices
         found: dict[Key, torch.Tensor] = {}
         for item in self.matched.taken:
             parameter, entry = self.agreed.keys[item.name]
@@ -173,19 +173,19 @@ class Fitting:
             target = targets.tensor(item.name)
             if target is None:
                 target = state_like(own, dtype)
-            found[Key(optimizer_of[parameter], parameter, entry)] = target
+            found[Key(optimizer_indices[parameter], parameter, entry)] = target
         return found
 
     def bind(self, targets: OptimizerTargets, tensors: Mapping[Key, torch.Tensor]) -> list[str]:
         """Set the optimizers' settings and state. Return the trained parameters that then have no state."""
-        optimizer_of, forgotten = targets.optimizer_of, _forgotten(self.agreed)
+        optimizer_indices, forgotten = targets.optimizer_indices, _forgotten(self.agreed)
         scalars = {
-            Key(optimizer_of[parameter], parameter, entry): self.agreed.scalars[name]
+            Key(optimizer_indices[parameter], parameter, entry): self.agreed.scalars[name]
             for name, (parameter, entry) in self.agreed.keys.items()
-            if name in self.agreed.scalars and parameter in optimizer_of
+            if name in self.agreed.scalars and parameter in optimizer_indices
         }
         present = [group for bound in targets.bounds for group in bound.optimizer.param_groups]
-        for group, giver in zip(present, self.groups.giver_of, strict=True):
+        for group, giver in zip(present, self.groups.source_groups, strict=True):
             if giver is not None:
                 set_group(group, self.agreed.settings[giver])
         for bound in targets.bounds:
@@ -194,7 +194,9 @@ class Fitting:
                 bound.optimizer.state.pop(targets.parameters[name], None)
         kept = {key.parameter for key in targets.keys.values()} - forgotten
         stepped = {key.parameter for key in [*tensors, *scalars]} | kept
-        return [name for name in optimizer_of if name not in stepped and targets.parameters[name].requires_grad]
+        return [
+            name for name in optimizer_indices if name not in stepped and targets.parameters[name].requires_grad
+        ]
 
 
 def fit(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.arguments import get_hints, get_world, require_meant
 from shardwise.engines.model_states import state_report
 from shardwise.engines.optimizer_fit import KEEP_IT_APART, OptimizerTargets, fit
 from shardwise.errors import ShardingError, answer_keywords
@@ -75,7 +75,7 @@ def optimizer_targets(
     Raises:
         ConfigError, ShardingError, RankMismatchError: as of :func:`set_optimizer_state_dict`.
     """
-    return OptimizerTargets.of(*_bound(world, model, optimizers))
+    return OptimizerTargets.from_optimizers(*_bound(world, model, optimizers))
 
 
 def set_optimizer_values(
@@ -195,8 +195,8 @@ def get_optimizer_state_dict(
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    with world_of(options, "get_optimizer_state_dict") as world, torch.device("cpu"):
-        world.run_all(require_meant, hints_of(get_optimizer_state_dict), {"form": form})
+    with get_world(options, "get_optimizer_state_dict") as world, torch.device("cpu"):
+        world.run_all(require_meant, get_hints(get_optimizer_state_dict), {"form": form})
         require_same_call(world, form, options=options)
         taken = collect_optimizers(world, model, optimizers, "the optimizers", options)
         if form == "sharded":
@@ -256,7 +256,7 @@ def set_optimizer_state_dict(
     model = without_compile(model)
     clock = Clock()
     tolerance = matching.Tolerance(on_missing, on_unexpected, on_mismatched)
-    with world_of(options, "set_optimizer_state_dict") as world, torch.device("cpu"):
+    with get_world(options, "set_optimizer_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
             require_same_call(world, tolerance, options=options)
             targets = optimizer_targets(world, model, optimizers)

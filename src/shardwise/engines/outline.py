@@ -11,24 +11,24 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
 from shardwise.conversion.computed import Bindings
-from shardwise.engines.arguments import comparable_text, hints_of, require_known, require_meant
+from shardwise.engines.arguments import comparable_text, get_hints, require_known, require_meant
 from shardwise.engines.load_plan import LoadOptions
-from shardwise.engines.loading import form_of as base_form_of
+from shardwise.engines.loading import get_base_form
 from shardwise.errors import ConfigError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.memory import collected_later
 from shardwise.execution.reading import ReadExecutor
 from shardwise.formats.contract import CheckpointIndex
-from shardwise.formats.opening import form_of
+from shardwise.formats.opening import find_form
 from shardwise.layout import ModelLayout
 from shardwise.models import build, pretrained
 from shardwise.models.build import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
 from shardwise.models.four_bit_base import convert_base_to_four_bits
 from shardwise.models.initialize import BufferRules
 from shardwise.models.pretrained import bind
-from shardwise.models.quantization import Fp4, Mxfp4, Nf4, Quantization, is_mxfp4, of_transformers
+from shardwise.models.quantization import Fp4, Mxfp4, Nf4, Quantization, from_transformers, is_mxfp4
 from shardwise.models.torch_api import to_torch
-from shardwise.models.view import collect_tensors, layout_of
+from shardwise.models.view import build_layout, collect_tensors
 from shardwise.models.wrap import Sharding, TrainedDtype, require_trainable_dtype
 from shardwise.planning.load_memory import spare_tensors, stored_tensors
 from shardwise.planning.load_plan import Consent, OnMissing, OnUnexpected
@@ -107,7 +107,7 @@ def settled(options: Options) -> Options:
             "Leave it out"
         )
     if "quantization_config" in given:
-        found = of_transformers(given.pop("quantization_config"))
+        found = from_transformers(given.pop("quantization_config"))
         if given.setdefault("quantization", found) != found:
             raise ConfigError(
                 f"quantization={given['quantization']} and quantization_config contradict each other. Pass the "
@@ -133,7 +133,7 @@ def checked(call: str, options: Options, kind: type) -> Options:
     """
     require_known(call, options, kind)
     found = settled(options)
-    require_meant(hints_of(kind), found)
+    require_meant(get_hints(kind), found)
     require_trainable(cast(TunedOptions, found))
     return found
 
@@ -190,7 +190,7 @@ def find_differing(built: Outline, pairs: Sequence[tuple[str, str]], executor: R
     ]
 
 
-def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:
+def load_config(directory: Path, options: ModelOptions) -> PreTrainedConfig:
     """The config given, or that of the checkpoint with the overrides applied."""
     given = options.get("config")
     overrides = options.get("config_overrides", {})
@@ -223,13 +223,13 @@ def _forget_quantizer(config: PreTrainedConfig) -> None:
     for section in pretrained.quantized_configs(config):
         found = section.quantization_config
         content = found if isinstance(found, Mapping) else found.to_dict()
-        if form_of(content).is_kept:
+        if find_form(content).is_kept:
             section.quantization_config = dict(content)
         else:
             del section.quantization_config
 
 
-def class_of(
+def get_model_class(
     directory: Path, config: PreTrainedConfig, options: ModelOptions
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """The model class and the config it takes."""
@@ -246,17 +246,17 @@ def outline(
     resize: ResizeVocab | None = None,
 ) -> Outline:
     """Build the model on meta, nothing tied yet, and bind the checkpoint's keys to it."""
-    model_class, config = class_of(directory, config, options)
+    model_class, config = get_model_class(directory, config, options)
     if resize is not None:
         set_vocab_size(config, resize.size)
     named = index.metadata.get("dtype") if index.layout.startswith("indexed") else None
     dtype = build.resolve_dtype(options.get("dtype", "auto"), config, _dtypes_in_order(index), named)
     model = build.build_on_meta(model_class, config, dtype, _folder(directory))
     transforms = pretrained.conversion_transforms(model, options.get("key_mapping"))
-    return outline_of(model, index, dtype, transforms, resize)
+    return build_outline(model, index, dtype, transforms, resize)
 
 
-def outline_of(
+def build_outline(
     model: PreTrainedModel,
     index: CheckpointIndex,
     dtype: torch.dtype,
@@ -268,13 +268,13 @@ def outline_of(
     Tensors that its class keeps in another dtype get that.
     """
     held = collect_tensors(model)
-    layout = layout_of(held)
+    layout = build_layout(held)
     kept = pretrained.kept_dtypes(model, dtype)
 
-    def dtype_of(name: str) -> torch.dtype:
+    def parse_dtype(name: str) -> torch.dtype:
         return kept(name) or to_torch(layout.by_name[name].dtype)
 
-    bindings = bind(model, stored_tensors(index), layout, transforms, dtype_of, spare_tensors(index))
+    bindings = bind(model, stored_tensors(index), layout, transforms, parse_dtype, spare_tensors(index))
     if resize is not None:
         bindings = resized(bindings, vocabulary_tensors(model, held), resize.size)
     build.keep_dtypes(model, dtype, bindings.leaders)
@@ -359,7 +359,7 @@ def prepare_for_training(
         casts_to: the compute dtype of all modules, or None for each parameter's own.
     """
     built.tie(untied)
-    bindings, notes = four_bit_base_of(built.model, built.bindings_less_ties(), options)
+    bindings, notes = convert_four_bit_base(built.model, built.bindings_less_ties(), options)
     tuned = tune(
         built.model,
         bindings,
@@ -368,11 +368,11 @@ def prepare_for_training(
         adapters=adapters,
         casts_to=casts_to,
     )
-    additions = replace(tuned.additions, nested=base_form_of(tuned.model).deferred_names(tuned.model))
+    additions = replace(tuned.additions, nested=get_base_form(tuned.model).deferred_names(tuned.model))
     return replace(tuned, additions=additions, notes=(*notes, *tuned.notes))
 
 
-def four_bit_base_of(
+def convert_four_bit_base(
     model: PreTrainedModel, bindings: Bindings, options: TunedOptions
 ) -> tuple[Bindings, tuple[str, ...]]:
     """Convert a base on meta to 4 bits, as the options request. Return the new bindings, and notes.
@@ -394,12 +394,12 @@ def four_bit_base_of(
         stored = None  # dequantized by default
     is_stored = (wanted is None or keeps_experts) and stored is not None
     if is_stored:
-        wanted = of_transformers(stored)
+        wanted = from_transformers(stored)
         require_trainable({**options, "quantization": wanted})
     if not isinstance(wanted, (Nf4, Fp4)):
         return bindings, ()
     has_bytes = any(item.dtype is DType.U8 for claims in bindings.offers.values() for item in claims)
-    if has_bytes and stored is not None and (kind := _kind(of_transformers(stored))) != _kind(wanted):
+    if has_bytes and stored is not None and (kind := _kind(from_transformers(stored))) != _kind(wanted):
         raise ConfigError(
             f"quantization={_kind(wanted)}: the checkpoint has bytes of {kind}, as saved with names='internal'. "
             "Pass that, or leave it out."
@@ -439,7 +439,7 @@ class FilledOptions(TunedOptions, total=False):
     on_unexpected: OnUnexpected
 
 
-def consent_of(options: FilledOptions) -> Consent:
+def get_consent(options: FilledOptions) -> Consent:
     """Return the tensors that may be missing, mismatched or unexpected."""
     return Consent(
         options.get("on_missing", "error"),

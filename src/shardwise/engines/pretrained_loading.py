@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise.engines import arguments
 from shardwise.engines import outline as outlines
 from shardwise.engines.load_plan import Load, LoadOptions, LoadRequest, comparable_load_settings, prepare_load
-from shardwise.engines.loading import execute_load, form_of, sorted_union
+from shardwise.engines.loading import execute_load, get_base_form, sorted_union
 from shardwise.errors import ConfigError, FormatError, RankMismatchError, StorageError
 from shardwise.execution.agreement import require_same_settings
 from shardwise.execution.reading import ReadExecutor
@@ -64,7 +64,7 @@ def check_call(
         "quantization": repr(given.get("quantization")),
         "load_weights": repr(given.get("load_weights", True)),
         **comparable_load_settings(
-            outlines.consent_of(given), given.get("buffers", {}), given.get("options", LoadOptions())
+            outlines.get_consent(given), given.get("buffers", {}), given.get("options", LoadOptions())
         ),
     }
 
@@ -101,7 +101,7 @@ def build_and_load(
                 load = world.run_all(prepare_tuned, world, found.source, tuned, keywords, already_read_bytes)
             report = execute_load(world, tuned.model, found.source, load, clock)
         else:
-            require_same_settings(world, pretrained.settings_of(tuned.base))
+            require_same_settings(world, pretrained.get_settings(tuned.base))
     pretrained.record_conversions(tuned.base, built.transforms)
     if report is not None and sharding.mesh is not None:
         average_replicated_gradients(tuned.model, sharding.mesh)
@@ -125,8 +125,8 @@ def prepare_tuned(
     """Plan the load of a model that has been wrapped, on this rank."""
     resize = outlines.resizing(keywords)
     request = LoadRequest(
-        bindings=form_of(tuned.model).allocate_staging(tuned.model, tuned.bindings),
-        consent=outlines.consent_of(keywords),
+        bindings=get_base_form(tuned.model).allocate_staging(tuned.model, tuned.bindings),
+        consent=outlines.get_consent(keywords),
         buffers=keywords.get("buffers", {}),
         options=keywords.get("options", LoadOptions()),
         already_read_bytes=already_read_bytes,
@@ -168,7 +168,7 @@ def find(
         directory = stack.enter_context(small_files(world, named, hub))
     else:
         directory = arguments.resolve_everywhere(world, name_or_path, hub, wanted)
-    config = world.run_all(outlines.config_of, directory, keywords)
+    config = world.run_all(outlines.load_config, directory, keywords)
     config.name_or_path = without_secrets(named)
     extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
     if extra and not is_remote:
@@ -257,8 +257,8 @@ def build_together(
     A checkpoint's own code is first copied to the cache by one rank for all that see the same files.
     """
     if keywords.get("trust_remote_code", False) and world.size > 1:
-        first = world.is_first_of(mount_namespace())
-        world.run_all(lambda: first and outlines.class_of(found.directory, found.config, keywords))
+        first = world.is_first_at(mount_namespace())
+        world.run_all(lambda: first and outlines.get_model_class(found.directory, found.config, keywords))
     built = world.run_all(
         outlines.outline, found.directory, found.config, found.index, keywords, outlines.resizing(keywords)
     )
@@ -333,7 +333,7 @@ def from_pretrained(
             :func:`~shardwise.engines.loading.load`.
     """
     clock = Clock()
-    with arguments.world_of(keywords.get("options", LoadOptions()), "from_pretrained") as world:
+    with arguments.get_world(keywords.get("options", LoadOptions()), "from_pretrained") as world:
         keywords = world.run_all(outlines.checked, "from_pretrained", keywords, outlines.PretrainedOptions)
         arguments.require_same_arguments(
             world, check_call, name_or_path, keywords, asks_for_report=output_loading_info

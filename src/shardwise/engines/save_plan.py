@@ -17,12 +17,12 @@ from shardwise.execution.memory import collected_later
 from shardwise.execution.replicas import Shares
 from shardwise.execution.state_values import StateOptions
 from shardwise.execution.world import World
-from shardwise.layout import ModelLayout, TensorKind, place_of
+from shardwise.layout import ModelLayout, TensorKind, locate_box
 from shardwise.models import four_bit_files
 from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.torch_api import from_torch, saved_dtype
-from shardwise.models.view import TensorRef, collect_tensors, layout_of
+from shardwise.models.view import TensorRef, build_layout, collect_tensors
 from shardwise.planning.load_memory import ReadRequest, Staging, staging_within
 from shardwise.planning.save_plan import ADAPTER, MODEL, Saved, SavedTraining, SavePlan, arrange_writes, plan_save
 from shardwise.report.names import few_names
@@ -157,8 +157,8 @@ def prepare(
     ``places`` are an adapter's names, ``shares`` the parts that each rank contributes.
     """
     _require_possible(request, policy)
-    layout = layout_of(held)
-    outputs = four_bit_files.in_shapes_of_files(held, outputs_of(request, layout, places))
+    layout = build_layout(held)
+    outputs = four_bit_files.with_file_shapes(held, build_outputs(request, layout, places))
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
     beside = {} if request.training is None else _training_outputs(layout, places)
     own = [item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in beside]
@@ -180,13 +180,13 @@ def prepare(
         if output.dtype != saved[key][1]
     }
     outputs = {**outputs, **beside}
-    places_of = {
-        name: [(box, place_of(box, layout.by_name[name].boxes)) for box in boxes[rank]]
+    places_by_key = {
+        name: [(box, locate_box(box, layout.by_name[name].boxes)) for box in boxes[rank]]
         for name, boxes in shares.by_name.items()
     }
     requests = arrange_writes(
         [(entry, outputs[key].expression) for key, entry in plan.entries.items()],
-        places_of,
+        places_by_key,
         {name: number for number, item in enumerate(held) for name in item.names},
         {name for item in held if _is_staged(item, request.dtype) for name in item.names},
         policy,
@@ -217,10 +217,10 @@ def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
         )
 
 
-def outputs_of(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
+def build_outputs(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
     """Return the tensors of the files, and their expressions."""
     if isinstance(request.names, PeftNames):
-        return {key: Output.of(key, layout.by_name[name]) for key, name in places.items()}
+        return {key: Output.unchanged(key, layout.by_name[name]) for key, name in places.items()}
     return reverted(request.model, layout, request.names)
 
 
@@ -243,7 +243,9 @@ def _training_outputs(layout: ModelLayout, places: Mapping[str, str]) -> dict[st
     """Return the outputs of a training state, under their own names and dtypes."""
     adapter = set(places.values())
     return {
-        tensor.fqn: Output.of(tensor.fqn, tensor) for tensor in layout.tensors if adapter.isdisjoint(tensor.names)
+        tensor.fqn: Output.unchanged(tensor.fqn, tensor)
+        for tensor in layout.tensors
+        if adapter.isdisjoint(tensor.names)
     }
 
 

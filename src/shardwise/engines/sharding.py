@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.arguments import get_hints, get_world, require_meant
 from shardwise.errors import ConfigError, answer_keywords
 from shardwise.execution.moving import distribute
 from shardwise.execution.replicas import require_alike_models
@@ -139,7 +139,7 @@ def shard(
     Every error is the same on every rank. All but the last come before anything is changed.
     """
     model, clock = without_compile(model), Clock()
-    with world_of(options, "shard") as world, torch.device("cpu"):
+    with get_world(options, "shard") as world, torch.device("cpu"):
         with clock.phase("agree"):
             given = {"model": model, "sharding": sharding, "values_from": values_from, "options": options}
             world.run_all(_check_arguments, given, trained_dtype)
@@ -161,7 +161,7 @@ def shard(
 
 
 def _check_arguments(given: Mapping[str, Any], trained_dtype: TrainedDtype) -> None:
-    require_meant(hints_of(shard), {**given, "trained_dtype": trained_dtype})
+    require_meant(get_hints(shard), {**given, "trained_dtype": trained_dtype})
     require_trainable_dtype(trained_dtype)
 
 

@@ -111,7 +111,7 @@ def _compare_files(
     if not candidates:
         return ComparedFiles(damaged_files=tuple(broken))
     # During a commit, two saves may be on record, even of the same sizes. Small files are of either.
-    files = _FilesAsRead.of(reader, index)
+    files = _FilesAsRead.read(reader, index)
     found = min(map(files.compare, candidates), key=attrgetter("faults"))
     beside = {name for save in saves for name in save.beside} - {ADAPTER_CONFIG}
     present = set(reader.list())
@@ -133,7 +133,7 @@ class _FilesAsRead:
     config: str
 
     @classmethod
-    def of(cls, reader: StorageReader, index: CheckpointIndex) -> "_FilesAsRead":
+    def read(cls, reader: StorageReader, index: CheckpointIndex) -> "_FilesAsRead":
         """Read all files."""
         ends = dict(index.files)
         for entry in index.entries.values():

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeAlias
 
 from shardwise.errors import RankMismatchError
-from shardwise.execution.world import MismatchedRanks, World, digest_of
+from shardwise.execution.world import MismatchedRanks, World, repr_digest
 from shardwise.planning.load_memory import Available, require_fits
 from shardwise.planning.load_plan import LoadPlan
 from shardwise.report.names import few_names
@@ -37,8 +37,8 @@ def agree_on(
         RankMismatchError: naming the settings in which configs differ, or the tensors that ranks plan differently.
         ShardingError: a rank has too little memory. The message has the rank, its need, and its free memory.
     """
-    container = machine.cgroup_namespace() + machine.text_of(machine.OWN_GROUP)
-    own = (plan.digest, digest_of(settings)), container, estimate, available
+    container = machine.cgroup_namespace() + machine.read_text(machine.OWN_GROUP)
+    own = (plan.digest, repr_digest(settings)), container, estimate, available
     found = world.all_reduce_object(own, partial(_count_ranks, check_memory=check_memory))
     if isinstance(found, int):
         return found
@@ -68,7 +68,7 @@ def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
     Raises:
         RankMismatchError: naming the settings that differ.
     """
-    if mismatched := world.map_reduce(digest_of, MismatchedRanks.among, settings):
+    if mismatched := world.map_reduce(repr_digest, MismatchedRanks.among, settings):
         differing = _differing(world, mismatched, settings)
         shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
         raise RankMismatchError(

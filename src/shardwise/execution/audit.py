@@ -19,8 +19,8 @@ import torch
 from shardwise.conversion.expression import Expression
 from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.execution.checksums import checksums
-from shardwise.execution.reading import ReadExecutor, identities_of
-from shardwise.execution.world import MismatchedRanks, World, digest_of
+from shardwise.execution.reading import ReadExecutor, read_identities
+from shardwise.execution.world import MismatchedRanks, World, repr_digest
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import TensorKind
 from shardwise.models.torch_api import to_torch
@@ -72,7 +72,7 @@ def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
         name: (tuple(tensor.shape), tensor.dtype, value)
         for (name, tensor), value in zip(buffers.items(), checksums(list(buffers.values())), strict=True)
     }
-    if world.all_reduce_object(digest_of(sorted(sums.items())), MismatchedRanks.among) is None:
+    if world.all_reduce_object(repr_digest(sorted(sums.items())), MismatchedRanks.among) is None:
         return
     first = world.broadcast(lambda: sums)
     differing = [name for name in sums if first.get(name) != sums[name]]
@@ -145,7 +145,7 @@ def require_one_checkpoint(
     def place() -> bytes:
         if isinstance(reader, FilePlaces):
             identities.update({file: reader.identity(file) for file in files})
-        return _digest(place_of(reader, file).encode(errors="surrogatepass") for file in files)
+        return _digest(content_identity(reader, file).encode(errors="surrogatepass") for file in files)
 
     places = world.all_gather(place)
     firsts = [places.index(place) for place in places]
@@ -154,7 +154,7 @@ def require_one_checkpoint(
 
     def sample() -> list[tuple[object, ...]]:
         if not identities:
-            identities.update(identities_of(reader, files, world.check))
+            identities.update(read_identities(reader, files, world.check))
         return [_facts(world, reader, index, file) for file in files] if world.rank in firsts else []
 
     world.map_reduce(sample, partial(_compare_copies, index.root, files, firsts))
@@ -180,7 +180,7 @@ def _compare_copies(
                 )
 
 
-def place_of(reader: StorageReader, file: str) -> str:
+def content_identity(reader: StorageReader, file: str) -> str:
     """Return a string that is equal on two ranks only if they read the same bytes.
 
     For remote storage, this is the root: the identities of its files are the same on every rank, and each read

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from shardwise.execution.memory import HostStaging, memory_of, row_slices
+from shardwise.execution.memory import HostStaging, as_memoryview, row_slices
 from shardwise.models.torch_api import sent, settle
 from shardwise.models.view import raw_bytes
 from shardwise.planning.fingerprints import (
@@ -52,7 +52,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 def _on_host(tensor: torch.Tensor) -> int:
     total, start = 0, 0
     for run in _runs(tensor, tensor.nbytes if tensor.is_contiguous() else _CHUNK_BYTES):
-        total += fingerprint(memory_of(run), start)
+        total += fingerprint(as_memoryview(run), start)
         start += run.numel()
     return total
 

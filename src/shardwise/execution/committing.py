@@ -339,7 +339,7 @@ def commit_save(
     fingerprints_file = fingerprints.file_beside(plan.stem)
     bound = _bound(writer, plan, small_files)
     free = {name: content for name, content in small_files.items() if name not in bound}
-    commit = commit_plan.commit_of(plan, begun.folder_state, can_rename=writer.policy.can_rename, bound=bound)
+    commit = commit_plan.plan_commit(plan, begun.folder_state, can_rename=writer.policy.can_rename, bound=bound)
     removed = commit_files(writer, begun.locked, commit, {**free, fingerprints_file: both})
     if begun.locked.is_held():
         writer.replace(fingerprints_file, fingerprints.to_bytes([recorded]))

@@ -24,7 +24,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from shardwise.errors import RankLostError, RankMismatchError
 from shardwise.execution import Timeouts
-from shardwise.execution.failure_detection import KeyStore, detector_of, heartbeat_keys
+from shardwise.execution.failure_detection import KeyStore, get_detector, heartbeat_keys
 from shardwise.execution.outcomes import Failure
 from shardwise.report.names import shown_ranks
 from shardwise.storage.machine import ProcessPlace
@@ -79,7 +79,7 @@ class ControlChannel:
         self._is_closed = False
         self._joining = threading.Lock()
         self._joined_s = self._warn_at = math.inf
-        self._detector = detector_of(store, global_ranks[rank])
+        self._detector = get_detector(store, global_ranks[rank])
 
     @property
     def is_interrupted(self) -> bool:

@@ -176,7 +176,7 @@ class Detector:
 _detectors: weakref.WeakKeyDictionary[Any, dict[int, Detector]] = weakref.WeakKeyDictionary()
 
 
-def detector_of(store: Any, rank: int) -> Detector:
+def get_detector(store: Any, rank: int) -> Detector:
     """Return the detector of this process, which is ``rank`` among all that use the store. Starts the heartbeat."""
     own = _detectors.setdefault(store, {})
     if rank not in own or own[rank].process != os.getpid():

@@ -91,7 +91,7 @@ class Saving:
         with open_writer(self.folder) as writer:
             saving_lock.require_lock(writer, self.save_id)
 
-    def cause_of(self, failure: Exception) -> Exception:
+    def find_cause(self, failure: Exception) -> Exception:
         """Return the cause of a failure on this rank: the loss of the lock, or else the failure itself."""
         try:
             self.require()

@@ -22,15 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError
 from shardwise.models import torch_api
-from shardwise.models.torch_api import module_of, take_after, to_torch
+from shardwise.models.torch_api import accelerator_module, take_after, to_torch
 from shardwise.models.view import TensorRef, local_tensor, strided_view
 from shardwise.planning.load_memory import Available, Segment, staging_within
 from shardwise.storage.contract import ReadPolicy
-from shardwise.storage.machine import GROUPS, OWN_GROUP, control_groups, number_in, text_of
+from shardwise.storage.machine import GROUPS, OWN_GROUP, control_groups, number_in, read_text
 from shardwise.tensors import Strided, row_blocks
 
 
-def home_of(held: Sequence[TensorRef], default: torch.device | None) -> torch.device:
+def compute_device(held: Sequence[TensorRef], default: torch.device | None) -> torch.device:
     """Return the device that a model computes on: that of its mesh, otherwise ``default``, otherwise the CPU.
 
     Unsharded tensors (buffers, full parameters) belong there too.
@@ -47,26 +47,26 @@ def home_of(held: Sequence[TensorRef], default: torch.device | None) -> torch.de
 def staging_device(held: Sequence[TensorRef], tensors: Iterable[torch.Tensor]) -> torch.device:
     """Return the device of staging buffers: the mesh's, otherwise that of the tensors with values."""
     live = next((tensor for tensor in tensors if not tensor.is_meta), None)
-    return home_of(held, None if live is None else local_tensor(live).device)
+    return compute_device(held, None if live is None else local_tensor(live).device)
 
 
 Managers: TypeAlias = Mapping[nn.Parameter, Any]
 """FSDP2's own object for each parameter that it shards. Valid for meta tensors until they are materialized."""
 
 
-def devices_of(held: Sequence[TensorRef], managers: Managers, home: torch.device) -> dict[str, torch.device]:
+def target_devices(held: Sequence[TensorRef], managers: Managers, home: torch.device) -> dict[str, torch.device]:
     """Return the device of each tensor by FQN, or the device that it will be materialized on."""
-    return {item.fqn: _device_of(item, managers, home) for item in held}
+    return {item.fqn: _get_device(item, managers, home) for item in held}
 
 
-def _device_of(item: TensorRef, managers: Managers, home: torch.device) -> torch.device:
+def _get_device(item: TensorRef, managers: Managers, home: torch.device) -> torch.device:
     if not item.tensor.is_meta:
         return item.local.device
-    manager = _manager_of(item, managers)
+    manager = _find_fsdp_param(item, managers)
     return torch.device("cpu") if manager is not None and torch_api.is_offloaded(manager) else home
 
 
-def _manager_of(item: TensorRef, managers: Managers) -> Any:
+def _find_fsdp_param(item: TensorRef, managers: Managers) -> Any:
     return managers.get(item.tensor) if isinstance(item.tensor, nn.Parameter) else None
 
 
@@ -82,7 +82,7 @@ def materialize(held: Sequence[TensorRef], managers: Managers, home: torch.devic
 
 def _allocate(item: TensorRef, managers: Managers, home: torch.device) -> torch.Tensor:
     """Replace a tensor on meta by one with uninitialized memory. Return its local tensor."""
-    tensor, device, manager = item.tensor, _device_of(item, managers, home), _manager_of(item, managers)
+    tensor, device, manager = item.tensor, _get_device(item, managers, home), _find_fsdp_param(item, managers)
     if manager is None:
         local = torch.empty_like(local_tensor(tensor), device=device)
     else:
@@ -137,7 +137,7 @@ class HostStaging:
 
     def begin(self) -> memoryview:
         """Return the buffer for the bytes of the next request."""
-        return memory_of(self.buffer)
+        return as_memoryview(self.buffer)
 
     def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
         """Copy a segment, read to byte ``start`` of the buffer, into its place in the tensor."""
@@ -168,7 +168,7 @@ class DeviceStaging:
         self._nbytes = nbytes
         self._pinned = HostStaging(nbytes, is_pinned=True), HostStaging(nbytes, is_pinned=True)
         self._device = device
-        self._module = module_of(device)
+        self._module = accelerator_module(device)
         self._stream = self._module.Stream(device)
         self._stream.wait_stream(self._module.current_stream(device))
         self._on_device: list[torch.Tensor] = []
@@ -261,7 +261,7 @@ def staging_buffers(
     return [DeviceStaging(nbytes, device) for _ in range(staging.workers)]
 
 
-def memory_of(flat: torch.Tensor) -> memoryview:
+def as_memoryview(flat: torch.Tensor) -> memoryview:
     """Return the bytes of a flat CPU tensor."""
     array: Any = flat.numpy()
     return memoryview(array)
@@ -282,7 +282,7 @@ def available_memory(home: torch.device) -> Available:
 def host_memory(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> int | None:
     """Return free bytes of the machine, or of a control group that limits this process further. None if unknown."""
     found = [_free_bytes(group) for group in control_groups(own_group, groups)]
-    for line in text_of(meminfo).splitlines():
+    for line in read_text(meminfo).splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             found.append(int(value.split()[0]) * 1024)
@@ -293,7 +293,7 @@ def _free_bytes(group: Path) -> int | None:
     most, used = number_in(group / "memory.max"), number_in(group / "memory.current")
     if most is None or used is None:
         return None
-    statistics = dict(line.split() for line in text_of(group / "memory.stat").splitlines())
+    statistics = dict(line.split() for line in read_text(group / "memory.stat").splitlines())
     cache = sum(int(statistics.get(name, 0)) for name in ("inactive_file", "active_file"))
     return max(0, most - used + cache)  # the page cache is reclaimed
 

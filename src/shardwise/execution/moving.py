@@ -22,12 +22,12 @@ from shardwise.conversion.expression import Stored
 from shardwise.execution.memory import HostStaging, pinned_bytes, trim_heap
 from shardwise.execution.tensor_facts import facts_by_name, held_by_rank
 from shardwise.execution.world import World
-from shardwise.layout import LocalBox, place_of
+from shardwise.layout import LocalBox, locate_box
 from shardwise.models.view import local_boxes, local_tensor, strided_view
 from shardwise.planning import moves
 from shardwise.tensors import Box, DType, Strided, numel
 
-ShareOf: TypeAlias = Callable[[str, int], torch.Tensor]
+GetShare: TypeAlias = Callable[[str, int], torch.Tensor]
 """Returns a share of a tensor that this rank sends, by name and number, as a row-major tensor."""
 
 BufferFor: TypeAlias = Callable[[str, Box], torch.Tensor]
@@ -64,7 +64,7 @@ class _LocalRound:
     receives: list[tuple[moves.Block, tuple[moves.Piece, ...], int, int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, blocks: moves.Round, rank: int, size: int) -> _LocalRound:
+    def from_blocks(cls, blocks: moves.Round, rank: int, size: int) -> _LocalRound:
         local = cls([0] * size, [0] * size)
         for block in blocks:
             for source, pieces in block.given:
@@ -89,18 +89,18 @@ class Exchange:
     Args:
         world: the ranks.
         rounds: the same on every rank.
-        share_of: this rank's shares.
+        get_share: this rank's shares.
         buffer_for: returns memory for each block that this rank receives, before the block's round is yielded. If
             None, blocks are put into ``received``, on ``device``, and the caller removes them after each round.
-        dtype_of: the dtype in which a tensor is sent, by key. Sources cast to it.
+        dtypes: the dtype in which a tensor is sent, by key. Sources cast to it.
         device: of staging memory: of the kind that the process group's backend moves.
     """
 
     world: World
     rounds: Sequence[moves.Round]
-    share_of: ShareOf
+    get_share: GetShare
     buffer_for: BufferFor | None
-    dtype_of: Mapping[str, torch.dtype]
+    dtypes: Mapping[str, torch.dtype]
     device: torch.device
     traffic: Traffic = field(default_factory=Traffic)
     received: dict[tuple[str, Box], torch.Tensor] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Exchange:
             CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
             RankLostError: a rank has been lost, or has left.
         """
-        local = [_LocalRound.of(blocks, self.world.rank, self.world.size) for blocks in self.rounds]
+        local = [_LocalRound.from_blocks(blocks, self.world.rank, self.world.size) for blocks in self.rounds]
         self.traffic.staging_bytes = max((sum(own.sent) + sum(own.received) for own in local), default=0)
         arriving: _LocalRound | None = None
         try:
@@ -165,7 +165,7 @@ class Exchange:
     def _source_values(self, block: moves.Block, pieces: Sequence[moves.Piece]) -> Iterator[torch.Tensor]:
         for piece in pieces:
             self.world.check()
-            yield strided_view(self.share_of(block.leaves[piece.leaf], piece.share), piece.source)
+            yield strided_view(self.get_share(block.leaves[piece.leaf], piece.share), piece.source)
 
     def _put(self, block: moves.Block, pieces: Sequence[moves.Piece], values: Iterator[torch.Tensor]) -> None:
         memory = self._buffer(block.key, block.box)
@@ -177,12 +177,12 @@ class Exchange:
         if self.buffer_for is not None:
             return self.buffer_for(key, box)
         if (key, box) not in self.received:
-            self.received[key, box] = torch.empty(box.numel, dtype=self.dtype_of[key], device=self.device)
+            self.received[key, box] = torch.empty(box.numel, dtype=self.dtypes[key], device=self.device)
         return self.received[key, box]
 
     def _staged(self, block: moves.Block, pieces: Sequence[moves.Piece], start: int) -> Iterator[torch.Tensor]:
         """Yield the pieces in staging memory, which are at byte ``start`` of it."""
-        flat = self._staging[start : start + _nbytes(block, pieces)].view(self.dtype_of[block.key])
+        flat = self._staging[start : start + _nbytes(block, pieces)].view(self.dtypes[block.key])
         for piece in pieces:
             yield flat[: piece.target.numel].view(piece.target.sizes)
             flat = flat[piece.target.numel :]
@@ -233,7 +233,7 @@ class LocalTensor:
     boxes: tuple[LocalBox, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, name: str) -> LocalTensor:
+    def from_tensor(cls, tensor: torch.Tensor, name: str) -> LocalTensor:
         return cls(local_tensor(tensor), local_boxes(tensor, name))
 
     @classmethod
@@ -244,7 +244,7 @@ class LocalTensor:
 
     def view(self, box: Box) -> torch.Tensor:
         """Return the elements of a box, which is within one of this rank's."""
-        return strided_view(self.local, place_of(box, self.boxes))
+        return strided_view(self.local, locate_box(box, self.boxes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,14 +315,14 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
     }
     last: dict[tuple[str, int], torch.Tensor] = {}
 
-    def share_of(name: str, number: int) -> torch.Tensor:
+    def get_share(name: str, number: int) -> torch.Tensor:
         if (name, number) not in last:
             last.clear()
             last[name, number] = _present(by_name[name].source).view(shares[name][world.rank][number]).contiguous()
         return last[name, number]
 
     rounds = world.run_all(lambda: moves.plan_rounds([[item.move() for item in items]], shares, budget_bytes))
-    exchange = Exchange(world, rounds, share_of, None, {item.name: item.dtype for item in items}, device)
+    exchange = Exchange(world, rounds, get_share, None, {item.name: item.dtype for item in items}, device)
     largest = max((item.nbytes for item in items), default=0)
     staging = HostStaging(pinned_bytes(budget_bytes, largest), is_pinned=True)
     for _ in exchange.run():
@@ -392,7 +392,7 @@ def gather(
                 gathered[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                 target = LocalTensor.whole(gathered[name])
             wanted = moves.whole_on(ranks, tuple(tensor.shape), world.size)
-            source = LocalTensor.of(tensor, name)
+            source = LocalTensor.from_tensor(tensor, name)
             items.append(Transfer(name, tensor.shape, tensor.dtype, held[name], wanted, source, target))
 
     world.run_all(prepare)

@@ -37,7 +37,7 @@ class Failure:
     cause: Exception | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def from_error(cls, error: Exception) -> Failure:
         own = [base for base in type(error).__mro__ if base is Stopped or base.__module__ == errors.__name__]
         message = str(error) if own else f"{type(error).__name__}: {error}"
         step = getattr(error, "step", "") or current_phases()
@@ -85,7 +85,7 @@ def attempt(function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T 
     try:
         return function(*args, **keywords)
     except Exception as error:
-        return Failure.of(error)
+        return Failure.from_error(error)
 
 
 def encode(value: object) -> bytes:

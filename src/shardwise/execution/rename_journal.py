@@ -91,7 +91,7 @@ def distributed_folders(root: str) -> list[str]:
 def remove_fresh(writer: StorageWriter, files: Collection[str], save_id: str | None = None) -> None:
     """Remove those of these files that saves (by default all) have written and not renamed."""
     for name in files:
-        if (found := commit_plan.save_id_of_fresh(name)) is not None and save_id in (None, found):
+        if (found := commit_plan.parse_fresh_name(name)) is not None and save_id in (None, found):
             writer.remove(name)
 
 
@@ -121,7 +121,7 @@ def finish(root: str, file: str, locked: LockedFolder) -> None:
         return  # another save has finished it
     with FoldersWriter(root) as writer:
         for name in (*renames.names, *renames.older):
-            writer.add_folder_of(name)
+            writer.add_parent(name)
         there = set(writer.list())
         for name in renames.names:
             if (new := commit_plan.fresh(name, renames.save_id)) in there:
@@ -167,20 +167,20 @@ def read_list(folder: Path, file: str) -> commit_plan.Renames | None:
     renames = commit_plan.Renames.from_bytes(file, content)
     if renames is None:
         raise FormatError(f"{file} in {folder}: is not a list of renames of an interrupted save. Remove it")
-    if linked := [inner for inner in _folders_of(folder, renames) if (folder / inner).is_symlink()]:
+    if linked := [inner for inner in _existing_folders(folder, renames) if (folder / inner).is_symlink()]:
         raise FormatError(
             f"{file} in {folder}: lists files in {shown(linked[0])}, which is a link. Remove the list"
         )
     return renames
 
 
-def _folders_of(folder: Path, renames: commit_plan.Renames) -> list[str]:
+def _existing_folders(folder: Path, renames: commit_plan.Renames) -> list[str]:
     """Return the existing folders that contain listed names, parents first."""
     parents = {str(parent) for name in (*renames.names, *renames.older) for parent in PurePosixPath(name).parents}
     return sorted(inner for inner in parents - {"."} if (folder / inner).is_dir())
 
 
-def home_of(path: Path) -> Path:
+def journal_folder(path: Path) -> Path:
     """Return the folder whose lists concern a path: itself, or the parent of a file or of one model's folder."""
     return path.parent if not path.is_dir() or is_distributed_folder(path.name) else path
 
@@ -237,12 +237,12 @@ def leads_nowhere(place: Path) -> bool:
 
 def _link(folder: Path, pending: Sequence[commit_plan.Renames], place: Path) -> list[str]:
     """Link the files of a folder under their final names. Return the listed names that are missing."""
-    inner_folders = {inner for renames in pending for inner in _folders_of(folder, renames)}
+    inner_folders = {inner for renames in pending for inner in _existing_folders(folder, renames)}
     links: dict[str, str] = {}
     for inner in ("", *sorted(inner_folders)):
         (place / inner).mkdir(exist_ok=True)
         names = {(PurePosixPath(inner) / name).as_posix() for name in os.listdir(folder / inner)} - inner_folders
-        links |= {name: name for name in names if commit_plan.save_id_of_fresh(name) is None}
+        links |= {name: name for name in names if commit_plan.parse_fresh_name(name) is None}
     for renames in pending:
         fresh = {name: commit_plan.fresh(name, renames.save_id) for name in renames.names}
         links |= {name: new for name, new in fresh.items() if (folder / new).is_file()}

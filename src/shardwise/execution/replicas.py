@@ -20,15 +20,15 @@ from shardwise.errors import ConfigError, RankMismatchError, ShardingError
 from shardwise.execution.checksums import checksums
 from shardwise.execution.moving import LocalTensor, Transfer, transfer
 from shardwise.execution.tensor_facts import TensorFacts, facts_by_name, held_by_rank
-from shardwise.execution.world import World, digest_of
-from shardwise.layout import TensorKind, place_of
+from shardwise.execution.world import World, repr_digest
+from shardwise.layout import TensorKind, locate_box
 from shardwise.models.rebind import Bound
 from shardwise.models.selection import Factors
 from shardwise.models.torch_api import sets_grad_dtype
 from shardwise.models.view import TensorRef, local_boxes, local_tensor, strided_view
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import Item, digest, require_alike
-from shardwise.planning.moves import Boxes, Common, in_common, shares_by_rank, shares_of_first
+from shardwise.planning.moves import Boxes, Common, first_holder_shares, in_common, shares_by_rank
 from shardwise.report.names import few_names, shown_ranks
 from shardwise.tensors import Box
 
@@ -62,15 +62,15 @@ class Replicas:
         for name, boxes in common.items():
             local, places = local_tensor(tensors[name]), local_boxes(tensors[name], name)
             for box, holders in boxes:
-                group = ReplicaGroup(len(holders), name in buffers, digest_of(holders))
-                view = strided_view(local, place_of(box, places))
+                group = ReplicaGroup(len(holders), name in buffers, repr_digest(holders))
+                view = strided_view(local, locate_box(box, places))
                 by_group.setdefault(group, {}).setdefault(name, []).append(view)
         return cls(by_group)
 
     def digests(self) -> dict[ReplicaGroup, bytes]:
         """Return a digest for each group, equal on its ranks if the values are."""
         return {
-            group: digest_of(checksums([view for views in tensors.values() for view in views]))
+            group: repr_digest(checksums([view for views in tensors.values() for view in views]))
             for group, tensors in self.by_group.items()
         }
 
@@ -195,10 +195,10 @@ def equal_on_all(
                 name,
                 tensors[name].shape,
                 tensors[name].dtype,
-                shares_of_first(held[name]),
+                first_holder_shares(held[name]),
                 held[name],
-                LocalTensor.of(tensors[name], name),
-                LocalTensor.of(copy, name),
+                LocalTensor.from_tensor(tensors[name], name),
+                LocalTensor.from_tensor(copy, name),
             )
             for name, copy in copies.items()
         ]
@@ -288,7 +288,7 @@ def _shares_by_name(
         turn = -1 if is_buffer else number % len(boxes)
         key = id(boxes), turn, itemsize
         if key not in known:
-            known[key] = shares_of_first(boxes) if is_buffer else shares_by_rank(boxes, turn, itemsize)
+            known[key] = first_holder_shares(boxes) if is_buffer else shares_by_rank(boxes, turn, itemsize)
         shares |= dict.fromkeys(item.names, known[key])
     return shares
 
@@ -312,7 +312,7 @@ class PackedRows:
         first = local_boxes(self.weight.tensor, self.weight.fqn)[0].box.offsets[0]
         start, count = box.offsets[0], box.sizes[0]
         rows = slice(start - first, start - first + count)
-        scales = self.layer.scales_of(self.scales.local[rows].contiguous(), start)
+        scales = self.layer.get_scales(self.scales.local[rows].contiguous(), start)
         packing = self.layer.packing
         whole: torch.Tensor = packing.dequantize(self.weight.local[rows].contiguous(), scales, packing.dtype)
         return whole[:, box.offsets[1] : box.offsets[1] + box.sizes[1]].contiguous()
@@ -345,7 +345,7 @@ class ShardSender:
     def values(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of a tensor, row-major."""
         item = self.held[name]
-        return strided_view(item.local, place_of(box, local_boxes(item.tensor, item.fqn))).contiguous()
+        return strided_view(item.local, locate_box(box, local_boxes(item.tensor, item.fqn))).contiguous()
 
 
 @dataclass

@@ -118,7 +118,7 @@ def release_lock(writer: StorageWriter, save_id: str) -> None:
 
 def holds_lock(writer: StorageWriter, save_id: str) -> bool:
     """Return True if the folder is locked by this save. On an object store others may be acquiring it as well."""
-    record = _LockRecord.of(writer.read(_lock_file(writer, save_id)))
+    record = _LockRecord.from_bytes(writer.read(_lock_file(writer, save_id)))
     return record is not None and record.save_id == save_id
 
 
@@ -135,7 +135,7 @@ def require_lock(writer: StorageWriter, save_id: str) -> None:
             f"{writer.root}: {file}, which the first rank created there, is not visible. Save to a directory that "
             "all ranks share, and leave that file alone during the save"
         )
-    record = _LockRecord.of(content)
+    record = _LockRecord.from_bytes(content)
     if record is None or record.save_id != save_id:
         raise _refusal(writer, file, record)
 
@@ -162,7 +162,7 @@ class _LockRecord:
     renewed_s: float
 
     @classmethod
-    def of(cls, content: bytes | None) -> _LockRecord | None:
+    def from_bytes(cls, content: bytes | None) -> _LockRecord | None:
         """Parse a lock file. Return None if it is not one."""
         try:
             found = json.loads(content or b"")
@@ -206,7 +206,7 @@ def _create(writer: StorageWriter, save_id: str) -> None:
     except StorageError as error:
         found = writer.read(LOCK_FILE)
         if found is not None:
-            raise _refusal(writer, LOCK_FILE, _LockRecord.of(found)) from error
+            raise _refusal(writer, LOCK_FILE, _LockRecord.from_bytes(found)) from error
         raise
     try:
         writer.write(LOCK_FILE, 0, [memoryview(content)])
@@ -232,7 +232,7 @@ def _take_over(writer: StorageWriter) -> None:
     except StorageError as error:
         if writer.read(LOCK_FILE) is not None:
             raise
-        raise _refusal(writer, LOCK_FILE, _LockRecord.of(content)) from error  # another save was faster
+        raise _refusal(writer, LOCK_FILE, _LockRecord.from_bytes(content)) from error  # another save was faster
     if writer.read(aside) != content:
         writer.rename(aside, LOCK_FILE)
         raise _refusal(writer, LOCK_FILE, None)
@@ -272,12 +272,12 @@ def _require_stale(writer: StorageWriter, file: str, *, is_patient: bool = True)
         StorageError: the lock is not stale.
     """
     content, deadline = writer.read(file), time.monotonic() + _WRITTEN_S
-    while _is_exclusive(writer) and content is not None and _LockRecord.of(content) is None:
+    while _is_exclusive(writer) and content is not None and _LockRecord.from_bytes(content) is None:
         if time.monotonic() > deadline:
             return content
         time.sleep(_POLL_S)
         content = writer.read(file)
-    record = _LockRecord.of(content)
+    record = _LockRecord.from_bytes(content)
     is_stale = record is not None and (record.is_stale or (is_patient and _is_silent(writer, file, record)))
     if content is not None and not is_stale:
         raise _refusal(writer, file, record)

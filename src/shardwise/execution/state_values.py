@@ -87,7 +87,7 @@ def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
     reject_meta(tensors, "the state that was given")
     return {
         name: matching.Brought(
-            tuple(tensor.shape), torch_api.in_memory(tensor.dtype), tensor_facts.boxes_of(tensor, name)
+            tuple(tensor.shape), torch_api.in_memory(tensor.dtype), tensor_facts.get_boxes(tensor, name)
         )
         for name, tensor in tensors.items()
     }
@@ -155,9 +155,13 @@ class BroughtValues:
     ) -> moving.Transfer:
         name = item.place.names[0]
         target = targets[name]
-        source = moving.LocalTensor.of(self.tensors[item.name], item.name) if item.name in self.tensors else None
+        source = (
+            moving.LocalTensor.from_tensor(self.tensors[item.name], item.name)
+            if item.name in self.tensors
+            else None
+        )
         wanted = tuple(found[name].boxes for found in facts)
-        into = moving.LocalTensor.of(target, name)
+        into = moving.LocalTensor.from_tensor(target, name)
         return moving.Transfer(name, target.shape, target.dtype, item.held, wanted, source, into)
 
 
@@ -274,7 +278,7 @@ class StoredValues:
         """Return full tensors, which are small. Collective: no."""
         wanted = [(self.expressions[name], Box.whole(self.expressions[name].shape)) for name in names]
         placer = self._placer(World(0, 1))
-        found = placer.values_of([(item, box, torch_api.to_torch(item.dtype)) for item, box in wanted])
+        found = placer.read_values([(item, box, torch_api.to_torch(item.dtype)) for item, box in wanted])
         self.read_bytes += placer.read_bytes
         return found
 

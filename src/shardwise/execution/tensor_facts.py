@@ -22,17 +22,17 @@ class TensorFacts:
     boxes: moves.Boxes
 
 
-def facts_of(tensor: torch.Tensor, name: str) -> TensorFacts:
+def get_facts(tensor: torch.Tensor, name: str) -> TensorFacts:
     """Return the facts of a tensor on this rank."""
-    return TensorFacts(tuple(tensor.shape), str(tensor.dtype), boxes_of(tensor, name))
+    return TensorFacts(tuple(tensor.shape), str(tensor.dtype), get_boxes(tensor, name))
 
 
 def facts_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
     """Return the facts of each tensor by name. Errors have the name."""
-    return {name: facts_of(tensor, name) for name, tensor in tensors.items()}
+    return {name: get_facts(tensor, name) for name, tensor in tensors.items()}
 
 
-def boxes_of(tensor: torch.Tensor, name: str) -> moves.Boxes:
+def get_boxes(tensor: torch.Tensor, name: str) -> moves.Boxes:
     """Return the boxes of a tensor on this rank."""
     return tuple(item.box for item in local_boxes(tensor, name))
 

@@ -176,7 +176,7 @@ class World:
         if mismatched := self.all_reduce_object(value, MismatchedRanks.among):
             raise RankMismatchError(f"{what} on rank {mismatched.text} is not that of rank 0")
 
-    def is_first_of(self, place: str) -> bool:
+    def is_first_at(self, place: str) -> bool:
         """Return True on the lowest of the ranks that pass this ``place``. Collective: yes."""
         return self.all_gather_object(place).index(place) == self.rank
 
@@ -275,7 +275,7 @@ class MismatchedRanks:
         return cls(ranks[0], shown_ranks(ranks)) if ranks else None
 
 
-def digest_of(value: object) -> bytes:
+def repr_digest(value: object) -> bytes:
     """Return the SHA-256 of a value's ``repr``, for comparison between ranks."""
     return hashlib.sha256(repr(value).encode(errors="surrogatepass")).digest()
 

@@ -13,9 +13,16 @@ import torch
 from tqdm import tqdm
 
 from shardwise.conversion.expression import Expression
-from shardwise.execution.memory import HostStaging, WorkerPool, as_stored, in_background, memory_of, pinned_bytes
+from shardwise.execution.memory import (
+    HostStaging,
+    WorkerPool,
+    as_memoryview,
+    as_stored,
+    in_background,
+    pinned_bytes,
+)
 from shardwise.execution.moving import Exchange
-from shardwise.execution.reading import bytes_of
+from shardwise.execution.reading import storage_bytes
 from shardwise.execution.replicas import ShardSender
 from shardwise.execution.world import World
 from shardwise.formats.contract import TensorEntry
@@ -110,10 +117,10 @@ class Emitter:
             tensor = self.tensors[segment.target]
             if segment.is_direct:
                 start = segment.copy.target.offset * tensor.element_size()
-                buffers.append(bytes_of(tensor)[start : start + segment.bytes.nbytes])
+                buffers.append(storage_bytes(tensor)[start : start + segment.bytes.nbytes])
             else:
                 as_stored(staging.buffer, segment, used).copy_(strided_view(tensor, segment.copy.target))
-                buffers.append(memory_of(staging.buffer)[used : used + segment.bytes.nbytes])
+                buffers.append(as_memoryview(staging.buffer)[used : used + segment.bytes.nbytes])
                 used += aligned(segment.bytes.nbytes)
         return buffers
 
@@ -246,7 +253,7 @@ class OwnFiles:
         step = self._writer.policy.request_bytes
         for chunk in values.split(step if is_on_host else min(step, self._staging.nbytes)):
             self._world.check()
-            data = memory_of(chunk if is_on_host else self._staging.stage(chunk))
+            data = as_memoryview(chunk if is_on_host else self._staging.stage(chunk))
             with in_background(self.written.add, entry.key, start, data):
                 self._writer.write(entry.file, entry.start + start, [data])
             start += len(data)

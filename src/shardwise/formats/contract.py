@@ -359,7 +359,7 @@ class CheckpointIndex:
 
     def tensors(self) -> list[StoredTensor]:
         """Return every tensor in the order of the entries, composed ones last."""
-        composing = {key for item in self.composed.values() for key in entries_of(item.composition)}
+        composing = {key for item in self.composed.values() for key in iter_entry_keys(item.composition)}
         simple = [
             StoredTensor(key, entry.dtype, entry.shape, (entry,))
             for key, entry in self.entries.items()
@@ -367,23 +367,23 @@ class CheckpointIndex:
         ]
         return simple + [
             StoredTensor(
-                key, item.dtype, item.shape, tuple(self.entries[name] for name in entries_of(item.composition))
+                key, item.dtype, item.shape, tuple(self.entries[name] for name in iter_entry_keys(item.composition))
             )
             for key, item in self.composed.items()
         ]
 
 
-def entries_of(composition: object) -> Iterator[str]:
+def iter_entry_keys(composition: object) -> Iterator[str]:
     """Yield the keys of the entries of a composition."""
     match composition:
         case Whole(key) | View(key):
             yield key
         case tuple():
             for inner in composition:
-                yield from entries_of(inner)
+                yield from iter_entry_keys(inner)
         case _ if is_dataclass(composition):
             for item in fields(composition):
-                yield from entries_of(getattr(composition, item.name))
+                yield from iter_entry_keys(getattr(composition, item.name))
 
 
 def prefixed(composition: T, prefix: str) -> T:
@@ -422,7 +422,7 @@ def parse_object(text: bytes, *, what: str) -> dict[str, object]:
     """
     try:
         value = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_object_of_distinct_keys, parse_constant=_refuse_constant
+            text.decode("utf-8"), object_pairs_hook=_require_distinct_keys, parse_constant=_refuse_constant
         )
     except (ValueError, RecursionError) as error:  # not UTF-8, too deep, our own refusals, integers of many digits
         raise invalid_file(what, f"it is not valid JSON ({error})") from error
@@ -436,7 +436,7 @@ def invalid_file(what: str, cause: str) -> FormatError:
     return FormatError(f"{what}: {cause}. The file is damaged or of another format: download or write it again")
 
 
-def _object_of_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _require_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:

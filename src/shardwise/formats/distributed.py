@@ -84,7 +84,7 @@ def _add_chosen(
         FormatError: the metadata and the files contradict each other, or a chunk holds objects that are not data.
         StorageError: bytes cannot be read.
     """
-    wanted = {path: tensor for path, tensor in metadata.tensors.items() if choice.key_of(path) is not None}
+    wanted = {path: tensor for path, tensor in metadata.tensors.items() if choice.model_key(path) is not None}
     found.files.update(_sizes(reader, wanted.values(), f"{shown(folder + joining.METADATA)} in {reader.root}"))
     known: dict[bytes, object] = {}
 

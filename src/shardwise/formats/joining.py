@@ -47,7 +47,7 @@ def read_each(
 def add_ignored(others: Iterable[tuple[KeyPath, str]], choice: WrapperChoice, found: contract.IndexSoFar) -> None:
     """Record values that are not loaded: an optimizer as one, all others individually."""
     ignored = [f"{'.'.join(path)} (an optimizer's state)" for path in choice.others]
-    ignored += [f"{'.'.join(path)} ({kind})" for path, kind in others if choice.key_of(path) is not None]
+    ignored += [f"{'.'.join(path)} ({kind})" for path, kind in others if choice.model_key(path) is not None]
     found.ignored = list(dict.fromkeys([*found.ignored, *ignored]))
 
 
@@ -58,7 +58,7 @@ def add_tensors(
     found.wrapper = ".".join(choice.wrapper)
     keys: set[str] = set()
     for tensor in tensors:
-        key = choice.key_of(tensor.path)
+        key = choice.model_key(tensor.path)
         if key is None:
             continue
         if key in keys or key in found.entries or key in found.composed:
@@ -204,7 +204,7 @@ class WrapperChoice:
     wrapper: KeyPath = ()
     others: tuple[KeyPath, ...] = ()
 
-    def key_of(self, path: KeyPath) -> str | None:
+    def model_key(self, path: KeyPath) -> str | None:
         """Return the key of a tensor of the model, or None for other tensors."""
         if any(path[: len(other)] == other for other in self.others):
             return None

@@ -162,10 +162,10 @@ def prepare_objects(
 
 def prepare_context_parallel(original: compat.Original, accelerator: Any, *objects: Any) -> Any:
     """Replace accelerate's preparation for context parallelism: its own, and checks of models and their inputs."""
-    split = compat.context_of(accelerator)
+    split = compat.get_context(accelerator)
     result = original(accelerator, *objects)
     if not isinstance(split, SplitSequences):
-        split = SplitSequences(compat.context_of(accelerator))
+        split = SplitSequences(compat.get_context(accelerator))
     compat.set_context(accelerator, split)
     for item in objects:
         if isinstance(item, nn.Module):
@@ -229,7 +229,7 @@ def _require_supported(
         raise ConfigError(
             f"device_placement has {len(device_placement)} values, and there are {len(objects)} objects"
         )
-    plugin = compat.plugin_of(accelerator)
+    plugin = compat.get_plugin(accelerator)
     if plugin is not None and plugin.fsdp_version != 2:
         raise ConfigError(
             "the accelerator's plugin is of FSDP1 (fsdp_version=1), and the model is sharded by FSDP2. Pass "
@@ -255,7 +255,7 @@ def _prepare_sharded(
     """Prepare everything except the model, and register the model. Collective: yes."""
     world.run_all(_require_supported, accelerator, objects, models, device_placement)
     if not accelerator.is_fsdp2:
-        compat.become_fsdp2(accelerator.state, compat.plugin_of(accelerator) or compat.fsdp2_plugin())
+        compat.become_fsdp2(accelerator.state, compat.get_plugin(accelerator) or compat.fsdp2_plugin())
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)
     result = compat.left_as_they_are(accelerator, objects, placement)
     model = without_compile(models[0])
@@ -272,7 +272,7 @@ def _prepare_sharded(
 T = TypeVar("T")
 
 
-def _of_fsdp2(replacement: Callable[..., T]) -> Callable[..., T]:
+def _only_for_fsdp2(replacement: Callable[..., T]) -> Callable[..., T]:
     """Delegate to accelerate's own function if the plugin is of FSDP1."""
 
     @wraps(replacement)
@@ -284,7 +284,7 @@ def _of_fsdp2(replacement: Callable[..., T]) -> Callable[..., T]:
     return door
 
 
-@_of_fsdp2
+@_only_for_fsdp2
 def save_model(
     fsdp_plugin: Any,
     model: nn.Module,
@@ -298,7 +298,7 @@ def save_model(
     return writing.save_model(model, place, only, "first_rank", StateOptions())
 
 
-@_of_fsdp2
+@_only_for_fsdp2
 def load_model(
     _fsdp_plugin: Any,
     model: nn.Module,
@@ -309,10 +309,10 @@ def load_model(
 ) -> Any:
     """Replace ``load_fsdp_model``: any of its forms, on any number of ranks."""
     only = _selection(model, adapter_only=adapter_only)
-    return load_accelerate_model(model, _folder_of(input_dir), number=model_index, only=only)
+    return load_accelerate_model(model, _input_folder(input_dir), number=model_index, only=only)
 
 
-@_of_fsdp2
+@_only_for_fsdp2
 def save_optimizer(
     fsdp_plugin: Any, optimizer: Any, model: nn.Module, output_dir: str, optimizer_index: int = 0, **others: Any
 ) -> Any:
@@ -321,13 +321,13 @@ def save_optimizer(
     return writing.save_optimizer(model, plain_optimizer(optimizer), place, StateOptions())
 
 
-@_of_fsdp2
+@_only_for_fsdp2
 def load_optimizer(
     _fsdp_plugin: Any, optimizer: Any, model: nn.Module, input_dir: str, optimizer_index: int = 0, *_others: Any
 ) -> Any:
     """Replace ``load_fsdp_optimizer``."""
     return load_accelerate_optimizer(
-        model, plain_optimizer(optimizer), _folder_of(input_dir), number=optimizer_index
+        model, plain_optimizer(optimizer), _input_folder(input_dir), number=optimizer_index
     )
 
 
@@ -360,7 +360,7 @@ def clip_grad_norm(
     return torch.tensor(norm, device=accelerator.device)
 
 
-def _folder_of(input_dir: str) -> Path:
+def _input_folder(input_dir: str) -> Path:
     """Return the folder that accelerate loads from, the same on all ranks."""
     return input_dir.folder if isinstance(input_dir, LinkedFolder) else Path(input_dir)
 

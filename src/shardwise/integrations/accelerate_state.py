@@ -46,8 +46,8 @@ def save_state(
             finally:
                 config.automatic_checkpoint_naming = is_named
             if isinstance(saved, Exception):
-                saved = work.state_save.saving.cause_of(saved)
-            location = world.run_all(_value_of, saved)
+                saved = work.state_save.saving.find_cause(saved)
+            location = world.run_all(_unwrap, saved)
         if is_named:
             world.broadcast(keep_newest, folder.parent, folder, config.total_limit)
     return type(location)(output_dir or folder) if str(location) == work else location
@@ -77,7 +77,7 @@ def load_state(
             folder = Path(str(input_dir)).expanduser().resolve()
             seen = world.run_all(stack.enter_context, as_renamed(folder))
         if seen != folder:
-            input_dir = LinkedFolder.of(seen, folder)
+            input_dir = LinkedFolder.link(seen, folder)
 
         def load() -> Any:
             loaded = original(accelerator, input_dir, *others, **keywords)
@@ -117,7 +117,7 @@ def _attempted(function: Callable[P, T], *args: P.args, **keywords: P.kwargs) ->
         return error
 
 
-def _value_of(found: T | Exception) -> T:
+def _unwrap(found: T | Exception) -> T:
     if isinstance(found, Exception):
         raise found
     return found
@@ -127,7 +127,7 @@ def _all_done(call: str, function: Callable[P, T], *args: P.args, **keywords: P.
     """Call a function of accelerate on each rank. If one fails, all raise. Collective: yes."""
     found = _attempted(function, *args, **keywords)
     with World.current(call=call) as world:
-        return world.run_all(lambda: _value_of(found))
+        return world.run_all(lambda: _unwrap(found))
 
 
 def _numbered_folder(accelerator: Any) -> Path:

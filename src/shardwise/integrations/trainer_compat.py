@@ -69,7 +69,7 @@ def require_before_trainer(kind: type, mixin: type) -> None:
         )
 
 
-def is_of_trl(trainer_class: type) -> bool:
+def is_trl_trainer(trainer_class: type) -> bool:
     """Return whether a trainer is one of TRL, which read the head's weight without calling it."""
     return any(kind.__module__.partition(".")[0] == "trl" for kind in trainer_class.__mro__)
 

@@ -248,7 +248,7 @@ def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> Non
             f"{kind.__name__}(peft_config=...): an adapter that is added after sharding would not be sharded, and "
             "could differ between ranks. Load the model with from_pretrained(tuning=Lora(config)) instead"
         )
-    if not compat.is_of_trl(kind):
+    if not compat.is_trl_trainer(kind):
         return
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if world.size > 1 and isinstance(head, FSDPModule):

@@ -105,10 +105,10 @@ def checkpoints_in(run: Path) -> dict[int, FolderKind]:
     except OSError as error:
         raise StorageError(f"{run}: looking for checkpoints failed, {error.strerror}. Check output_dir") from error
     steps = sorted(int(found[1]) for name in names if (found := _FOLDER.fullmatch(name)))
-    return {step: kind_of(folder_of(run, step)) for step in steps}
+    return {step: get_folder_kind(checkpoint_folder(run, step)) for step in steps}
 
 
-def folder_of(run: Path, step: int) -> Path:
+def checkpoint_folder(run: Path, step: int) -> Path:
     """Return the folder of the checkpoint of a step."""
     return run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
@@ -121,7 +121,7 @@ def step_in(run: Path, folder: str | None) -> int | None:
     return int(found[1])
 
 
-def best_of(source: Path) -> str | None:
+def find_best(source: Path) -> str | None:
     """Return the best checkpoint so far of a training that resumes from ``source``, or None.
 
     A run may have been moved, so a sibling of ``source`` with the recorded name is used.
@@ -129,16 +129,16 @@ def best_of(source: Path) -> str | None:
     Raises:
         FormatError, StorageError: the Trainer's state in ``source`` cannot be read.
     """
-    recorded = TrainerFolder.of(source).state.get("best_model_checkpoint")
+    recorded = TrainerFolder.open(source).state.get("best_model_checkpoint")
     if not isinstance(recorded, str):
         return None
     beside = source.parent / Path(recorded).name
-    if _FOLDER.fullmatch(beside.name) and kind_of(beside) is FolderKind.COMPLETE:
+    if _FOLDER.fullmatch(beside.name) and get_folder_kind(beside) is FolderKind.COMPLETE:
         return str(beside)
     return recorded if Path(recorded).is_dir() else None
 
 
-def kind_of(folder: Path) -> FolderKind:
+def get_folder_kind(folder: Path) -> FolderKind:
     """Return the kind of a folder ``checkpoint-N``. An empty one is an incomplete checkpoint."""
     if (folder / FACTS_FILE).is_file():
         return FolderKind.COMPLETE
@@ -148,7 +148,7 @@ def kind_of(folder: Path) -> FolderKind:
     return FolderKind.LEFT if is_incomplete else FolderKind.FOREIGN
 
 
-def facts_of(folder: Path) -> TrainerFacts:
+def read_facts(folder: Path) -> TrainerFacts:
     """Read the header of a complete checkpoint.
 
     Raises:
@@ -176,13 +176,13 @@ def facts_of(folder: Path) -> TrainerFacts:
     return TrainerFacts.from_bytes(file.read_bytes(), str(file))
 
 
-def whole_facts_of(folder: Path) -> TrainerFacts:
+def read_complete_facts(folder: Path) -> TrainerFacts:
     """Read the header of a complete checkpoint, and check that its state has all of its files.
 
     Raises:
-        ConfigError, FormatError: as :func:`facts_of`, or files are missing or truncated.
+        ConfigError, FormatError: as :func:`read_facts`, or files are missing or truncated.
     """
-    facts = facts_of(folder)
+    facts = read_facts(folder)
     state = folder / STATE_FOLDER
     if not (folder / STATE_FILE).is_file() or (facts.holds != MODEL_ALONE and newest_in(state) != facts.step):
         raise FormatError(
@@ -212,10 +212,10 @@ def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tupl
                 f"resume_from_checkpoint=True: output_dir={str(run)!r} has no complete checkpoint of "
                 f"ShardwiseTrainer{others}. Leave it out to start from the beginning"
             )
-        source, at = folder_of(run, complete[-1]), complete[-1]
+        source, at = checkpoint_folder(run, complete[-1]), complete[-1]
     elif requested is not None:
         source = requested
-        at = facts_of(requested).step if requested.parent.resolve() == run.resolve() else -1
+        at = read_facts(requested).step if requested.parent.resolve() == run.resolve() else -1
     if others_in_way := sorted([*foreign, *(step for step in complete if step > at)]):
         raise ConfigError(
             f"output_dir={str(run)!r} has {_names(others_in_way)} of another run, which this one would overwrite "
@@ -251,9 +251,11 @@ def locked_for(world: World, run: Path, step: int) -> AbstractContextManager[Sav
 
 def _begin(run: Path, step: int, marked: LockedFolder) -> None:
     _remove_left(run)  # before the folder is examined; see [Note: Checked twice]
-    folder = folder_of(run, step)
+    folder = checkpoint_folder(run, step)
     if folder.is_dir():
-        raise StorageError(f"{folder}: exists already, with {kind_of(folder).value}. Nothing was overwritten")
+        raise StorageError(
+            f"{folder}: exists already, with {get_folder_kind(folder).value}. Nothing was overwritten"
+        )
     with FoldersWriter(folder) as writer:
         save_id = marked.save_id.encode()
         writer.create(BEGUN_FILE, len(save_id))
@@ -264,7 +266,7 @@ def _begin(run: Path, step: int, marked: LockedFolder) -> None:
 
 def _undo(run: Path, step: int, marked: LockedFolder) -> None:
     """Remove the files written for the step, unless it is committed or the folder belongs to another save."""
-    folder = folder_of(run, step)
+    folder = checkpoint_folder(run, step)
     if not folder.is_dir():
         return
     if marked.is_held():
@@ -325,7 +327,7 @@ def remove_under(marked: LockedFolder, run: Path, steps: Sequence[int]) -> None:
         if not marked.is_held():
             return  # the save that has the lock now removes them
         try:
-            _remove(folder_of(run, step))
+            _remove(checkpoint_folder(run, step))
         except StorageError:
             if marked.is_held():
                 raise  # otherwise another save is removing the same files
@@ -355,7 +357,7 @@ def remove_but(run: Path, best: int) -> None:
 def _remove_left(run: Path) -> None:
     for step, kind in checkpoints_in(run).items():
         if kind is FolderKind.LEFT:
-            _remove_incomplete(folder_of(run, step))
+            _remove_incomplete(checkpoint_folder(run, step))
 
 
 def _remove_incomplete(folder: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.arguments import get_hints, get_world, require_meant
 from shardwise.engines.model_states import collect_model
 from shardwise.engines.optimizer_states import collect_optimizers
 from shardwise.errors import ConfigError, StorageError, answer_keywords
@@ -30,7 +30,7 @@ from shardwise.execution.saving_lock import LOCK_FILE
 from shardwise.execution.state_values import StateOptions, require_same_call
 from shardwise.execution.torch_saves import flattened, write_distributed_folder, write_rank_files, write_whole_file
 from shardwise.execution.world import World
-from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, SavedKind, is_of_accelerate
+from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, SavedKind, is_accelerate_file
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import TensorRef, without_compile
 from shardwise.planning.commit_plan import WrittenFiles, fresh
@@ -67,7 +67,7 @@ class FilesPlace:
         require_same_call(world, os.fspath(self.folder), self.form, self.number, modes, options=options)
 
     def _check(self) -> None:
-        require_meant(hints_of(save_accelerate_model), {"form": self.form})
+        require_meant(get_hints(save_accelerate_model), {"form": self.form})
         if type(self.number) is not int or self.number < 0:
             raise ConfigError(f"number={self.number!r}: is not an index. Pass the position in the folder, from 0")
 
@@ -154,7 +154,7 @@ def save_model(
     """
     start = time.perf_counter()
     model = without_compile(model)
-    with world_of(options, "save_accelerate_model") as world, torch.device("cpu"):
+    with get_world(options, "save_accelerate_model") as world, torch.device("cpu"):
         place.agree(world, only, on_differing_buffers, options=options)
         taken = collect_model(world, model, only, on_differing_buffers, options)
         state = taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
@@ -174,7 +174,7 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, op
     """
     start = time.perf_counter()
     model = without_compile(model)
-    with world_of(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
+    with get_world(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
         place.agree(world, options=options)
         taken = collect_optimizers(world, model, optimizer, "the optimizer", options)
         path, nbytes = _write(world, place, OPTIMIZER, taken.written(), taken.home, options)
@@ -258,7 +258,7 @@ def _older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[st
             return [
                 name
                 for name in os.listdir(place.folder)
-                if kind.rank_of(name, place.number) is not None and name not in written.named
+                if kind.parse_rank(name, place.number) is not None and name not in written.named
             ]
         case _:
             assert_never(place.form)
@@ -275,7 +275,7 @@ class LinkedFolder(str):
     folder: Path
 
     @classmethod
-    def of(cls, place: Path, folder: Path) -> LinkedFolder:
+    def link(cls, place: Path, folder: Path) -> LinkedFolder:
         made = cls(place)
         made.folder = folder
         return made
@@ -288,7 +288,7 @@ class WorkFolder(str):
     folder: Path
 
     @classmethod
-    def of(cls, saving: Saving) -> WorkFolder:
+    def create(cls, saving: Saving) -> WorkFolder:
         """For a save that is under way."""
         made = cls(rename_journal.work_folder(saving.folder, saving.save_id))
         made.state_save, made.folder = StateSave(saving), Path(saving.folder)
@@ -321,7 +321,7 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
         rename_journal.undo(marked, carried)
 
     with locked_by_first_rank(world, folder, begin, end) as saving:
-        work = WorkFolder.of(saving)
+        work = WorkFolder.create(saving)
         yield work
         seen = world.all_gather(_names_in, work)
         names = sorted({name for found in seen for name in found})
@@ -399,4 +399,4 @@ def _older_state(root: str, written: WrittenFiles) -> list[str]:
     """Return the files of an older state that are not replaced by a new one."""
     with FoldersWriter(root, rename_journal.distributed_folders(root)) as writer:
         new = {*written.named, *written.beside}
-        return [name for name in writer.list() if is_of_accelerate(name) and name not in new]
+        return [name for name in writer.list() if is_accelerate_file(name) and name not in new]

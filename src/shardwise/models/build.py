@@ -15,7 +15,7 @@ from shardwise.conversion.expression import Expression, Hole, concat, slice_dim
 from shardwise.errors import ConfigError, FormatError, KnownNames, require_names
 from shardwise.models import pretrained
 from shardwise.models.initialize import NewRows
-from shardwise.models.pretrained import models_of
+from shardwise.models.pretrained import get_model_mapping
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import TensorRef, collect_tensors
 from shardwise.tensors import DType
@@ -69,7 +69,7 @@ def resolve_class(
     """
     if model_class is None:
         return _class_from_config(config, directory, trust_remote_code=trust_remote_code)
-    if pretrained.models_of(model_class) is not None:
+    if pretrained.get_model_mapping(model_class) is not None:
         remote = (getattr(config, "auto_map", None) or {}).get(model_class.__name__)
         if remote is not None and trust_remote_code:
             return remote_model_class(remote, str(directory)), config
@@ -256,7 +256,7 @@ def _with_rows(expression: Expression, size: int) -> Expression:
 def registered_model_class(config: PreTrainedConfig, names: Collection[str]) -> Any:
     """Return a class of one of these names that a user has registered with an Auto class, or None."""
     for auto_class in list(vars(modeling_auto).values()):
-        own = getattr(models_of(auto_class), "_extra_content", {})
+        own = getattr(get_model_mapping(auto_class), "_extra_content", {})
         found = own.get(type(config)) if isinstance(own, dict) else None
         if found is not None and found.__name__ in names:
             return found
@@ -323,7 +323,7 @@ def is_plain_load(config: Any) -> bool:
     return not config.is_quantized and config.device_map is None and config.device_mesh is None
 
 
-def dtype_of_load(config: Any) -> torch.dtype:
+def get_load_dtype(config: Any) -> torch.dtype:
     """Return the dtype in which a model is loaded."""
     return config.dtype or torch.get_default_dtype()
 

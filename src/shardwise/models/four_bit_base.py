@@ -22,10 +22,10 @@ from shardwise.models.quantization import (
     form_name,
     has_bitsandbytes,
     is_mxfp4,
-    of_form,
     to_transformers,
+    with_stored_form,
 )
-from shardwise.models.torch_api import from_torch, original_class, parameters_of
+from shardwise.models.torch_api import from_torch, get_parameters, original_class
 from shardwise.report.names import collapse
 from shardwise.tensors import Code, DType, FourBitForm
 
@@ -68,7 +68,7 @@ def _choose(
     uses = Counter(
         id(parameter)
         for _, module in model.named_modules(remove_duplicate=False)
-        for parameter in parameters_of(module).values()
+        for parameter in get_parameters(module).values()
     )
     linear: dict[str, nn.Linear] = {}
     stacks: dict[str, tuple[nn.Module, str]] = {}
@@ -118,7 +118,7 @@ def _candidates(
             elif name.endswith(_ROUTERS) and f"{name.rpartition('.')[0]}.experts" in modules:
                 why = "chooses experts"
             yield (name,), module, layers.WEIGHT, why
-        for local, stack in layers.stacks_of(name, module):
+        for local, stack in layers.iter_stacks(name, module):
             fqn = f"{name}.{local}"
             why = layers.experts_skip_reason(module, stack, quantization, is_stored=fqn in stored)
             yield (name, fqn), module, local, why
@@ -166,24 +166,24 @@ def convert_base_to_four_bits(
         wanted = {name for name, claims in bindings.offers.items() if claims}
     chosen = _choose(model, quantization, wanted, stacks, must_match=must_match)
     if not chosen.layers and not chosen.stacks:
-        return bindings, notes_of(chosen, quantization)
+        return bindings, build_notes(chosen, quantization)
     for name, layer in chosen.layers.items():
-        layers.convert_to_four_bits(layer, of_form(forms.get(f"{name}.{layers.WEIGHT}"), quantization))
+        layers.convert_to_four_bits(layer, with_stored_form(forms.get(f"{name}.{layers.WEIGHT}"), quantization))
     kinds: dict[nn.Module, dict[str, KeptForm]] = {}
     for name, (module, local) in chosen.stacks.items():
-        kinds.setdefault(module, {})[local] = of_form(stacks.get(name), quantization)
+        kinds.setdefault(module, {})[local] = with_stored_form(stacks.get(name), quantization)
     for module, names in kinds.items():
         layers.convert_experts_to_four_bits(module, names)
     skipped = tuple(sorted(chosen.skip_modules))
     mark_in_four_bits(model, config or to_transformers(quantization, skipped, model.dtype))
-    return offered_in_four_bits(model, bindings), notes_of(chosen, quantization)
+    return offered_in_four_bits(model, bindings), build_notes(chosen, quantization)
 
 
 def _stored_stacks(model: nn.Module, bindings: Bindings) -> dict[str, tuple[FourBitForm, int]]:
     """Return the form and the block size of stacks of experts that are stored in 4 bits, by name."""
     found: dict[str, tuple[FourBitForm, int]] = {}
     for name, module in model.named_modules():
-        for local, _ in layers.stacks_of(name, module):
+        for local, _ in layers.iter_stacks(name, module):
             for item in bindings.offers.get(f"{name}.{local}", ()):
                 rows = stored_rows(_as_rows(item, is_transposed=getattr(module, "is_transposed", False)))
                 if rows is not None:
@@ -196,7 +196,7 @@ def _as_rows(stack: Expression, *, is_transposed: bool) -> Expression:
     return permute(stack, (0, 2, 1)) if is_transposed and len(stack.shape) == 3 else stack
 
 
-def notes_of(chosen: Chosen, quantization: KeptForm) -> tuple[str, ...]:
+def build_notes(chosen: Chosen, quantization: KeptForm) -> tuple[str, ...]:
     """Return sentences on the quantized modules, and on the others with the reasons."""
     by_reason: dict[str, list[str]] = {}
     for name, why in chosen.skip_modules.items():
@@ -259,7 +259,7 @@ def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
         if layers.are_experts_in_four_bits(module):
             for local, packing in module.packings.items():
                 if _are_packed(module, local, claims := offers.get(f"{prefix}{local}", ())):
-                    own.add(f"{prefix}{layers.scales_of(local)}")
+                    own.add(f"{prefix}{layers.scales_name(local)}")
                 else:
                     offers |= _experts_offered(f"{prefix}{local}", packing, claims)
         if not layers.is_in_four_bits(module):
@@ -296,7 +296,7 @@ def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -
         raise ConfigError(f"{fqn}: {error}. Load the checkpoint that the model came from") from error
     return {
         fqn: tuple(weight for weight, _ in both),
-        layers.scales_of(fqn): tuple(scales for _, scales in both),
+        layers.scales_name(fqn): tuple(scales for _, scales in both),
     }
 
 

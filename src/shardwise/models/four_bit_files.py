@@ -65,7 +65,7 @@ def held_in_files(held: Sequence[TensorRef]) -> list[TensorRef]:
             found.append(item)
         if is_packed and name == layers.WEIGHT:
             offset = module.weight_nested_offset.item() if module.is_nested else None
-            constants = constants_of(module.packing, (module.out_features, module.in_features), offset)
+            constants = build_constants(module.packing, (module.out_features, module.in_features), offset)
             found += [
                 _renamed(item, tensor, TensorKind.PERSISTENT_BUFFER, name, f"{name}.{suffix}")
                 for suffix, tensor in constants.items()
@@ -112,7 +112,7 @@ def reject_experts(held: Sequence[TensorRef], why: str) -> None:
             )
 
 
-def constants_of(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
+def build_constants(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
     """Return the metadata of a weight as tensors, by the suffix after ``weight.`` in their keys.
 
     ``shape`` is that of the dequantized weight, ``offset`` that of nested scales, None for plain ones.
@@ -165,7 +165,7 @@ def dequantized_layout(layout: ModelLayout, held: Sequence[TensorRef]) -> ModelL
             packings = {layers.WEIGHT: module.packing}
         elif layers.are_experts_in_four_bits(module):
             packings = module.packings
-        if packings and name in (layers.NESTED, layers.OFFSET, *map(layers.scales_of, packings)):
+        if packings and name in (layers.NESTED, layers.OFFSET, *map(layers.scales_name, packings)):
             continue
         packing = packings.get(name)
         if packing is not None:
@@ -178,7 +178,7 @@ def dequantized_layout(layout: ModelLayout, held: Sequence[TensorRef]) -> ModelL
     return ModelLayout(tuple(tensors))
 
 
-def in_shapes_of_files(held: Sequence[TensorRef], outputs: Mapping[str, Output]) -> dict[str, Output]:
+def with_file_shapes(held: Sequence[TensorRef], outputs: Mapping[str, Output]) -> dict[str, Output]:
     """Return the outputs with the shapes of files: codes (n, 1) and scales (n,).
 
     Codes of MXFP4 are (experts, out, in / 32, 16). Outputs of other forms are unchanged.

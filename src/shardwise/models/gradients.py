@@ -178,13 +178,13 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
 class Gather:
     """An all-gather of a group of parameters.
 
-    ``numel`` is per rank. ``is_of_all`` is False in the backward pass if ``reshard_after_forward`` is a number.
+    ``numel`` is per rank. In the backward pass, ``uses_full_mesh`` is False if ``reshard_after_forward`` is a number.
     """
 
     group: int
     numel: int
     dtype: torch.dtype
-    is_of_all: bool
+    uses_full_mesh: bool
 
 
 SeeGather: TypeAlias = Callable[[Gather], None]
@@ -229,7 +229,7 @@ def gather_zeros(model: nn.Module, gathers: Sequence[Gather]) -> None:
     for each in gathers:
         group = groups[each.group]
         comm = group._all_gather_comm
-        ranks = (group.mesh_info if each.is_of_all else group.post_forward_mesh_info).shard_process_group
+        ranks = (group.mesh_info if each.uses_full_mesh else group.post_forward_mesh_info).shard_process_group
         output = comm.allocate((each.numel * ranks.size(),), dtype=each.dtype, device=group.device)
         own = output.narrow(0, each.numel * ranks.rank(), each.numel).zero_()
         comm(output_tensor=output, input_tensor=own, group=ranks)

@@ -26,7 +26,7 @@ from torch import nn
 from shardwise.errors import KeyMismatchError
 from shardwise.layout import Origin, TensorKind
 from shardwise.models import pretrained
-from shardwise.models.torch_api import buffers_of, tree_leaves, tree_map_only, writes_to
+from shardwise.models.torch_api import get_buffers, tree_leaves, tree_map_only, writes_to
 from shardwise.models.view import TensorRef, attributes_on_meta
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Initializers:
     held: Sequence[TensorRef]
     additions: Additions = NOTHING_ADDED
 
-    def origin_of(self, item: TensorRef) -> Origin:
+    def find_origin(self, item: TensorRef) -> Origin:
         """Return the source of a parameter or persistent buffer that is missing in the checkpoint."""
         if item.fqn in self.additions.from_tuning:
             return Origin.TUNING
@@ -166,11 +166,11 @@ class Initializers:
         Raises:
             KeyMismatchError: no initializer writes it.
         """
-        from shardwise.models.initial_programs import seed_of
+        from shardwise.models.initial_programs import derive_seed
 
         whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu")
         untouched = writes_to(whole)
-        with _own_random_state(seed_of(seed, item.fqn, 0)), stand_ins(self.held, {item.fqn: whole}):
+        with _own_random_state(derive_seed(seed, item.fqn, 0)), stand_ins(self.held, {item.fqn: whole}):
             self._run({item.fqn})
         if writes_to(whole) == untouched and whole.numel():
             raise KeyMismatchError(f"{item.fqn} is missing and no initializer of the model writes it")
@@ -270,7 +270,7 @@ class Initializers:
             self._run(fresh)
             for item in buffers:
                 slot = item.slots[0]
-                made = buffers_of(slot.module)[slot.name]  # an initializer may have registered another tensor
+                made = get_buffers(slot.module)[slot.name]  # an initializer may have registered another tensor
                 if made is None or made.is_meta:
                     continue
                 if made is not fresh[item.fqn] or writes_to(made) != untouched[item.fqn]:

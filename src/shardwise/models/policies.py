@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.models import pretrained
-from shardwise.models.torch_api import SHARDS_INTEGERS, parameters_of
+from shardwise.models.torch_api import SHARDS_INTEGERS, get_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +138,9 @@ def _matching(model: nn.Module, policy: WrapPolicy) -> list[str]:
         case "model_plan":
             return _planned(model)
         case "no_split_modules":
-            return _of_classes(model, pretrained.no_split_classes(model))
+            return _find_by_class(model, pretrained.no_split_classes(model))
         case Classes(names):
-            return _of_classes(model, names)
+            return _find_by_class(model, names)
         case "module_list":
             return listed_blocks(model)
         case MinSize(numel):
@@ -167,7 +167,7 @@ def _planned(model: nn.Module) -> list[str]:
     return names if repeats else []  # a plan that misses the blocks would leave them all in the root group
 
 
-def _of_classes(model: nn.Module, classes: Iterable[str]) -> list[str]:
+def _find_by_class(model: nn.Module, classes: Iterable[str]) -> list[str]:
     wanted = set(classes)
     return [name for name, module in model.named_modules() if name and wanted & _class_names(module)]
 
@@ -191,15 +191,15 @@ def listed_blocks(model: nn.Module) -> list[str]:
 
 def _answering(model: nn.Module, function: Callable[..., bool]) -> list[str]:
     """Return the modules that a function selects, without containers, which have no forward to gather for."""
-    is_of_fsdp1 = "recurse" in inspect.signature(function).parameters
+    is_fsdp1_policy = "recurse" in inspect.signature(function).parameters
     found: list[str] = []
     for name, module in model.named_modules():
         if not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             continue
         options: dict[str, object] = {}
-        if is_of_fsdp1:
+        if is_fsdp1_policy:
             options = {"recurse": False, "nonwrapped_numel": sum(map(torch.numel, module.parameters()))}
-        if function(module=module, **options) if is_of_fsdp1 else function(module):
+        if function(module=module, **options) if is_fsdp1_policy else function(module):
             found.append(name)
     return found
 
@@ -208,7 +208,7 @@ def _large_enough(model: nn.Module, numel: int) -> list[str]:
     found: set[str] = set()
     seen: set[nn.Module | nn.Parameter] = set()
 
-    def left_of(name: str, module: nn.Module) -> int:
+    def ungrouped_numel(name: str, module: nn.Module) -> int:
         """Return the elements of the module that are in no group inside of it."""
         seen.add(module)
         # torch's attention reads the parameters of its children, and never calls them.
@@ -220,13 +220,13 @@ def _large_enough(model: nn.Module, numel: int) -> list[str]:
                 count += parameter.numel()
         for child_name, child in module.named_children() if descends else ():
             if child not in seen:
-                count += left_of(f"{name}.{child_name}" if name else child_name, child)
+                count += ungrouped_numel(f"{name}.{child_name}" if name else child_name, child)
         if count < numel or not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return count
         found.add(name)
         return 0
 
-    left_of("", model)
+    ungrouped_numel("", model)
     return [name for name, _ in model.named_modules() if name in found]
 
 
@@ -264,7 +264,7 @@ def group_parameters(
     Raises:
         ShardingError: the policy matches nothing.
     """
-    inside = _Inside.of(model)
+    inside = _Inside.from_model(model)
     whole = {**_unshardable(inside), **kept_whole}
     groups = _merge_tied(inside, select_blocks(model, policy))
     separate, mixed = _dtype_groups(inside, groups, set(whole))
@@ -288,11 +288,11 @@ class _Inside:
     names: Mapping[nn.Parameter, list[str]]
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Inside:
+    def from_model(cls, model: nn.Module) -> _Inside:
         modules = dict(model.named_modules(remove_duplicate=False))
         found: dict[nn.Parameter, list[str]] = {}
         for prefix, module in modules.items():
-            for name, parameter in parameters_of(module).items():
+            for name, parameter in get_parameters(module).items():
                 if parameter is not None:
                     found.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
         return cls(modules, found)
@@ -354,7 +354,7 @@ def _unshardable(inside: _Inside) -> dict[nn.Parameter, str]:
         integers = [p for p in inside.names if not p.is_floating_point() and not p.is_complex()]
         found |= dict.fromkeys(integers, "it has integers, which this torch does not shard; 2.13 does")
     for module in inside.modules.values():
-        own = [p for p in parameters_of(module).values() if p is not None and p.requires_grad and p.ndim > 0]
+        own = [p for p in get_parameters(module).values() if p is not None and p.requires_grad and p.ndim > 0]
         main = _main_dtype(own)
         for parameter in own:
             if parameter.dtype != main:

@@ -95,7 +95,7 @@ def form_name(form: FourBitForm) -> str:
     return "MXFP4" if isinstance(form, Code) else form.name
 
 
-def of_form(stored: tuple[FourBitForm, int] | None, quantization: KeptForm) -> KeptForm:
+def with_stored_form(stored: tuple[FourBitForm, int] | None, quantization: KeptForm) -> KeptForm:
     """Return the quantization with the form and the block size of stored weights, if they are stored in 4 bits."""
     if stored is None:
         return quantization
@@ -109,7 +109,7 @@ def is_mxfp4(config: Any) -> bool:
     return isinstance(config, Mapping) and config.get("quant_method") == "mxfp4"
 
 
-def of_transformers(config: Any) -> Quantization:
+def from_transformers(config: Any) -> Quantization:
     """Convert a ``BitsAndBytesConfig``, an ``Mxfp4Config``, or a ``quantization_config`` as a dict.
 
     Raises:

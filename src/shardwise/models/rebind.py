@@ -323,7 +323,7 @@ def inner_tensors(value: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: getattr(local, name) for name in names}
 
 
-def layout_of(parameters: Iterable[torch.Tensor]) -> list[str]:
+def describe_sharding(parameters: Iterable[torch.Tensor]) -> list[str]:
     """Describe how parameters are sharded, equally on all ranks."""
     return [
         f"{each.device_mesh.mesh.tolist()} {each.placements}" if isinstance(each, DTensor) else "whole"

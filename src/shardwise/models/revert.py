@@ -37,7 +37,7 @@ class Output:
     expression: Expression
 
     @classmethod
-    def of(cls, key: str, tensor: TensorLayout) -> Self:
+    def unchanged(cls, key: str, tensor: TensorLayout) -> Self:
         """Return an unchanged tensor of the model."""
         return cls(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
 

@@ -32,7 +32,7 @@ from shardwise.layout import ModelLayout
 from shardwise.models.torch_api import from_torch, to_torch, without_data
 from shardwise.tensors import numel
 
-DtypeOf: TypeAlias = Callable[[str], torch.dtype]
+GetDtype: TypeAlias = Callable[[str], torch.dtype]
 """Returns the dtype that a tensor gets, by its name."""
 
 _COMPUTING_FACTOR = 2
@@ -69,11 +69,11 @@ def trace_conversions(
     model: nn.Module,
     layout: ModelLayout,
     stored: Mapping[str, Stored],
-    dtype_of: DtypeOf,
+    get_dtype: GetDtype,
     conversions: Iterable[Conversion],
 ) -> Iterator[tuple[Conversion, dict[str, Expression], str]]:
     """Yield each conversion with its results by name, or with a sentence on why it has none."""
-    tracer = _Tracer(model, layout, stored, dtype_of)
+    tracer = _Tracer(model, layout, stored, get_dtype)
     for conversion in conversions:
         if why := _index_gap(conversion):
             yield conversion, {}, why
@@ -109,11 +109,11 @@ class _Tracer:
     """Runs converters on recorded tensors, once for equal layers (see [Note: Memo])."""
 
     def __init__(
-        self, model: nn.Module, layout: ModelLayout, stored: Mapping[str, Stored], dtype_of: DtypeOf
+        self, model: nn.Module, layout: ModelLayout, stored: Mapping[str, Stored], get_dtype: GetDtype
     ) -> None:
         self.facade = ModelFacade(model, layout)
         self.layout = layout
-        self.dtype_of = dtype_of
+        self.get_dtype = get_dtype
         self.stored = stored
         self.memo: dict[object, tuple[dict[str, Expression], Conversion]] = {}
 
@@ -150,7 +150,7 @@ class _Tracer:
         return renamed if len(renamed) == len(made) else None
 
     def record(self, conversion: Conversion) -> dict[str, Expression]:
-        dtype = self.dtype_of(conversion.target)
+        dtype = self.get_dtype(conversion.target)
         try:
             return recorded_expressions(
                 self.run(conversion, [Recorded(self.stored[key], dtype) for key in conversion.keys])

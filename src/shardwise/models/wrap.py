@@ -447,7 +447,7 @@ def require_trainable_dtype(dtype: object) -> None:
         )
 
 
-def trained_dtype_of(wanted: TrainedDtype, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:  # noqa: FBT001
+def get_trained_dtype(wanted: TrainedDtype, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:  # noqa: FBT001
     """Return ``wanted`` if the parameter is trained and ``wanted`` is wider than its dtype, otherwise its dtype.
 
     8-bit floats and integers keep their dtype.

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from shardwise.formats.accelerate_saves import is_of_accelerate
+from shardwise.formats.accelerate_saves import is_accelerate_file
 from shardwise.formats.peft_adapter import is_training_file
 from shardwise.planning.save_plan import ADAPTER, SINGLE_FILE, SavePlan
 from shardwise.storage.names import unsafe_name_reason
@@ -146,7 +146,7 @@ def look_at_folder(files: Collection[str], index: bytes | None, single_file: str
     return FolderState(frozenset(files), frozenset(weights), frozenset(named))
 
 
-def commit_of(
+def plan_commit(
     plan: SavePlan, folder_state: FolderState, *, can_rename: bool, bound: Mapping[str, bytes] = NOTHING_BOUND
 ) -> Commit:
     """Return the commit of a save in the hub's layout.
@@ -246,7 +246,7 @@ class Renames:
             named = _LIST.fullmatch(file)
             if named is None or save_id != named[1] or not isinstance(names, list) or not isinstance(older, list):
                 return None
-            if all(map(_is_safe, names)) and all(map(is_of_accelerate, older)):
+            if all(map(_is_safe, names)) and all(map(is_accelerate_file, older)):
                 return cls(save_id, tuple(names), tuple(older))
         except (ValueError, KeyError, TypeError, RecursionError):
             pass
@@ -282,7 +282,7 @@ def fresh(name: str, save_id: str) -> str:
     return f"{folder}{slash}.{file}.{save_id}.new"
 
 
-def save_id_of_fresh(file: str) -> str | None:
+def parse_fresh_name(file: str) -> str | None:
     """Return the id of the save that created this temporary name, or None for other names."""
     found = _FRESH.fullmatch(file.rpartition("/")[2])
     return found[2] if found else None

@@ -36,13 +36,13 @@ def file_bytes(plan: LoadPlan, world: WorldLayout, index: CheckpointIndex) -> di
     for name, read in plan.reads().items():
         tensor = plan.layout.by_name[name]
         copies = world.mesh.ranks // (world.mesh.shard_size if is_sharded(tensor) else 1)
-        files = Counter(_files_of(read.expression, index))
+        files = Counter(_iter_files(read.expression, index))
         for file, count in files.items():
             found[file] += per_element[name] * tensor.numel * copies * count / files.total()
     return {file: round(nbytes) for file, nbytes in found.items() if nbytes}
 
 
-def _files_of(expression: Expression, index: CheckpointIndex) -> Iterable[str]:
+def _iter_files(expression: Expression, index: CheckpointIndex) -> Iterable[str]:
     """Yield the file of each stored tensor that has an entry of its own in the index."""
     for leaf in stored_leaves(expression):
         entry = index.entries.get(leaf.key)
@@ -201,7 +201,7 @@ def estimate_training(
     states = [optimizer_bytes(world, step.optim, position) for position in range(world.mesh.shard_size)]
     root_names = set(world.groups[-1].parameters) | set(world.whole)
     local = [padded[tensor.fqn] for tensor in trained]
-    sizes = _GroupSizes.of(world, groups, homes)
+    sizes = _GroupSizes.from_groups(world, groups, homes)
     fixed = _FixedSizes(
         groups=sizes,
         homes=homes,
@@ -242,7 +242,7 @@ class _GroupSizes:
     root_sum: int
 
     @classmethod
-    def of(cls, world: WorldLayout, groups: Sequence[GroupEstimate], homes: Homes) -> _GroupSizes:
+    def from_groups(cls, world: WorldLayout, groups: Sequence[GroupEstimate], homes: Homes) -> _GroupSizes:
         copies = 2 if homes.device == "cpu" else 1  # gloo copies what it sums
         if world.mesh.ranks == 1:
             return cls(0, 0, 0, 0, 0)

@@ -42,7 +42,7 @@ class Homes:
     offloads_shards: bool = False
 
     @classmethod
-    def of(
+    def from_plan(
         cls, plan: LoadPlan, policy: ReadPolicy, *, device: str, budget_bytes: int, offloads_shards: bool
     ) -> Homes:
         """Return the homes of a load, counting only the part of the budget that the load uses."""
@@ -275,7 +275,7 @@ class ReadRequest:
     segments: tuple[Segment, ...]
 
 
-def segments_of(
+def iter_segments(
     copy: Copy, target: int, entry: TensorEntry, *, needs_staging: bool, policy: ReadPolicy, block_bytes: int
 ) -> Iterator[Segment]:
     """Yield the ranges that one copy reads.
@@ -423,6 +423,6 @@ class ComputingShare:
     most_bytes: int
 
     @classmethod
-    def of(cls, budget_bytes: int, concurrency: int) -> ComputingShare:
+    def from_budget(cls, budget_bytes: int, concurrency: int) -> ComputingShare:
         half = budget_bytes // 2
         return cls(half, max(1, half // staging_within(half, concurrency, on_device=False).workers))

@@ -10,9 +10,15 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from shardwise.conversion.computed import Bindings, computes
-from shardwise.conversion.expression import Expression, key_of, leaves_of, stored_leaves
+from shardwise.conversion.expression import Expression, iter_leaves, stored_key, stored_leaves
 from shardwise.errors import ConfigError, KeyMismatchError
-from shardwise.formats.contract import CheckpointIndex, entries_of, is_quantization_key, packed_names, scale_names
+from shardwise.formats.contract import (
+    CheckpointIndex,
+    is_quantization_key,
+    iter_entry_keys,
+    packed_names,
+    scale_names,
+)
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.report.names import abbreviate
 from shardwise.tensors import DType, casts_safely
@@ -172,7 +178,7 @@ class LoadPlan:
 
     def not_loaded(self, index: CheckpointIndex) -> tuple[str, ...]:
         """Return the ignored contents of the checkpoint, without the spare tensors that the model does load."""
-        taken = {key_of(read.expression) for read in self.reads().values()} & index.spare
+        taken = {stored_key(read.expression) for read in self.reads().values()} & index.spare
         return tuple(name for name in index.ignored if name not in taken)
 
     @cached_property
@@ -236,7 +242,10 @@ class _LoadPlanner:
     def __post_init__(self) -> None:
         composed = self.index.composed.items()
         self.decoded = {
-            entry for key, item in composed if self.index.is_scaled(key) for entry in entries_of(item.composition)
+            entry
+            for key, item in composed
+            if self.index.is_scaled(key)
+            for entry in iter_entry_keys(item.composition)
         }
         self.names_unmatched = set(self.bindings.unmatched.values())
         self.failed_names = {name for names in self.bindings.faults.values() for name in names}
@@ -353,12 +362,12 @@ class _LoadPlanner:
         for leaf in stored_leaves(offer):
             if leaf.dtype.bits % 8:
                 return f"stored as {leaf.dtype.label}, which cannot be loaded without its quantizer"
-        if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in leaves_of(offer)):
+        if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in iter_leaves(offer)):
             return f"stored {self.describe(offer)}, model has {tensor.dtype.label}"
         return None
 
     def describe(self, offer: Expression) -> str:
-        key = key_of(offer)
+        key = stored_key(offer)
         if key is None:
             return f"{offer.shape} as {offer}"
         file = self.index.entries[key].file

@@ -187,7 +187,7 @@ class GroupMatch:
     no group of the optimizer contains.
     """
 
-    giver_of: tuple[int | None, ...]
+    source_groups: tuple[int | None, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
@@ -223,12 +223,12 @@ def match_groups(
         common = frozenset(names) & here
         if common or not names:
             positions.setdefault(common, []).append(position)
-    giver_of: list[int | None] = []
+    source_groups: list[int | None] = []
     for number, names in enumerate(present):
         common = frozenset(names) & there
         if common in positions and (common or not names):
             found = positions[common]
-            giver_of.append(found.pop(0) if len(found) > 1 else found[0])
+            source_groups.append(found.pop(0) if len(found) > 1 else found[0])
         elif common:
             others = [position for position, group in enumerate(given) if common & frozenset(group)]
             raise KeyMismatchError(
@@ -238,8 +238,8 @@ def match_groups(
                 "as they were made before"
             )
         else:
-            giver_of.append(None)
-    return GroupMatch(tuple(giver_of), tuple(missing), tuple(unexpected))
+            source_groups.append(None)
+    return GroupMatch(tuple(source_groups), tuple(missing), tuple(unexpected))
 
 
 FileForm: TypeAlias = Literal["full", "sharded", "local"]
@@ -365,12 +365,12 @@ def resolve_differences(
     """
     settled: list[tuple[int, ...]] = []
     taken: dict[str, int] = {}
-    for name, source_of in zip(names, chosen, strict=True):
-        sources = sorted(set(source_of))
+    for name, source_ranks in zip(names, chosen, strict=True):
+        sources = sorted(set(source_ranks))
         if len(sources) > 1 and len({sums_by_rank[rank][name] for rank in sources}) > 1:
             taken[name] = leading(sources, most)
-            source_of = (taken[name],) * len(source_of)
-        settled.append(source_of)
+            source_ranks = (taken[name],) * len(source_ranks)
+        settled.append(source_ranks)
     if taken and values_from != "any":
         raise RankMismatchError(
             f"{len(taken)} tensors have other values on some ranks than on others: {few_names(taken)}. Seed the "
@@ -392,9 +392,9 @@ def choose_dtypes(
     """
     settled: list[str] = []
     faults: list[str] = []
-    for index, (name, source_of) in enumerate(zip(names, chosen, strict=True)):
+    for index, (name, source_ranks) in enumerate(zip(names, chosen, strict=True)):
         found = [dtypes[index] for dtypes in dtypes_by_rank]
-        sources = set(source_of) or set(range(len(found)))
+        sources = set(source_ranks) or set(range(len(found)))
         stored = {found[rank] for rank in sources}
         wanted = {found[rank] for rank in range(len(found)) if rank not in sources} or stored
         if len(stored) == 1 and (is_exact(*stored) or stored == wanted):

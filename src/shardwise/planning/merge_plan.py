@@ -295,7 +295,7 @@ class _MergePlanner:
             return
         named = weight if is_parameter else module
         rank = self.config.rank(named)
-        form = self.form_of(place, is_parameter=is_parameter, is_embedding="lora_embedding_A" in matrices)
+        form = self.find_weight_form(place, is_parameter=is_parameter, is_embedding="lora_embedding_A" in matrices)
         shape = place[2]
         if (
             len(shape) < 2
@@ -320,7 +320,9 @@ class _MergePlanner:
         self.add(place, named, LowRank(named, form, rank, self.config.scaling(named), a, b, magnitude))
         self.fold_bias(module, named, matrices)
 
-    def form_of(self, place: tuple[object, str, Shape], *, is_parameter: bool, is_embedding: bool) -> WeightForm:
+    def find_weight_form(
+        self, place: tuple[object, str, Shape], *, is_parameter: bool, is_embedding: bool
+    ) -> WeightForm:
         _, name, shape = place
         keeps_columns = name.rpartition(".")[0] in self.targets.columns
         if is_parameter:

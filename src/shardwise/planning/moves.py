@@ -72,7 +72,7 @@ def own_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int) -
     return tuple(share for index, share in enumerate(shares) if index * replicas // len(shares) == replica)
 
 
-def holders_of(boxes: Sequence[Boxes]) -> dict[Box, list[int]]:
+def find_holders(boxes: Sequence[Boxes]) -> dict[Box, list[int]]:
     """Return the ranks that hold each box with elements, from the boxes by rank."""
     found: dict[Box, list[int]] = {}
     for rank, items in enumerate(boxes):
@@ -84,7 +84,7 @@ def holders_of(boxes: Sequence[Boxes]) -> dict[Box, list[int]]:
 
 def covers(shape: Sequence[int], held: Sequence[Boxes]) -> bool:
     """Check if boxes by rank, either equal or disjoint, cover a tensor of this shape."""
-    return sum(box.numel for box in holders_of(held)) == numel(shape)
+    return sum(box.numel for box in find_holders(held)) == numel(shape)
 
 
 def shares_by_rank(held: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Boxes, ...]:
@@ -93,13 +93,13 @@ def shares_by_rank(held: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Box
     Ranks hold either the same box or boxes that do not overlap, as on a mesh.
     """
     given: list[list[Box]] = [[] for _ in held]
-    for box, ranks in holders_of(held).items():
+    for box, ranks in find_holders(held).items():
         for replica, rank in enumerate(ranks):
             given[rank] += own_share(box, replica, len(ranks), turn, itemsize)
     return tuple(map(tuple, given))
 
 
-def shares_of_first(held: Sequence[Boxes]) -> tuple[Boxes, ...]:
+def first_holder_shares(held: Sequence[Boxes]) -> tuple[Boxes, ...]:
     """Return the share of each rank if the first rank that holds a box sends all of it."""
     seen: set[Box] = set()
     given: list[Boxes] = []
@@ -117,7 +117,7 @@ def in_common(held: Mapping[str, Sequence[Boxes]], rank: int) -> dict[str, Commo
     known: dict[int, Common] = {}
     for boxes_by_rank in held.values():  # one value for all tensors with equal boxes
         if id(boxes_by_rank) not in known:
-            holders = holders_of(boxes_by_rank)
+            holders = find_holders(boxes_by_rank)
             mine = (box for box in boxes_by_rank[rank] if len(holders.get(box, ())) > 1)
             known[id(boxes_by_rank)] = tuple((box, tuple(holders[box])) for box in mine)
     return {name: found for name, boxes_by_rank in held.items() if (found := known[id(boxes_by_rank)])}
@@ -250,7 +250,7 @@ class _Cutter:
         for move in stream:
             bare, leaves = skeleton(move.expression)
             form = bare, tuple(id(self._shares[leaf]) for leaf in leaves)
-            for whole, ranks in holders_of(move.wanted).items():
+            for whole, ranks in find_holders(move.wanted).items():
                 most = bucket_bytes // (move.itemsize * max(2, len(ranks)))
                 for box in cut(whole, max(1, most)):
                     if (form, box) not in self._made:

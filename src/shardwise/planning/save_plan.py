@@ -12,7 +12,7 @@ from shardwise.conversion.expression import Expression, Stored
 from shardwise.formats.contract import TensorEntry
 from shardwise.formats.peft_adapter import TRAINING_KEY, training_file
 from shardwise.formats.safetensors_files import NewFile, lay_out
-from shardwise.planning.load_memory import ReadRequest, Segment, schedule, segments_of
+from shardwise.planning.load_memory import ReadRequest, Segment, iter_segments, schedule
 from shardwise.planning.moves import Move, whole_on
 from shardwise.storage.contract import ReadPolicy, WritePolicy
 from shardwise.tensors import Box, DType, Strided, numel
@@ -176,7 +176,7 @@ def arrange_writes(
         for piece in copies_from_shards(expression, held):
             name = piece.leaf.key
             back = Copy(leaf, piece.target, piece.source)
-            found = segments_of(
+            found = iter_segments(
                 back,
                 numbers[name],
                 entry,

@@ -38,7 +38,7 @@ def processor_count() -> int:
 
 def control_groups(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> Iterator[Path]:
     """Yield the folders of the control groups (version 2) that may limit this process, the innermost first."""
-    for line in text_of(own_group).splitlines():
+    for line in read_text(own_group).splitlines():
         _, controllers, path = line.split(":", 2)
         folder = groups / path.lstrip("/")
         for place in () if controllers else (folder, *folder.parents):
@@ -49,7 +49,7 @@ def control_groups(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> Iterat
 
 def number_in(file: Path) -> int | None:
     """Return the number in a kernel file, or None if the file is missing or states no limit."""
-    text = text_of(file).strip()
+    text = read_text(file).strip()
     return int(text) if text.isdigit() else None
 
 
@@ -61,13 +61,13 @@ def processor_quotas(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> dict
     """
     found: dict[str, float] = {}
     for group in control_groups(own_group, groups):
-        numbers = [int(word) if word.isdigit() else 0 for word in text_of(group / "cpu.max").split()]
+        numbers = [int(word) if word.isdigit() else 0 for word in read_text(group / "cpu.max").split()]
         if len(numbers) == 2 and all(numbers):
             found[str(group)] = numbers[0] / numbers[1]
     return found
 
 
-def text_of(file: Path) -> str:
+def read_text(file: Path) -> str:
     """Return the text of a kernel file, or "" if it cannot be read."""
     try:
         return file.read_text()

@@ -93,7 +93,7 @@ def is_url(name_or_path: object) -> bool:
     return isinstance(name_or_path, str) and _SCHEME.match(name_or_path) is not None
 
 
-def scheme_of(url: str) -> str:
+def get_scheme(url: str) -> str:
     """Return the URL's scheme in lower case.
 
     Raises:
@@ -114,7 +114,7 @@ def split_file(url: str) -> tuple[str, str | None]:
     folder, _, name = before.rpartition("/")
     if not _CHECKPOINT_FILE.fullmatch(before) or folder.endswith(":/"):
         return url, None
-    return folder + mark + query, unquote(name) if scheme_of(url) in ("http", "https") else name
+    return folder + mark + query, unquote(name) if get_scheme(url) in ("http", "https") else name
 
 
 def without_secrets(url: str) -> str:

@@ -16,11 +16,11 @@ from shardwise.storage.machine import boot_id
 from shardwise.storage.names import (
     HubOptions,
     failed,
+    get_scheme,
     is_url,
     local_place,
     require_file_name,
     require_subfolder,
-    scheme_of,
     shown,
     split_file,
     without_secrets,
@@ -259,15 +259,15 @@ class CombinedReader(StorageReader):
         return sorted([*self._first.list(), *(f"{self._prefix}{file}" for file in self._second.list())])
 
     def size(self, file: str) -> int:
-        reader, name = self._of(file)
+        reader, name = self._find_reader(file)
         return reader.size(name)
 
     def identity(self, file: str) -> str:
-        reader, name = self._of(file)
+        reader, name = self._find_reader(file)
         return reader.identity(name)
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        reader, name = self._of(file)
+        reader, name = self._find_reader(file)
         reader.read_vectored(name, start, buffers)
 
     def close(self) -> None:
@@ -277,7 +277,7 @@ class CombinedReader(StorageReader):
         finally:
             self._second.close()
 
-    def _of(self, file: str) -> tuple[StorageReader, str]:
+    def _find_reader(self, file: str) -> tuple[StorageReader, str]:
         if file.startswith(self._prefix):
             return self._second, file.removeprefix(self._prefix)
         return self._first, file
@@ -319,7 +319,7 @@ def open_storage(
 
 def _open_url(url: str, hub: HubOptions) -> OpenStorage:
     where = shown(without_secrets(url))
-    if scheme_of(url) == "file":
+    if get_scheme(url) == "file":
         raise StorageError(f"{where}: is on this machine. Pass the path without file://")
     if hub.local_files_only:
         raise StorageError(f"{where}: is read over the network, but local_files_only is set. Pass a local folder")

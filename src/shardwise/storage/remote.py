@@ -20,9 +20,9 @@ from shardwise.storage.names import (
     HubOptions,
     ModelFiles,
     WantedFiles,
+    get_scheme,
     local_place,
     require_file_name,
-    scheme_of,
     shown,
     without_secrets,
 )
@@ -136,7 +136,7 @@ def resolve(
     return folder
 
 
-def commit_of(repo_id: str, options: HubOptions) -> str:
+def resolve_commit(repo_id: str, options: HubOptions) -> str:
     """Return the commit of the revision from the hub, or from the cache if the hub cannot be reached.
 
     Raises:
@@ -151,7 +151,7 @@ def commit_of(repo_id: str, options: HubOptions) -> str:
 def note_commit(repo_id: str, options: HubOptions, commit: str) -> None:
     """Record in the cache the commit of a revision, as a download by revision does, for later use offline."""
     revision = options.revision or "main"
-    folder = place_of_cache(options) / f"models--{repo_id.replace('/', '--')}"
+    folder = get_cache_folder(options) / f"models--{repo_id.replace('/', '--')}"
     noted = folder / "refs" / revision
     if folder.is_dir() and not _COMMIT.fullmatch(revision):
         with contextlib.suppress(OSError):  # a cache that cannot be written to has been read all the same
@@ -193,7 +193,7 @@ def _cached(repo_id: str, options: HubOptions) -> Path:
     return Path(folder)
 
 
-def place_of_cache(options: HubOptions) -> Path:
+def get_cache_folder(options: HubOptions) -> Path:
     """Return the folder of the hub's cache."""
     from huggingface_hub import constants
 
@@ -272,7 +272,7 @@ class RemoteReader(StorageReader):
     ) -> None:
         self._policy = policy if concurrency is None else replace(policy, concurrency=concurrency)
         options = storage_options or {}
-        if scheme_of(url) == "hf":
+        if get_scheme(url) == "hf":
             raise StorageError(
                 f"{shown(without_secrets(url))}: the hub is not read in place. Pass the repository's name "
                 "(organization/name, with revision and subfolder), whose files are downloaded"

@@ -292,12 +292,12 @@ class AssistantMasks:
         mask = [0] * len(ids)
         encoding = made.encodings[0]
         for start, end in example.spans:
-            first, stop = _tokens_of(encoding, start, end)
+            first, stop = _token_range(encoding, start, end)
             mask[first:stop] = [1] * (stop - first)
         return {"input_ids": ids, "assistant_masks": mask}
 
 
-def _tokens_of(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
+def _token_range(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
     """The range of tokens that have at least one of the characters ``start .. end``."""
     found = (encoding.char_to_token(place) for place in range(start, end))
     first = next((token for token in found if token is not None), None)

@@ -64,7 +64,7 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
     """
     if mixture.datasets:
         for entry in mixture.datasets:
-            if (builder := _builder_of(entry.path)) is not None:
+            if (builder := _find_builder(entry.path)) is not None:
                 entry.path, entry.data_files = builder, entry.path
         if weights is not None:
             return _interleaved(mixture, weights, seed)
@@ -83,7 +83,7 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
     name = script.dataset_name
     if not name:
         raise ConfigError("dataset_name: is missing. Set it, or datasets.")
-    if builder := _builder_of(name):
+    if builder := _find_builder(name):
         options = {"path": builder, "data_files": name}
     else:
         options = {"path": name, "name": script.dataset_config}
@@ -95,7 +95,7 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
     return found
 
 
-def _builder_of(name: str) -> str | None:
+def _find_builder(name: str) -> str | None:
     """Return the builder for a local file, or None for a folder or a name on the hub."""
     file = Path(name)
     suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
@@ -152,7 +152,9 @@ def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) 
 
 def as_messages(found: AnyDataset, *, num_proc: int | None) -> AnyDataset:
     """Convert rows of ShareGPT and Alpaca to ``messages``. Other datasets are returned unchanged."""
-    return _mapped(found, lambda row: [to_messages(row)], num_proc) if is_foreign(columns_of(found)) else found
+    return (
+        _mapped(found, lambda row: [to_messages(row)], num_proc) if is_foreign(get_column_names(found)) else found
+    )
 
 
 def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None) -> AnyDataset:
@@ -172,31 +174,35 @@ def is_conversational(found: AnyDataset) -> bool:
     return "messages" in row or isinstance(row.get("prompt"), list)
 
 
-def columns_of(found: AnyDataset) -> list[str]:
+def get_column_names(found: AnyDataset) -> list[str]:
     """Return the names of the columns of a dataset, which may be streamed."""
     return list(found.column_names or next(iter(found)))
 
 
 def _mapped(
-    found: Any, examples_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], num_proc: int | None
+    found: Any, make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], num_proc: int | None
 ) -> AnyDataset:
     """Replace each row by its one or more examples."""
     options: dict[str, Any] = {"num_proc": num_proc} if isinstance(found, datasets.Dataset) else {}
     mapped: AnyDataset = found.map(
-        partial(_batch, examples_of), batched=True, with_indices=True, remove_columns=columns_of(found), **options
+        partial(_batch, make_examples),
+        batched=True,
+        with_indices=True,
+        remove_columns=get_column_names(found),
+        **options,
     )
     return mapped
 
 
 def _batch(
-    examples_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
+    make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
     batch: Mapping[str, Sequence[Any]],
     indices: Sequence[int],
 ) -> dict[str, list[Any]]:
     made: list[Mapping[str, Any]] = []
     for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
         try:
-            made += examples_of(dict(zip(batch, values, strict=True)))
+            made += make_examples(dict(zip(batch, values, strict=True)))
         except (MalformedRowError, ChatError) as error:
             raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
     return {name: [one.get(name) for one in made] for name in dict.fromkeys(key for one in made for key in one)}

@@ -22,7 +22,7 @@ from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.outline import PretrainedOptions
 from shardwise.engines.pretrained_loading import from_pretrained
 from shardwise.errors import ConfigError
-from shardwise.execution.collective_errors import is_of_a_collective, is_out_of_memory
+from shardwise.execution.collective_errors import is_collective_error, is_out_of_memory
 from shardwise.integrations import ShardwiseTrainer, for_trainer
 from shardwise.models.policies import Classes, MinSize, WrapPolicy
 from shardwise.models.quantization import Fp4, Nf4
@@ -127,7 +127,7 @@ def bring_up(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
         ShardwiseError: as for :func:`~shardwise.engines.pretrained_loading.from_pretrained`.
     """
     keywords = model_options(arguments, method)
-    keywords["tuning"] = tuning = tuning_of(arguments)
+    keywords["tuning"] = tuning = build_tuning(arguments)
     if isinstance(tuning, Full):
         keywords["trained"] = "unchanged"  # TRL trains in the dtype that is loaded
     return for_trainer(_without_secrets(from_pretrained(arguments.model.model_name_or_path, **keywords)))
@@ -198,7 +198,7 @@ def _sharding(own: Mapping[str, Any]) -> Sharding:
     return Sharding(mesh=replicated_mesh(own["dp_replicate_size"]), wrap=wrap, offload_policy=offload)
 
 
-def tuning_of(arguments: TrlArguments) -> Tuning:
+def build_tuning(arguments: TrlArguments) -> Tuning:
     own = arguments.own
     config: Any = get_peft_config(arguments.model)
     frozen: dict[str, Any] = {
@@ -324,7 +324,7 @@ def make_trainer(
             **further,
         )
     except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: a tracker that is not installed
-        if is_out_of_memory(error) or is_of_a_collective(error):
+        if is_out_of_memory(error) or is_collective_error(error):
             raise
         raise ConfigError(f"{method}: {base.__name__} cannot be created, {error}") from error
 
@@ -398,7 +398,7 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
     options: PlanOptions = {key: value for key, value in loaded.items() if key not in ("options", "revision")}  # type: ignore[assignment]
     options |= {
         "hub": HubOptions(revision=arguments.model.model_revision),
-        "tuning": (tuning := tuning_of(arguments)),
+        "tuning": (tuning := build_tuning(arguments)),
         "optim": getattr(training.optim, "value", training.optim),
         "per_device_train_batch_size": training.per_device_train_batch_size * rows_per_example,
         "max_length": getattr(training, "max_length", None) or 0,

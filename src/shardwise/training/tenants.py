@@ -27,7 +27,7 @@ from shardwise.execution.world import World
 from shardwise.report.names import table_lines
 from shardwise.storage.writing import open_writer
 from shardwise.training import setup as trl_setup
-from shardwise.training.run import TrlOutcome, held, identity_of, peak_line, stopping_on_signals
+from shardwise.training.run import TrlOutcome, get_identity, held, peak_line, stopping_on_signals
 from shardwise.training.run_config import RunConfig, read_tenants
 from shardwise.training.setup import TrlArguments
 from shardwise.training.tenant_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows, tokenized
@@ -56,7 +56,7 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     if first.training.eos_token:
         getattr(processor, "tokenizer", processor).eos_token = first.training.eos_token
     output = Path(config.values.get("output_dir", "trainer_output"))
-    identity = identity_of(config, "tenants", _IDENTITY)
+    identity = get_identity(config, "tenants", _IDENTITY)
     with stopping_on_signals() as request, held(output, identity, _WEIGHTS):
         tenants = _joined(parsed, processor, config.own["tokens_per_pass"], local_rank)
         has_stopped, failures = train_in_turns(tenants, config.own["tokens_per_pass"], request)
@@ -91,7 +91,7 @@ def _joined(
         model.train()
     bank = AdapterBank(model, pad_to=_PAD_TO)
     budget = TokenBudget(tokens_per_pass, _PAD_TO, bank.max_length)
-    shared = BankOfTenants(World.current(call="train"), bank, budget, processor)
+    shared = SharedBank(World.current(call="train"), bank, budget, processor)
     tenants = []
     for name, own in parsed.items():
         with _named(name):
@@ -198,7 +198,7 @@ _POSITION: Final = "StepOrder"
 
 
 @dataclass(frozen=True, slots=True)
-class BankOfTenants:
+class SharedBank:
     """Objects that all tenants share."""
 
     world: World
@@ -227,7 +227,7 @@ class TenantTraining:
         arguments: TrlArguments,
         rows: TokenizedRows,
         held_out: TokenizedRows | None,
-        shared: BankOfTenants,
+        shared: SharedBank,
     ) -> None:
         self.name, self.bank = name, shared.bank
         self.args: Any = arguments.training

@@ -134,7 +134,7 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
         everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
         _require_all_matched(config, everything, modules, parameters)  # if a name is wrong, suggests the nearest
         raise
-    found = peft_compat.targets_of(model, name)
+    found = peft_compat.get_targets(model, name)
     # The stored config of "all-linear" names excluded layers, too. Its tensors are matched instead.
     if adapter is not None:
         found = replace(found, modules=tuple(modules))

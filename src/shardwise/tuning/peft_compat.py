@@ -253,7 +253,7 @@ class AdaptedNames:
     copied: tuple[str, ...]
 
 
-def targets_of(model: PeftModel, adapter: str) -> AdaptedNames:
+def get_targets(model: PeftModel, adapter: str) -> AdaptedNames:
     """Return the names that the adapter targets or copies."""
     tuner: Any = model.base_model
     copied = tuple(name for name, module in model.get_base_model().named_modules() if _has_copy(module, adapter))

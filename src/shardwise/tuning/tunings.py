@@ -16,9 +16,9 @@ from shardwise.errors import ConfigError
 from shardwise.models import pretrained
 from shardwise.models.policies import listed_blocks
 from shardwise.models.selection import AdapterOnly, Selection
-from shardwise.models.torch_api import parameters_of
+from shardwise.models.torch_api import get_parameters
 from shardwise.models.view import collect_tensors
-from shardwise.models.wrap import TrainedDtype, trained_dtype_of
+from shardwise.models.wrap import TrainedDtype, get_trained_dtype
 from shardwise.tuning import lora, peft_compat
 from shardwise.tuning.lora import Adapter, Tuned, matches, near
 
@@ -322,7 +322,7 @@ def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | Non
         tensor = item.tensor
         if not isinstance(tensor, nn.Parameter):
             continue
-        dtype = trained_dtype_of(trained, tensor.dtype, tensor.requires_grad)
+        dtype = get_trained_dtype(trained, tensor.dtype, tensor.requires_grad)
         if dtype != tensor.dtype:
             item.recast(dtype)
     if casts_to is None:
@@ -331,7 +331,7 @@ def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | Non
 
 def _require_one_dtype(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        own = {local: parameter for local, parameter in parameters_of(module).items() if parameter is not None}
+        own = {local: parameter for local, parameter in get_parameters(module).items() if parameter is not None}
         kinds = {(parameter.dtype, parameter.requires_grad) for parameter in own.values()}
         if len({dtype for dtype, _ in kinds}) > 1 and len({is_trained for _, is_trained in kinds}) > 1:
             words = ", ".join(f"{local} {parameter.dtype}" for local, parameter in own.items())
