@@ -62,7 +62,7 @@ class RestorePlan:
     """
 
     collected: CollectedState
-    values: StoredValues
+    values: NonTensorValues
     base: BaseMatch
     matched: Comparison
     fitting: Fitting | None
@@ -132,7 +132,7 @@ def _plan(
     collected = world.run_all(collect_state, state, only)
     require_alike_models(world, collected.held, collected.bounds)
     common = world.broadcast(_common_values, reader, opened)
-    values = StoredValues(common, world.run_all(_own_values, reader, opened, world))
+    values = NonTensorValues(common, world.run_all(_own_values, reader, opened, world))
     base = _match_bases(world, opened, collected, tolerance)
     world.run_all(require_same_tuning, opened, collected, only, base)
     matched = world.run_all(compare, opened, collected, state, common, world.size, tolerance)
@@ -178,7 +178,7 @@ def _match_bases(world: World, opened: Opened, collected: CollectedState, tolera
 
 
 @dataclass(frozen=True, slots=True)
-class StoredValues:
+class NonTensorValues:
     """Values of a checkpoint that are not tensors, as one rank needs them.
 
     Attributes:
@@ -233,7 +233,7 @@ def _restore_components(opened: Opened, state: TrainState, plan: RestorePlan, wo
     return notes
 
 
-def _restore_generators(opened: Opened, values: StoredValues, world: World) -> str:
+def _restore_generators(opened: Opened, values: NonTensorValues, world: World) -> str:
     facts, what = opened.facts, f"{opened.folder}: rng"
     if "rng" in values.own:
         missing = restore_generators(values.own["rng"], what)
