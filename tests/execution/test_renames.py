@@ -9,7 +9,7 @@ from tests.interchange.test_commit import contents, last_mark_removed, meanwhile
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution import committing, rename_journal
 from shardwise.execution.committing import make_file
-from shardwise.execution.locked_folder import LockedFolder, locked_by_first_rank
+from shardwise.execution.locked_folder import LockedFolder
 from shardwise.execution.rename_journal import as_renamed
 from shardwise.execution.world import World
 from shardwise.planning.commit_plan import Renames, WrittenFiles, fresh
@@ -22,9 +22,7 @@ NAMES = ("scheduler.bin", "optimizer.bin", "pytorch_model_fsdp_0/.metadata", "un
 def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
     """Files of one content, under several names."""
     content = str(seed).encode()
-    with locked_by_first_rank(
-        World(0, 1), root, rename_journal.tidy, lambda marked: rename_journal.undo(marked, ["unet"])
-    ) as saving:
+    with rename_journal.locked_and_tidied(World(0, 1), root, ["unet"]) as saving:
         with FoldersWriter(root) as writer:
             for name in NAMES:
                 make_file(writer, fresh(name, saving.save_id), content)

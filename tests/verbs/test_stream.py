@@ -14,7 +14,7 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 import shardwise
-from shardwise.conversion.computed import Computed, WholeOperation
+from shardwise.conversion.computed import Computed, FullOperation
 from shardwise.conversion.expression import Stored
 from shardwise.engines import save_plan
 from shardwise.engines.streaming import StreamOptions, iter_hf_tensors
@@ -297,8 +297,13 @@ def test_what_cannot_be_is_refused_at_once():
         StreamOptions(bucket_bytes=1)
 
 
+class Twice(FullOperation):
+    def evaluate(self, block, values):
+        return {"scale_twice": values[0]}
+
+
 def test_a_conversion_that_computes_is_refused(monkeypatch):
-    operation = WholeOperation("Twice", ((),), {"scale_twice": ()}, lambda values: {"scale_twice": values[0]}, 8)
+    operation = Twice("Twice", ((),), {"scale_twice": ()}, 8)
     computed = Computed(operation, "scale_twice", (), DType.F32, (Stored("scale", (), DType.F32),))
     outputs = {"scale_twice": Output("scale_twice", DType.F32, computed)}
     monkeypatch.setattr(save_plan, "revert", lambda *args, **keywords: outputs)

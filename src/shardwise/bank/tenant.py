@@ -249,10 +249,10 @@ def _matrix_pairs(
         return {site.module: LoraWeights(A, B, a_grad, b_grad, site.scaling, dropout)}
     return {
         expert_site(site.module, site.parameter, expert): LoraWeights(
-            _flatten_A(A, site.experts)[expert],
-            _flatten_B(B, site.experts)[..., expert],
-            _flatten_A(a_grad, site.experts)[expert],
-            _flatten_B(b_grad, site.experts)[..., expert],
+            _merge_lora_a(A, site.experts)[expert],
+            _merge_lora_b(B, site.experts)[..., expert],
+            _merge_lora_a(a_grad, site.experts)[expert],
+            _merge_lora_b(b_grad, site.experts)[..., expert],
             site.scaling,
         )
         for expert in range(site.experts)
@@ -264,12 +264,12 @@ def expert_site(module: str, parameter: str, expert: int) -> str:
     return f"{module}.{parameter}.{expert}"
 
 
-def _flatten_A(A: torch.Tensor, experts: int) -> torch.Tensor:
+def _merge_lora_a(A: torch.Tensor, experts: int) -> torch.Tensor:
     """Return A as (r * experts, in), expert by expert, as PEFT stores it."""
     return A.view(experts, -1, A.shape[1])
 
 
-def _flatten_B(B: torch.Tensor, experts: int) -> torch.Tensor:
+def _merge_lora_b(B: torch.Tensor, experts: int) -> torch.Tensor:
     """And (out, r * experts) rank by rank."""
     return B.view(len(B), -1, experts)
 

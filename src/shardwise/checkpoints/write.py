@@ -4,10 +4,10 @@ Each rank creates, fills and syncs its own file. The ranks synchronize. The firs
 See [Note: When a checkpoint is complete].
 """
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from shardwise.checkpoints import folder
@@ -92,10 +92,17 @@ def carry_out(world: World, job: Job) -> CheckpointReport:
             checkpoint is not committed then, unless the message states otherwise.
         RankLostError: a rank has been lost.
     """
-    with locked_by_first_rank(world, job.root, partial(_begin, job), partial(_undo, job)) as saving:
-        written: list[WrittenFile] = []  # of all ranks, on the first
-        world.map_reduce(_write_own, written.extend, world, job, saving)
-        removed, checkpoint_bytes = world.broadcast(_commit, job, saving, written)
+    written: list[WrittenFile] = []  # of all ranks, on the first
+    with locked_by_first_rank(world, job.root) as saving:
+        try:
+            world.broadcast(_begin, job)
+            world.map_reduce(_write_own, written.extend, world, job, saving)
+            removed, checkpoint_bytes = world.broadcast(_commit, job, saving, written)
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                if saving.is_locked_here:
+                    _undo(job, saving.locked)
+            raise
     return replace(
         job.report,
         is_complete=True,
@@ -110,7 +117,7 @@ def _content_nbytes(job: Job, rank: int) -> int:
     return job.plan.nbytes(rank) + sum(map(len, job.values.values()))
 
 
-def _begin(job: Job, marked: LockedFolder) -> None:  # noqa: ARG001 - as of any folder that is marked
+def _begin(job: Job) -> None:
     """Remove remains of earlier saves, and check that the step is a new one."""
     root, step, newest = job.root, job.step, job.newest
     folder.remove_left(root)  # before the steps are listed; see [Note: Checked twice]

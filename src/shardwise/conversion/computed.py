@@ -9,7 +9,8 @@ the target's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -97,16 +98,15 @@ class Computed(Leaf):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WholeOperation:
-    """An operation that is evaluated once, on its full inputs, and computes all of its outputs in full.
+class FullOperation(ABC):
+    """Base class of operations that are evaluated once, on full inputs, and compute all of their outputs in full.
 
-    ``function`` maps the inputs to the outputs, by name. ``nbytes`` is the memory that it needs.
+    ``nbytes`` is the memory that the operation needs.
     """
 
     label: str
     inputs: tuple[Shape, ...]
     outputs: Mapping[str, Shape]
-    function: Callable[[Sequence[Any]], Mapping[str, Any]]
     nbytes: int
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
@@ -114,8 +114,8 @@ class WholeOperation:
             outputs = {name: Box.whole(shape) for name, shape in self.outputs.items()}
             yield ComputedBlock(tuple(map(Box.whole, self.inputs)), outputs, self.nbytes)
 
-    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        return self.function(values)
+    @abstractmethod
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)

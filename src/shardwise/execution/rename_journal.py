@@ -13,7 +13,8 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution.locked_folder import LockedFolder
+from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank
+from shardwise.execution.world import World
 from shardwise.formats.accelerate_saves import is_distributed_folder
 from shardwise.formats.distributed import read_metadata
 from shardwise.formats.joining import METADATA
@@ -76,6 +77,27 @@ def undo(locked: LockedFolder, also: Collection[str] = ()) -> None:
             _remove_uncommitted(writer, folders, locked.save_id)
     remove_empty(root, {*folders, *also})
     remove_folder(work_folder(root, locked.save_id))
+
+
+@contextmanager
+def locked_and_tidied(world: World, folder: str | os.PathLike[str], also: Collection[str] = ()) -> Iterator[Saving]:
+    """Lock a folder for a save on the first rank, and tidy it. If the block fails, undo the save.
+
+    Collective: yes, at the beginning.
+
+    Raises:
+        FormatError, StorageError: as of :func:`~shardwise.execution.locked_folder.locked_by_first_rank` and
+            :func:`tidy`.
+    """
+    with locked_by_first_rank(world, folder) as saving:
+        try:
+            world.broadcast(lambda: tidy(saving.locked))
+            yield saving
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                if saving.is_locked_here:
+                    undo(saving.locked, also)
+            raise
 
 
 def _entries(root: str) -> list[os.DirEntry[str]]:

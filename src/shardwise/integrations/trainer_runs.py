@@ -14,11 +14,9 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -238,7 +236,8 @@ def steps_to_remove(complete: Sequence[int], limit: int | None, best: int | None
     return removable[: max(0, len(complete) - limit)]
 
 
-def locked_for(world: World, run: Path, step: int) -> AbstractContextManager[Saving]:
+@contextlib.contextmanager
+def locked_for(world: World, run: Path, step: int) -> Iterator[Saving]:
     """Lock an output folder while the checkpoint of this step is saved, and remove incomplete checkpoints.
 
     Collective: yes, at the beginning.
@@ -246,10 +245,18 @@ def locked_for(world: World, run: Path, step: int) -> AbstractContextManager[Sav
     Raises:
         StorageError: another save is in progress or has saved this step, or the step's folder has files of others.
     """
-    return locked_by_first_rank(world, run, partial(_begin, run, step), partial(_undo, run, step))
+    with locked_by_first_rank(world, run) as saving:
+        try:
+            world.broadcast(_begin, run, step, saving.save_id)
+            yield saving
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                if saving.is_locked_here:
+                    _undo(run, step, saving.locked)
+            raise
 
 
-def _begin(run: Path, step: int, marked: LockedFolder) -> None:
+def _begin(run: Path, step: int, save_id: str) -> None:
     _remove_left(run)  # before the folder is examined; see [Note: Checked twice]
     folder = checkpoint_folder(run, step)
     if folder.is_dir():
@@ -257,9 +264,9 @@ def _begin(run: Path, step: int, marked: LockedFolder) -> None:
             f"{folder}: exists already, with {get_folder_kind(folder).value}. Nothing was overwritten"
         )
     with FoldersWriter(folder) as writer:
-        save_id = marked.save_id.encode()
-        writer.create(BEGUN_FILE, len(save_id))
-        writer.write(BEGUN_FILE, 0, [memoryview(save_id)])
+        content = save_id.encode()
+        writer.create(BEGUN_FILE, len(content))
+        writer.write(BEGUN_FILE, 0, [memoryview(content)])
         writer.sync(BEGUN_FILE)
         writer.sync_names()
 

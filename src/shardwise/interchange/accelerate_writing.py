@@ -25,7 +25,7 @@ from shardwise.engines.model_states import collect_model
 from shardwise.engines.optimizer_states import collect_optimizers
 from shardwise.errors import ConfigError, StorageError, answer_keywords
 from shardwise.execution import committing, rename_journal
-from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
+from shardwise.execution.locked_folder import LockedFolder, Saving, locked_here
 from shardwise.execution.saving_lock import LOCK_FILE
 from shardwise.execution.state_values import StateOptions, require_same_call
 from shardwise.execution.torch_saves import flattened, write_distributed_folder, write_rank_files, write_whole_file
@@ -205,7 +205,7 @@ def _write(
         path, nbytes, written = _written(world, place.state_save.saving, place, kind, state, home, options)
         place.state_save.written.append(written)
         return path, nbytes
-    with locked_by_first_rank(world, place.folder, rename_journal.tidy, rename_journal.undo) as saving:
+    with rename_journal.locked_and_tidied(world, place.folder) as saving:
         path, nbytes, written = _written(world, saving, place, kind, state, home, options)
         world.broadcast(lambda: committing.commit_written(saving.locked, written, _older(place, kind, written)))
     return path, nbytes
@@ -310,23 +310,20 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
             not new.
     """
     carried: set[str] = set()
-
-    def begin(marked: LockedFolder) -> None:
-        rename_journal.tidy(marked)
-        if is_new:
-            _require_new(marked)
-        os.mkdir(rename_journal.work_folder(folder, marked.save_id))
-
-    def end(marked: LockedFolder) -> None:
-        rename_journal.undo(marked, carried)
-
-    with locked_by_first_rank(world, folder, begin, end) as saving:
+    with rename_journal.locked_and_tidied(world, folder, carried) as saving:
         work = WorkFolder.create(saving)
+        world.broadcast(_begin_state, saving, work, is_new=is_new)
         yield work
         seen = world.all_gather(_names_in, work)
         names = sorted({name for found in seen for name in found})
         carried |= {name.rpartition("/")[0] for name in names} - {""}
         world.broadcast(lambda: _commit_state(saving.locked, work, names))
+
+
+def _begin_state(saving: Saving, work: str, *, is_new: bool) -> None:
+    if is_new:
+        _require_new(saving.locked)
+    os.mkdir(work)
 
 
 def newest_in(place: Path) -> Path | None:

@@ -21,9 +21,8 @@ from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError, answer_keywords
 from shardwise.execution.committing import commit_written
-from shardwise.execution.locked_folder import locked_by_first_rank
 from shardwise.execution.reading import ReadExecutor, storage_bytes
-from shardwise.execution.rename_journal import journal_folder, lists_in, tidy, undo
+from shardwise.execution.rename_journal import journal_folder, lists_in, locked_and_tidied
 from shardwise.execution.saved_trees import read_objects
 from shardwise.execution.stream_out import Outgoing
 from shardwise.execution.torch_saves import Levels, flattened, load_plain, nested
@@ -229,7 +228,7 @@ def _write_torch_file(
     written = WrittenTensors(bytes_by_file={named.torch_file: nbytes})
     with (
         progress_bar("Merging", nbytes, enabled=True) as bar,
-        locked_by_first_rank(World(0, 1), writer.root, tidy, undo) as saving,
+        locked_and_tidied(World(0, 1), writer.root) as saving,
     ):
         file = fresh(named.torch_file, saving.save_id)
         contents = _write_around_tensors(writer, file, named)

@@ -178,7 +178,7 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
 class Gather:
     """An all-gather of a group of parameters.
 
-    ``numel`` is per rank. In the backward pass, ``uses_full_mesh`` is False if ``reshard_after_forward`` is a number.
+    ``numel`` is per rank. ``uses_full_mesh`` is False in a backward pass with ``reshard_after_forward=n``.
     """
 
     group: int

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from shardwise.conversion.computed import Computed, WholeOperation, computes
+from shardwise.conversion.computed import Computed, ComputedBlock, FullOperation, computes
 from shardwise.conversion.expression import (
     Expression,
     Stored,
@@ -167,31 +167,36 @@ class _Tracer:
     def computed(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, Expression]:
         """Return the converter as one node that computes. A run on meta tensors gives the shapes."""
         inputs = tuple(self.stored[key] for key in conversion.keys)
-        shapes = self.run(conversion, [torch.empty(item.shape, dtype=dtype, device="meta") for item in inputs])
-
-        def function(values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-            return self.run(conversion, [value.to(dtype) for value in values])
-
+        made = self.run(conversion, [torch.empty(item.shape, dtype=dtype, device="meta") for item in inputs])
         nbytes = _COMPUTING_FACTOR * sum(numel(item.shape) * item.dtype.itemsize for item in inputs)
-        return computed_whole(conversion.label, inputs, shapes, function, nbytes)
+        shapes = tuple(item.shape for item in inputs)
+        operation = _Conversion(conversion.label, shapes, shapes_by_name(made), nbytes, self, conversion, dtype)
+        return computed_outputs(operation, inputs, made)
 
 
-def computed_whole(
-    label: str,
-    inputs: tuple[Stored, ...],
-    made: Mapping[str, torch.Tensor],
-    function: Callable[[Sequence[torch.Tensor]], Mapping[str, torch.Tensor]],
-    nbytes: int,
+@dataclass(frozen=True, slots=True, eq=False)
+class _Conversion(FullOperation):
+    """A converter that computes, of stored tensors that are cast to ``dtype``."""
+
+    tracer: _Tracer
+    conversion: Conversion
+    dtype: torch.dtype
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self.tracer.run(self.conversion, [value.to(self.dtype) for value in values])
+
+
+def shapes_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def computed_outputs(
+    operation: FullOperation, inputs: tuple[Stored, ...], made: Mapping[str, torch.Tensor]
 ) -> dict[str, Expression]:
-    """Return the results of a function of full tensors as expressions, by name.
-
-    ``made`` are meta tensors of their shapes and dtypes.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
-    operation = WholeOperation(label, tuple(item.shape for item in inputs), shapes, function, nbytes)
+    """Return the outputs of an operation as expressions, by name. ``made`` are meta tensors of their dtypes."""
     return {
         name: Computed(operation, name, shape, from_torch(made[name].dtype, name), inputs)
-        for name, shape in shapes.items()
+        for name, shape in operation.outputs.items()
     }
 
 

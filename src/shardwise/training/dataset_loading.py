@@ -6,7 +6,8 @@ mixture, conversion to ``messages``, and assistant masks.
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
@@ -15,6 +16,7 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.execution.outcomes import Failure
 from shardwise.execution.world import World
 from shardwise.storage.names import redacted
 from shardwise.training.chat_masks import AssistantMasks, ChatError
@@ -34,8 +36,9 @@ _BUILDERS: Final = {
 """Builders of ``datasets`` by the suffix of a file."""
 
 
-def on_first_of_each_node(prepare: Callable[[], T], local_rank: int) -> T:
-    """Call a function on the first rank of each node, which fills its cache, and then on all others.
+@contextmanager
+def first_local_rank_first(local_rank: int) -> Iterator[None]:
+    """Run the block on the first rank of each node, which fills its cache, and then on all others.
 
     Collective: yes, over the default process group.
 
@@ -43,11 +46,16 @@ def on_first_of_each_node(prepare: Callable[[], T], local_rank: int) -> T:
         ShardwiseError: the same on every rank.
     """
     with World.current(call="datasets") as world:
-        first = world.run_all(lambda: prepare() if local_rank == 0 else None)
-        rest = world.run_all(lambda: None if local_rank == 0 else prepare())
-    found = first if local_rank == 0 else rest
-    assert found is not None
-    return found
+        if local_rank:
+            world.all_gather_object(None)  # the first ranks' outcomes
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = Failure.from_error(error)
+        if not local_rank:
+            world.all_gather_object(failure)
+        world.all_gather_object(failure)
 
 
 def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) -> Mapping[str, AnyDataset]:

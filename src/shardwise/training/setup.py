@@ -252,8 +252,7 @@ def load_data(
     script, training = arguments.script, arguments.training
     num_proc = getattr(training, "dataset_num_proc", None)
     is_masked = method == "sft" and training.assistant_only_loss and _lacks_masks(processor)
-
-    def prepare() -> tuple[AnyDataset, AnyDataset | None]:
+    with dataset_loading.first_local_rank_first(local_rank):
         found = dataset_loading.load(script, arguments.mixture, arguments.own["interleave"], training.seed)
         names = [
             script.dataset_train_split,
@@ -270,9 +269,7 @@ def load_data(
             raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column.")
         if is_masked and is_conversational(next(iter(datasets[0]))):
             datasets = [dataset_loading.with_masks(dataset, processor, num_proc=num_proc) for dataset in datasets]
-        return datasets[0], datasets[1] if len(datasets) > 1 else None
-
-    train, test = dataset_loading.on_first_of_each_node(prepare, local_rank)
+    train, test = datasets[0], datasets[1] if len(datasets) > 1 else None
     if is_masked and "input_ids" in (train.column_names or ()):
         training.assistant_only_loss = False  # TRL would require marks in the chat template
     return train, test
