@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal, TypeAlias
 
 from shardwise.errors import ConfigError
 from shardwise.tensors import Box, DType, Strided, numel
@@ -145,6 +146,10 @@ class Activations:
 
 
 _AXES = ("replicate", "shard")
+
+
+NamedPolicy: TypeAlias = Literal["auto", "model_plan", "no_split_modules", "module_list", "whole_model"]
+"""Names of the policies that choose FSDP2 groups."""
 
 
 @dataclass(frozen=True, slots=True)

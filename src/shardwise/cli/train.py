@@ -259,6 +259,7 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, g
     found = {name: value for name, value in given.items() if value is not None}
     if "tuning" not in found and {"per_device_train_batch_size", "max_length"} & found.keys():
         raise ConfigError("--batch and --seq need --tuning. Give that, too.")
+    _require_known(found)
     if "mesh" in found:
         found["mesh"] = parse_mesh(found["mesh"])
     if is_local(model):
@@ -272,6 +273,22 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, g
     if "tuning" in found:
         found["tuning"] = tuning_named(found["tuning"])
     return plan(model, ranks=ranks, **{"dtype": "auto", **found})
+
+
+def _require_known(given: dict[str, Any]) -> None:
+    """Name a fault in an option before torch is imported.
+
+    Raises:
+        ConfigError: an option has a value that is not known.
+    """
+    from shardwise.planning.option_syntax import parse_tuning, parse_wrap, require_floating_dtype
+
+    parse_wrap(given.get("wrap", "auto"))
+    parse_tuning(given.get("tuning", "full"))
+    if given.get("dtype", "auto") != "auto":
+        require_floating_dtype("dtype", given["dtype"])
+    if "param_dtype" in given:
+        require_floating_dtype("param_dtype", given["param_dtype"])
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
@@ -19,7 +18,6 @@ from shardwise.errors import ConfigError, ShardingError
 from shardwise.execution.memory import collected_later
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
-from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.layout import Activations, MeshShape, ModelLayout, TensorKind, WorldLayout
 from shardwise.models.estimate_layout import predict_layout, trace_activations
 from shardwise.models.initialize import Initializers
@@ -30,6 +28,7 @@ from shardwise.models.wrap import Sharding, prepare_blocks
 from shardwise.planning import estimates
 from shardwise.planning.load_memory import Homes, largest_computation
 from shardwise.planning.load_plan import LoadPlan, plan_load
+from shardwise.planning.option_syntax import parse_tuning
 from shardwise.report.estimate import Estimate, GroupEstimate, TrainingEstimate
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.names import is_url
@@ -288,34 +287,14 @@ def _bytes_per_dtype(layout: ModelLayout) -> dict[str, int]:
 
 
 def tuning_named(text: str) -> Tuning:
-    """Return a tuning from text, as the command line has it.
-
-    ``full``, ``freeze=N`` with ``,modules=A+B`` and ``,extra=A+B``, ``lora=R`` with ``,alpha=X`` and
-    ``,targets=A+B`` (default ``all-linear``), or a folder with an ``adapter_config.json``.
-
-    Raises:
-        ConfigError: the text is none of these.
-    """
-    if (Path(text) / ADAPTER_CONFIG).is_file():
-        return ExistingLora(text)
-    found = dict(item.partition("=")[::2] for item in text.split(","))
-    try:
-        match [*found]:
-            case ["full"]:
-                return Full()
-            case ["freeze", *rest] if {"modules", "extra"}.issuperset(rest):
-                modules, extra = (
-                    tuple(filter(None, found.get(name, "").split("+"))) for name in ("modules", "extra")
-                )
-                return Freeze(int(found["freeze"] or 0), modules, extra)
-            case ["lora", *rest] if {"alpha", "targets"}.issuperset(rest):
-                rank, targets = int(found["lora"]), found.get("targets", "all-linear")
-                names = targets if targets == "all-linear" else targets.split("+")
-                alpha = int(found.get("alpha", rank))
-                return Lora(peft_compat.lora_config(r=rank, lora_alpha=alpha, target_modules=names))
-    except ValueError:
-        pass
-    raise ConfigError(
-        f"tuning={text!r} is not known. Pass full, freeze=N[,modules=A+B][,extra=A+B], "
-        "lora=R[,alpha=X][,targets=A+B], or a folder with an adapter of PEFT."
-    )
+    """Return a tuning from text. See :func:`~shardwise.planning.option_syntax.parse_tuning`."""
+    kind, settings = parse_tuning(text)
+    match kind:
+        case "full":
+            return Full()
+        case "freeze":
+            return Freeze(**settings)
+        case "lora":
+            return Lora(peft_compat.lora_config(**settings))
+        case "adapter":
+            return ExistingLora(**settings)

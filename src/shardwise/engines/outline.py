@@ -271,10 +271,10 @@ def build_outline(
     layout = build_layout(held)
     kept = pretrained.kept_dtypes(model, dtype)
 
-    def parse_dtype(name: str) -> torch.dtype:
+    def get_dtype(name: str) -> torch.dtype:
         return kept(name) or to_torch(layout.by_name[name].dtype)
 
-    bindings = bind(model, stored_tensors(index), layout, transforms, parse_dtype, spare_tensors(index))
+    bindings = bind(model, stored_tensors(index), layout, transforms, get_dtype, spare_tensors(index))
     if resize is not None:
         bindings = resized(bindings, vocabulary_tensors(model, held), resize.size)
     build.keep_dtypes(model, dtype, bindings.leaders)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,11 +19,12 @@ from shardwise.execution.state_values import StateOptions
 from shardwise.execution.world import Clock, World
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
-from shardwise.models.policies import Classes, MinSize, NamedPolicy, WrapPolicy, group_parameters
+from shardwise.models.policies import Classes, MinSize, WrapPolicy, group_parameters
 from shardwise.models.rebind import Bound, bind_optimizers, require_steps_shards
 from shardwise.models.view import TensorRef, collect_tensors, is_sharded, without_compile
 from shardwise.models.wrap import Sharding, TrainedDtype, reject_unmovable, require_trainable_dtype
 from shardwise.planning.matching import ValuesFrom
+from shardwise.planning.option_syntax import parse_wrap
 from shardwise.report.reports import ShardReport
 
 
@@ -80,15 +81,10 @@ def wrap_named(text: str) -> WrapPolicy:
     Raises:
         ConfigError: there is none of this name.
     """
-    word, _, value = text.partition("=")
-    if word == "classes" and all(value.split(",")):
-        return Classes(tuple(value.split(",")))
-    if word == "min-size" and value.isdecimal():
-        return MinSize(int(value))
-    if text in get_args(NamedPolicy):
-        return cast(NamedPolicy, text)
-    known = ", ".join([*get_args(NamedPolicy), "classes=NAME,NAME", "min-size=ELEMENTS"])
-    raise ConfigError(f"wrap={text!r} is not known. Pass one of {known}.")
+    found = parse_wrap(text)
+    if isinstance(found, int):
+        return MinSize(found)
+    return Classes(found) if isinstance(found, tuple) else found
 
 
 @answer_keywords(

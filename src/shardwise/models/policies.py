@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, ShardingError
+from shardwise.layout import NamedPolicy
 from shardwise.models import pretrained
 from shardwise.models.torch_api import SHARDS_INTEGERS, get_parameters
 
@@ -65,7 +66,6 @@ UNUSED_BY_FSDP2: Final = {
 }
 """Options of FSDP1 and accelerate without a counterpart, and why."""
 
-NamedPolicy: TypeAlias = Literal["auto", "model_plan", "no_split_modules", "module_list", "whole_model"]
 WrapPolicy: TypeAlias = NamedPolicy | Classes | MinSize | Matching
 """Policy that selects the modules to which ``fully_shard`` is applied.
 
