@@ -268,13 +268,13 @@ def _phases_table(ranks: Sequence[RankRecord]) -> Table:
     )[:_MAX_PHASES]:
         times = max(len(spans) for spans in by_rank.values())
         seconds = max(sum(span.stop - span.start for span in spans) for spans in by_rank.values())
-        cells = [_most_within(rank, by_rank.get(rank.rank, [])) for rank in shown]
+        cells = [_peak_within(rank, by_rank.get(rank.rank, [])) for rank in shown]
         rows.append((": ".join(map(get_label, path)), str(times), f"{seconds:.2f}", *cells))
     head = ("phase", "times", "seconds", *(f"rank {rank.rank}" for rank in shown))
     return Table("Peak memory by phase and rank, and seconds of the slowest rank", head, rows)
 
 
-def _most_within(rank: RankRecord, spans: Sequence[PhaseSpan]) -> str:
+def _peak_within(rank: RankRecord, spans: Sequence[PhaseSpan]) -> str:
     """Return the most memory that was sampled within spans, in words."""
     t = rank.samples["t"]
     edges = np.zeros(len(t) + 1)

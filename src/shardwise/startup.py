@@ -250,11 +250,13 @@ def _run_arm(name: str, place: Path, options: StartupOptions, start: StartArm) -
         raise ConfigError(f"{name} was ended: {error}; --limit gives more") from error
     limit_bytes = sum(rank.host_bytes + rank.budget_bytes + SLACK_BYTES for rank in ranks)
     return replace(
-        arm_run(name, run_records.read_run(folder)), limit_bytes=limit_bytes, values=_agreed_values(ranks)
+        summarize_run(name, run_records.read_run(folder)),
+        limit_bytes=limit_bytes,
+        values=_common_fingerprints(ranks),
     )
 
 
-def _agreed_values(ranks: Sequence[ArmOnRank]) -> dict[str, str]:
+def _common_fingerprints(ranks: Sequence[ArmOnRank]) -> dict[str, str]:
     """Return fingerprints by name, with "" for a tensor that differs between ranks."""
     found: dict[str, str] = {}
     for rank in ranks:
@@ -284,7 +286,7 @@ def _draw(out: Path, result: StartupResult, tell: Print) -> list[str]:
 # Numbers of a run
 
 
-def arm_run(arm: str, record: run_records.RunRecord) -> ArmRun:
+def summarize_run(arm: str, record: run_records.RunRecord) -> ArmRun:
     """Return time and memory of a run, from the records of its ranks.
 
     Raises:
@@ -295,7 +297,7 @@ def arm_run(arm: str, record: run_records.RunRecord) -> ArmRun:
     time = np.unique(np.concatenate([rank.samples["t"] for rank in record.ranks]))
     own = [_growth(rank, time, rank.host_kib) for rank in record.ranks]
     mapped = [_growth(rank, time, rank.samples["file"]) for rank in record.ranks]
-    growth_bytes, seconds = _most_bytes(sum(own)), end - begin
+    growth_bytes, seconds = _max_bytes(sum(own)), end - begin
     stops = [max(each[name].stop for each in spans) - begin for name in PHASES]
     title = f"{arm}\n{seconds:.1f} s, at most {growth_bytes / 2**30:.2f} GiB"
     shown = {name: (start, stop) for name, start, stop in zip(PHASES, [0.0, *stops], stops, strict=False)}
@@ -305,8 +307,8 @@ def arm_run(arm: str, record: run_records.RunRecord) -> ArmRun:
         seconds,
         {name: max(each[name].stop - each[name].start for each in spans) for name in PHASES},
         growth_bytes,
-        max(map(_most_bytes, own)),
-        _most_bytes(sum(mapped)),
+        max(map(_max_bytes, own)),
+        _max_bytes(sum(mapped)),
         int(max(rank.peak_kib("allocated") for rank in record.ranks)) << 10,
         panel=pictures.Panel(title, time - begin, [np.maximum(kib, 0) / 2**20 for kib in own], shown),
     )
@@ -325,5 +327,5 @@ def _growth(rank: run_records.RankRecord, time: run_records.Floats, kib: run_rec
     return grown
 
 
-def _most_bytes(kib: Any) -> int:
+def _max_bytes(kib: Any) -> int:
     return int(kib.max(initial=0.0)) << 10

@@ -299,7 +299,7 @@ def rewrite(path: Path, header: dict[str, Any]) -> None:
 
 def record_again(folder: Path) -> None:
     """Have the record tell of the files as they are, as somebody does who has made them all."""
-    record = folder / fingerprints.file_beside("adapter_model")
+    record = folder / fingerprints.fingerprint_file("adapter_model")
     (older,) = fingerprints.from_bytes(record.read_bytes())
     paths = [folder / name for name in older.files]
     tensors = {

@@ -97,7 +97,7 @@ def test_what_is_prepared_beside_a_model(accelerator) -> None:
 def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypatch) -> None:
     """The model is on meta, with nothing tied; what the outcome says is missing is tied, or initialized."""
     saved = llama(tmp_path)
-    owner, name = build.loading_door()
+    owner, name = build.loading_function()
     original, seen = getattr(owner, name), []
 
     def door(model, state_dict, files, config, *others):
@@ -112,7 +112,7 @@ def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypa
         return same, rest
 
     monkeypatch.setattr(owner, name, staticmethod(door))
-    owner, name = build.placing_door()
+    owner, name = build.allocating_function()
     placing = vars(owner)[name]
 
     def place(model, missing, *others):
@@ -133,11 +133,11 @@ def test_peft_moves_adapters_through_doors_and_copies_modules(tmp_path: Path, mo
     from peft import LoraConfig, get_peft_model
 
     seen: list[nn.Module] = []
-    for owner, name in peft_compat.adapter_doors():
+    for owner, name in peft_compat.replaced_methods():
         original = vars(owner)[name]
 
         def door(*given, original=original, **keywords):
-            layer = peft_compat.layer_among(given)
+            layer = peft_compat.find_adapter_layer(given)
             if layer is not None:
                 seen.append(layer)
                 assert [tensor.shape for tensor in layer.get_base_layer().parameters()] == [(8, 8)]

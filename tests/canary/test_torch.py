@@ -166,7 +166,7 @@ def test_a_pass_that_was_broken_off_is_forgotten() -> None:
             with model[1].register_forward_hook(hook):
                 gathers()
 
-        gradients.forget_pass(model)  # where there was none
+        gradients.reset_fsdp_state(model)  # where there was none
         expected = gathers()
         assert len(expected) == 5
         for fail in (
@@ -176,18 +176,18 @@ def test_a_pass_that_was_broken_off_is_forgotten() -> None:
         ):
             with pytest.raises(ValueError, match="no more"):
                 fail()
-            gradients.forget_pass(model)
+            gradients.reset_fsdp_state(model)
             assert {type(parameter) for parameter in model.parameters()} == {DTensor}
             assert gathers() == expected
 
 
 def test_which_indices_a_rank_holds() -> None:
-    assert private.held_runs(5, ((Shard(0), 4, 1),)) == ((2, 2),)
-    assert private.held_runs(5, ((Shard(0), 4, 3),)) == ()
+    assert private.local_runs(5, ((Shard(0), 4, 1),)) == ((2, 2),)
+    assert private.local_runs(5, ((Shard(0), 4, 3),)) == ()
     strided = _StridedShard(0, split_factor=2)
-    assert private.held_runs(8, ((strided, 2, 0),)) == ((0, 2), (4, 2))
-    assert private.held_runs(8, ((strided, 2, 1),)) == ((2, 2), (6, 2))
-    assert private.held_runs(8, ((strided, 2, 1), (Shard(0), 2, 1))) == ((6, 2),)
+    assert private.local_runs(8, ((strided, 2, 0),)) == ((0, 2), (4, 2))
+    assert private.local_runs(8, ((strided, 2, 1),)) == ((2, 2), (6, 2))
+    assert private.local_runs(8, ((strided, 2, 1), (Shard(0), 2, 1))) == ((6, 2),)
     assert private.splitting_dim(_StridedShard(1, split_factor=2)) == 1
 
 

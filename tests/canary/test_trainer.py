@@ -18,9 +18,9 @@ from shardwise.integrations import trainer_compat as compat  # noqa: E402
 @pytest.fixture
 def model() -> Iterator[Any]:
     made = tiny.model()
-    compat.open_door(made, 2, by_fsdp=True)
+    compat.add_marks(made, 2, by_fsdp=True)
     yield made
-    compat.close_door(made)
+    compat.remove_marks(made)
 
 
 def arguments(folder: Path, **given: Any) -> TrainingArguments:
@@ -53,7 +53,7 @@ def test_gradients_are_put_off_by_the_models_own_switch(model: Any, tmp_path: Pa
 def test_the_mark_is_not_saved(model: Any, tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     assert "distributed_config" not in (tmp_path / "config.json").read_text()
-    compat.close_door(model)
+    compat.remove_marks(model)
     assert not compat.is_open(model)
     assert getattr(model.config, "distributed_config", None) is None
 

@@ -209,7 +209,7 @@ def refused(folder: str, fault: str) -> tuple[str, str]:
 
 def rank_1_cannot_write() -> Any:
     """Have writing raise on the second rank, within a block."""
-    fails = mock.patch.object(write, "_write_own", side_effect=OSError("struck"))
+    fails = mock.patch.object(write, "_write_local", side_effect=OSError("struck"))
     return fails if tiny.rank() == 1 else nullcontext()
 
 

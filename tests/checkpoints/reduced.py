@@ -154,7 +154,7 @@ def made_for_shards() -> dict[str, Any]:
     told: dict[str, Any] = {"lines": lines}
     for rows in (256, 143, 7):
         model, optimizer = _begin("AdamW8bit", rows)
-        told[str(rows)] = attempt(rebind.require_made_for_shards, optimizer, dict(model.named_parameters()))
+        told[str(rows)] = attempt(rebind.require_sharded_parameters, optimizer, dict(model.named_parameters()))
     return told
 
 

@@ -14,7 +14,7 @@ from tests.checkpoints.tiny import Training
 import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints import facts as facts_module
-from shardwise.checkpoints.facts import Facts
+from shardwise.checkpoints.facts import CheckpointHeader
 from shardwise.options import CheckpointerOptions
 
 pytestmark = pytest.mark.distributed
@@ -225,11 +225,11 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
             place.offset = (step / "__0_0.distcp").stat().st_size - 8
             place.length = 8
             (step / ".metadata").write_bytes(pickle.dumps(found))
-            told = Facts.from_bytes(facts.read_bytes(), "")
+            told = CheckpointHeader.from_bytes(facts.read_bytes(), "")
             digest = hashlib.sha256((step / ".metadata").read_bytes()).hexdigest()
             facts.write_bytes(replace(told, metadata_sha256=digest).to_bytes())
         case "other checksums":
-            told = Facts.from_bytes(facts.read_bytes(), "")
+            told = CheckpointHeader.from_bytes(facts.read_bytes(), "")
             facts.write_bytes(replace(told, files=dict.fromkeys(told.files, 3)).to_bytes())
         case _:
             raise AssertionError(fault)

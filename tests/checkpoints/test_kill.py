@@ -24,7 +24,7 @@ QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout
 STAGES = {
     "begin": (locked_folder, "new_save_id", 0),
     "stage": (distributed_chunks, "copy_all", 1),
-    "write": (write, "_write_own", 1),
+    "write": (write, "_write_local", 1),
     "sync": (distributed_chunks, "envelope", 2),
     "commit": (write, "build_metadata", 0),
     "remove": (saving_lock, "release_lock", 0),

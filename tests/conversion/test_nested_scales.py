@@ -7,7 +7,7 @@ from tests.conversion.test_four_bit import same
 
 from shardwise.conversion.computed import Computed
 from shardwise.conversion.expression import Stored
-from shardwise.conversion.four_bit import compute_offset, dynamic_numbers, nest_about, nested_codes
+from shardwise.conversion.four_bit import compute_offset, dynamic_numbers, nested_codes, quantize_scales
 from shardwise.conversion.packed import dequantized_scales
 from shardwise.tensors import Box, DType
 
@@ -15,7 +15,7 @@ from shardwise.tensors import Box, DType
 def nested_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, largest magnitudes and offset of scales."""
     offset = compute_offset(absmax)
-    return *nest_about(absmax, offset), offset
+    return *quantize_scales(absmax, offset), offset
 
 
 def unnest(codes: torch.Tensor, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -56,9 +56,9 @@ def test_an_offset_that_was_taken_before():
     absmax = torch.rand(600)
     codes, nested, offset = nested_scales(absmax)
     assert same(compute_offset(absmax), offset)
-    again = nest_about(absmax, offset)
+    again = quantize_scales(absmax, offset)
     assert same(again[0], codes)
     assert same(again[1], nested)
-    moved = nest_about(absmax, offset + 0.25)
+    moved = quantize_scales(absmax, offset + 0.25)
     assert not torch.equal(moved[0], codes)
     torch.testing.assert_close(unnest(moved[0], moved[1], offset + 0.25), absmax, rtol=0, atol=0.02)

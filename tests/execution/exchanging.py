@@ -89,8 +89,8 @@ def transfer(source_ranks: list[int] | None, budget: int) -> tuple[list[str], di
         else:
             held = tuple((whole,) if source == rank else () for rank, source in enumerate(source_ranks))
             wanted[name] = shards
-        mine = LocalTensor.whole(tensor) if held[world.rank] else None
-        into = LocalTensor.whole(found[name])
+        mine = LocalTensor.full(tensor) if held[world.rank] else None
+        into = LocalTensor.full(found[name])
         items.append(Transfer(name, tensor.shape, tensor.dtype, held, wanted[name], mine, into))
     with world:
         traffic = moving.transfer(world, items, budget_bytes=budget, device=CPU)

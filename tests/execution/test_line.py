@@ -22,7 +22,7 @@ from shardwise.execution import Timeouts, control_channel
 from shardwise.execution.control_channel import ControlChannel
 from shardwise.execution.failure_detection import get_detector, heartbeat_keys
 from shardwise.execution.outcomes import decode, encode
-from shardwise.storage.machine import ProcessPlace
+from shardwise.storage.machine import ProcessId
 
 
 def meet(line: ControlChannel, message: bytes) -> list[bytes]:
@@ -143,17 +143,17 @@ def test_ranks_in_different_calls_are_told_so_and_meet_in_the_next(rounds, late)
         assert sum(f"is in {call}" in text for call in set(calls)) == 2
 
 
-def ended() -> ProcessPlace:
+def ended() -> ProcessId:
     """Where a process was that ended."""
     code = (
         "import json, dataclasses; from shardwise.storage.machine import ProcessPlace; "
         "print(json.dumps(dataclasses.asdict(ProcessPlace.here())))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
-    return ProcessPlace(**json.loads(found))
+    return ProcessId(**json.loads(found))
 
 
-def sign(store: Any, rank: int, place: ProcessPlace, beat: str = "7") -> None:
+def sign(store: Any, rank: int, place: ProcessId, beat: str = "7") -> None:
     """Set a rank's heartbeat."""
     heartbeat_keys(store).set(f"place/{rank}", json.dumps(asdict(place)).encode())
     heartbeat_keys(store).set(f"beat/{rank}", beat.encode())
@@ -174,7 +174,7 @@ def test_a_rank_whose_process_ended_between_calls_is_named_at_once(gone):
 
 def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops():
     """Not before: for as long as it beats it may be busy."""
-    away = replace(ProcessPlace.here(), host="afar", pid_namespace="another kernel's")
+    away = replace(ProcessId.here(), host="afar", pid_namespace="another kernel's")
     timeouts = replace(QUICK, join_timeout_s=60)
     store = dist.HashStore()
     sign(store, 1, away)
@@ -204,7 +204,7 @@ def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops():
 def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses():
     """A library may not let other threads run."""
     store = dist.HashStore()
-    sign(store, 1, ProcessPlace.here())
+    sign(store, 1, ProcessId.here())
     with Ranks(2, store=store, without=1) as ranks:
         (error,) = ranks.each(lambda line: meet(line, b""))
     assert "rank 1 has not reached this call" in str(error)
@@ -248,7 +248,7 @@ class CutStore:
 
 
 def test_a_rank_at_work_finds_out_without_the_store_that_it_is_cut_off(monkeypatch):
-    monkeypatch.setattr(ProcessPlace, "is_running", lambda _: False)
+    monkeypatch.setattr(ProcessId, "is_running", lambda _: False)
     store = CutStore(dist.HashStore())
     stores = (store.store, store)
     lines = [ControlChannel(own, "test", rank, range(2), QUICK, "a call") for rank, own in enumerate(stores)]

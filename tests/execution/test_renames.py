@@ -12,7 +12,7 @@ from shardwise.execution.committing import make_file
 from shardwise.execution.locked_folder import LockedFolder
 from shardwise.execution.rename_journal import as_renamed
 from shardwise.execution.world import World
-from shardwise.planning.commit_plan import Renames, WrittenFiles, fresh
+from shardwise.planning.commit_plan import Renames, WrittenFiles, temporary_name
 from shardwise.storage.folders import FoldersWriter
 from shardwise.storage.writing import open_writer
 
@@ -25,7 +25,7 @@ def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
     with rename_journal.locked_and_tidied(World(0, 1), root, ["unet"]) as saving:
         with FoldersWriter(root) as writer:
             for name in NAMES:
-                make_file(writer, fresh(name, saving.save_id), content)
+                make_file(writer, temporary_name(name, saving.save_id), content)
             writer.sync_names()
         committing.commit_written(saving.locked, WrittenFiles(dict.fromkeys(NAMES, len(content))), older)
 

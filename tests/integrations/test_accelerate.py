@@ -236,9 +236,9 @@ def test_models_sharded_by_anybody_are_left_alone(worlds, qwen3):
 
 
 def doors() -> dict[str, object]:
-    from shardwise.integrations.accelerate_patches import _doors
+    from shardwise.integrations.accelerate_patches import _replacements
 
-    return {f"{owner.__name__}.{name}": vars(owner)[name] for owner, name, _ in _doors()}
+    return {f"{owner.__name__}.{name}": vars(owner)[name] for owner, name, _ in _replacements()}
 
 
 def test_the_switch_puts_everything_back_nested_and_raising():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.planning import moves as giving
-from shardwise.planning.moves import first_holder_shares, in_common, own_share, shares_by_rank
+from shardwise.planning.moves import first_holder_shares, in_common, local_share, shares_by_rank
 from shardwise.tensors import Box
 
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
@@ -28,26 +28,26 @@ def small(monkeypatch):
 @pytest.mark.usefixtures("small")
 def test_replicas_give_each_element_of_a_box_once(shape, offset, replicas, turn):
     box = Box((offset,) * len(shape), shape)
-    given_by = [own_share(box, replica, replicas, turn, 4) for replica in range(replicas)]
+    given_by = [local_share(box, replica, replicas, turn, 4) for replica in range(replicas)]
     assert Counter(index for boxes in given_by for index in indices(boxes)) == Counter(indices([box]))
 
 
 @pytest.mark.parametrize(("nbytes", "givers"), [(1 << 16, 1), ((1 << 16) + 2, 2)])
 def test_up_to_64_kib_are_given_by_one(nbytes, givers):
-    shares = [own_share(Box((0,), (nbytes // 2,)), replica, 2, 0, 2) for replica in range(2)]
+    shares = [local_share(Box((0,), (nbytes // 2,)), replica, 2, 0, 2) for replica in range(2)]
     assert sum(map(bool, shares)) == givers
 
 
 def test_the_rows_of_a_large_box_are_dealt_evenly():
     box = Box((100, 0), (512, 1024))
-    first, second = (own_share(box, replica, 2, turn=7, itemsize=2) for replica in range(2))
+    first, second = (local_share(box, replica, 2, turn=7, itemsize=2) for replica in range(2))
     assert first == (Box((100, 0), (256, 1024)),)
     assert second == (Box((356, 0), (256, 1024)),)
 
 
 def test_small_boxes_go_by_turns():
     box = Box((0,), (1000,))
-    givers = [[replica for replica in range(3) if own_share(box, replica, 3, turn, 4)] for turn in range(6)]
+    givers = [[replica for replica in range(3) if local_share(box, replica, 3, turn, 4)] for turn in range(6)]
     assert givers == [[0], [1], [2], [0], [1], [2]]
 
 

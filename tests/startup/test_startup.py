@@ -20,7 +20,7 @@ from shardwise.cli import bench, main
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.processes import RankError, RanksLateError
 from shardwise.run_records import read_run
-from shardwise.startup import ArmRun, StartupResult, arm_run
+from shardwise.startup import ArmRun, StartupResult, summarize_run
 from shardwise.startup_arms import ARMS, PHASES, ArmOnRank
 
 TINY = SHAPES["qwen3-0.6b"].tiny()
@@ -40,7 +40,7 @@ def test_what_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch:
     def nobody(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(bench, "run_fresh", nobody)
+    monkeypatch.setattr(bench, "spawn_ranks", nobody)
     model = write(TINY, tmp_path)
     used = tmp_path / "used"
     used.mkdir()
@@ -98,7 +98,7 @@ def made_run(run: Path, own: list[list[tuple[float, int, int]]]) -> Path:
 def test_growth_is_that_of_one_moment_over_the_level_of_each_rank(tmp_path: Path) -> None:
     first = [(0.0, 100 * MIB, 0), (1.0, 160 * MIB, 7 * MIB), (1.5, 130 * MIB, 0), (3.0, 130 * MIB, 0)]
     second = [(0.5, 200 * MIB, 0), (1.5, 240 * MIB, 0), (3.0, 200 * MIB, 0)]  # begins half a second later
-    found = arm_run("native", read_run(made_run(tmp_path, [first, second])))
+    found = summarize_run("native", read_run(made_run(tmp_path, [first, second])))
     # At 1.0 the second has grown by 20 and the first by 60; at 1.5 by 40 and 30.
     assert found.growth_bytes == (60 + 20) << 20
     assert found.fullest_bytes == 60 << 20
@@ -120,7 +120,7 @@ def test_a_rank_whose_disk_was_full_before_its_end_is_an_error(tmp_path: Path, i
     begun = f'{{"t":0,"thread":0,"begin":"{inner}"}}\n{{"t":0.5,"thread":0,"end":true}}\n'
     file.write_text("".join([*lines[:2], begun, *lines[2:cut]]))
     with pytest.raises(FormatError, match="rank 0 was not observed to its end"):
-        arm_run("native", read_run(run))
+        summarize_run("native", read_run(run))
 
 
 def test_growth_over_the_limit_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_a_peer_that_fails_or_hangs_is_told_and_ours_is_an_error(
         asked = ("--arms", arms, "--dtype", "auto", "--limit", 9.5)
         return startup(model, "--ranks", 2, "--out", tmp_path / out, *asked)
 
-    monkeypatch.setattr(bench, "run_fresh", in_place_of_ranks)
+    monkeypatch.setattr(bench, "spawn_ranks", in_place_of_ranks)
     monkeypatch.setattr(comparison, "_missing", lambda _: "")
     monkeypatch.setattr(pictures, "draw_report", full)
     monkeypatch.setattr(pictures, "draw_panels", lambda _: b"")

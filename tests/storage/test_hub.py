@@ -12,7 +12,7 @@ from huggingface_hub import constants, errors
 
 from shardwise.errors import StorageError
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, WantedFiles, is_local
-from shardwise.storage.remote import note_commit, resolve, resolve_commit
+from shardwise.storage.remote import record_commit, resolve, resolve_commit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -275,7 +275,7 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
         resolve_commit("org/name", offline(cache, revision="v2"))
     with _hub_that_has([], cache, monkeypatch):
         assert resolve_commit("org/name", HubOptions(cache_dir=str(cache), revision="v2")) == COMMIT
-    note_commit("org/name", HubOptions(cache_dir=str(cache), revision="refs/pr/1"), other)
+    record_commit("org/name", HubOptions(cache_dir=str(cache), revision="refs/pr/1"), other)
     (cache / "models--org--name" / "snapshots" / other).mkdir()
     assert resolve_commit("org/name", offline(cache, revision="refs/pr/1")) == other
 

@@ -49,7 +49,7 @@ def test_a_process_is_known_by_its_birth_until_it_ends() -> None:
 
 def test_a_process_whose_start_cannot_be_read_has_not_certainly_ended(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """As for a process of another user, if /proc hides those."""
-    here = machine.ProcessPlace.here()
+    here = machine.ProcessId.here()
 
     def refuse(*_: object) -> None:
         raise PermissionError

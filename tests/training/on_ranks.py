@@ -231,4 +231,4 @@ def initial_adapter(values: dict[str, Any], folder: str) -> None:
     from shardwise.training import setup as trl_setup
 
     arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
-    shardwise.save_adapter(trl_setup.bring_up(arguments, "sft"), folder)
+    shardwise.save_adapter(trl_setup.load_model(arguments, "sft"), folder)

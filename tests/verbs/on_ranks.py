@@ -183,7 +183,7 @@ def downloads(folder: str) -> tuple[bool, str]:
 
     with (
         mock.patch.object(repositories, "resolve_commit", return_value="a" * 40),
-        mock.patch.object(repositories, "note_commit"),
+        mock.patch.object(repositories, "record_commit"),
         mock.patch.object(repositories, "resolve", resolve),
     ):
         path = resolve_everywhere(World.current(), "somebody/something", shardwise.options.HubOptions())

@@ -65,12 +65,12 @@ class TestDisk:
         original = LocalWriter.replace
 
         def replace(self, file, content):
-            if file == fingerprints.file_beside("model"):
+            if file == fingerprints.fingerprint_file("model"):
                 raise StorageError("the disk is full")
             original(self, file, content)
 
         beside = {"config.json": b"the newer config", "extra.json": b"{}"}
-        monkeypatch.setattr(shardwise.engines.saving, "_small_files", lambda *_: beside)
+        monkeypatch.setattr(shardwise.engines.saving, "_config_files", lambda *_: beside)
         with monkeypatch.context() as patched:
             patched.setattr(LocalWriter, "replace", replace)
             with pytest.raises(StorageError, match="the disk is full"):
@@ -143,9 +143,9 @@ class TestFolder:
         (tmp_path / "model.safetensors").mkdir()
         with pytest.raises(StorageError, match="model.safetensors"):
             shardwise.save(linear(), tmp_path)
-        assert [path.name for path in tmp_path.iterdir() if path.name != fingerprints.file_beside("model")] == [
-            "model.safetensors"
-        ]
+        assert [
+            path.name for path in tmp_path.iterdir() if path.name != fingerprints.fingerprint_file("model")
+        ] == ["model.safetensors"]
 
     def test_whose_files_are_links(self, saved, tmp_path):
         """As in the hub's cache: what they lead to stays as it is."""

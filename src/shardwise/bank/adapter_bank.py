@@ -29,7 +29,7 @@ from shardwise.bank.routing import ActiveRouting, SiteHooks
 from shardwise.bank.rows import RowTensors
 from shardwise.bank.stepping import step_together
 from shardwise.checkpoints.facts import compute_digest
-from shardwise.engines.arguments import get_world, require_meant, require_same_arguments
+from shardwise.engines.arguments import check_options, get_world, require_same_arguments
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
 from shardwise.engines.saving import execute_save
 from shardwise.errors import ConfigError
@@ -120,9 +120,9 @@ class AdapterBank:
                 elementwise.
             RankMismatchError: ranks pass different arguments.
         """
-        self._admit(self._agreed(name, config, keywords))
+        self._admit(self._create_equal(name, config, keywords))
 
-    def _agreed(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> tenants.Tenant:
+    def _create_equal(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> tenants.Tenant:
         """Return a new tenant, equal on all ranks and not registered yet. Collective: yes."""
         tenant = self._world.run_all(self._new, name, config, keywords)
         optimizer, schedule, options = tenant.optimizer, tenant.schedule, tenant.options
@@ -145,7 +145,7 @@ class AdapterBank:
 
     def _build(self, name: str, config: LoraConfig, options: tenants.TenantOptions) -> tenants.Tenant:
         outline = outlined(self._model, config)
-        self._hooks.require_fitting(outline.sites)
+        self._hooks.require_supported(outline.sites)
         return tenants.Tenant(name, config, outline, options, self._device, self._world)
 
     def delete_adapter(self, name: str) -> None:
@@ -304,7 +304,7 @@ class AdapterBank:
             RankMismatchError: ranks pass different values. The tenant is unchanged.
         """
         what, world = f"the state of {name!r}", self._world
-        world.run_all(require_meant, _HINTS, {"on_other_base": on_other_base, "on_not_finite": on_not_finite})
+        world.run_all(check_options, _HINTS, {"on_other_base": on_other_base, "on_not_finite": on_not_finite})
         tenant = world.run_all(self._renewed, name)
         matrices = world.run_all(without_embeddings, self._model, tenant, state)
         found = world.run_all(states.parse_state, tenant, what, matrices)
@@ -409,7 +409,7 @@ class AdapterBank:
         found = world.broadcast(find_training, Path(directory), training_state=training_state)
         config = world.run_all(read_adapter_config, directory)
         options: Any = keywords if isinstance(found, tenants.TenantStart) else {**found.facts.options(), **keywords}
-        tenant = self._agreed(name, config, options)
+        tenant = self._create_equal(name, config, options)
         base = tenant_facts.identify_base(world, self._model)
         targets = world.run_all(states.restore_targets, tenant, found, base, on_other_base)
         read_tenant(world, self._model, tenant, Path(directory), found, targets)
@@ -421,7 +421,7 @@ class AdapterBank:
 
 def _comparable(name: str, training_state: object, **permissions: OnFault) -> dict[str, str]:
     """Return the arguments that ranks must have in common, after checking their types."""
-    require_meant(_HINTS, permissions)
+    check_options(_HINTS, permissions)
     if not isinstance(training_state, bool):
         raise ConfigError(f"training_state={training_state!r}: pass True or False")
     options = {"training_state": training_state, **permissions}

@@ -248,7 +248,7 @@ BackendChoice: TypeAlias = Literal["auto", "loop"]
 """How adapters are computed: by batched products of tenants with equal sizes, or one tenant after the other."""
 
 
-def choose_backend(
+def select_backend(
     choice: BackendChoice,
     segments: Sequence[RoutedSegment],
     x: torch.Tensor,

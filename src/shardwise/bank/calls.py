@@ -19,11 +19,11 @@ from shardwise.bank.collective_resync import in_step
 from shardwise.bank.routing import ActiveRouting, BatchRouting, TenantRows
 from shardwise.bank.rows import (
     IGNORED,
-    AgreedRows,
     PassPlan,
+    RowCounts,
     RowTensors,
     TenantRow,
-    agreed_rows,
+    combine_counts,
     no_random_numbers,
     parse_batch,
     plan_passes,
@@ -32,7 +32,7 @@ from shardwise.bank.rows import (
 from shardwise.bank.tenant import Tenant
 from shardwise.errors import ConfigError, ShardwiseError, TrainingError
 from shardwise.execution.world import World
-from shardwise.models.gradients import forget_pass
+from shardwise.models.gradients import reset_fsdp_state
 from shardwise.models.torch_api import sent
 from shardwise.models.view import find_fsdp_root
 
@@ -63,7 +63,7 @@ class SharedBase:
         """Reset FSDP2 after an interrupted pass. Collective: no."""
         root = find_fsdp_root(self.model)
         if root is not None:
-            forget_pass(root)
+            reset_fsdp_state(root)
 
 
 @dataclass
@@ -82,7 +82,7 @@ class RowCall:
     base: SharedBase
     rows: list[list[TenantRow]] = field(default_factory=list)
     tenants: list[Tenant | None] = field(default_factory=list)
-    agreed: list[AgreedRows] = field(default_factory=list)
+    agreed: list[RowCounts] = field(default_factory=list)
     chosen: Counter[str] = field(default_factory=Counter)
     logprobs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
@@ -92,7 +92,7 @@ class RowCall:
         tenants: Mapping[str, Tenant],
         *,
         is_training: bool,
-    ) -> list[AgreedRows]:
+    ) -> list[RowCounts]:
         """Check the batches of this rank. Return counts of their rows.
 
         Raises:
@@ -222,7 +222,7 @@ def open_call(
         ConfigError, RankMismatchError: the same on every rank.
     """
     call = RowCall(base)
-    call.agreed = base.world.map_reduce(call.check, agreed_rows, batches, tenants, is_training=is_training)
+    call.agreed = base.world.map_reduce(call.check, combine_counts, batches, tenants, is_training=is_training)
     return call
 
 

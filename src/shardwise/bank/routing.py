@@ -24,7 +24,7 @@ from shardwise.bank.backends import (
     RoutedSegment,
     SegmentLoop,
     adapt,
-    choose_backend,
+    select_backend,
     stable_key,
 )
 from shardwise.bank.tenant import LoraWeights, Tenant, expert_site
@@ -90,7 +90,7 @@ class BatchRouting:
         self.require_rows(site, x)
         segments = self.segments(site, x.shape[:-1].numel() // self.rows)
         backend, why = (
-            choose_backend(self.choice, segments, x, y, self.grouped) if segments else (SegmentLoop(), "no rows")
+            select_backend(self.choice, segments, x, y, self.grouped) if segments else (SegmentLoop(), "no rows")
         )
         self.chosen[why] += 1
         return self.note(site, adapt(self.anchor, x, y, segments, backend))
@@ -269,7 +269,7 @@ class SiteHooks:
         self._used: Counter[str] = Counter()
         self._removers: dict[str, Callable[[], object]] = {}
 
-    def require_fitting(self, sites: Sequence[AdaptedSite]) -> None:
+    def require_supported(self, sites: Sequence[AdaptedSite]) -> None:
         """Check that the base can serve all sites.
 
         Raises:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.bank.stepping import sum_all
 from shardwise.bank.tenant import Tenant, TenantStart, TenantWindow
-from shardwise.bank.tenant_facts import TenantFacts, collect_facts, sound_facts
+from shardwise.bank.tenant_facts import TenantState, get_state, validate_state
 from shardwise.checkpoints import base_identity as bases
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.contract import parse_object
@@ -74,7 +74,7 @@ def copied_state(tenant: Tenant, base: Mapping[str, str]) -> dict[str, Any]:
     return {
         "adapter": {key: values.clone() for key, values in tenant.matrices.items()},
         "training": {key: values.clone() for key, values in training.items()},
-        "facts": collect_facts(tenant, base).to_dict(),
+        "facts": get_state(tenant, base).to_dict(),
     }
 
 
@@ -83,7 +83,7 @@ class StoredTraining:
     """Training state in a file (``what``) or a state dict: facts, and shapes and dtypes of tensors."""
 
     what: str
-    facts: TenantFacts
+    facts: TenantState
     tensors: Mapping[str, tuple[tuple[int, ...], DType]]
 
 
@@ -106,7 +106,7 @@ def parse_state(tenant: Tenant, what: str, state: object) -> StoredTraining | Te
             "of state_dict."
         )
     shapes = {key: tuple(values.shape) for key, values in state["adapter"].items()}
-    facts = replace(sound_facts(state["facts"], what), matrices=shapes)
+    facts = replace(validate_state(state["facts"], what), matrices=shapes)
     tensors = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in state["training"].items()}
     return StoredTraining(what, facts, tensors)
 
@@ -120,7 +120,7 @@ def copy_values(tenant: Tenant, state: Mapping[str, Any], targets: Mapping[str, 
 
 
 def _matrix_faults(tenant: Tenant, state: Mapping[str, torch.Tensor]) -> list[str]:
-    faults = _differing_shapes({key: tuple(values.shape) for key, values in state.items()}, tenant.shapes)
+    faults = _compare_shapes({key: tuple(values.shape) for key, values in state.items()}, tenant.shapes)
     for key, values in state.items():
         if isinstance(values, DTensor) or values.is_meta or not values.is_floating_point():
             kind = f"{type(values).__name__} of {values.dtype} on {values.device}"
@@ -159,7 +159,7 @@ def restore(
     if isinstance(found, TenantStart):
         return found
     facts = found.facts
-    _restore_facts(tenant, facts)
+    _restore_counters(tenant, facts)
     if moments:
         tenant.optimizer.state[tenant.flat] = {key.removeprefix(_OPTIMIZER): own for key, own in moments.items()}
     compared = _compare_bases(facts.base, base, on_other_base).summary
@@ -207,7 +207,7 @@ def _refusal(what: str, tenant: Tenant, faults: list[str]) -> ConfigError:
     )
 
 
-def _empty_moments(tenant: Tenant, facts: TenantFacts) -> dict[str, torch.Tensor]:
+def _empty_moments(tenant: Tenant, facts: TenantState) -> dict[str, torch.Tensor]:
     """Return memory for the state of an optimizer with these settings after this number of steps.
 
     Its entries are those that an optimizer of one number has.
@@ -241,7 +241,7 @@ def _require_finite(what: str, tensors: Mapping[str, torch.Tensor], allowed: OnF
         raise FormatError(f"{what}: is not a valid state:\n  " + "\n  ".join(faults[:20]))
 
 
-def _restore_facts(tenant: Tenant, facts: TenantFacts) -> None:
+def _restore_counters(tenant: Tenant, facts: TenantState) -> None:
     try:
         tenant.schedule.load_state_dict(copy.deepcopy(dict(facts.schedule_state)))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -254,12 +254,12 @@ def _restore_facts(tenant: Tenant, facts: TenantFacts) -> None:
     tenant.window = TenantWindow(facts.micro_batches, facts.num_supervised_tokens)
 
 
-def _differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str], on_other_base: OnFault) -> list[str]:
+def _differences(tenant: Tenant, there: TenantState, base: Mapping[str, str], on_other_base: OnFault) -> list[str]:
     """List the reasons why a tenant cannot resume from a state."""
-    here = collect_facts(tenant, base)
+    here = get_state(tenant, base)
     faults = [
         *_base_faults(there.base, here.base, on_other_base),
-        *_differing_shapes(there.matrices, here.matrices),
+        *_compare_shapes(there.matrices, here.matrices),
     ]
     if not faults:
         faults = [
@@ -299,7 +299,7 @@ def _base_faults(there: Mapping[str, str], here: Mapping[str, str], on_other_bas
     return []  # names may differ: a folder may have been moved
 
 
-def _differing_shapes(there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _compare_shapes(there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]) -> list[str]:
     return [
         f"{key}: {there.get(key, 'not there')} in the state, {here.get(key, 'not there')} in the adapter"
         for key in sorted({*there, *here})
@@ -307,7 +307,7 @@ def _differing_shapes(there: Mapping[str, tuple[int, ...]], here: Mapping[str, t
     ]
 
 
-def _optimizer_faults(name: str, there: TenantFacts, here: TenantFacts) -> list[str]:
+def _optimizer_faults(name: str, there: TenantState, here: TenantState) -> list[str]:
     faults = unlike({name: (here.optimizer, here.settings)}, {name: (there.optimizer, there.settings)})
     if faults:
         return [f"{fault}. Pass optimizer= as it was" for fault in faults]
@@ -321,7 +321,7 @@ def _optimizer_faults(name: str, there: TenantFacts, here: TenantFacts) -> list[
     ]
 
 
-def _schedule_faults(tenant: Tenant, there: TenantFacts, here: TenantFacts) -> list[str]:
+def _schedule_faults(tenant: Tenant, there: TenantState, here: TenantState) -> list[str]:
     if there.schedule != here.schedule:
         return [f"its schedule was a {there.schedule}, and here it is a {here.schedule}. Pass schedule= as it was"]
     if not isinstance(tenant.schedule, LRScheduler):

@@ -36,7 +36,7 @@ def adamw(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
 
 
-def made_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
+def create_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
     """Make the optimizer of a tenant's flat parameter.
 
     Raises:
@@ -151,7 +151,7 @@ class Tenant:
             for key, pair in _matrix_pairs(site, self.matrices, self.gradients).items()
         }
         self.world = world
-        self.optimizer = made_optimizer(options.optimizer, self.flat)
+        self.optimizer = create_optimizer(options.optimizer, self.flat)
         self.schedule = options.schedule(self.optimizer)
         self.max_grad_norm = options.max_grad_norm
         self.window = TenantWindow()

@@ -109,7 +109,7 @@ def compare_bases(
     cast = {name: (old[0], new[0]) for name, (old, new) in pairs.items() if old[0] != new[0]}
     found: dict[str, str] = {}
     notes: list[str] = []
-    if settings := list(_differing(saved.config, current.config)):
+    if settings := list(_list_differences(saved.config, current.config)):
         found["config"] = _first_item(settings, "; ")
     if not are_shapes_same:
         dtypes = [f"{name} was {old}, is {new}" for name, (old, new) in cast.items()]
@@ -132,11 +132,11 @@ def _first_item(items: Sequence[str], separator: str) -> str:
     return separator.join([*items[:_MAX_SHOWN], *more])
 
 
-def _differing(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _list_differences(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key in sorted(saved.keys() & current.keys()):
         old, new = saved[key], current[key]
         if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differing(old, new, f"{prefix}{key}.")
+            yield from _list_differences(old, new, f"{prefix}{key}.")
         elif old != new:
             yield f"{prefix}{key} was {old!r:.80}, is {new!r:.80}"
 

@@ -31,7 +31,7 @@ _SEAL: Final = "sha256"
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class CheckpointHeader:
     """Header of a training checkpoint.
 
     Attributes:
@@ -69,7 +69,7 @@ class Facts:
         return json.dumps({**content, _SEAL: _seal(content)}, indent=1).encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes, what: str) -> Facts:
+    def from_bytes(cls, content: bytes, what: str) -> CheckpointHeader:
         """Parse the header of a checkpoint. ``what`` names the file.
 
         Raises:

@@ -18,11 +18,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoints.facts import FACTS, MAX_FACTS_BYTES, CheckedReader, Facts, content_nbytes, digest, gaps
+from shardwise.checkpoints.facts import (
+    FACTS,
+    MAX_FACTS_BYTES,
+    CheckedReader,
+    CheckpointHeader,
+    content_nbytes,
+    digest,
+    gaps,
+)
 from shardwise.conversion.expression import Expression
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.memory import WorkerPool, collected_later
+from shardwise.execution.memory import WorkerPool, gc_disabled
 from shardwise.execution.rename_journal import remove_unnamed
 from shardwise.execution.torch_saves import loaded
 from shardwise.formats.contract import CheckpointIndex
@@ -65,20 +73,22 @@ def steps_in(root: Path) -> list[int]:
     return list_steps(root, StepKind.COMPLETE)
 
 
-def newest_in(root: Path) -> int | None:
+def find_latest(root: Path) -> int | None:
     """Return the newest step with all files in their recorded sizes, or None.
 
     A checkpoint with missing or truncated files cannot be restored, so the previous one is used.
     """
-    return next((step for step in reversed(steps_in(root)) if is_whole(root / step_folder_name(step))), None)
+    return next(
+        (step for step in reversed(steps_in(root)) if is_complete_folder(root / step_folder_name(step))), None
+    )
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete_folder(folder: Path) -> bool:
     """Return whether all recorded files of a checkpoint exist in their recorded sizes."""
     try:
         if (folder / FACTS).stat().st_size > MAX_FACTS_BYTES:
             return False
-        facts = Facts.from_bytes((folder / FACTS).read_bytes(), FACTS)
+        facts = CheckpointHeader.from_bytes((folder / FACTS).read_bytes(), FACTS)
         return all(
             _DATA.fullmatch(file) is not None and (folder / file).stat().st_size == nbytes
             for file, nbytes in facts.files.items()
@@ -195,7 +205,7 @@ def _remove_files(writer: StorageWriter) -> None:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenCheckpoint:
     """A complete checkpoint whose header and ``.metadata`` have been read. The same on every rank.
 
     Attributes:
@@ -204,7 +214,7 @@ class Opened:
     """
 
     folder: Path
-    facts: Facts
+    facts: CheckpointHeader
     index: CheckpointIndex
     objects: Mapping[KeyPath, ChunkPlace]
     shapes: Mapping[KeyPath, tuple[int, ...]]
@@ -279,14 +289,14 @@ def resolve(root: Path, requested: int | None) -> tuple[int, tuple[int, ...]]:
         raise StorageError(
             f"{root}: no complete checkpoint{cause}. Start the training from the beginning, or pass another folder"
         )
-    newest = newest_in(root)
+    newest = find_latest(root)
     if newest is None:
         return steps[-1], ()  # opening it raises the error that names the files
     return newest, tuple(step for step in steps if step > newest)
 
 
-@collected_later()
-def open_checkpoint(root: Path, step: int) -> Opened:
+@gc_disabled()
+def open_checkpoint(root: Path, step: int) -> OpenCheckpoint:
     """Read the header of a checkpoint, and check that its files are the recorded ones. No pickle is executed.
 
     Raises:
@@ -300,10 +310,10 @@ def open_checkpoint(root: Path, step: int) -> Opened:
     return opened
 
 
-def open_folder(folder: Path) -> Opened:
+def open_folder(folder: Path) -> OpenCheckpoint:
     """Open the folder of one checkpoint, whatever its name, as :func:`open_checkpoint` does."""
     with LocalReader(folder) as reader:
-        facts = Facts.from_bytes(_small(reader, FACTS, MAX_FACTS_BYTES), f"{folder}/{FACTS}")
+        facts = CheckpointHeader.from_bytes(_read_limited(reader, FACTS, MAX_FACTS_BYTES), f"{folder}/{FACTS}")
         content = reader.read(METADATA, 0, reader.size(METADATA))
         if digest(content) != facts.metadata_sha256:
             raise FormatError(
@@ -324,7 +334,7 @@ def open_folder(folder: Path) -> Opened:
     shapes = {path: tensor.shape for path, tensor in metadata.tensors.items()}
     if unknown := [path for path in [*shapes, *metadata.objects] if not _is_known(path)]:
         raise FormatError(f"{folder}/{METADATA}: has {'.'.join(unknown[0])}, which no checkpoint of shardwise has")
-    return Opened(folder, facts, index, metadata.objects, shapes)
+    return OpenCheckpoint(folder, facts, index, metadata.objects, shapes)
 
 
 def _is_known(path: KeyPath) -> bool:
@@ -336,7 +346,7 @@ def _is_known(path: KeyPath) -> bool:
     return False
 
 
-def _small(reader: LocalReader, file: str, max_nbytes: int) -> bytes:
+def _read_limited(reader: LocalReader, file: str, max_nbytes: int) -> bytes:
     nbytes = reader.size(file)
     if nbytes > max_nbytes:
         raise FormatError(f"{reader.root}/{file}: has {nbytes} bytes, {max_nbytes} is the limit")
@@ -359,7 +369,7 @@ def _require_size(reader: LocalReader, file: str, nbytes: int) -> None:
         )
 
 
-def read_value(reader: StorageReader, opened: Opened, path: KeyPath) -> Any:
+def read_value(reader: StorageReader, opened: OpenCheckpoint, path: KeyPath) -> Any:
     """Read a value that is not a tensor.
 
     Raises:
@@ -411,7 +421,7 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     )
 
 
-def _open_training(directory: str | os.PathLike[str]) -> Opened | None:
+def _open_training(directory: str | os.PathLike[str]) -> OpenCheckpoint | None:
     """Open a training's checkpoint, or the newest in a folder of them. None for other directories."""
     if is_url(directory):
         return None

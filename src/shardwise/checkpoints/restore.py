@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoints.base_identity import BaseMatch, compare_bases
 from shardwise.checkpoints.comparison import Comparison, compare, require_same_tuning
 from shardwise.checkpoints.facts import CheckedReader
-from shardwise.checkpoints.folder import Opened, open_checkpoint, read_value, resolve
+from shardwise.checkpoints.folder import OpenCheckpoint, open_checkpoint, read_value, resolve
 from shardwise.checkpoints.state import (
     REDUCED,
     CheckpointerOptions,
@@ -30,16 +30,16 @@ from shardwise.conversion.expression import Expression
 from shardwise.engines.arguments import OpenSource
 from shardwise.engines.load_plan import Load, LoadOptions, LoadRequest, prepare_load
 from shardwise.engines.loading import execute_load
-from shardwise.engines.optimizer_fit import Fitting, OptimizerTargets, fit
+from shardwise.engines.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
 from shardwise.errors import KeyMismatchError, ShardingError
-from shardwise.execution.memory import collected_later
+from shardwise.execution.memory import gc_disabled
 from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
 from shardwise.execution.replicas import require_alike_models
 from shardwise.execution.world import Clock, World
 from shardwise.formats.joining import KeyPath
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.optimizer_parsing import ParsedState, read
-from shardwise.models.rebind import Key, made_again
+from shardwise.models.rebind import Key, rebuild_state_tensor
 from shardwise.models.selection import Selection
 from shardwise.models.torch_api import in_memory, to_torch
 from shardwise.models.view import collect_tensors, local_boxes, local_tensor
@@ -65,7 +65,7 @@ class RestorePlan:
     values: NonTensorValues
     base: BaseMatch
     matched: Comparison
-    fitting: Fitting | None
+    fitting: OptimizerMatch | None
 
 
 @torch.no_grad()
@@ -121,7 +121,7 @@ def restore(
 
 def _plan(
     world: World,
-    opened: Opened,
+    opened: OpenCheckpoint,
     executor: ReadExecutor,
     reader: CheckedReader,
     state: TrainState,
@@ -132,18 +132,18 @@ def _plan(
     collected = world.run_all(collect_state, state, only)
     require_alike_models(world, collected.held, collected.bounds)
     common = world.broadcast(_common_values, reader, opened)
-    values = NonTensorValues(common, world.run_all(_own_values, reader, opened, world))
+    values = NonTensorValues(common, world.run_all(_local_values, reader, opened, world))
     base = _match_bases(world, opened, collected, tolerance)
     world.run_all(require_same_tuning, opened, collected, only, base)
     matched = world.run_all(compare, opened, collected, state, common, world.size, tolerance)
     fitting = None
     if "optimizers" in matched.components:
-        fitting = _fit_optimizers(world, opened, executor, collected, common, tolerance)
+        fitting = _match_optimizers(world, opened, executor, collected, common, tolerance)
     return RestorePlan(collected, values, base, matched, fitting)
 
 
 def _read_tensors(
-    world: World, opened: Opened, executor: ReadExecutor, plan: RestorePlan, options: CheckpointerOptions
+    world: World, opened: OpenCheckpoint, executor: ReadExecutor, plan: RestorePlan, options: CheckpointerOptions
 ) -> tuple[OptimizerTargets, dict[Key, torch.Tensor]]:
     """Read all tensors. Return the optimizers, rebound if the model was on meta, and their state.
 
@@ -153,19 +153,21 @@ def _read_tensors(
     tensors = {key: collected.stored[fqn].tensor for fqn, key in plan.matched.model.items()}
     optimizers = OptimizerTargets.from_optimizers(collected.held, collected.bounds)
     if any(item.tensor.is_meta for item in collected.held):
-        executor.read_bytes += _bring_up(world, opened, executor.reader, collected, plan.matched, options)
+        executor.read_bytes += _materialize(world, opened, executor.reader, collected, plan.matched, options)
         optimizers = _rebound(collected)
         tensors = {}
     targets = {} if plan.fitting is None else world.run_all(plan.fitting.targets, optimizers)
     states = {dcp_key(("optimizer", "state", key.parameter, key.entry)): target for key, target in targets.items()}
-    world.run_all(_place, executor, opened, {**tensors, **states})
+    world.run_all(_read_into, executor, opened, {**tensors, **states})
     return optimizers, targets
 
 
 _COMPONENTS = ("model", "optimizers", "schedulers", "scaler", "data", "rng")
 
 
-def _match_bases(world: World, opened: Opened, collected: CollectedState, tolerance: Tolerance) -> BaseMatch:
+def _match_bases(
+    world: World, opened: OpenCheckpoint, collected: CollectedState, tolerance: Tolerance
+) -> BaseMatch:
     """Compare the base of a checkpoint with the current one. Collective: yes, if the checkpoint has a base."""
     if opened.facts.base is None:
         return BaseMatch()
@@ -191,7 +193,7 @@ class NonTensorValues:
     own: Mapping[str, Any]
 
 
-def _common_values(reader: CheckedReader, opened: Opened) -> dict[KeyPath, Any]:
+def _common_values(reader: CheckedReader, opened: OpenCheckpoint) -> dict[KeyPath, Any]:
     names = {"optimizer", "schedulers", "scaler"}
     return {
         path: read_value(reader, opened, path)
@@ -200,7 +202,7 @@ def _common_values(reader: CheckedReader, opened: Opened) -> dict[KeyPath, Any]:
     }
 
 
-def _own_values(reader: CheckedReader, opened: Opened, world: World) -> dict[str, Any]:
+def _local_values(reader: CheckedReader, opened: OpenCheckpoint, world: World) -> dict[str, Any]:
     opened.require_gaps(reader, world.rank, world.size)
     own = f"rank_{world.rank}"
     paths: dict[str, KeyPath] = {}
@@ -215,7 +217,9 @@ def _own_values(reader: CheckedReader, opened: Opened, world: World) -> dict[str
     return {component: read_value(reader, opened, path) for component, path in paths.items()}
 
 
-def _restore_components(opened: Opened, state: TrainState, plan: RestorePlan, world: World) -> dict[str, str]:
+def _restore_components(
+    opened: OpenCheckpoint, state: TrainState, plan: RestorePlan, world: World
+) -> dict[str, str]:
     """Restore schedulers, scaler, data position and generators. Return notes on the last two."""
     notes = {"rng": "", "data": ""}
     components, values = plan.matched.components, plan.values
@@ -233,7 +237,7 @@ def _restore_components(opened: Opened, state: TrainState, plan: RestorePlan, wo
     return notes
 
 
-def _restore_generators(opened: Opened, values: NonTensorValues, world: World) -> str:
+def _restore_generators(opened: OpenCheckpoint, values: NonTensorValues, world: World) -> str:
     facts, what = opened.facts, f"{opened.folder}: rng"
     if "rng" in values.own:
         missing = restore_generators(values.own["rng"], what)
@@ -248,14 +252,14 @@ def _restore_generators(opened: Opened, values: NonTensorValues, world: World) -
 # The optimizers
 
 
-def _fit_optimizers(
+def _match_optimizers(
     world: World,
-    opened: Opened,
+    opened: OpenCheckpoint,
     executor: ReadExecutor,
     collected: CollectedState,
     common: Mapping[KeyPath, Any],
     tolerance: Tolerance,
-) -> Fitting:
+) -> OptimizerMatch:
     """Match the stored optimizer state with the current optimizers. Collective: yes."""
     optimizers = OptimizerTargets.from_optimizers(collected.held, collected.bounds)
     parsed = world.run_all(_optimizer_state, opened, executor, optimizers, common)
@@ -263,12 +267,12 @@ def _fit_optimizers(
         name: Brought(tuple(tensor.shape), in_memory(tensor.dtype), (Box.whole(tuple(tensor.shape)),))
         for name, tensor in parsed.tensors.items()
     }
-    return fit(world, optimizers, parsed, [stored] + [{}] * (world.size - 1), tolerance)
+    return match_optimizer_state(world, optimizers, parsed, [stored] + [{}] * (world.size - 1), tolerance)
 
 
-@collected_later()
+@gc_disabled()
 def _optimizer_state(
-    opened: Opened, executor: ReadExecutor, optimizers: OptimizerTargets, common: Mapping[KeyPath, Any]
+    opened: OpenCheckpoint, executor: ReadExecutor, optimizers: OptimizerTargets, common: Mapping[KeyPath, Any]
 ) -> ParsedState:
     """Return the state of the optimizers: one-element tensors with their values, others on meta."""
     values: dict[str, dict[str, Any]] = {}
@@ -291,7 +295,7 @@ def _optimizer_state(
     return read({"state": values, "param_groups": groups}, optimizers.first_names, optimizers.shapes)
 
 
-def _get_dtype(opened: Opened, path: KeyPath) -> torch.dtype:
+def _get_dtype(opened: OpenCheckpoint, path: KeyPath) -> torch.dtype:
     key, index = dcp_key(path), opened.index
     return to_torch(index.composed[key].dtype if key in index.composed else index.entries[key].dtype)
 
@@ -318,13 +322,13 @@ def _restore_reduced(
                 optimizers.parameters[fqn],
             )
             for entry, inner in entries.items():
-                optimizer.state[parameter][entry] = made_again(optimizer, parameter, entry, inner)
+                optimizer.state[parameter][entry] = rebuild_state_tensor(optimizer, parameter, entry, inner)
 
 
 # Reading into the model and the optimizers
 
 
-def _place(executor: ReadExecutor, opened: Opened, wanted: Mapping[str, torch.Tensor]) -> None:
+def _read_into(executor: ReadExecutor, opened: OpenCheckpoint, wanted: Mapping[str, torch.Tensor]) -> None:
     """Read tensors, by key, into this rank's memory, and check that every element was read."""
     items = [
         ReadTarget(
@@ -350,9 +354,9 @@ def _place(executor: ReadExecutor, opened: Opened, wanted: Mapping[str, torch.Te
             )
 
 
-def _bring_up(
+def _materialize(
     world: World,
-    opened: Opened,
+    opened: OpenCheckpoint,
     reader: StorageReader,
     collected: CollectedState,
     matched: Comparison,

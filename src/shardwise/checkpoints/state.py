@@ -180,7 +180,7 @@ def collect_state(state: TrainState, only: Selection, before: CollectedState | N
     if before is not None and before.model is model and before.facts == facts:
         chosen = set(before.stored)
     else:
-        chosen = chosen_names(model, held, only)
+        chosen = selected_names(model, held, only)
     stored = {item.fqn: item for item in held if item.fqn in chosen}
     return CollectedState(model, held, bounds, stored, _tensors(stored, bounds), facts)
 
@@ -194,7 +194,7 @@ def _tensors(stored: Mapping[str, TensorRef], bounds: Sequence[Bound]) -> dict[K
     return found
 
 
-def chosen_names(model: nn.Module, held: Sequence[TensorRef], only: Selection) -> set[str]:
+def selected_names(model: nn.Module, held: Sequence[TensorRef], only: Selection) -> set[str]:
     """Return the FQNs that a checkpoint stores: all, or an adapter and all other trained parameters."""
     saved = {item.fqn for item in held if item.kind.is_saved}
     if only is None:

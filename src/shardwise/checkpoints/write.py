@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.checkpoints import folder
-from shardwise.checkpoints.facts import FACTS, BlockSums, Facts, digest, with_checksums
+from shardwise.checkpoints.facts import FACTS, BlockSums, CheckpointHeader, digest, with_checksums
 from shardwise.errors import StorageError
 from shardwise.execution.committing import publish
 from shardwise.execution.distributed_chunks import ChunkWriter, TensorsPlan, Views, build_metadata, data_file
@@ -45,7 +45,7 @@ class Job:
     plan: TensorsPlan
     chunks: Views
     values: Mapping[KeyPath, bytes]
-    facts: Facts
+    facts: CheckpointHeader
     budget_bytes: int
     report: CheckpointReport
 
@@ -96,7 +96,7 @@ def carry_out(world: World, job: Job) -> CheckpointReport:
     with locked_by_first_rank(world, job.root) as saving:
         try:
             world.broadcast(_begin, job)
-            world.map_reduce(_write_own, written.extend, world, job, saving)
+            world.map_reduce(_write_local, written.extend, world, job, saving)
             removed, checkpoint_bytes = world.broadcast(_commit, job, saving, written)
         except BaseException:
             with contextlib.suppress(StorageError):
@@ -121,7 +121,7 @@ def _begin(job: Job) -> None:
     """Remove remains of earlier saves, and check that the step is a new one."""
     root, step, newest = job.root, job.step, job.newest
     folder.remove_left(root)  # before the steps are listed; see [Note: Checked twice]
-    present = folder.newest_in(root)
+    present = folder.find_latest(root)
     if present is not None and present != newest and (newest is None or present > newest):
         raise StorageError(
             f"{root}: another run has saved step {present} there since this one began. Give every run a "
@@ -166,7 +166,7 @@ def _undo(job: Job, marked: LockedFolder) -> None:
             inner.remove(on_its_way(METADATA, marked.save_id))
 
 
-def _write_own(world: World, job: Job, saving: Saving) -> WrittenFile:
+def _write_local(world: World, job: Job, saving: Saving) -> WrittenFile:
     """Write and sync this rank's file."""
     saving.require()
     nbytes = _content_nbytes(job, world.rank)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.launch import run_fresh
+from shardwise.cli.launch import spawn_ranks
 from shardwise.errors import ConfigError
 from shardwise.report.names import table_lines
 
@@ -76,17 +76,17 @@ def startup_command(*, as_json: bool, **options: Any) -> None:
 
 def _start(ranks: int, *arguments: str, timeout_s: float) -> list[ArmOnRank]:
     """Bring up a model by an arm on fresh ranks."""
-    from shardwise.startup_arms import bring_up
+    from shardwise.startup_arms import load_by_arm
 
-    return run_fresh(ranks, bring_up, *arguments, timeout_s=timeout_s)
+    return spawn_ranks(ranks, load_by_arm, *arguments, timeout_s=timeout_s)
 
 
 def _require_config(model: str) -> None:
     """Raise ShardwiseError unless a checkpoint names a model of transformers."""
-    from shardwise.cli.checkpoints import read_config_facts
+    from shardwise.cli.checkpoints import read_config_summary
     from shardwise.storage.remote import resolve
 
-    if "model_type" not in read_config_facts(resolve(model)):
+    if "model_type" not in read_config_summary(resolve(model)):
         raise ConfigError(f"{model}: has no config.json with a model_type. Pass a model's folder")
 
 

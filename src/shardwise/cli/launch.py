@@ -59,7 +59,7 @@ def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any) -> list[A
     return run_spawned(nproc_per_node, function, *args, asks_first=True)
 
 
-def run_fresh(size: int, function: RankFunction, *args: Any, timeout_s: float) -> list[Any]:
+def spawn_ranks(size: int, function: RankFunction, *args: Any, timeout_s: float) -> list[Any]:
     """Call ``function(*args)`` in ``size`` new processes. Return the values by rank.
 
     Raises:

@@ -14,7 +14,7 @@ import click
 
 from shardwise.cli.launch import run_ranks
 from shardwise.errors import ConfigError
-from shardwise.storage.names import HubOptions, is_local, local_place
+from shardwise.storage.names import HubOptions, is_local, local_path
 
 if TYPE_CHECKING:
     from shardwise.engines.estimating import PlanOptions
@@ -96,7 +96,7 @@ def _read(arguments: Sequence[str]) -> RunConfig:
         read_tenants(config)
     model = str(config.values.get("model_name_or_path", ""))
     if model and is_local(model) and "RANK" not in os.environ:  # ranks of a launcher check it together
-        local_place(model, HubOptions())
+        local_path(model, HubOptions())
     return config
 
 
@@ -128,14 +128,14 @@ def without_token(config: RunConfig) -> RunConfig:
 def train_on_rank(config: RunConfig, observe: bool = False) -> TrlOutcome:  # noqa: FBT001, FBT002 - runs on a rank
     """Train on one rank, with the environment variables of accelerate. Collective: yes."""
     from shardwise.engines.observe import observe as observed
-    from shardwise.execution.processes import this_place
+    from shardwise.execution.processes import get_rank_and_size
     from shardwise.training.run_config import has_tenants
 
     if has_tenants(config):
         from shardwise.training.tenants import train_tenants_on_rank as train
     else:
         from shardwise.training.run import train_on_rank as train
-    rank, size = this_place()
+    rank, size = get_rank_and_size()
     if size > 1:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
             os.environ.setdefault(name, str(value))
@@ -263,7 +263,7 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, g
     if "mesh" in found:
         found["mesh"] = parse_mesh(found["mesh"])
     if is_local(model):
-        local_place(model, HubOptions())
+        local_path(model, HubOptions())
     from shardwise.engines.estimating import plan, tuning_named
     from shardwise.engines.sharding import sharding_named
 

@@ -69,7 +69,7 @@ class Dequantize:
     label: str = "dequantizing"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted[_OUT], self.shape, self._whole_bytes, self._max_elements(most_bytes)):
+        for box in aligned_blocks(wanted[_OUT], self.shape, self._byte_aligned, self._max_elements(most_bytes)):
             inputs = [every_nth(box, self.code.per_byte)]
             if self.unit:
                 inputs.append(self._get_scales(box))
@@ -81,7 +81,7 @@ class Dequantize:
             yield ComputedBlock(tuple(inputs), {_OUT: box}, self._nbytes(box.numel, scales))
 
     @property
-    def _whole_bytes(self) -> Shape:
+    def _byte_aligned(self) -> Shape:
         """The smallest box whose codes are whole bytes."""
         return (*(1 for _ in self.shape[:-1]), self.code.per_byte)
 
@@ -120,7 +120,7 @@ class Dequantize:
         box = block.outputs[_OUT]
         stored, factors, zeros = self._inputs(values)
         table = _values_by_byte(self.code, stored)
-        for strip in aligned_blocks([box], self.shape, self._whole_bytes, _STRIP_ELEMENTS):
+        for strip in aligned_blocks([box], self.shape, self._byte_aligned, _STRIP_ELEMENTS):
             codes = _slice(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
             numbers = table.index_select(0, codes.int().view(-1)).view(strip.sizes)
             if zeros is not None:
@@ -304,7 +304,7 @@ class AddToWords:
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenRows:
+class GatherRows:
     """``out[i, j] = rows[numbers[i], j]``. Floats are float32, integers are unchanged.
 
     Attributes:
@@ -346,13 +346,13 @@ class ChosenRows:
 
 
 def _rows(source: Expression, numbers: Expression) -> Expression:
-    """Return the chosen rows (see :class:`ChosenRows`).
+    """Return the chosen rows (see :class:`GatherRows`).
 
     ``source`` is (count, columns), ``numbers`` are integers (rows,).
     """
     shape = (numbers.shape[0], source.shape[1])
     dtype = DType.F32 if source.dtype.kind == "float" else source.dtype
-    return Computed(ChosenRows(source.shape[0], shape), _OUT, shape, dtype, (source, numbers))
+    return Computed(GatherRows(source.shape[0], shape), _OUT, shape, dtype, (source, numbers))
 
 
 def columns_in_words(

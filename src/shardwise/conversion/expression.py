@@ -156,7 +156,7 @@ class Stack(_Combined):
 
 
 @dataclass(frozen=True, slots=True)
-class _Moved(Expression):
+class _Rearranged(Expression):
     """All or some elements of one source, in another order."""
 
     source: Expression
@@ -176,7 +176,7 @@ class _Moved(Expression):
 
 
 @dataclass(frozen=True, slots=True)
-class Slice(_Moved):
+class Slice(_Rearranged):
     """The indices ``start, start + step, ...`` of ``dim``, of which there are ``shape[dim]``."""
 
     dim: int
@@ -195,7 +195,7 @@ class Slice(_Moved):
 
 
 @dataclass(frozen=True, slots=True)
-class Permute(_Moved):
+class Permute(_Rearranged):
     """Dimension ``d`` of the result is dimension ``dims[d]`` of the source."""
 
     dims: tuple[int, ...]
@@ -213,7 +213,7 @@ class Permute(_Moved):
 
 
 @dataclass(frozen=True, slots=True)
-class Reshape(_Moved):
+class Reshape(_Rearranged):
     """The same elements in row-major order under another shape."""
 
     @property

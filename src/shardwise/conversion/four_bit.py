@@ -310,7 +310,7 @@ def compute_offset(absmax: Any) -> Any:
     return absmax.detach().reshape(-1).mean()
 
 
-def nest_about(absmax: Any, offset: Any) -> tuple[Any, Any]:
+def quantize_scales(absmax: Any, offset: Any) -> tuple[Any, Any]:
     """Quantize all scales of a weight (CPU, float32, finite, any shape) to 8 bits. See [Note: Nested scales].
 
     Returns:

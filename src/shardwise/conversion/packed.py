@@ -239,7 +239,7 @@ class DequantizeRows:
         return {_NUMBERS: out[..., :columns]}
 
 
-def stored_form(numbers: Expression) -> tuple[Form4, int] | None:
+def find_quant_type(numbers: Expression) -> tuple[Form4, int] | None:
     """Return the 4-bit data type and the block size of a matrix stored in 4 bits, otherwise None."""
     operation = numbers.operation if isinstance(numbers, Computed) else None
     return (operation.form, operation.block_size) if isinstance(operation, DequantizeRows) else None
@@ -251,7 +251,7 @@ def nested_as_stored(numbers: Expression, form: Form4, block_size: int) -> tuple
     They are packed codes (out, in / 2), codes of scales (out, in / block), a float32 for 256 of these, and the
     offset (1,). Scales of another code table than bitsandbytes' are another form.
     """
-    if stored_form(numbers) != (form, block_size):
+    if find_quant_type(numbers) != (form, block_size):
         return None
     values, scales = numbers.sources
     inner = scales.source if isinstance(scales, Reshape) else scales

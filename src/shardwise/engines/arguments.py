@@ -17,10 +17,10 @@ from shardwise.execution.reading import read_identities
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import dequantized_index, open_checkpoint
-from shardwise.report.names import shown_ranks
+from shardwise.report.names import format_ranks
 from shardwise.storage.contract import FilePlaces, StorageReader
 from shardwise.storage.machine import mount_namespace
-from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url, local_place
+from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url, local_path
 from shardwise.storage.reading import OpenStorage, open_storage
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def require_known(call: str, given: Mapping[str, object], kind: type) -> None:
             raise unknown_keyword(call, name, known, _INSTEAD, kind)
 
 
-def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: str = "") -> None:
+def check_options(hints: Mapping[str, Any], given: Mapping[str, Any], inside: str = "") -> None:
     """Reject values of the wrong type for arguments that take our option types, nested ones included.
 
     Args:
@@ -87,10 +87,10 @@ def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: st
             known = [*map(repr, choices), *classes]
             raise ConfigError(f"{where}={value!r:.80} is not known. Pass one of {', '.join(known)}.")
         if kinds and not _is_instance(value, kinds):
-            raise ConfigError(_not_meant(where, value, kinds))
+            raise ConfigError(_type_error(where, value, kinds))
         if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_ours(type(value)):
             attributes = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-            require_meant(get_hints(type(value)), attributes, where)
+            check_options(get_hints(type(value)), attributes, where)
 
 
 @functools.cache
@@ -136,9 +136,8 @@ def _difference(settings_by_rank: Sequence[Mapping[str, str]]) -> str | None:
     for name in dict.fromkeys(name for settings in settings_by_rank for name in settings):
         if odd := [rank for rank, each in enumerate(settings_by_rank) if each.get(name) != first.get(name)]:
             values = f"{settings_by_rank[odd[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
-            return (
-                f"{name} on rank {shown_ranks(odd)} is not that of rank 0 ({values:.500}). Give every rank the same"
-            )
+            given = f"{name} on rank {format_ranks(odd)} is not that of rank 0 ({values:.500})"
+            return f"{given}. Give every rank the same"
     return None
 
 
@@ -155,7 +154,7 @@ def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
     others = [member for member in members if get_origin(member) is not Literal]
     kinds = tuple(types.NoneType if member is None else get_origin(member) or member for member in others)
-    if not all(isinstance(kind, type) for kind in kinds) or not any(map(_is_meant_strictly, kinds)):
+    if not all(isinstance(kind, type) for kind in kinds) or not any(map(_is_strict, kinds)):
         kinds = ()
     return kinds, choices
 
@@ -166,7 +165,7 @@ def _is_instance(value: object, kinds: tuple[Any, ...]) -> bool:
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 
-def _is_meant_strictly(kind: type) -> bool:
+def _is_strict(kind: type) -> bool:
     return _is_ours(kind) or kind in (torch.device, torch.dtype) or kind.__module__.startswith(_OTHER_KINDS)
 
 
@@ -174,7 +173,7 @@ def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith("shardwise.")
 
 
-def _not_meant(name: str, value: object, kinds: tuple[Any, ...]) -> str:
+def _type_error(name: str, value: object, kinds: tuple[Any, ...]) -> str:
     names = [kind.__name__ for kind in kinds if kind is not types.NoneType]
     given = value if isinstance(value, str) else type(value).__name__  # "lora" and a LoraConfig both mean Lora
     names.sort(key=lambda kind: not given.lower().startswith(kind.lower()))
@@ -282,17 +281,17 @@ def resolve_everywhere(
 
     Collective: yes.
     """
-    found = world.all_gather(local_place, name_or_path, hub)
+    found = world.all_gather(local_path, name_or_path, hub)
     # One rank decides: what exists on some machines only must not send the ranks different ways.
     if found[0] is not None:
         if absent := [rank for rank, path in enumerate(found) if path is None]:
             raise StorageError(
                 f"{os.fspath(name_or_path)}: is a directory on rank 0, but not on rank "
-                f"{shown_ranks(absent)}. "
+                f"{format_ranks(absent)}. "
                 "Put it on every machine, or on a file system that all of them share"
             )
         return cast(Path, found[world.rank])
-    from shardwise.storage.remote import get_cache_folder, note_commit, resolve, resolve_commit
+    from shardwise.storage.remote import get_cache_folder, record_commit, resolve, resolve_commit
 
     repo_id = os.fspath(name_or_path)
     commit = world.broadcast(resolve_commit, repo_id, hub)
@@ -303,7 +302,7 @@ def resolve_everywhere(
         if not downloads:
             return None
         folder = resolve(repo_id, pinned, wanted=wanted)
-        note_commit(repo_id, hub, commit)
+        record_commit(repo_id, hub, commit)
         return folder
 
     downloaded = world.run_all(download)

@@ -15,7 +15,7 @@ from shardwise.engines import outline as outlines
 from shardwise.engines.load_plan import LoadOptions, find_origin, get_rules, plan_fields, plan_initial_values
 from shardwise.engines.pretrained_loading import Located, find
 from shardwise.errors import ConfigError, ShardingError
-from shardwise.execution.memory import collected_later
+from shardwise.execution.memory import gc_disabled
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import Activations, MeshShape, ModelLayout, TensorKind, WorldLayout
@@ -96,7 +96,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         KeyMismatchError: checkpoint and model do not cover each other, as for a load.
         FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """
-    options = outlines.checked("plan", options, PlanOptions)
+    options = outlines.check_keywords("plan", options, PlanOptions)
     mesh = build_mesh(ranks, options)
     given: Any = options
     if not is_url(name_or_path):
@@ -107,7 +107,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         return estimate(found, mesh, options)
 
 
-@collected_later()
+@gc_disabled()
 def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
     """Forecast a checkpoint whose headers have been read."""
     index, reader = found.source.index, found.source.reader

@@ -22,7 +22,7 @@ from shardwise.execution.reading import ReadSchedule, ReadTarget, plan_reads
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import initialize, pretrained, torch_api
-from shardwise.models.view import TensorRef, build_layout, collect_tensors, padded_numels, reject_subclasses
+from shardwise.models.view import TensorRef, build_layout, collect_tensors, padded_numels, require_plain_tensors
 from shardwise.planning.load_memory import Available, Homes, estimate_rank
 from shardwise.planning.load_plan import Consent, Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
 from shardwise.report.reports import RankEstimate
@@ -127,7 +127,7 @@ class BaseForm:
         """Return the layout of the tensors that a checkpoint's keys are bound to."""
         return layout
 
-    def offered(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
+    def update_bindings(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
         """Return the bindings of the stored tensors."""
         return bindings
 
@@ -165,12 +165,12 @@ def comparable_load_settings(
     }
 
 
-@memory.collected_later()
+@memory.gc_disabled()
 def prepare_load(world: World, model: nn.Module, source: OpenSource, request: LoadRequest) -> Load:
     """Decide how a model is filled, on this rank alone, before anything is read."""
     options, additions, policy = request.options, request.additions, source.reader.policy
     held = collect_tensors(model)
-    reject_subclasses(held)
+    require_plain_tensors(held)
     initializers = initialize.Initializers(model, held, additions)
     computed = initializers.buffers(request.buffers, seed=options.seed)
     layout = build_layout(held, partial(find_origin, initializers, computed))
@@ -184,10 +184,10 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     shared: Mapping[str, tuple[Boxes, ...]] = {}
     targets, mode = items, options.shared_reads
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
-        from shardwise.execution.shared_reads import own_targets, shared_boxes
+        from shardwise.execution.shared_reads import local_targets, shared_boxes
 
         shared = shared_boxes(world, by_name, items)
-        targets = own_targets(world, shared, items)
+        targets = local_targets(world, shared, items)
     homes = Homes.from_plan(
         plan,
         policy,

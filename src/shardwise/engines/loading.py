@@ -13,7 +13,7 @@ from shardwise.engines import arguments, load_plan
 from shardwise.errors import KeyMismatchError, ShardingError, answer_keywords
 from shardwise.execution.agreement import agree_on
 from shardwise.execution.audit import audit, find_unequal_tied, require_equal_buffers
-from shardwise.execution.memory import collected_later, materialize
+from shardwise.execution.memory import gc_disabled, materialize
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.world import Clock, World
 from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
@@ -71,7 +71,7 @@ def execute_load(
 
 def materialize_and_read(load: load_plan.Load, executor: ReadExecutor, clock: Clock) -> None:
     """Give this rank's tensors memory, and read their values."""
-    with clock.phase("materialize"), collected_later():
+    with clock.phase("materialize"), gc_disabled():
         local = materialize(load.held, load.managers, load.home)
     executor.place(load.own, [local[item.fqn] for item in load.own.destinations])
 
@@ -147,7 +147,7 @@ def make_report(
 _NORM_BLOCK_NUMEL = 1 << 22
 
 
-@collected_later()
+@gc_disabled()
 def finish(
     model: nn.Module, load: load_plan.Load, means: Mapping[str, torch.Tensor], read: Mapping[str, int], clock: Clock
 ) -> tuple[str, ...]:
@@ -281,7 +281,7 @@ def get_base_form(model: nn.Module) -> load_plan.BaseForm:
     return load_plan.BaseForm()
 
 
-def prepare_whole(
+def prepare_checkpoint(
     world: World,
     model: nn.Module,
     source: arguments.OpenSource,
@@ -296,7 +296,7 @@ def prepare_whole(
     layout = form.logical_layout(view.build_layout(held), held)
     bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare_tensors(source.index))
     load_plan.tie_declared(model, held, bindings)
-    bindings = form.allocate_staging(model, form.offered(model, bindings))
+    bindings = form.allocate_staging(model, form.update_bindings(model, bindings))
     additions = Additions(nested=form.deferred_names(model))
     request = load_plan.LoadRequest(bindings, consent, buffers, options, transforms, additions=additions)
     return load_plan.prepare_load(world, model, source, request)
@@ -321,7 +321,7 @@ def load_checkpoint(
         try:
             with clock.phase("plan"):
                 load = world.run_all(
-                    prepare_whole, world, model, source, consent, buffers or {}, options, key_mapping
+                    prepare_checkpoint, world, model, source, consent, buffers or {}, options, key_mapping
                 )
             report = execute_load(world, model, source, load, clock)
         finally:
@@ -417,7 +417,7 @@ def _check_load(
     """Check the arguments of :func:`load` on this rank. Return those that ranks must have in common."""
     given = {"model": model, "checkpoint": checkpoint, "hub": hub, "options": options}
     given |= {f"on_{fault}": getattr(consent, fault) for fault in ("missing", "mismatched", "unexpected")}
-    arguments.require_meant(arguments.get_hints(load), given)
+    arguments.check_options(arguments.get_hints(load), given)
     kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
     return {
         "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,

@@ -11,8 +11,14 @@ from typing import Unpack
 
 from shardwise.conversion.expression import Expression, Stored, stored_key
 from shardwise.engines import offline
-from shardwise.engines.offline import config_content, read_companions, read_templates, small_file, write_templates
-from shardwise.engines.outline import ModelOptions, Outline, checked, load_config, outline
+from shardwise.engines.offline import (
+    config_content,
+    read_companions,
+    read_config_file,
+    read_templates,
+    write_templates,
+)
+from shardwise.engines.outline import ModelOptions, Outline, check_keywords, load_config, outline
 from shardwise.engines.pretrained_loading import stored_prefix, weights_in
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.errors import FormatError, KeyMismatchError
@@ -41,7 +47,7 @@ ADAPTER = stored_prefix("merged")
 
 
 @dataclass(frozen=True)
-class _OpenedAdapter:
+class _AdapterSource:
     """An adapter that has been opened."""
 
     config: LoraConfig
@@ -64,7 +70,7 @@ def adapter_folder(given: Path, adapter_name: str) -> Path:
     raise FormatError(f"{given}: has no {ADAPTER_CONFIG}. {remedy}")
 
 
-def open_for_merging(folder: Path, stack: ExitStack) -> _OpenedAdapter:
+def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
     """Read an adapter's config and headers, without PEFT. Readers are closed with ``stack``.
 
     Raises:
@@ -72,7 +78,7 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _OpenedAdapter:
         FormatError, StorageError: a file is not there, contradicts its format, or cannot be read.
     """
     path = folder / ADAPTER_CONFIG
-    config = parse_adapter_config(small_file(path), what=str(path))
+    config = parse_adapter_config(read_config_file(path), what=str(path))
     file = weights_in(folder)
     reader = stack.enter_context(LocalReader(folder))
     index = open_checkpoint(reader, weights_name=file)
@@ -80,14 +86,14 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _OpenedAdapter:
     tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
     if not tensors:
         raise FormatError(f"{folder / file}: holds no tensors. Save the adapter again")
-    return _OpenedAdapter(config, executor, tensors)
+    return _AdapterSource(config, executor, tensors)
 
 
-def untied_by(lora: _OpenedAdapter, built: Outline, adapter_name: str) -> set[str]:
+def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> set[str]:
     """Return declared ties that an adapter unties: it has values for one of the names only, or two values."""
     if lora.config.ensure_weight_tying:
         return set()
-    whole = merge_plan.tensors_trained_whole(lora.config, lora.tensors, adapter_name=adapter_name)
+    whole = merge_plan.fully_trained_tensors(lora.config, lora.tensors, adapter_name=adapter_name)
     expressions = stored_tensors(lora.executor.index)
     untied: set[str] = set()
     for target, origin in pretrained.declared_ties(built.model).items():
@@ -132,16 +138,18 @@ def merged_tensors(
         edits = tuple(edit for name in tensor.names for edit in plan.tensors.get(name, ()))
         if edits and tensor.fqn in source.expressions:
             base = source.expressions[tensor.fqn]
-            merged = edited(tensor.fqn, base, [_beside(edit, joined) for edit in edits], tensor.dtype, changed)
+            merged = edited(
+                tensor.fqn, base, [_with_unique_keys(edit, joined) for edit in edits], tensor.dtype, changed
+            )
             expressions |= dict.fromkeys(tensor.names, merged)
     made = offline.merged_outputs(source, outputs, expressions)
     for key, edits in plan.keys.items():
         dtype, base = made[key]
-        made[key] = dtype, edited(key, base, [_beside(edit, joined) for edit in edits], dtype, changed)
+        made[key] = dtype, edited(key, base, [_with_unique_keys(edit, joined) for edit in edits], dtype, changed)
     return made
 
 
-def _beside(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_plan.Edit:
+def _with_unique_keys(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_plan.Edit:
     """Return an edit with keys of leaves that are unique among those of the base."""
 
     def found(leaf: Expression) -> Expression:
@@ -203,7 +211,7 @@ def merge_adapter(
     If it raises, an older model in ``out`` is unchanged.
     """
     start = time.perf_counter()
-    options = checked("merge_adapter", options, ModelOptions)
+    options = check_keywords("merge_adapter", options, ModelOptions)
     max_shard_bytes, in_cache = parse_size(max_shard_size), HubOptions(local_files_only=True)
     found = resolve(base, in_cache, download=False)
     lora_folder = adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engines.arguments import get_hints, get_world, require_meant
+from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.engines.loading import set_value
 from shardwise.errors import FormatError, answer_keywords
 from shardwise.execution import state_values
@@ -21,7 +21,7 @@ from shardwise.layout import TensorKind
 from shardwise.models.initialize import Initializers
 from shardwise.models.selection import Selection, names_outside
 from shardwise.models.torch_api import fsdp_params, in_memory
-from shardwise.models.view import TensorRef, canonical, collect_tensors, reject_subclasses, without_compile
+from shardwise.models.view import TensorRef, canonical, collect_tensors, require_plain_tensors, without_compile
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import OnFault, StateSlot, Tolerance, match
@@ -94,7 +94,7 @@ def collect_model(
     names = world.broadcast(names_outside, model, held, only)
     wanted = set(names.values())
     chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
-    world.run_all(state_values.reject_meta, chosen, "the model")
+    world.run_all(state_values.require_values, chosen, "the model")
     home = staging_device(held, chosen.values())
     buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
     budget = options.budget_bytes
@@ -124,11 +124,11 @@ def set_model_values(
         require_alike_models(world, held, [])
         names = world.broadcast(names_outside, model, held, only)
         brought = values.describe(world)
-        places = _places(held, names)
+        places = _target_slots(held, names)
         of = {place.names[0]: item for place, item in places}
         matched = world.run_all(lambda: match([place for place, _ in places], brought, tolerance))
         taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
-        world.run_all(reject_subclasses, list(taking.values()))
+        world.run_all(require_plain_tensors, list(taking.values()))
         # Computed while all is on meta, so that a model is filled as by a load.
         initializers = Initializers(model, held)
         computed = world.run_all(_computed, initializers, only)
@@ -175,7 +175,7 @@ def _fill(
     return (*(item.fqn for item, _ in computed), *attributes)
 
 
-def _places(held: list[TensorRef], names: Mapping[str, str]) -> list[tuple[StateSlot, TensorRef]]:
+def _target_slots(held: list[TensorRef], names: Mapping[str, str]) -> list[tuple[StateSlot, TensorRef]]:
     """Return the tensors that take values, tied ones once, with all their names in states."""
     outside: dict[str, list[str]] = {}
     for name, fqn in names.items():
@@ -234,7 +234,7 @@ def get_model_state_dict(
     """
     model = without_compile(model)
     with get_world(options, "get_model_state_dict") as world, torch.device("cpu"):
-        world.run_all(require_meant, get_hints(get_model_state_dict), {"form": form})
+        world.run_all(check_options, get_hints(get_model_state_dict), {"form": form})
         state_values.require_same_call(world, form, only, on_differing_buffers, options=options)
         taken = collect_model(world, model, only, on_differing_buffers, options)
         if form == "sharded":

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from shardwise.conversion.computed import computes
 from shardwise.conversion.expression import Expression, stored_leaves, substitute
 from shardwise.engines.load_plan import get_rules
-from shardwise.engines.outline import Outline, find_differing
+from shardwise.engines.outline import Outline, compare_ties
 from shardwise.engines.save_plan import main_dtype
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.reading import ReadExecutor
@@ -114,20 +114,23 @@ def bind_offline(
         KeyMismatchError: with every tensor that is missing or does not fit. Tensors that the model does not have
             are carried along.
     """
-    separate = tuple(sorted(_settle_ties(built, executor, untied)))
+    separate = tuple(sorted(_resolve_ties(built, executor, untied)))
     layout = build_layout(collect_tensors(built.model), Origin.INIT_WEIGHTS)
     consent = Consent("error", "error", Ignore(only=("*",)))
     plan = plan_load(index, layout, built.bindings_less_ties(), get_rules(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}
-    notes = [*_notes_on(plan, index), *(f"{name} is not tied any more: it has its own values" for name in separate)]
+    notes = [
+        *_list_notes(plan, index),
+        *(f"{name} is not tied any more: it has its own values" for name in separate),
+    ]
     stored = stored_tensors(index)
     return OfflineModel(config, index, built, layout, stored, expressions, plan.ignored_keys, separate, notes)
 
 
-def _settle_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
+def _resolve_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
     """Tie declared ties with equal values. Return the names with values of their own."""
     offers, twice = built.bindings.offers, built.ties_stored_twice()
-    differing = set(find_differing(built, twice, executor))
+    differing = set(compare_ties(built, twice, executor))
     built.equal_ties = frozenset(name for name, _ in twice) - differing
     separate = differing | set(untied)
     sources = pretrained.declared_ties(built.model)
@@ -140,7 +143,7 @@ def _settle_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]
     return separate
 
 
-def _notes_on(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
+def _list_notes(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
     tied = [(name, fill.source) for name, fill in plan.fills.items() if isinstance(fill, Tie)]
     kinds = {name: tensor.kind for name, tensor in plan.layout.by_name.items()}
     parameters = [pair for pair in tied if kinds[pair[0]] is TensorKind.PARAMETER]
@@ -311,7 +314,7 @@ def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     return found
 
 
-def small_file(path: Path) -> bytes:
+def read_config_file(path: Path) -> bytes:
     """Return the content of a small file, such as a config."""
     found = _files(path.parent, (path.name,))
     if path.name not in found:

@@ -63,7 +63,7 @@ class OptimizerTargets:
         return None if key is None else self.bounds[key.optimizer].tensors.get(key)
 
 
-def _agreed(world: World, given: ParsedState) -> tuple[ParsedState, tuple[int, ...]]:
+def _first_state(world: World, given: ParsedState) -> tuple[ParsedState, tuple[int, ...]]:
     """Return the groups and numbers of the first rank with a state, and the ranks that have one. Collective: yes.
 
     Raises:
@@ -147,7 +147,7 @@ def _shape_and_dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class Fitting:
+class OptimizerMatch:
     """A state and the optimizers that take it, all that is decided before anything is changed."""
 
     agreed: ParsedState
@@ -199,13 +199,13 @@ class Fitting:
         ]
 
 
-def fit(
+def match_optimizer_state(
     world: World,
     targets: OptimizerTargets,
     given: ParsedState,
     brought_by_rank: Sequence[Mapping[str, matching.Brought]],
     tolerance: matching.Tolerance,
-) -> Fitting:
+) -> OptimizerMatch:
     """Match entries of a state, described by ``brought_by_rank``, with entries of the optimizers.
 
     Collective: yes.
@@ -215,18 +215,18 @@ def fit(
             group has no counterpart in the state.
         RankMismatchError: ranks bring different states.
     """
-    agreed, brought_by = _agreed(world, given)
-    return world.run_all(_fit, targets, agreed, brought_by, brought_by_rank, tolerance)
+    agreed, brought_by = _first_state(world, given)
+    return world.run_all(_match_all, targets, agreed, brought_by, brought_by_rank, tolerance)
 
 
-def _fit(
+def _match_all(
     targets: OptimizerTargets,
     agreed: ParsedState,
     brought_by: tuple[int, ...],
     brought_by_rank: Sequence[Mapping[str, matching.Brought]],
     tolerance: matching.Tolerance,
-) -> Fitting:
+) -> OptimizerMatch:
     _require_same_kind(targets, agreed)
     stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
     groups = matching.match_groups(targets.groups, agreed.groups, stateful, tolerance)
-    return Fitting(agreed, brought_by, groups, _match(targets, agreed, groups, brought_by_rank, tolerance))
+    return OptimizerMatch(agreed, brought_by, groups, _match(targets, agreed, groups, brought_by_rank, tolerance))

@@ -11,12 +11,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
 from shardwise.conversion.computed import Bindings
-from shardwise.engines.arguments import comparable_text, get_hints, require_known, require_meant
+from shardwise.engines.arguments import check_options, comparable_text, get_hints, require_known
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import get_base_form
 from shardwise.errors import ConfigError
 from shardwise.execution.audit import are_equal
-from shardwise.execution.memory import collected_later
+from shardwise.execution.memory import gc_disabled
 from shardwise.execution.reading import ReadExecutor
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import find_form
@@ -123,7 +123,7 @@ def settled(options: Options) -> Options:
     return cast(Options, {**given, "hub": hub})
 
 
-def checked(call: str, options: Options, kind: type) -> Options:
+def check_keywords(call: str, options: Options, kind: type) -> Options:
     """Return the keyword arguments of a call after a check, with transformers' put where their meaning is.
 
     ``kind`` declares the keywords that the call has.
@@ -133,7 +133,7 @@ def checked(call: str, options: Options, kind: type) -> Options:
     """
     require_known(call, options, kind)
     found = settled(options)
-    require_meant(get_hints(kind), found)
+    check_options(get_hints(kind), found)
     require_trainable(cast(TunedOptions, found))
     return found
 
@@ -180,7 +180,7 @@ class Outline:
         pretrained.tie(self.model, saved - offered, untied)
 
 
-def find_differing(built: Outline, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
+def compare_ties(built: Outline, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
     """Return the first names of pairs whose stored values differ in this rank's part of the rows."""
     offers, tensors, world = built.bindings.offers, built.layout.by_name, executor.world
     return [
@@ -207,12 +207,12 @@ def load_config(directory: Path, options: ModelOptions) -> PreTrainedConfig:
             trust_remote_code=options.get("trust_remote_code", False),
             overrides=overrides,
         )
-    _forget_quantizer(config)
-    build.choose_implementations(config, options.get("attn_implementation"), options.get("experts_implementation"))
+    _remove_quantizer(config)
+    build.set_implementations(config, options.get("attn_implementation"), options.get("experts_implementation"))
     return config
 
 
-def _forget_quantizer(config: PreTrainedConfig) -> None:
+def _remove_quantizer(config: PreTrainedConfig) -> None:
     """Replace the config of a quantized checkpoint by that of its dequantized model, which is the one to build.
 
     The bitsandbytes 4-bit config stays, because a model may be kept in that form.
@@ -237,7 +237,7 @@ def get_model_class(
     return build.resolve_class(config, options.get("model_class"), _folder(directory), trust_remote_code=trust)
 
 
-@collected_later()
+@gc_disabled()
 def outline(
     directory: Path,
     config: PreTrainedConfig,
@@ -340,7 +340,7 @@ def comparable_tuning(options: TunedOptions, adapters: Mapping[str, Adapter]) ->
     return repr((tuning.comparable_text(adapters), trained_dtype(options), resizing(options)))
 
 
-@collected_later()
+@gc_disabled()
 def prepare_for_training(
     built: Outline,
     untied: set[str],

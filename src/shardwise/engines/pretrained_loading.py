@@ -165,7 +165,7 @@ def find(
     named = os.fspath(name_or_path)
     is_remote = is_url(name_or_path)
     if is_remote:
-        directory = stack.enter_context(small_files(world, named, hub))
+        directory = stack.enter_context(downloaded_configs(world, named, hub))
     else:
         directory = arguments.resolve_everywhere(world, name_or_path, hub, wanted)
     config = world.run_all(outlines.load_config, directory, keywords)
@@ -220,7 +220,7 @@ def _with_adapter(
 
 
 @contextmanager
-def small_files(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
+def downloaded_configs(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
     """Return a temporary folder with the configs that are next to the weights at a URL. Collective: yes.
 
     One rank reads them. The weights themselves are never on disk.
@@ -234,10 +234,10 @@ def small_files(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
 
 def _read_configs(url: str, hub: HubOptions) -> dict[str, bytes]:
     with open_storage(url, hub).reader as reader:
-        return {name: content for name in _CONFIGS if (content := _read_small(reader, name)) is not None}
+        return {name: content for name in _CONFIGS if (content := _read_config_file(reader, name)) is not None}
 
 
-def _read_small(reader: StorageReader, name: str) -> bytes | None:
+def _read_config_file(reader: StorageReader, name: str) -> bytes | None:
     try:
         nbytes = reader.size(name)
     except StorageError as error:
@@ -284,7 +284,7 @@ def decide_ties(
     if not pairs:
         return set(), 0
     executor = ReadExecutor(source.reader, source.index, options.budget_bytes, world)
-    untied = set(world.map_reduce(outlines.find_differing, sorted_union, built, pairs, executor))
+    untied = set(world.map_reduce(outlines.compare_ties, sorted_union, built, pairs, executor))
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
     return untied, executor.read_bytes
 
@@ -334,7 +334,7 @@ def from_pretrained(
     """
     clock = Clock()
     with arguments.get_world(keywords.get("options", LoadOptions()), "from_pretrained") as world:
-        keywords = world.run_all(outlines.checked, "from_pretrained", keywords, outlines.PretrainedOptions)
+        keywords = world.run_all(outlines.check_keywords, "from_pretrained", keywords, outlines.PretrainedOptions)
         arguments.require_same_arguments(
             world, check_call, name_or_path, keywords, asks_for_report=output_loading_info
         )

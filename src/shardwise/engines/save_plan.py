@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.conversion.computed import computes
 from shardwise.errors import ConfigError, KeyMismatchError
-from shardwise.execution.memory import collected_later
+from shardwise.execution.memory import gc_disabled
 from shardwise.execution.replicas import Shares
 from shardwise.execution.state_values import StateOptions
 from shardwise.execution.world import World
@@ -23,7 +23,7 @@ from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.torch_api import from_torch, saved_dtype
 from shardwise.models.view import TensorRef, build_layout, collect_tensors
-from shardwise.planning.load_memory import ReadRequest, Staging, staging_within
+from shardwise.planning.load_memory import ReadRequest, Staging, plan_staging
 from shardwise.planning.save_plan import ADAPTER, MODEL, Saved, SavedTraining, SavePlan, arrange_writes, plan_save
 from shardwise.report.names import few_names
 from shardwise.storage.contract import WritePolicy
@@ -60,7 +60,7 @@ MAX_SHARD_SIZE = "50GB"
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingBeside:
+class AdapterTrainingState:
     """Training state of an adapter: tensors as parameters of a module, by name, and the rest as JSON."""
 
     module: nn.Module
@@ -77,7 +77,7 @@ class SaveRequest:
     dtype: torch.dtype | None = None
     max_shard_bytes: int = sys.maxsize
     tokenizer: Any = None
-    training: TrainingBeside | None = None
+    training: AdapterTrainingState | None = None
 
     @property
     def stem(self) -> str:
@@ -137,11 +137,11 @@ def collect_for_files(model: nn.Module, names: WrittenNames) -> list[TensorRef]:
         ShardingError: tensors in four bits have no scales.
     """
     held = collect_tensors(model)
-    four_bit_files.reject_without_scales(held)
-    return four_bit_files.held_in_files(held) if names == "hub" else four_bit_files.held_as_stored(held)
+    four_bit_files.require_scales(held)
+    return four_bit_files.file_tensors(held) if names == "hub" else four_bit_files.checkpoint_tensors(held)
 
 
-@collected_later()
+@gc_disabled()
 def prepare(
     request: SaveRequest,
     save_id: str,
@@ -173,7 +173,7 @@ def prepare(
         training=_saved_training(request, beside),
     )
     is_on_host = all(item.local.device.type == "cpu" for item in held)
-    staging = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host)
+    staging = plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
     cast = {
         key: (output.dtype.label, saved[key][1].label)
         for key, output in outputs.items()

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from shardwise.engines import save_plan
-from shardwise.engines.arguments import get_hints, get_world, require_meant
+from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.errors import ConfigError, StorageError, answer_keywords
 from shardwise.execution.committing import CommitState, begin_save, commit_save, undo_save
 from shardwise.execution.memory import compute_device
@@ -78,7 +78,7 @@ class _SaveFolder:
     small_files: Mapping[str, bytes] = field(default_factory=dict)
 
     def begin(self, request: save_plan.SaveRequest, *, creates_files: bool) -> None:
-        self.small_files = _small_files(request, self.plan)
+        self.small_files = _config_files(request, self.plan)
         self.state = begin_save(self.writer, self.plan)
         for file in self.plan.files if creates_files else ():
             self.writer.create(file.name, file.nbytes)
@@ -196,13 +196,13 @@ def _write_by_owners(
     emitter.sums.update(written.fingerprints)
 
 
-def _small_files(request: save_plan.SaveRequest, plan: SavePlan) -> dict[str, bytes]:
+def _config_files(request: save_plan.SaveRequest, plan: SavePlan) -> dict[str, bytes]:
     """Return the small files that are saved with weights: configs, code, and the tokenizer's files."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         if isinstance(request.names, save_plan.PeftNames):
             peft_compat.save_config(request.model, request.names.adapter, folder)
         else:
-            revert.save_small_files(request.model, _main_dtype(request, plan), Path(folder))
+            revert.save_configs(request.model, _main_dtype(request, plan), Path(folder))
         tokenizer = request.tokenizer
         if tokenizer is not None:
             if not hasattr(tokenizer, "save_pretrained"):
@@ -340,7 +340,7 @@ def _request(
     tokenizer: Any,
 ) -> save_plan.SaveRequest:
     """Check the arguments ``given`` to a save on this rank. Return its request."""
-    require_meant(get_hints(save), given)
+    check_options(get_hints(save), given)
     max_shard_bytes = parse_size(max_shard_size)
     wanted = save_plan.resolved_dtype(dtype)
     return save_plan.SaveRequest(given["model"], directory, names, wanted, max_shard_bytes, tokenizer)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import get_hints, get_world, require_meant
+from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.errors import ConfigError, answer_keywords
 from shardwise.execution.moving import distribute
 from shardwise.execution.replicas import require_alike_models
@@ -22,7 +22,7 @@ from shardwise.models import wrap
 from shardwise.models.policies import Classes, MinSize, WrapPolicy, group_parameters
 from shardwise.models.rebind import Bound, bind_optimizers, require_steps_shards
 from shardwise.models.view import TensorRef, collect_tensors, is_sharded, without_compile
-from shardwise.models.wrap import Sharding, TrainedDtype, reject_unmovable, require_trainable_dtype
+from shardwise.models.wrap import Sharding, TrainedDtype, require_movable, require_trainable_dtype
 from shardwise.planning.matching import ValuesFrom
 from shardwise.planning.option_syntax import parse_wrap
 from shardwise.report.reports import ShardReport
@@ -157,14 +157,14 @@ def shard(
 
 
 def _check_arguments(given: Mapping[str, Any], trained_dtype: TrainedDtype) -> None:
-    require_meant(get_hints(shard), {**given, "trained_dtype": trained_dtype})
+    check_options(get_hints(shard), {**given, "trained_dtype": trained_dtype})
     require_trainable_dtype(trained_dtype)
 
 
 def _require_shardable(
     model: nn.Module, held: Sequence[TensorRef], sharding: Sharding, optimizers: Sequence[Optimizer]
 ) -> None:
-    reject_unmovable(held)
+    require_movable(held)
     if sharding.mesh is not None:
         require_steps_shards(optimizers)
         group_parameters(model, sharding.wrap)

@@ -23,7 +23,7 @@ from shardwise.models.revert import Output
 from shardwise.models.torch_api import saved_dtype, to_torch
 from shardwise.models.view import TensorRef, build_layout, collect_tensors, without_compile
 from shardwise.planning.load_plan import OnDiffering
-from shardwise.planning.moves import Move, Round, plan_rounds, whole_on
+from shardwise.planning.moves import Move, Round, full_on_ranks, plan_rounds
 from shardwise.tensors import Box
 
 _SMALLEST_BUCKET_BYTES = 4096
@@ -66,12 +66,12 @@ def walk_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     with World.current(options.process_group, options.timeouts, call="iter_hf_tensors") as world:
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
-        held, outputs, sender = _agreed_supply(world, model, names, only, arguments, on_differing_buffers, options)
+        held, outputs, sender = _prepare_sender(world, model, names, only, arguments, on_differing_buffers, options)
         targets = range(1) if to == "first_rank" else range(world.size)
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         shapes = {key: output.shape for key, output in outputs.items()}
         moves = [
-            Move(key, item.expression, dtypes[key].itemsize, whole_on(targets, item.shape, world.size))
+            Move(key, item.expression, dtypes[key].itemsize, full_on_ranks(targets, item.shape, world.size))
             for key, item in outputs.items()
         ]
         rounds = world.run_all(plan_rounds, [moves], sender.shares, options.bucket_bytes // 2)
@@ -116,7 +116,7 @@ class _ReceivedTensors:
             yield key, self.take(key)
 
 
-def _agreed_supply(
+def _prepare_sender(
     world: World,
     model: nn.Module,
     names: WrittenNames,
@@ -142,7 +142,7 @@ def _agreed_supply(
             key: Output.unchanged(key, layout.by_name[name]) for key, name in chosen.items()
         }
     else:
-        outputs, adapted = world.run_all(_wanted, model, held, names, only)
+        outputs, adapted = world.run_all(_select_outputs, model, held, names, only)
         if adapted is not None:
             sender = _merging(world, held, sender, adapted, options)
     world.require_equal(list(outputs), "the list of keys")
@@ -158,7 +158,9 @@ def _merging(
     """
     layout, shares = build_layout(held), sender.shares
     needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
-    matrices = _whole(world, [Output.unchanged(name, layout.by_name[name]) for name in needed], sender, options)
+    matrices = _gather_full(
+        world, [Output.unchanged(name, layout.by_name[name]) for name in needed], sender, options
+    )
     base_held = {name: sender.held[fqn] for name, fqn in adapted.inside.items()}
     packed = world.run_all(packed_rows, base_held)
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
@@ -173,11 +175,11 @@ def _collect(
         return collect_for_files(model, names)
     held = collect_tensors(model)
     if isinstance(only, selection.MergedAdapter):
-        four_bit_files.reject_without_scales(held)
+        four_bit_files.require_scales(held)
     return held
 
 
-def _wanted(
+def _select_outputs(
     model: nn.Module, held: list[TensorRef], names: WrittenNames, only: selection.MergedAdapter | None
 ) -> tuple[Mapping[str, Output], selection.Adapted | None]:
     """Return the outputs. For a merged adapter, return also the model without it.
@@ -194,7 +196,7 @@ def _wanted(
                 "names them"
             )
         return four_bit_files.with_file_shapes(held, reverted(model, layout, names)), None
-    four_bit_files.reject_experts(held, _NOT_MERGED)
+    four_bit_files.require_no_experts(held, _NOT_MERGED)
     adapted = selection.without_adapter(model, [name for item in held for name in item.names], only.adapter)
     layout = adapted.layout(four_bit_files.dequantized_layout(layout, held))
     return reverted(adapted.base, layout, names), adapted
@@ -221,7 +223,7 @@ def tensors_to_come(
     Raises:
         ConfigError, KeyMismatchError, ShardingError: as for going through them.
     """
-    outputs, _ = _wanted(model, _collect(model, names, only), names, only)
+    outputs, _ = _select_outputs(model, _collect(model, names, only), names, only)
     return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in outputs.items()}
 
 
@@ -229,12 +231,14 @@ def _home(held: Sequence[TensorRef]) -> torch.device:
     return compute_device(held, held[0].local.device if held else None)
 
 
-def _whole(
+def _gather_full(
     world: World, outputs: Sequence[Output], sender: ShardSender, options: StreamOptions
 ) -> dict[str, torch.Tensor]:
     """Return tensors of the model, whole on every rank. Collective: yes."""
     moves = [
-        Move(item.key, item.expression, item.dtype.itemsize, whole_on(range(world.size), item.shape, world.size))
+        Move(
+            item.key, item.expression, item.dtype.itemsize, full_on_ranks(range(world.size), item.shape, world.size)
+        )
         for item in outputs
     ]
     dtypes = {item.key: to_torch(item.dtype) for item in outputs}

@@ -43,7 +43,7 @@ def agree_on(
     if isinstance(found, int):
         return found
     require_same_settings(world, settings)
-    differing = _differing(world, found, plan.fingerprints)
+    differing = _find_differences(world, found, plan.fingerprints)
     raise RankMismatchError(
         f"ranks plan {len(differing)} tensors differently: {few_names(differing)}. Give every rank the same "
         "model, config, arguments, and versions of torch and transformers"
@@ -69,14 +69,16 @@ def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
         RankMismatchError: naming the settings that differ.
     """
     if mismatched := world.map_reduce(repr_digest, MismatchedRanks.among, settings):
-        differing = _differing(world, mismatched, settings)
+        differing = _find_differences(world, mismatched, settings)
         shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
         raise RankMismatchError(
             f"the config on rank {mismatched.text} is not that of rank 0: {shown}. Give every rank the same"
         )
 
 
-def _differing(world: World, mismatched: MismatchedRanks, own: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def _find_differences(
+    world: World, mismatched: MismatchedRanks, own: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
     """Return by name the values of rank 0 and of the first other rank, if they differ. Collective: yes."""
     values = world.all_gather_object(own if world.rank in (0, mismatched.first) else {})
     first, other = values[0], values[mismatched.first]

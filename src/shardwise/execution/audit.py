@@ -26,7 +26,7 @@ from shardwise.layout import TensorKind
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import TensorRef, raw_bytes
 from shardwise.planning.load_plan import LoadPlan, Tie
-from shardwise.report.names import collapse, shown_ranks
+from shardwise.report.names import collapse, format_ranks
 from shardwise.storage.contract import FilePlaces, StorageReader
 from shardwise.storage.machine import pid_namespace
 from shardwise.storage.names import shown
@@ -155,7 +155,7 @@ def require_one_checkpoint(
     def sample() -> list[tuple[object, ...]]:
         if not identities:
             identities.update(read_identities(reader, files, world.check))
-        return [_facts(world, reader, index, file) for file in files] if world.rank in firsts else []
+        return [_file_identity(world, reader, index, file) for file in files] if world.rank in firsts else []
 
     world.map_reduce(sample, partial(_compare_copies, index.root, files, firsts))
     count = len(set(firsts))
@@ -174,8 +174,8 @@ def _compare_copies(
             ranks = [rank for rank, first in enumerate(firsts) if facts[first][number][column] != expected]
             if ranks:
                 raise RankMismatchError(
-                    f"{shown(file)} in {root}: its {what} on rank {shown_ranks(ranks)} is not that on rank 0. Copy "
-                    "the checkpoint to the machines of these ranks again, or put it on a file system that all "
+                    f"{shown(file)} in {root}: its {what} on rank {format_ranks(ranks)} is not that on rank 0. "
+                    "Copy the checkpoint to the machines of these ranks again, or put it on a file system that all "
                     "machines share"
                 )
 
@@ -193,7 +193,7 @@ def content_identity(reader: StorageReader, file: str) -> str:
     return f"in process {os.getpid()} of {pid_namespace()}"
 
 
-def _facts(world: World, reader: StorageReader, index: CheckpointIndex, file: str) -> tuple[object, ...]:
+def _file_identity(world: World, reader: StorageReader, index: CheckpointIndex, file: str) -> tuple[object, ...]:
     """Return size, digest of the header, and digest of blocks of the tensors of a file."""
     nbytes, size = index.files[file], reader.size(file)
     if size != nbytes:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardwise.execution.memory import HostStaging, as_memoryview, row_slices
-from shardwise.models.torch_api import sent, settle
+from shardwise.models.torch_api import sent, synchronize_streams
 from shardwise.models.view import raw_bytes
 from shardwise.planning.fingerprints import (
     BLOCK_BYTES,
@@ -75,7 +75,7 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _word_weights(device: torch.device) -> torch.Tensor:
     weights = sent(torch.from_numpy(word_weights().view("<i8")), device)
-    settle([weights])  # other streams use it
+    synchronize_streams([weights])  # other streams use it
     return weights
 
 

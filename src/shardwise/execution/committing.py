@@ -56,7 +56,7 @@ def commit_files(
     for name, content in commit.ready.items():
         make_file(writer, name, content)
     locked.require()
-    _require_there(writer, {**commit.files, **{name: len(content) for name, content in commit.ready.items()}})
+    _require_files(writer, {**commit.files, **{name: len(content) for name, content in commit.ready.items()}})
     with _restoring(writer, locked, commit, small_files):
         for name, content in small_files.items():
             if writer.read(name) != content:
@@ -68,7 +68,7 @@ def commit_files(
             if isinstance(step, commit_plan.Remove) or step in commit.aside:
                 locked.require()  # the step changes files of other saves, and is not fenced by one of this save's
             if isinstance(step, commit_plan.Remove):
-                _require_there(writer, commit.final_files)
+                _require_files(writer, commit.final_files)
             _execute(writer, step)
         if not is_committed(writer, commit):
             raise StorageError(
@@ -131,7 +131,7 @@ def make_file(writer: StorageWriter, name: str, content: bytes) -> None:
     writer.sync(name)
 
 
-def _require_there(writer: StorageWriter, files: Mapping[str, int]) -> None:
+def _require_files(writer: StorageWriter, files: Mapping[str, int]) -> None:
     sizes = writer.sizes()
     for name, nbytes in files.items():
         if sizes.get(name) != nbytes:
@@ -266,9 +266,9 @@ def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> CommitState:
         by_name = commit_plan.FolderState(frozenset(writer.list()), weights=frozenset())
         remains = commit_plan.obsolete(plan, by_name)
         remove_unnamed(writer, remains)
-        folder_state = commit_plan.look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
+        folder_state = commit_plan.get_folder_state(writer.list(), writer.read(plan.index_file), plan.single_file)
         folder_state = replace(folder_state, named=folder_state.named | _trainings_named(writer, plan))
-        recorded = fingerprints.from_bytes(writer.read(fingerprints.file_beside(plan.stem)))
+        recorded = fingerprints.from_bytes(writer.read(fingerprints.fingerprint_file(plan.stem)))
         if folder_state.weights:
             writer.sync_names()  # the committed weights must last before those that were set aside are removed
         kept = (
@@ -336,7 +336,7 @@ def commit_save(
     headers = {name: fingerprints.digest(file.header) for name, file in zip(plan.names, plan.files, strict=True)}
     recorded = fingerprints.RecordedSave(sizes, sums, digests, headers)
     both = fingerprints.to_bytes([*begun.recorded, recorded])
-    fingerprints_file = fingerprints.file_beside(plan.stem)
+    fingerprints_file = fingerprints.fingerprint_file(plan.stem)
     bound = _bound(writer, plan, small_files)
     free = {name: content for name, content in small_files.items() if name not in bound}
     commit = commit_plan.plan_commit(plan, begun.folder_state, can_rename=writer.policy.can_rename, bound=bound)

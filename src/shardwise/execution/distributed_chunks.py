@@ -21,12 +21,12 @@ from torch.distributed.checkpoint import metadata as dcp
 from shardwise.execution.memory import (
     HostStaging,
     as_memoryview,
-    collected_later,
+    gc_disabled,
     in_background,
     pinned_bytes,
     row_slices,
 )
-from shardwise.execution.tensor_facts import TensorFacts, held_by_rank
+from shardwise.execution.tensor_facts import TensorMetadata, held_by_rank
 from shardwise.formats.torch_files import read_torch_tensor
 from shardwise.layout import locate_box
 from shardwise.models.torch_api import copy_all, save_without_data, stored_at
@@ -122,10 +122,10 @@ class TensorsPlan:
         return chunks[-1].stop if chunks else 0
 
 
-@collected_later()
+@gc_disabled()
 def plan_tensors(
     tensors: Mapping[StatePathT, torch.Tensor],
-    facts: Sequence[Mapping[str, TensorFacts]],
+    facts: Sequence[Mapping[str, TensorMetadata]],
     buffers: Collection[str] = (),
     aliases: Mapping[StatePathT, StatePathT] | None = None,
 ) -> TensorsPlan:
@@ -168,7 +168,7 @@ def _lay_out(
             files[rank].append(chunk)
 
 
-@collected_later()
+@gc_disabled()
 def build_metadata(
     plan: TensorsPlan, values: Sequence[Mapping[StatePathT, int]], name: Callable[[int], str] = data_file
 ) -> bytes:

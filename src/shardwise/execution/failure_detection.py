@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.storage.machine import ProcessPlace
+from shardwise.storage.machine import ProcessId
 
 _ENDED = b"ended"
 """The heartbeat of a process that has ended in order."""
@@ -85,7 +85,7 @@ def heartbeat_keys(store: Any) -> KeyStore:
 class Heartbeat:
     """The last heartbeat of a process, and when it was first seen, by the monotonic clock."""
 
-    place: ProcessPlace
+    place: ProcessId
     value: bytes
     since_s: float
 
@@ -149,7 +149,7 @@ class Detector:
             beat = self.heartbeats.get(rank)
             if beat is None:
                 [place] = keys.get([f"place/{rank}"])
-                self.heartbeats[rank] = Heartbeat(ProcessPlace(**json.loads(place)), value, time.monotonic())
+                self.heartbeats[rank] = Heartbeat(ProcessId(**json.loads(place)), value, time.monotonic())
             elif value != beat.value:
                 beat.value, beat.since_s = value, time.monotonic()
 
@@ -158,7 +158,7 @@ class Detector:
             store: Any = self._store()
             store = store.clone() if hasattr(store, "clone") else store
             keys, count = heartbeat_keys(store), 0
-            keys.set(f"place/{self._rank}", json.dumps(asdict(ProcessPlace.here())).encode())
+            keys.set(f"place/{self._rank}", json.dumps(asdict(ProcessId.here())).encode())
             while self._store() is not None and not self._has_ended:
                 count += 1
                 keys.set(f"beat/{self._rank}", str(count).encode())

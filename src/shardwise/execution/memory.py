@@ -24,7 +24,7 @@ from shardwise.errors import ConfigError
 from shardwise.models import torch_api
 from shardwise.models.torch_api import accelerator_module, take_after, to_torch
 from shardwise.models.view import TensorRef, local_tensor, strided_view
-from shardwise.planning.load_memory import Available, Segment, staging_within
+from shardwise.planning.load_memory import Available, Segment, plan_staging
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.machine import GROUPS, OWN_GROUP, control_groups, number_in, read_text
 from shardwise.tensors import Strided, row_blocks
@@ -254,7 +254,7 @@ def staging_buffers(
     On an accelerator they are no larger than ``most_bytes``, the most that one request stages, rounded up to a
     power of two.
     """
-    staging = staging_within(budget_bytes, concurrency, on_device=device.type != "cpu")
+    staging = plan_staging(budget_bytes, concurrency, on_device=device.type != "cpu")
     if device.type == "cpu":
         return [HostStaging(staging.nbytes) for _ in range(staging.workers)]
     nbytes = staging.nbytes if most_bytes is None else min(staging.nbytes, 1 << max(most_bytes - 1, 0).bit_length())
@@ -314,7 +314,7 @@ def require_budget(budget_bytes: int) -> None:
 
 
 @contextmanager
-def collected_later() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable automatic garbage collection during the block.
 
     The many objects of a plan trigger collections, each of which traverses all objects of torch and transformers:

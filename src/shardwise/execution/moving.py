@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from shardwise.conversion.expression import Stored
 from shardwise.execution.memory import HostStaging, pinned_bytes, trim_heap
-from shardwise.execution.tensor_facts import facts_by_name, held_by_rank
+from shardwise.execution.tensor_facts import held_by_rank, metadata_by_name
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox, locate_box
 from shardwise.models.view import local_boxes, local_tensor, strided_view
@@ -237,7 +237,7 @@ class LocalTensor:
         return cls(local_tensor(tensor), local_boxes(tensor, name))
 
     @classmethod
-    def whole(cls, tensor: torch.Tensor) -> LocalTensor:
+    def full(cls, tensor: torch.Tensor) -> LocalTensor:
         """Return the local memory of a full tensor."""
         place = Strided(0, tuple(tensor.shape), tuple(tensor.stride()))
         return cls(tensor, (LocalBox(Box.whole(tuple(tensor.shape)), place),))
@@ -277,20 +277,20 @@ class Transfer:
     def move(self) -> moves.Move:
         """Return the elements to receive from other ranks, counted regardless of their dtype."""
         lacking = tuple(
-            tuple(box for box in wanted if not _is_held(box, held))
+            tuple(box for box in wanted if not _is_local(box, held))
             for wanted, held in zip(self.wanted, self.held, strict=True)
         )
         return moves.Move(self.name, Stored(self.name, tuple(self.shape), DType.U8), self.dtype.itemsize, lacking)
 
-    def copy_own(self, rank: int, staging: HostStaging) -> int:
+    def copy_local(self, rank: int, staging: HostStaging) -> int:
         """Copy this rank's own values. Return their bytes."""
-        own = [box for box in self.wanted[rank] if box.numel and _is_held(box, self.held[rank])]
+        own = [box for box in self.wanted[rank] if box.numel and _is_local(box, self.held[rank])]
         for box in own:
             staging.copy(_present(self.source).view(box), _present(self.target).view(box))
         return sum(box.numel for box in own) * self.dtype.itemsize
 
 
-def _is_held(box: Box, held: moves.Boxes) -> bool:
+def _is_local(box: Box, held: moves.Boxes) -> bool:
     return any(own.intersect(box) == box for own in held)
 
 
@@ -330,7 +330,7 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
             staging.copy(values.view(box.sizes), _present(by_name[name].target).view(box))
         exchange.received.clear()
     exchange.traffic.kept_bytes += sum(
-        world.run_all(lambda: [item.copy_own(world.rank, staging) for item in items])
+        world.run_all(lambda: [item.copy_local(world.rank, staging) for item in items])
     )
     return exchange.traffic
 
@@ -379,7 +379,7 @@ def gather(
         RankMismatchError: ranks have different tensors.
         ShardingError: ranks do not have, together, all of a tensor.
     """
-    facts = world.all_gather(facts_by_name, tensors)
+    facts = world.all_gather(metadata_by_name, tensors)
     held = world.run_all(held_by_rank, facts)
     ranks = moves.receivers(form, world.size)
     gathered: dict[str, torch.Tensor] = {}
@@ -390,8 +390,8 @@ def gather(
             target = None
             if world.rank in ranks:
                 gathered[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                target = LocalTensor.whole(gathered[name])
-            wanted = moves.whole_on(ranks, tuple(tensor.shape), world.size)
+                target = LocalTensor.full(gathered[name])
+            wanted = moves.full_on_ranks(ranks, tuple(tensor.shape), world.size)
             source = LocalTensor.from_tensor(tensor, name)
             items.append(Transfer(name, tensor.shape, tensor.dtype, held[name], wanted, source, target))
 

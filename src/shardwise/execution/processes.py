@@ -297,7 +297,7 @@ def _launcher_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
     return store, rank, size
 
 
-def this_place() -> tuple[int, int]:
+def get_rank_and_size() -> tuple[int, int]:
     """Return this rank, and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 

@@ -91,7 +91,7 @@ def plan_reads(
     batches: list[tuple[torch.device, tuple[load_memory.ReadRequest, ...]]] = []
     for device, device_copies in copied.items():
         is_on_host = device.type == "cpu"
-        staging = load_memory.staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host)
+        staging = load_memory.plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
         segments: list[tuple[str, load_memory.Segment]] = []
         for number, copy in device_copies:
             entry = index.entries[copy.leaf.key]
@@ -141,7 +141,7 @@ class ReadExecutor:
         """
         before = read_identities(self.reader, schedule.files, self.world.check)
         self._require_same(self.identities, before)
-        self._place(schedule, tensors, self.budget_bytes)
+        self._fill(schedule, tensors, self.budget_bytes)
         self._require_same(before, read_identities(self.reader, schedule.files, self.world.check))
 
     def _require_same(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -153,7 +153,7 @@ class ReadExecutor:
                 "again when no process writes to it"
             )
 
-    def _place(self, schedule: ReadSchedule, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
+    def _fill(self, schedule: ReadSchedule, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
         targets = TargetTensors(tensors, [item.fqn for item in schedule.destinations])
         for device, requests in schedule.batches:
             self._read_all(requests, targets, device, budget_bytes)
@@ -167,7 +167,7 @@ class ReadExecutor:
         device: torch.device,
         budget_bytes: int,
     ) -> None:
-        most_bytes = load_memory.most_staged(requests)
+        most_bytes = load_memory.max_staged_bytes(requests)
         buffers = staging_buffers(budget_bytes, self.reader.policy.concurrency, device, most_bytes)
         try:
             WorkerPool(partial(self._read, targets), buffers, self.world.check).run(requests)
@@ -183,7 +183,7 @@ class ReadExecutor:
         """Return boxes of expressions as new contiguous CPU tensors, read together."""
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         schedule, values = self._planned_values(wanted, budget)
-        self._place(schedule, values, budget)
+        self._fill(schedule, values, budget)
         return values
 
     def _planned_values(

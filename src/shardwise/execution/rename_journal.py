@@ -56,7 +56,7 @@ def tidy(locked: LockedFolder) -> None:
     with FoldersWriter(root, folders) as writer:
         writer.sync_names()  # renames of a killed save must last before the replaced files are removed
         remove_unnamed(writer, writer.list())
-        for file in commit_plan.lists_among(writer.list()):
+        for file in commit_plan.find_journals(writer.list()):
             finish(root, file, locked)
         _remove_uncommitted(writer, folders)
     for entry in _entries(root):
@@ -110,16 +110,16 @@ def distributed_folders(root: str) -> list[str]:
     return sorted(entry.name for entry in _entries(root) if is_distributed_folder(entry.name))
 
 
-def remove_fresh(writer: StorageWriter, files: Collection[str], save_id: str | None = None) -> None:
+def remove_temporary(writer: StorageWriter, files: Collection[str], save_id: str | None = None) -> None:
     """Remove those of these files that saves (by default all) have written and not renamed."""
     for name in files:
-        if (found := commit_plan.parse_fresh_name(name)) is not None and save_id in (None, found):
+        if (found := commit_plan.parse_temporary_name(name)) is not None and save_id in (None, found):
             writer.remove(name)
 
 
 def _remove_uncommitted(writer: FoldersWriter, folders: Collection[str], save_id: str | None = None) -> None:
     """Remove the files that saves (by default all) have written and not committed, also in these folders."""
-    remove_fresh(writer, writer.list(), save_id)
+    remove_temporary(writer, writer.list(), save_id)
     for folder in folders:
         for name in left_in(Path(writer.root, folder), save_id):
             writer.remove(f"{folder}/{name}")
@@ -146,7 +146,7 @@ def finish(root: str, file: str, locked: LockedFolder) -> None:
             writer.add_parent(name)
         there = set(writer.list())
         for name in renames.names:
-            if (new := commit_plan.fresh(name, renames.save_id)) in there:
+            if (new := commit_plan.temporary_name(name, renames.save_id)) in there:
                 try:
                     writer.rename(new, name)
                 except StorageError:
@@ -217,7 +217,7 @@ def lists_in(folder: Path) -> list[commit_plan.Renames]:
         names = os.listdir(folder) if folder.is_dir() else []
     except OSError as error:
         raise StorageError(f"{folder}: listing it failed, {error.strerror}. Check its permissions") from error
-    return [found for file in commit_plan.lists_among(names) if (found := read_list(folder, file)) is not None]
+    return [found for file in commit_plan.find_journals(names) if (found := read_list(folder, file)) is not None]
 
 
 @contextmanager
@@ -264,9 +264,9 @@ def _link(folder: Path, pending: Sequence[commit_plan.Renames], place: Path) -> 
     for inner in ("", *sorted(inner_folders)):
         (place / inner).mkdir(exist_ok=True)
         names = {(PurePosixPath(inner) / name).as_posix() for name in os.listdir(folder / inner)} - inner_folders
-        links |= {name: name for name in names if commit_plan.parse_fresh_name(name) is None}
+        links |= {name: name for name in names if commit_plan.parse_temporary_name(name) is None}
     for renames in pending:
-        fresh = {name: commit_plan.fresh(name, renames.save_id) for name in renames.names}
+        fresh = {name: commit_plan.temporary_name(name, renames.save_id) for name in renames.names}
         links |= {name: new for name, new in fresh.items() if (folder / new).is_file()}
         for name in {renames.file, *renames.older} - {*renames.names}:
             links.pop(name, None)
@@ -286,7 +286,7 @@ def number_of(save_id: str) -> int:
     return _FIRST_NUMBER + int(save_id, 16)
 
 
-def older_in(folder: Path, files: Collection[str]) -> list[str]:
+def find_older(folder: Path, files: Collection[str]) -> list[str]:
     """Return data files of older checkpoints in a folder, other than these files."""
     with open_writer(folder) as writer:
         return [name for name in writer.list() if _DATA_FILE.fullmatch(name) and name not in files]

@@ -19,7 +19,7 @@ from torch import nn
 from shardwise.errors import ConfigError, RankMismatchError, ShardingError
 from shardwise.execution.checksums import checksums
 from shardwise.execution.moving import LocalTensor, Transfer, transfer
-from shardwise.execution.tensor_facts import TensorFacts, facts_by_name, held_by_rank
+from shardwise.execution.tensor_facts import TensorMetadata, held_by_rank, metadata_by_name
 from shardwise.execution.world import World, repr_digest
 from shardwise.layout import TensorKind, locate_box
 from shardwise.models.rebind import Bound
@@ -29,7 +29,7 @@ from shardwise.models.view import TensorRef, local_boxes, local_tensor, strided_
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import Item, digest, require_alike
 from shardwise.planning.moves import Boxes, Common, first_holder_shares, in_common, shares_by_rank
-from shardwise.report.names import few_names, shown_ranks
+from shardwise.report.names import few_names, format_ranks
 from shardwise.tensors import Box
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ def compare_replicas(world: World, replicas: Replicas, on_differing_buffers: OnD
     if not mismatched:
         return ()
     return world.map_reduce(
-        replicas.checksums, partial(_differing_buffers, on_differing_buffers=on_differing_buffers), mismatched
+        replicas.checksums, partial(_find_differing_buffers, on_differing_buffers=on_differing_buffers), mismatched
     )
 
 
@@ -133,7 +133,7 @@ def _by_group(gathered: Sequence[Mapping[ReplicaGroup, T]]) -> dict[ReplicaGroup
     return groups
 
 
-def _differing_buffers(
+def _find_differing_buffers(
     gathered: Sequence[Mapping[ReplicaGroup, Mapping[str, list[int]]]], on_differing_buffers: OnDiffering
 ) -> tuple[str, ...]:
     """Return the names of buffers with differing checksums. Raises :class:`RankMismatchError` for other tensors."""
@@ -146,7 +146,7 @@ def _differing_buffers(
                 (buffers if group.has_buffers else parameters).setdefault(name, set()).update(differing)
     if parameters:
         raise RankMismatchError(
-            f"{_shown(parameters)}, and a save would mix them. Parameters "
+            f"{_describe_differing(parameters)}, and a save would mix them. Parameters "
             "stay equal if every rank begins with the same values and gradients are averaged. An adapter or a "
             "module that was added after sharding is not averaged: add it before (tuning=..., or before "
             "fully_shard), or give all ranks one rank's values (torch.distributed.broadcast) and average its "
@@ -154,14 +154,14 @@ def _differing_buffers(
         )
     if buffers and on_differing_buffers == "error":
         raise RankMismatchError(
-            f"{_shown(buffers)}. These are buffers, such as running statistics: average them over the ranks, "
-            "or pass on_differing_buffers='first_rank' for those of the first rank"
+            f"{_describe_differing(buffers)}. These are buffers, such as running statistics: average them over the "
+            "ranks, or pass on_differing_buffers='first_rank' for those of the first rank"
         )
     return tuple(buffers)
 
 
-def _shown(differing: Mapping[str, set[int]]) -> str:
-    names, ranks = few_names(differing), shown_ranks(sorted(set().union(*differing.values())))
+def _describe_differing(differing: Mapping[str, set[int]]) -> str:
+    names, ranks = few_names(differing), format_ranks(sorted(set().union(*differing.values())))
     count = f"{len(differing)} tensors have" if len(differing) > 1 else "one tensor has"
     return f"{count} other values on rank {ranks} than on the first rank that holds the same: {names}"
 
@@ -183,7 +183,7 @@ def equal_on_all(
     Raises:
         RankMismatchError: as in :func:`compare_replicas`, or ranks have different tensors.
     """
-    facts = world.all_gather(facts_by_name, tensors)
+    facts = world.all_gather(metadata_by_name, tensors)
     held = {name: tuple(found[name].boxes if name in found else () for found in facts) for name in tensors}
     replicas = world.run_all(Replicas.among, tensors, in_common(held, world.rank), buffers)
     differing = compare_replicas(world, replicas, on_differing_buffers)
@@ -259,7 +259,7 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
     require_alike_models(world, held, ())
     saved = [item for item in held if item.kind.is_saved]
     tensors = {item.fqn: item.tensor for item in saved}
-    facts = world.all_gather(_facts_with_values, tensors)
+    facts = world.all_gather(_metadata_with_values, tensors)
     boxes = world.run_all(held_by_rank, facts)
     shares = world.run_all(_shares_by_name, saved, boxes)
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
@@ -267,13 +267,13 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
     return Shares(shares, compare_replicas(world, replicas, on_differing_buffers))
 
 
-def _facts_with_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
+def _metadata_with_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorMetadata]:
     """Return the facts of tensors. Raises :class:`ShardingError` for tensors on meta."""
     if absent := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ShardingError(
             f"{few_names(absent)} on meta: without values, there is nothing to save. Load the model first"
         )
-    return facts_by_name(tensors)
+    return metadata_by_name(tensors)
 
 
 def _shares_by_name(

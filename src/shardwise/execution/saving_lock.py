@@ -39,7 +39,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import StorageError
 from shardwise.storage.contract import INCOMPLETE, StorageWriter
-from shardwise.storage.machine import ProcessPlace
+from shardwise.storage.machine import ProcessId
 
 LOCK_FILE = "shardwise.saving"
 
@@ -157,7 +157,7 @@ def _object_locks(files: Collection[str]) -> set[str]:
 class _LockRecord:
     """Content of a lock file. ``renewed_s`` is the interval of renewals, or 0 for none."""
 
-    place: ProcessPlace
+    place: ProcessId
     save_id: str
     renewed_s: float
 
@@ -167,7 +167,7 @@ class _LockRecord:
         try:
             found = json.loads(content or b"")
             process = int(found["process"])
-            place = ProcessPlace(str(found["host"]), process, str(found["born"]), str(found["space"]))
+            place = ProcessId(str(found["host"]), process, str(found["born"]), str(found["space"]))
             return cls(place, str(found["save_id"]), min(RENEWAL_S, float(found["renewed_s"])))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
@@ -193,14 +193,14 @@ class _LockRecord:
         return is_over or self.place.has_ended()
 
 
-def _own_content(save_id: str) -> bytes:
-    return _LockRecord(ProcessPlace.here(), save_id, RENEWAL_S).to_bytes()
+def _lock_content(save_id: str) -> bytes:
+    return _LockRecord(ProcessId.here(), save_id, RENEWAL_S).to_bytes()
 
 
 def _create(writer: StorageWriter, save_id: str) -> None:
     """Create the only lock file of a file system, after a stale one has been removed."""
     _take_over(writer)
-    content = _own_content(save_id)
+    content = _lock_content(save_id)
     try:
         writer.create(LOCK_FILE, len(content))
     except StorageError as error:
@@ -250,7 +250,7 @@ def _create_object(writer: StorageWriter, save_id: str) -> None:
         _require_stale(writer, file)
     own = _lock_file(writer, save_id)
     try:
-        writer.replace(own, _own_content(save_id))
+        writer.replace(own, _lock_content(save_id))
         for file in sorted(_object_locks(writer.list()) - stale - {own}):
             _require_stale(writer, file, is_patient=False)
             stale.add(file)

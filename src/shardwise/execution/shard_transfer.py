@@ -68,9 +68,9 @@ def agree_on_sources(
     own = [(_dtype_name(tensors[name].dtype) if name in tensors else "", name in live) for name in names]
     gathered = world.all_gather_object(own)
     is_live = [[found for _, found in facts] for facts in gathered]
-    chosen = world.run_all(matching.choose_sources, names, is_live, values_from)
+    chosen = world.run_all(matching.select_sources, names, is_live, values_from)
     stored = _with_source_dtypes([[dtype for dtype, _ in facts] for facts in gathered], chosen)
-    agreed = world.run_all(matching.choose_dtypes, names, chosen, stored)
+    agreed = world.run_all(matching.select_dtypes, names, chosen, stored)
     replicated = {
         name: live[name]
         for name, source_ranks in zip(names, chosen, strict=True)
@@ -210,7 +210,7 @@ class IncomingShards:
                 boxes = boxes_by_rank(tensor, name, ranks)
                 whole = Box.whole(tensor.shape)
                 held = tuple((whole,) if sender == rank else () for rank, sender in enumerate(source_ranks))
-                source = moving.LocalTensor.whole(live) if live is not None and held[world.rank] else None
+                source = moving.LocalTensor.full(live) if live is not None and held[world.rank] else None
                 dtype = supply.dtypes[name]
                 transfers.append(moving.Transfer(name, tensor.shape, dtype, held, boxes, source, None))
         return transfers

@@ -44,7 +44,7 @@ def shared_boxes(
     return shared
 
 
-def own_targets(
+def local_targets(
     world: World, shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[ReadTarget]
 ) -> list[ReadTarget]:
     """Return the destinations, with only this rank's share of the boxes of shared ones."""

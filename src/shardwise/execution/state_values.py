@@ -84,7 +84,7 @@ def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"{name} in the state is a {type(value).__name__}. Only tensors can be set")
-    reject_meta(tensors, "the state that was given")
+    require_values(tensors, "the state that was given")
     return {
         name: matching.Brought(
             tuple(tensor.shape), torch_api.in_memory(tensor.dtype), tensor_facts.get_boxes(tensor, name)
@@ -93,7 +93,7 @@ def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
     }
 
 
-def reject_meta(tensors: Mapping[str, torch.Tensor], what: str) -> None:
+def require_values(tensors: Mapping[str, torch.Tensor], what: str) -> None:
     """Raise for tensors without values.
 
     Raises:
@@ -123,7 +123,9 @@ class BroughtValues:
         world.run_all(self._require_ties, _pairs(ties, self.tensors))
 
     def _require_ties(self, pairs: Sequence[tuple[str, str]]) -> None:
-        _refuse_untied([(one, two) for one, two in pairs if not _is_same(self.tensors[one], self.tensors[two])])
+        _require_untied_equal(
+            [(one, two) for one, two in pairs if not _is_same(self.tensors[one], self.tensors[two])]
+        )
 
     def bring(
         self,
@@ -142,7 +144,7 @@ class BroughtValues:
         Raises:
             RankMismatchError: ranks have different targets.
         """
-        facts = world.all_gather(tensor_facts.facts_by_name, targets)
+        facts = world.all_gather(tensor_facts.metadata_by_name, targets)
         world.run_all(tensor_facts.require_same_tensors, facts)
         items = world.run_all(lambda: [self._transfer(item, targets, facts) for item in match.taken])
         return moving.transfer(world, items, budget_bytes=budget_bytes, device=device)
@@ -151,7 +153,7 @@ class BroughtValues:
         self,
         item: matching.Taken,
         targets: Mapping[str, torch.Tensor],
-        facts: Sequence[Mapping[str, tensor_facts.TensorFacts]],
+        facts: Sequence[Mapping[str, tensor_facts.TensorMetadata]],
     ) -> moving.Transfer:
         name = item.place.names[0]
         target = targets[name]
@@ -180,7 +182,7 @@ def _pairs(ties: Sequence[Sequence[str]], present: Collection[str]) -> list[tupl
     return [(names[0], other) for names in tied for other in names[1:]]
 
 
-def _refuse_untied(unequal: Sequence[tuple[str, str]]) -> None:
+def _require_untied_equal(unequal: Sequence[tuple[str, str]]) -> None:
     for first, other in unequal:
         raise KeyMismatchError(
             f"{first} and {other} are one tensor in the model, and two with different values in the state. "
@@ -222,7 +224,7 @@ class StoredValues:
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
         if pairs := _pairs(ties, self.expressions):
             unequal = world.all_gather(self._unequal, world, pairs)
-            _refuse_untied([pair for found in unequal for pair in found])
+            _require_untied_equal([pair for found in unequal for pair in found])
 
     def _unequal(self, world: World, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Return the pairs that differ in this rank's part of the rows."""

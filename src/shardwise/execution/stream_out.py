@@ -20,7 +20,7 @@ from shardwise.execution.committing import begin_save, commit_save, undo_save
 from shardwise.execution.memory import in_background, trim_heap
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.world import World
-from shardwise.execution.write import OwnFiles, WrittenTensors
+from shardwise.execution.write import LocalFiles, WrittenTensors
 from shardwise.models.torch_api import to_torch
 from shardwise.planning.merge_plan import Added, Edit, LowRank, Replaced, WeightForm
 from shardwise.planning.save_plan import Saved, SavePlan
@@ -65,7 +65,7 @@ def stream_out(
     Raises:
         StorageError: something could not be written.
     """
-    out = OwnFiles(World(0, 1), writer, plan.files, advance)
+    out = LocalFiles(World(0, 1), writer, plan.files, advance)
     begun = begin_save(writer, plan)
     try:
         _write_blocks(out, plan_blocks(plan, BLOCK_BYTES), outgoing)
@@ -93,7 +93,7 @@ def plan_blocks(plan: SavePlan, block_bytes: int) -> Iterator[list[TensorBox]]:
     yield block
 
 
-def _write_blocks(out: OwnFiles, blocks: Iterable[Sequence[TensorBox]], outgoing: Outgoing) -> None:
+def _write_blocks(out: LocalFiles, blocks: Iterable[Sequence[TensorBox]], outgoing: Outgoing) -> None:
     """Write blocks, each while the next is computed."""
     computed: list[tuple[str, Box, torch.Tensor]] = []
     untrimmed = 0

@@ -14,7 +14,7 @@ from shardwise.report.names import few_names
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFacts:
+class TensorMetadata:
     """A tensor as one rank has it: all but the boxes is the same on every rank."""
 
     shape: tuple[int, ...]
@@ -22,14 +22,14 @@ class TensorFacts:
     boxes: moves.Boxes
 
 
-def get_facts(tensor: torch.Tensor, name: str) -> TensorFacts:
+def get_metadata(tensor: torch.Tensor, name: str) -> TensorMetadata:
     """Return the facts of a tensor on this rank."""
-    return TensorFacts(tuple(tensor.shape), str(tensor.dtype), get_boxes(tensor, name))
+    return TensorMetadata(tuple(tensor.shape), str(tensor.dtype), get_boxes(tensor, name))
 
 
-def facts_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
+def metadata_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorMetadata]:
     """Return the facts of each tensor by name. Errors have the name."""
-    return {name: get_facts(tensor, name) for name, tensor in tensors.items()}
+    return {name: get_metadata(tensor, name) for name, tensor in tensors.items()}
 
 
 def get_boxes(tensor: torch.Tensor, name: str) -> moves.Boxes:
@@ -37,7 +37,7 @@ def get_boxes(tensor: torch.Tensor, name: str) -> moves.Boxes:
     return tuple(item.box for item in local_boxes(tensor, name))
 
 
-def require_same_tensors(facts: Sequence[Mapping[str, TensorFacts]]) -> None:
+def require_same_tensors(facts: Sequence[Mapping[str, TensorMetadata]]) -> None:
     """Raise if ranks have different tensors. ``facts`` are by rank.
 
     Raises:
@@ -54,7 +54,7 @@ def require_same_tensors(facts: Sequence[Mapping[str, TensorFacts]]) -> None:
         )
 
 
-def held_by_rank(facts: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[moves.Boxes, ...]]:
+def held_by_rank(facts: Sequence[Mapping[str, TensorMetadata]]) -> dict[str, tuple[moves.Boxes, ...]]:
     """Return the nonempty boxes of every tensor by rank: one object for all tensors with the same layout.
 
     Raises:

@@ -30,12 +30,12 @@ from shardwise.execution.distributed_chunks import (
 from shardwise.execution.locked_folder import Saving
 from shardwise.execution.moving import gather
 from shardwise.execution.rename_journal import number_of
-from shardwise.execution.tensor_facts import facts_by_name
+from shardwise.execution.tensor_facts import metadata_by_name
 from shardwise.execution.world import World
 from shardwise.formats.joining import METADATA
 from shardwise.formats.torch_files import reject_others
 from shardwise.models.view import local_boxes, local_tensor
-from shardwise.planning.commit_plan import WrittenFiles, fresh
+from shardwise.planning.commit_plan import WrittenFiles, temporary_name
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading import LocalReader
 from shardwise.storage.writing import open_writer
@@ -118,7 +118,7 @@ def write_torch_file(saving: Saving, name: str, state: Any) -> int:
     """
     saving.require()
     with open_writer(saving.folder) as writer:
-        file = fresh(name, saving.save_id)
+        file = temporary_name(name, saving.save_id)
         try:
             nbytes = _measure_size(state)
             writer.create(file, nbytes)
@@ -325,13 +325,13 @@ def write_distributed_folder(
     """
     tensors, packed = world.run_all(_tensors_and_packed, state, is_packed=world.rank == 0)
     by_key = {flat_key(path): tensor for path, tensor in tensors.items()}
-    facts = world.all_gather(facts_by_name, by_key)
+    facts = world.all_gather(metadata_by_name, by_key)
     plan = world.run_all(plan_tensors, tensors, facts)
     sizes = world.all_gather_object({path: len(value) for path, value in packed.items()})
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
     files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
 
-    def write_own() -> None:
+    def write_local() -> None:
         saving.require()
         file, chunks = data_file(world.rank, number), plan.by_rank[world.rank]
         views = chunk_views(chunks, by_key, {key: local_tensor(tensor) for key, tensor in by_key.items()})
@@ -344,11 +344,11 @@ def write_distributed_folder(
     def write_metadata() -> int:
         metadata = build_metadata(plan, sizes, partial(data_file, number=number))
         with open_writer(folder) as writer:
-            make_file(writer, fresh(METADATA, saving.save_id), metadata)
+            make_file(writer, temporary_name(METADATA, saving.save_id), metadata)
             writer.sync_names()
         return len(metadata)
 
-    world.run_all(write_own)
+    world.run_all(write_local)
     named = {f"{name}/{METADATA}": world.broadcast(write_metadata)}
     return WrittenFiles(named, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
 

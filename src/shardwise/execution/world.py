@@ -26,7 +26,7 @@ from shardwise.execution import Timeouts
 from shardwise.execution.outcomes import Failure, Stopped, at_step, attempt, decode, encode
 from shardwise.models import torch_api
 from shardwise.observing import current_phases, phase
-from shardwise.report.names import shown_ranks
+from shardwise.report.names import format_ranks
 
 if TYPE_CHECKING:
     from shardwise.execution.control_channel import ControlChannel
@@ -272,7 +272,7 @@ class MismatchedRanks:
     def among(cls, values: Sequence[object]) -> MismatchedRanks | None:
         """Return the ranks with differing values, or None if all are equal."""
         ranks = [rank for rank, value in enumerate(values) if value != values[0]]
-        return cls(ranks[0], shown_ranks(ranks)) if ranks else None
+        return cls(ranks[0], format_ranks(ranks)) if ranks else None
 
 
 def repr_digest(value: object) -> bytes:

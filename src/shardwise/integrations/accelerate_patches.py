@@ -32,13 +32,13 @@ from shardwise.integrations.context_parallel import SplitSequences, require_spli
 from shardwise.interchange import accelerate_writing as writing
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
 from shardwise.interchange.accelerate_writing import LinkedFolder, WorkFolder
-from shardwise.models.build import loading_door, placing_door
+from shardwise.models.build import allocating_function, loading_function
 from shardwise.models.gradients import average_replicated_gradients, clip_gradients, require_synchronized
 from shardwise.models.rebind import bind_optimizers, plain_optimizer
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.models.view import collect_tensors, is_sharded, without_compile
 from shardwise.planning.matching import FileForm
-from shardwise.tuning.peft_compat import adapter_doors
+from shardwise.tuning.peft_compat import replaced_methods
 
 
 def accelerate() -> AccelerateSwitch:
@@ -74,7 +74,7 @@ class AccelerateSwitch:
             return
         if AccelerateSwitch._count == 0:
             with ExitStack() as stack, compat.known_names:
-                for owner, name, replacement in _doors():
+                for owner, name, replacement in _replacements():
                     if name not in vars(owner):
                         raise AttributeError(f"{owner.__name__} has no {name}")
                     stack.callback(_restore, owner, name, vars(owner)[name], _replace(owner, name, replacement))
@@ -99,7 +99,7 @@ class AccelerateSwitch:
         self.remove()
 
 
-def _doors() -> list[tuple[Any, str, Callable[..., Any]]]:
+def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
     """List the replaced functions: owner, name, and replacement, whose first argument is the function."""
     return [
         (compat.AcceleratorState, "__init__", begin_state),
@@ -115,9 +115,9 @@ def _doors() -> list[tuple[Any, str, Callable[..., Any]]]:
         (compat.accelerator_module, "load_fsdp_model", load_model),
         (compat.accelerator_module, "save_fsdp_optimizer", save_optimizer),
         (compat.accelerator_module, "load_fsdp_optimizer", load_optimizer),
-        (*loading_door(), pending.load_later),
-        (*placing_door(), pending.place_missing),
-        *((*door, pending.keep_adapter) for door in adapter_doors()),
+        (*loading_function(), pending.load_later),
+        (*allocating_function(), pending.place_missing),
+        *((*wrapper, pending.keep_adapter) for wrapper in replaced_methods()),
     ]
 
 
@@ -126,12 +126,12 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
     original = getattr(owner, name)
 
     @wraps(original)
-    def door(*args: Any, **keywords: Any) -> Any:
+    def wrapper(*args: Any, **keywords: Any) -> Any:
         if AccelerateSwitch._count == 0:
             return original(*args, **keywords)
         return replacement(original, *args, **keywords)
 
-    attribute = staticmethod(door) if isinstance(vars(owner)[name], staticmethod) else door
+    attribute = staticmethod(wrapper) if isinstance(vars(owner)[name], staticmethod) else wrapper
     setattr(owner, name, attribute)
     return attribute
 
@@ -276,12 +276,12 @@ def _only_for_fsdp2(replacement: Callable[..., T]) -> Callable[..., T]:
     """Delegate to accelerate's own function if the plugin is of FSDP1."""
 
     @wraps(replacement)
-    def door(original: Callable[..., T], fsdp_plugin: Any, accelerator: Any, *others: Any, **keywords: Any) -> T:
+    def wrapper(original: Callable[..., T], fsdp_plugin: Any, accelerator: Any, *others: Any, **keywords: Any) -> T:
         if fsdp_plugin.fsdp_version != 2:
             return original(fsdp_plugin, accelerator, *others, **keywords)
         return replacement(fsdp_plugin, *others, **keywords)
 
-    return door
+    return wrapper
 
 
 @_only_for_fsdp2
@@ -294,7 +294,10 @@ def save_model(
     **others: Any,
 ) -> Any:
     """Replace ``save_fsdp_model``: the same files, written by all ranks at once."""
-    only, place = _selection(model, adapter_only=adapter_only), _place(fsdp_plugin, output_dir, model_index, others)
+    only, place = (
+        _selection(model, adapter_only=adapter_only),
+        _files_place(fsdp_plugin, output_dir, model_index, others),
+    )
     return writing.save_model(model, place, only, "first_rank", StateOptions())
 
 
@@ -317,7 +320,7 @@ def save_optimizer(
     fsdp_plugin: Any, optimizer: Any, model: nn.Module, output_dir: str, optimizer_index: int = 0, **others: Any
 ) -> Any:
     """Replace ``save_fsdp_optimizer``."""
-    place = _place(fsdp_plugin, output_dir, optimizer_index, others)
+    place = _files_place(fsdp_plugin, output_dir, optimizer_index, others)
     return writing.save_optimizer(model, plain_optimizer(optimizer), place, StateOptions())
 
 
@@ -365,7 +368,7 @@ def _input_folder(input_dir: str) -> Path:
     return input_dir.folder if isinstance(input_dir, LinkedFolder) else Path(input_dir)
 
 
-def _place(plugin: Any, output_dir: str, number: int, others: Mapping[str, Any]) -> writing.FilesPlace:
+def _files_place(plugin: Any, output_dir: str, number: int, others: Mapping[str, Any]) -> writing.FilesPlace:
     """Return the place of a model or an optimizer: in the state that is being saved, or by itself."""
     form: FileForm = "sharded" if others.get("use_dcp", True) else "local"
     if plugin.state_dict_type.name == "FULL_STATE_DICT":

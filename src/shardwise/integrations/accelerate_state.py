@@ -13,7 +13,7 @@ from shardwise.execution.world import World
 from shardwise.formats.accelerate_saves import MODEL
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
-from shardwise.interchange.accelerate_writing import LinkedFolder, keep_newest, newest_in, state_saved
+from shardwise.interchange.accelerate_writing import LinkedFolder, find_latest, keep_latest, state_saved
 from shardwise.models.rebind import plain_optimizer
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def save_state(
                 saved = work.state_save.saving.find_cause(saved)
             location = world.run_all(_unwrap, saved)
         if is_named:
-            world.broadcast(keep_newest, folder.parent, folder, config.total_limit)
+            world.broadcast(keep_latest, folder.parent, folder, config.total_limit)
     return type(location)(output_dir or folder) if str(location) == work else location
 
 
@@ -70,7 +70,7 @@ def load_state(
             if accelerator.is_fsdp2:
                 world.run_all(_require_one_each, "load_state", *compat.prepared_counts(accelerator))
             if is_numbered:
-                newest = world.broadcast(newest_in, _numbered_folder(accelerator).parent)
+                newest = world.broadcast(find_latest, _numbered_folder(accelerator).parent)
                 if newest is None:
                     return _all_done("load_state", original, accelerator, None, *others, **keywords)
                 input_dir = str(newest)

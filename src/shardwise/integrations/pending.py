@@ -166,7 +166,7 @@ def keep_adapter(original: compat.Original, *given: Any, **keywords: Any) -> Any
 
     They are the first rank's, and would be lost on meta.
     """
-    layer: Any = peft_compat.layer_among(given)
+    layer: Any = peft_compat.find_adapter_layer(given)
     if layer is None or not any(
         pending.get_expression(tensor) is not None
         for pending in _pending.values()

@@ -46,7 +46,7 @@ from shardwise.integrations.trainer_marks import (
 )
 from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerFacts
 from shardwise.interchange.trainer_restoring import load_trainer_checkpoint
-from shardwise.models.rebind import plain_optimizer, require_made_for_shards
+from shardwise.models.rebind import plain_optimizer, require_sharded_parameters
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.planning.matching import OnFault
 
@@ -132,7 +132,7 @@ class ShardwiseTrainer(_Trainer):
     def create_optimizer(self, *positional: Any, **keywords: Any) -> Any:
         """Create the optimizer like the Trainer, and reject one that cannot step shards."""
         optimizer = super().create_optimizer(*positional, **keywords)
-        require_made_for_shards(plain_optimizer(optimizer), dict(self._trained.named_parameters()))
+        require_sharded_parameters(plain_optimizer(optimizer), dict(self._trained.named_parameters()))
         return optimizer
 
     # Training

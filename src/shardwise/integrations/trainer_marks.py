@@ -88,7 +88,7 @@ def for_trainer(model: ModelT) -> ModelT:
             average_replicated_gradients(model, mesh)
         world.run_all(require_synchronized, model, world.size)
     replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
-    compat.open_door(inner, replicas, by_fsdp=mesh is not None)
+    compat.add_marks(inner, replicas, by_fsdp=mesh is not None)
     for parameter in model.parameters():
         if is_averaged(parameter):
             setattr(parameter, compat.HOOKED, True)
@@ -103,7 +103,7 @@ def for_trainer(model: ModelT) -> ModelT:
 
 def undo_for_trainer(model: ModelT) -> ModelT:
     """Remove the marks of :func:`for_trainer` from a model. Return the same model. Collective: no."""
-    compat.close_door(_inner(model))
+    compat.remove_marks(_inner(model))
     for name in _REPLACED:
         vars(model).pop(name, None)
     for parameter in model.parameters():

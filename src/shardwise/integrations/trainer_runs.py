@@ -20,7 +20,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.checkpoints.folder import newest_in
+from shardwise.checkpoints.folder import find_latest
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.committing import publish, write_again
 from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
@@ -182,7 +182,7 @@ def read_complete_facts(folder: Path) -> TrainerFacts:
     """
     facts = read_facts(folder)
     state = folder / STATE_FOLDER
-    if not (folder / STATE_FILE).is_file() or (facts.holds != MODEL_ALONE and newest_in(state) != facts.step):
+    if not (folder / STATE_FILE).is_file() or (facts.holds != MODEL_ALONE and find_latest(state) != facts.step):
         raise FormatError(
             f"resume_from_checkpoint={str(folder)!r}: files are missing or truncated. Remove it to resume from the "
             "one before"
@@ -316,7 +316,7 @@ def _durable(writer: FoldersWriter) -> set[str]:
     """Return the files that saves of shardwise have synced and recorded, and the start marker."""
     found = {BEGUN_FILE}
     for name in writer.list():
-        if not name.endswith(fingerprints.file_beside("")):
+        if not name.endswith(fingerprints.fingerprint_file("")):
             continue
         folder, slash, _ = name.rpartition("/")
         for saved in fingerprints.from_bytes(writer.read(name)):

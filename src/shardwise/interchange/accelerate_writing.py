@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import get_hints, get_world, require_meant
+from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.engines.model_states import collect_model
 from shardwise.engines.optimizer_states import collect_optimizers
 from shardwise.errors import ConfigError, StorageError, answer_keywords
@@ -33,7 +33,7 @@ from shardwise.execution.world import World
 from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, SavedKind, is_accelerate_file
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import TensorRef, without_compile
-from shardwise.planning.commit_plan import WrittenFiles, fresh
+from shardwise.planning.commit_plan import WrittenFiles, temporary_name
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import FileForm
 from shardwise.report.save_reports import FilesReport
@@ -67,7 +67,7 @@ class FilesPlace:
         require_same_call(world, os.fspath(self.folder), self.form, self.number, modes, options=options)
 
     def _check(self) -> None:
-        require_meant(get_hints(save_accelerate_model), {"form": self.form})
+        check_options(get_hints(save_accelerate_model), {"form": self.form})
         if type(self.number) is not int or self.number < 0:
             raise ConfigError(f"number={self.number!r}: is not an index. Pass the position in the folder, from 0")
 
@@ -253,7 +253,7 @@ def _older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[st
         case "sharded":
             name = kind.folder(place.number)
             new = {file.removeprefix(f"{name}/") for file in written.beside}
-            return [f"{name}/{file}" for file in rename_journal.older_in(place.folder / name, new)]
+            return [f"{name}/{file}" for file in rename_journal.find_older(place.folder / name, new)]
         case "local":
             return [
                 name
@@ -326,7 +326,7 @@ def _begin_state(saving: Saving, work: str, *, is_new: bool) -> None:
     os.mkdir(work)
 
 
-def newest_in(place: Path) -> Path | None:
+def find_latest(place: Path) -> Path | None:
     """Return the folder ``checkpoint_N`` with the highest number whose state is committed, or None.
 
     One that is committed by the rename journal of a killed save is included. One that was never committed is
@@ -339,7 +339,7 @@ def newest_in(place: Path) -> Path | None:
     return None
 
 
-def keep_newest(place: Path, newest: Path, limit: int | None) -> None:
+def keep_latest(place: Path, newest: Path, limit: int | None) -> None:
     """Remove all but this number of committed states ``checkpoint_N``, lowest numbers first, never the newest.
 
     Raises:
@@ -384,9 +384,13 @@ def _commit_state(marked: LockedFolder, work: WorkFolder, names: list[str]) -> N
     copies: dict[str, int] = {}
     folders = {name.rpartition("/")[0] for name in names} - {""}
     with FoldersWriter(marked.writer.root, folders) as writer:
-        rename_journal.remove_fresh(writer, [name for name in writer.list() if name.rpartition("/")[0] in folders])
+        rename_journal.remove_temporary(
+            writer, [name for name in writer.list() if name.rpartition("/")[0] in folders]
+        )
         for name in names:
-            copies[name] = committing.copy_in(writer, os.path.join(work, name), fresh(name, marked.save_id))
+            copies[name] = committing.copy_in(
+                writer, os.path.join(work, name), temporary_name(name, marked.save_id)
+            )
         writer.sync_names()
     written = written.with_more(WrittenFiles(copies))
     committing.commit_written(marked, written, _older_state(marked.writer.root, written))

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from shardwise.engines import offline
-from shardwise.engines.arguments import get_hints, require_meant
+from shardwise.engines.arguments import check_options, get_hints
 from shardwise.engines.offline import config_content, read_companions, read_templates, write_templates
 from shardwise.engines.outline import ModelOptions, get_model_class, load_config, outline
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
@@ -37,7 +37,7 @@ from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.pretrained import assign_keys, progress_bar
 from shardwise.models.torch_api import to_torch
-from shardwise.planning.commit_plan import WrittenFiles, fresh, look_at_folder
+from shardwise.planning.commit_plan import WrittenFiles, get_folder_state, temporary_name
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.save_plan import INDEX_FILE, Saved
 from shardwise.report.names import in_bytes
@@ -125,7 +125,7 @@ def merge_weights(
         FormatError, StorageError: a file contradicts its format or cannot be read or written, or the output read
             back differs.
     """
-    require_meant(get_hints(merge_weights), {"file_format": file_format, "remove_source": remove_source})
+    check_options(get_hints(merge_weights), {"file_format": file_format, "remove_source": remove_source})
     checkpoint, out, max_shard_bytes = Path(checkpoint).expanduser(), Path(out), parse_size(max_shard_size)
     start = time.perf_counter()
     with ExitStack() as stack:
@@ -218,7 +218,7 @@ def _write_torch_file(
             "A file of torch.save is written in one piece: raise max_shard_size, or write safetensors files"
         )
     if named.torch_file != OPTIMIZER_FILE and (
-        others := look_at_folder(writer.list(), writer.read(INDEX_FILE)).weights
+        others := get_folder_state(writer.list(), writer.read(INDEX_FILE)).weights
     ):
         raise ConfigError(
             f"{writer.root} has {sorted(others)[0]}, which is read before any {named.torch_file}. Name "
@@ -230,7 +230,7 @@ def _write_torch_file(
         progress_bar("Merging", nbytes, enabled=True) as bar,
         locked_and_tidied(World(0, 1), writer.root) as saving,
     ):
-        file = fresh(named.torch_file, saving.save_id)
+        file = temporary_name(named.torch_file, saving.save_id)
         contents = _write_around_tensors(writer, file, named)
         starts = {item.path: item.chunks[0].view.range.start for item in contents.tensors}
         for way, (key, _, shape) in places.items():

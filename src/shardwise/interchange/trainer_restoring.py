@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.engines.arguments import get_hints, get_world, require_meant
+from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import load_checkpoint
 from shardwise.engines.model_states import set_model_values, stored_values
@@ -92,7 +92,7 @@ def load_trainer_checkpoint(
     model = without_compile(model)
     restored, set_optimizer = ["model"], None
     with get_world(options, "load_trainer_checkpoint") as world:
-        world.run_all(require_meant, get_hints(load_trainer_checkpoint), {"on_unexpected": on_unexpected})
+        world.run_all(check_options, get_hints(load_trainer_checkpoint), {"on_unexpected": on_unexpected})
         require_same_call(world, os.fspath(checkpoint), adapter, order, on_unexpected, options=options)
         with torch.device("cpu"):
             folder = world.broadcast(lambda: TrainerFolder.open(Path(checkpoint)))

@@ -286,7 +286,7 @@ def remote_model_class(reference: str, folder: str) -> Any:
     return get_class_from_dynamic_module(reference, folder)
 
 
-def choose_implementations(
+def set_implementations(
     config: PreTrainedConfig, attention: str | Mapping[str, str] | None, experts: str | Mapping[str, str] | None
 ) -> None:
     """Set the attention and expert implementations in a config and its parts. None keeps the model's default."""
@@ -296,7 +296,7 @@ def choose_implementations(
         config._experts_implementation = experts  # type: ignore[assignment]
 
 
-def loading_door() -> tuple[Any, str]:
+def loading_function() -> tuple[Any, str]:
     """Return the class and the name of the function by which ``from_pretrained`` fills a model on meta.
 
     Its arguments are the model, a state dict or None, the files or None, and a config of the load.
@@ -304,7 +304,7 @@ def loading_door() -> tuple[Any, str]:
     return PreTrainedModel, "_load_pretrained_model"
 
 
-def placing_door() -> tuple[Any, str]:
+def allocating_function() -> tuple[Any, str]:
     """Return the class and the name of transformers' function that allocates missing tensors for initialization.
 
     Its first arguments are the model and the names of missing tensors. Under FSDP it differs between ranks, and in

@@ -42,12 +42,12 @@ from shardwise.conversion.four_bit import NESTED_BLOCK
 from shardwise.models.quantization import (
     COMPUTED_IN,
     KeptForm,
-    KeptScales,
+    LocalScales,
     Packing,
-    form_name,
     frozen_bytes,
     has_bitsandbytes,
     product,
+    quant_type_name,
 )
 from shardwise.models.torch_api import get_parameters
 
@@ -89,12 +89,12 @@ class FourBitLinear:
     def get_scales(self, kept: torch.Tensor, row: int) -> torch.Tensor:
         """Return the float32 scales of rows of ``weight_scales``, beginning with the ``row``-th of the weight."""
         start = row * (self.in_features // self.packing.block_size)
-        return self._kept_scales(kept).floats(self.packing.form, start)
+        return self._local_scales(kept).floats(self.packing.form, start)
 
-    def _kept_scales(self, kept: torch.Tensor) -> KeptScales:
+    def _local_scales(self, kept: torch.Tensor) -> LocalScales:
         if not self.is_nested:
-            return KeptScales(kept)
-        return KeptScales(kept, self.weight_nested_scales, self.weight_nested_offset)
+            return LocalScales(kept)
+        return LocalScales(kept, self.weight_nested_scales, self.weight_nested_offset)
 
     @property
     def is_nested(self) -> bool:
@@ -104,13 +104,13 @@ class FourBitLinear:
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         dtype = self.compute_dtype or rows.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        scales = self._kept_scales(self.weight_scales)
+        scales = self._local_scales(self.weight_scales)
         return product(rows.to(dtype), self.weight, scales, bias, self.packing).to(rows.dtype)
 
     def mark_for_peft(self) -> None:
         """Set the attributes that PEFT reads from the weight of a 4-bit layer, before it is sharded."""
         self.weight.compress_statistics = self.is_nested  # type: ignore[attr-defined]
-        self.weight.quant_type = form_name(self.packing.form).lower()  # type: ignore[attr-defined]
+        self.weight.quant_type = quant_type_name(self.packing.form).lower()  # type: ignore[attr-defined]
 
     def __setstate__(self, state: Any) -> None:
         """Restore a copy, because torch copies parameters without their Python attributes."""
@@ -249,7 +249,7 @@ class _ExpertWeights:
             (first[expert], second[expert]) for name, first, second in self.experts.deltas if name == self.name
         ]
         packing = self.experts.packings[self.name]
-        return _ExpertWeight(packed, KeptScales(scales), packing, self.experts.compute_dtype, deltas)
+        return _ExpertWeight(packed, LocalScales(scales), packing, self.experts.compute_dtype, deltas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class _ExpertWeight:
     """The weight of one expert, for ``torch.nn.functional.linear``, or for ``@`` if it is transposed."""
 
     packed: torch.Tensor
-    scales: KeptScales
+    scales: LocalScales
     packing: Packing
     compute_dtype: torch.dtype | None
     deltas: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -290,7 +290,7 @@ _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
 @contextlib.contextmanager
-def shown_dequantized(model: nn.Module) -> Iterator[None]:
+def patched_shapes(model: nn.Module) -> Iterator[None]:
     """Show PEFT stacks in four bits of a model on meta as tensors of the numbers' shape and dtype."""
     kept: list[tuple[Any, str, nn.Parameter]] = []
     try:

@@ -88,7 +88,7 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
     for candidate in candidates if policy == "auto" else (policy,):
         if names := _matching(model, candidate):
             if isinstance(policy, Classes):
-                _require_each(model, policy)
+                _require_matches(model, policy)
             return names
     numel = sum(parameter.numel() for parameter in model.parameters())
     raise ShardingError(
@@ -97,7 +97,7 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
     )
 
 
-def _require_each(model: nn.Module, policy: Classes) -> None:
+def _require_matches(model: nn.Module, policy: Classes) -> None:
     """Raise if a class matches nothing, even if others do."""
     there = {name for prefix, module in model.named_modules() if prefix for name in _class_names(module)}
     absent = sorted(set(policy.names) - there)
@@ -264,7 +264,7 @@ def group_parameters(
     Raises:
         ShardingError: the policy matches nothing.
     """
-    inside = _Inside.from_model(model)
+    inside = _ModuleNames.from_model(model)
     whole = {**_unshardable(inside), **kept_whole}
     groups = _merge_tied(inside, select_blocks(model, policy))
     separate, mixed = _dtype_groups(inside, groups, set(whole))
@@ -281,14 +281,14 @@ def group_parameters(
 
 
 @dataclass(frozen=True, slots=True)
-class _Inside:
+class _ModuleNames:
     """The modules of a model by all of their names, and all names of each parameter."""
 
     modules: Mapping[str, nn.Module]
     names: Mapping[nn.Parameter, list[str]]
 
     @classmethod
-    def from_model(cls, model: nn.Module) -> _Inside:
+    def from_model(cls, model: nn.Module) -> _ModuleNames:
         modules = dict(model.named_modules(remove_duplicate=False))
         found: dict[nn.Parameter, list[str]] = {}
         for prefix, module in modules.items():
@@ -313,7 +313,7 @@ class _Inside:
         return found
 
 
-def _merge_tied(inside: _Inside, blocks: Sequence[str]) -> list[list[str]]:
+def _merge_tied(inside: _ModuleNames, blocks: Sequence[str]) -> list[list[str]]:
     """Return groups of blocks such that no parameter is in two groups.
 
     Blocks that share a parameter become one group. A block that shares a parameter with a module outside of all
@@ -342,7 +342,7 @@ def _depth(names: Sequence[str]) -> int:
     return max(name.count(".") for name in names)
 
 
-def _unshardable(inside: _Inside) -> dict[nn.Parameter, str]:
+def _unshardable(inside: _ModuleNames) -> dict[nn.Parameter, str]:
     """Return the parameters that FSDP2 cannot shard, with the reason.
 
     These have no dimensions or no elements, are integers (before torch 2.13), or are trained and of another dtype
@@ -371,7 +371,7 @@ def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
 
 
 def _dtype_groups(
-    inside: _Inside, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]
+    inside: _ModuleNames, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]
 ) -> tuple[list[list[str]], dict[nn.Parameter, str]]:
     """Return groups for trained parameters of another dtype than their group's, such as float32 norms.
 

@@ -221,7 +221,7 @@ def saved_conversions(model: nn.Module) -> list[Any]:
     return [item for item in found if not isinstance(item, PrefixChange)]
 
 
-def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
+def save_configs(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
     """Write the config, generation config and own code of a model, as ``save_pretrained`` does.
 
     ``dtype`` is the dtype for the config. The ``quantization_config`` of a checkpoint that was dequantized is left

@@ -108,7 +108,7 @@ def memory_in_use(device: torch.device) -> tuple[int, int, int]:
     return int(module.memory_allocated(device)), int(module.memory_reserved(device)), int(total - free)
 
 
-def settle(tensors: Iterable[torch.Tensor]) -> None:
+def synchronize_streams(tensors: Iterable[torch.Tensor]) -> None:
     """Synchronize the streams of this thread, so that other threads can read these tensors."""
     for device in {tensor.device for tensor in tensors}:
         if device.type not in ("cpu", "meta"):
@@ -388,7 +388,7 @@ Run = tuple[int, int]
 
 
 @lru_cache(maxsize=65536)
-def held_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tuple[Run, ...]:
+def local_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tuple[Run, ...]:
     """Return the runs of indices of one dimension that a rank holds.
 
     ``splits`` are (placement, size of the mesh axis, coordinate on it) for each axis that splits the dimension, in

@@ -225,7 +225,7 @@ def local_boxes(tensor: torch.Tensor, fqn: str) -> tuple[LocalBox, ...]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return ()
-    _require_placed(tensor, fqn)
+    _require_supported_placements(tensor, fqn)
     return boxes_at(
         tuple(tensor.shape),
         tuple(tensor.placements),
@@ -240,7 +240,7 @@ def boxes_by_rank(tensor: torch.Tensor, fqn: str, ranks: Sequence[int]) -> tuple
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return ((Box.whole(shape),),) * len(ranks)
-    _require_placed(tensor, fqn)
+    _require_supported_placements(tensor, fqn)
     mesh = tensor.device_mesh
     strides = contiguous_strides(shape)  # any: local layouts are not used
     found: list[tuple[Box, ...]] = []
@@ -251,7 +251,7 @@ def boxes_by_rank(tensor: torch.Tensor, fqn: str, ranks: Sequence[int]) -> tuple
     return tuple(found)
 
 
-def _require_placed(tensor: DTensor, fqn: str) -> None:
+def _require_supported_placements(tensor: DTensor, fqn: str) -> None:
     """Reject placements that are neither shards nor replicas."""
     mesh = tensor.device_mesh.shape
     for placement, size in zip(tensor.placements, mesh, strict=True):
@@ -276,7 +276,7 @@ def boxes_at(
         dim = torch_api.splitting_dim(placement)
         if dim is not None:
             splits[dim].append((placement, size, position))
-    runs = [torch_api.held_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)]
+    runs = [torch_api.local_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)]
     boxes: list[LocalBox] = []
     local_starts = [list(itertools.accumulate((n for _, n in dim_runs), initial=0)) for dim_runs in runs]
     for picks in itertools.product(*(range(len(dim_runs)) for dim_runs in runs)):
@@ -353,7 +353,7 @@ def computing_device(parameter: torch.Tensor) -> torch.device:
     return parameter.device
 
 
-def reject_subclasses(held: Sequence[TensorRef]) -> None:
+def require_plain_tensors(held: Sequence[TensorRef]) -> None:
     """Reject meta tensors of a subclass, because materialized tensors are plain.
 
     Raises:

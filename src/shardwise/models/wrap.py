@@ -397,7 +397,7 @@ def _as_classes(given: Any) -> Any:
     return Matching(given) if callable(given) and not isinstance(given, type) else given
 
 
-def reject_unmovable(held: Sequence[TensorRef]) -> None:
+def require_movable(held: Sequence[TensorRef]) -> None:
     """Reject parameters that sharding would change.
 
     Raises:

@@ -133,7 +133,7 @@ def is_on_its_way(file: str) -> bool:
     return re.fullmatch(r".+\.[0-9a-f]{8}\.incomplete", file) is not None
 
 
-def look_at_folder(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> FolderState:
+def get_folder_state(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> FolderState:
     """Return the state of a folder from its file names and its index, ignoring an index that cannot be parsed."""
     named: set[str] = set()
     if index is not None:
@@ -254,14 +254,17 @@ class Renames:
 
     def commit(self, written: WrittenFiles) -> Commit:
         """Return the commit of files that have been written."""
-        files = {**{fresh(name, self.save_id): nbytes for name, nbytes in written.named.items()}, **written.beside}
+        files = {
+            **{temporary_name(name, self.save_id): nbytes for name, nbytes in written.named.items()},
+            **written.beside,
+        }
         if len(self.names) == 1:
             [name] = self.names
             return Commit(
                 files,
-                steps=(Rename(fresh(name, self.save_id), name),),
+                steps=(Rename(temporary_name(name, self.save_id), name),),
                 final_files={**written.named, **written.beside},
-                absent_files=frozenset({fresh(name, self.save_id)}),
+                absent_files=frozenset({temporary_name(name, self.save_id)}),
                 obsolete=self.older,
             )
         ready = on_its_way(self.file, self.save_id)
@@ -276,19 +279,19 @@ class Renames:
         )
 
 
-def fresh(name: str, save_id: str) -> str:
+def temporary_name(name: str, save_id: str) -> str:
     """Return the temporary name of a file until its rename, distinct from names that saves delete as leftovers."""
     folder, slash, file = name.rpartition("/")
     return f"{folder}{slash}.{file}.{save_id}.new"
 
 
-def parse_fresh_name(file: str) -> str | None:
+def parse_temporary_name(file: str) -> str | None:
     """Return the id of the save that created this temporary name, or None for other names."""
     found = _FRESH.fullmatch(file.rpartition("/")[2])
     return found[2] if found else None
 
 
-def lists_among(files: Collection[str]) -> list[str]:
+def find_journals(files: Collection[str]) -> list[str]:
     """Return the files that are lists of renames."""
     return sorted(file for file in files if _LIST.fullmatch(file))
 
@@ -300,4 +303,4 @@ def _is_safe(name: object) -> bool:
     """Check if a file below a folder may have this name, and its temporary name too."""
     if not isinstance(name, str) or len(name) > _LONGEST_PATH or unsafe_name_reason(name) is not None:
         return False
-    return all(len(os.fsencode(item)) <= _LONGEST_NAME for item in fresh(name, "0" * 8).split("/"))
+    return all(len(os.fsencode(item)) <= _LONGEST_NAME for item in temporary_name(name, "0" * 8).split("/"))

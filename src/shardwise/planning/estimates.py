@@ -321,7 +321,7 @@ class _FixedSizes:
             "optimizer step": {"gradients": self.gradients, "optimizer step": self.update},
         }
         base = {"weights": self.weights, "optimizer": self.optimizer}
-        return tuple(_placed(phase, {**base, **own}, self.homes) for phase, own in terms.items())
+        return tuple(_phase_memory(phase, {**base, **own}, self.homes) for phase, own in terms.items())
 
 
 def _step_bytes(optim: str, local: Sequence[int], homes: Homes) -> int:
@@ -333,7 +333,7 @@ def _step_bytes(optim: str, local: Sequence[int], homes: Homes) -> int:
     return sum(local)
 
 
-def _placed(phase: str, terms: Mapping[str, int], homes: Homes) -> PhaseMemory:
+def _phase_memory(phase: str, terms: Mapping[str, int], homes: Homes) -> PhaseMemory:
     if homes.device == "cpu":
         return PhaseMemory(phase, {}, terms)
     host = {term: size for term, size in terms.items() if homes.offloads_shards and term in _ON_HOST}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 
-def file_beside(stem: str) -> str:
+def fingerprint_file(stem: str) -> str:
     """Return the name of the fingerprint file for weights with this stem."""
     return f"{stem}.fingerprints.json"
 
@@ -68,10 +68,10 @@ def to_bytes(saves: Sequence[RecordedSave]) -> bytes:
             for save in saves
         ],
     }
-    return json.dumps({**content, "sha256": own_digest(content)}, indent=1, sort_keys=True).encode() + b"\n"
+    return json.dumps({**content, "sha256": embedded_digest(content)}, indent=1, sort_keys=True).encode() + b"\n"
 
 
-def own_digest(content: object) -> str:
+def embedded_digest(content: object) -> str:
     """Return the digest of a JSON document that is stored together with it."""
     return digest(json.dumps(content, sort_keys=True).encode())
 
@@ -86,7 +86,7 @@ def parsed(content: bytes) -> list[RecordedSave] | None:
     try:
         found = json.loads(content)
         own = found.pop("sha256", None)
-        is_sound = own == own_digest(found) if own is not None else found.keys() == {"format", "saves"}
+        is_sound = own == embedded_digest(found) if own is not None else found.keys() == {"format", "saves"}
         if found["format"] != _FORMAT or not is_sound:
             return None
         return [

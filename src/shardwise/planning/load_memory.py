@@ -46,7 +46,7 @@ class Homes:
         cls, plan: LoadPlan, policy: ReadPolicy, *, device: str, budget_bytes: int, offloads_shards: bool
     ) -> Homes:
         """Return the homes of a load, counting only the part of the budget that the load uses."""
-        staging = staging_within(budget_bytes, policy.concurrency, on_device=device != "cpu")
+        staging = plan_staging(budget_bytes, policy.concurrency, on_device=device != "cpu")
         return cls(device, max(staging.total_bytes, largest_computation(plan)), offloads_shards)
 
     def memory(self, *, sharded_bytes: int, whole_bytes: int) -> tuple[int, int]:
@@ -316,10 +316,10 @@ def copies_by_run(copy: Copy, *, max_gap: int) -> Iterator[Copy]:
         yield copy
         return
     for steps in itertools.product(*map(range, source.sizes[:kept])):
-        yield Copy(copy.leaf, _inside(source, kept, steps), _inside(copy.target, kept, steps))
+        yield Copy(copy.leaf, _inner_view(source, kept, steps), _inner_view(copy.target, kept, steps))
 
 
-def _inside(view: Strided, kept: int, steps: tuple[int, ...]) -> Strided:
+def _inner_view(view: Strided, kept: int, steps: tuple[int, ...]) -> Strided:
     moved = sum(step * stride for step, stride in zip(steps, view.strides[:kept], strict=True))
     return Strided(view.offset + moved, view.sizes[kept:], view.strides[kept:])
 
@@ -393,7 +393,7 @@ class Staging:
     total_bytes: int
 
 
-def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> Staging:
+def plan_staging(budget_bytes: int, concurrency: int, *, on_device: bool) -> Staging:
     """Return the staging of at most ``concurrency`` workers within a budget, for tensors on a device or host."""
     slabs = _DEVICE_SLABS if on_device else 1
     workers = max(1, min(concurrency, budget_bytes // (slabs * _LEAST_BYTES)))
@@ -405,7 +405,7 @@ def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> S
     return Staging(workers, nbytes, slabs * workers * nbytes)
 
 
-def most_staged(requests: Iterable[ReadRequest]) -> int:
+def max_staged_bytes(requests: Iterable[ReadRequest]) -> int:
     """Return a bound of the bytes that one of the requests stages: all of its range, each part of it aligned."""
     margin = 2 * SEGMENT_ALIGNMENT  # of a segment and of the gap before it
     return max((request.bytes.nbytes + margin * len(request.segments) for request in requests), default=0)
@@ -425,4 +425,4 @@ class ComputingShare:
     @classmethod
     def from_budget(cls, budget_bytes: int, concurrency: int) -> ComputingShare:
         half = budget_bytes // 2
-        return cls(half, max(1, half // staging_within(half, concurrency, on_device=False).workers))
+        return cls(half, max(1, half // plan_staging(half, concurrency, on_device=False).workers))

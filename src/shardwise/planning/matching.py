@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.planning.load_plan import OnUnexpected, allows, describe_faults
 from shardwise.planning.moves import covers
-from shardwise.report.names import abbreviate, collapse, few_names, shown_ranks
+from shardwise.report.names import abbreviate, collapse, few_names, format_ranks
 from shardwise.tensors import Box, DType, follows
 
 OnFault: TypeAlias = OnUnexpected
@@ -313,7 +313,7 @@ def require_alike(items_by_rank: Sequence[Sequence[Item]]) -> None:
             )
 
 
-def choose_sources(
+def select_sources(
     names: Sequence[str], live_by_rank: Sequence[Sequence[bool]], values_from: ValuesFrom
 ) -> list[tuple[int, ...]]:
     """Return the source rank of each rank for every tensor, or ``NOBODY``.
@@ -379,7 +379,7 @@ def resolve_differences(
     return settled, taken
 
 
-def choose_dtypes(
+def select_dtypes(
     names: Sequence[str], chosen: Sequence[tuple[int, ...]], dtypes_by_rank: Sequence[Sequence[str]]
 ) -> list[str]:
     """Return the dtype of every tensor on all ranks.
@@ -422,4 +422,4 @@ def _ranks(found: Sequence[str], dtype: str) -> list[int]:
 
 
 def _who(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown_ranks(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"

@@ -143,7 +143,7 @@ def plan_merge(
     return _MergePlanner(config, stored, targets, adapter_name).plan(what)
 
 
-def tensors_trained_whole(config: LoraConfig, stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
+def fully_trained_tensors(config: LoraConfig, stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
     """Return the keys of tensors that ``modules_to_save`` copied, by the name of the model's tensor."""
     found = {_bare(key, adapter_name): key for key in stored if not _FACTOR.fullmatch(key.removeprefix(_PREFIX))}
     return {name: key for name, key in found.items() if config.saves_module(name.rpartition(".")[0])}

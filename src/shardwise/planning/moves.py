@@ -50,7 +50,7 @@ def cut(box: Box, most: int) -> Iterator[Box]:
         yield Box(tuple(map(int.__add__, box.offsets, block.offsets)), block.sizes)
 
 
-def own_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int) -> Boxes:
+def local_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int) -> Boxes:
     """Return the share of a box that one of its holders sends.
 
     It is an even share of the rows. A small box is sent by one holder alone.
@@ -95,7 +95,7 @@ def shares_by_rank(held: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Box
     given: list[list[Box]] = [[] for _ in held]
     for box, ranks in find_holders(held).items():
         for replica, rank in enumerate(ranks):
-            given[rank] += own_share(box, replica, len(ranks), turn, itemsize)
+            given[rank] += local_share(box, replica, len(ranks), turn, itemsize)
     return tuple(map(tuple, given))
 
 
@@ -154,7 +154,7 @@ def receivers(form: StateForm, size: int) -> range:
     return range(1 if form == "full" else size)
 
 
-def whole_on(ranks: Sequence[int], shape: Sequence[int], size: int) -> tuple[Boxes, ...]:
+def full_on_ranks(ranks: Sequence[int], shape: Sequence[int], size: int) -> tuple[Boxes, ...]:
     """Return the boxes by rank of a full tensor on these ranks, and of nothing on the others of ``size``."""
     return tuple((Box.whole(shape),) if rank in ranks else () for rank in range(size))
 

@@ -26,7 +26,7 @@ def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
     return [(_pattern(words, numbers), len(numbers)) for words, numbers in groups.items()]
 
 
-def shown_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Format ranks in ascending order, shortened if there are many: ``1, 3``, or ``1-511, 513-1023``."""
     if len(ranks) <= _MOST_RANKS:
         return ", ".join(map(str, ranks))

@@ -130,7 +130,7 @@ def _status(process: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessPlace:
+class ProcessId:
     """Location of a process. Host names are for messages, because containers may share one.
 
     Attributes:

@@ -201,7 +201,7 @@ def is_local(name_or_path: str | os.PathLike[str]) -> bool:
     return looks_like_path or "\\" in name_or_path or os.path.exists(name_or_path)
 
 
-def local_place(name_or_path: str | os.PathLike[str], options: HubOptions) -> Path | None:
+def local_path(name_or_path: str | os.PathLike[str], options: HubOptions) -> Path | None:
     """Return the local folder or file of this name, or None for the name of a repository.
 
     Raises:

@@ -289,7 +289,7 @@ class ObjectWriter(StorageWriter):
         flat, nbytes = as_bytes(buffers)
         stop = start + nbytes
         with stream.lock, self._files.failures(file, f"writing at byte {start}"):
-            self._require_whole(file, stream)
+            self._require_complete(file, stream)
             if not 0 <= start <= stop <= stream.nbytes:
                 raise StorageError(
                     f"{self._files.named(file)}: bytes {start}..{stop} are to be written, but it was created with "
@@ -312,7 +312,7 @@ class ObjectWriter(StorageWriter):
         if stream is None:
             return
         with stream.lock, self._files.failures(file, "completing it"):
-            self._require_whole(file, stream)
+            self._require_complete(file, stream)
             if stream.position < stream.nbytes:
                 raise StorageError(
                     f"{self._files.named(file)}: only {stream.position} of {stream.nbytes} bytes were written. "
@@ -362,7 +362,7 @@ class ObjectWriter(StorageWriter):
         require_file_name(self.root, file, is_nested=False)
         return self._files.path(file)
 
-    def _require_whole(self, file: str, stream: _Stream) -> None:
+    def _require_complete(self, file: str, stream: _Stream) -> None:
         if stream.is_broken:
             raise StorageError(
                 f"{self._files.named(file)}: an earlier write to it failed, so it cannot be completed. "

@@ -18,7 +18,7 @@ from shardwise.storage.names import (
     failed,
     get_scheme,
     is_url,
-    local_place,
+    local_path,
     require_file_name,
     require_subfolder,
     shown,
@@ -307,7 +307,7 @@ def open_storage(
     """
     if is_url(name_or_path):
         return _open_url(os.fspath(name_or_path), hub)
-    place = local_place(name_or_path, hub)
+    place = local_path(name_or_path, hub)
     if place is None:
         from shardwise.storage.remote import resolve
 

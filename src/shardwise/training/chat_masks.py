@@ -339,7 +339,7 @@ def _forms(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
     for arguments, absent, as_items in itertools.product(
         (dict, str) if has_calls else (dict,), ("left out", None, "") if lacks_content else ("",), (False, True)
     ):
-        yield [_in_form(message, arguments, absent, as_items=as_items) for message in usual]
+        yield [_normalize(message, arguments, absent, as_items=as_items) for message in usual]
 
 
 def _normalized(message: ChatMessage) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def _normalized(message: ChatMessage) -> dict[str, Any]:
     return found
 
 
-def _in_form(message: ChatMessage, arguments: type, absent: str | None, *, as_items: bool) -> ChatMessage:
+def _normalize(message: ChatMessage, arguments: type, absent: str | None, *, as_items: bool) -> ChatMessage:
     found = dict(message)
     content = found.get("content")
     if isinstance(content, list):
@@ -363,11 +363,11 @@ def _in_form(message: ChatMessage, arguments: type, absent: str | None, *, as_it
     elif absent != "left out":
         found["content"] = absent
     if "tool_calls" in found:
-        found["tool_calls"] = [_call_in_form(call, arguments) for call in found["tool_calls"]]
+        found["tool_calls"] = [_normalize_call(call, arguments) for call in found["tool_calls"]]
     return found
 
 
-def _call_in_form(call: Mapping[str, Any], form: type) -> Mapping[str, Any]:
+def _normalize_call(call: Mapping[str, Any], form: type) -> Mapping[str, Any]:
     function = {key: value for key, value in call.get("function", call).items() if value is not None}
     arguments = function.get("arguments") or {}
     if form is dict:

@@ -80,7 +80,7 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
 
         whole = copy.copy(mixture)
         whole.test_split_size = None  # TRL's split has no seed, so each rank would get a different one
-        mixed: Mapping[str, AnyDataset] = _checked("datasets", get_dataset, whole)
+        mixed: Mapping[str, AnyDataset] = _call("datasets", get_dataset, whole)
         return (
             mixed
             if mixture.test_split_size is None
@@ -95,7 +95,7 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
         options = {"path": builder, "data_files": name}
     else:
         options = {"path": name, "name": script.dataset_config}
-    found: Mapping[str, AnyDataset] = _checked(
+    found: Mapping[str, AnyDataset] = _call(
         name, datasets.load_dataset, **options, streaming=script.dataset_streaming
     )
     if mixture.test_split_size is not None and "test" not in found:
@@ -120,13 +120,13 @@ def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[s
     loaded: list[AnyDataset] = []
     for entry in mixture.datasets:
         options = {key: getattr(entry, key) for key in ("path", "name", "data_dir", "data_files", "split")}
-        dataset = _checked(entry.path, datasets.load_dataset, **options, streaming=mixture.streaming)
+        dataset = _call(entry.path, datasets.load_dataset, **options, streaming=mixture.streaming)
         loaded.append(
-            dataset if entry.columns is None else _checked(entry.path, dataset.select_columns, entry.columns)
+            dataset if entry.columns is None else _call(entry.path, dataset.select_columns, entry.columns)
         )
     shares = [weight / sum(weights) for weight in weights]
     options = {"seed": seed, "stopping_strategy": "all_exhausted_without_replacement"}
-    mixed = _checked("interleave", datasets.interleave_datasets, loaded, probabilities=shares, **options)
+    mixed = _call("interleave", datasets.interleave_datasets, loaded, probabilities=shares, **options)
     found = {"train": mixed}
     return found if mixture.test_split_size is None else _split(found, "train", mixture.test_split_size)
 
@@ -144,7 +144,7 @@ def _split(found: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[s
     return {name: split["train"], "test": split["test"]}
 
 
-def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+def _call(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     try:
         return read(*args, **keywords)
     except ShardwiseError:

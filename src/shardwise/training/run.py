@@ -72,11 +72,11 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     with World.current(call="train") as world:
         arguments = world.run_all(trl_setup.parse, config)
     output = Path(arguments.training.output_dir)
-    with stopping_on_signals() as request, held(output, get_identity(config, config.method)):
+    with stopping_on_signals() as request, locked_output(output, get_identity(config, config.method)):
         with World.current(call="train") as world:
             processor = world.run_all(trl_setup.processing_class, arguments, config.method)
         data = trl_setup.load_data(arguments, config.method, processor, local_rank)
-        model = trl_setup.bring_up(arguments, config.method)
+        model = trl_setup.load_model(arguments, config.method)
         trl_setup.require_pad_token(model, processor)
         reference = trl_setup.load_reference(arguments, config.method)
         trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data)
@@ -118,7 +118,9 @@ def _masked(value: Any) -> Any:
 
 
 @contextmanager
-def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*.safetensors",)) -> Iterator[None]:
+def locked_output(
+    output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*.safetensors",)
+) -> Iterator[None]:
     """Lock an output folder within the block. Collective: yes.
 
     Args:

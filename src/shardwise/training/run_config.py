@@ -168,7 +168,7 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     elif key == "datasets":
         for number, entry in enumerate(value or ()):
             if not isinstance(entry, dict) or "path" not in entry:
-                yield f"datasets[{number}]: {_shown(entry)} has no path. Write - path: NAME."
+                yield f"datasets[{number}]: {_format_value(entry)} has no path. Write - path: NAME."
                 continue
             for name, one in entry.items():
                 found = _key_faults(str(name), one, _table()["datasets"], "datasets")
@@ -192,12 +192,12 @@ def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> 
     )
     if not fits:
         expected = " or ".join(name for name in types if name != "null") + (" or null" if "null" in types else "")
-        yield f"{_shown(value)} is a {kind}. Expected {expected}."
+        yield f"{_format_value(value)} is a {kind}. Expected {expected}."
     choices = specs[key].get("choices")
     if fits and choices and kind == "str" and value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)
         shown = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(choices)}."
-        yield f"{_shown(value)} is not a choice. {shown}"
+        yield f"{_format_value(value)} is not a choice. {shown}"
 
 
 def _is_number(text: str, types: Sequence[str]) -> bool:
@@ -208,7 +208,7 @@ def _is_number(text: str, types: Sequence[str]) -> bool:
     return False
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -119,7 +119,7 @@ def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
         )
 
 
-def bring_up(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
+def load_model(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
     """Load the model, sharded over all ranks and ready to train. Collective: yes.
 
     Raises:

@@ -67,12 +67,13 @@ def match_adapter(
         raise KeyMismatchError(
             f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config says that it belongs "
             f"to {config.base_model_name_or_path or 'a base it does not name'}, with r={config.r} and "
-            f"target_modules={_shown(config.target_modules)}. Take that base, or the config it was trained with."
+            f"target_modules={_format_targets(config.target_modules)}. Take that base, or the config it was "
+            "trained with."
         )
     return {own.fqn: item for own, item in found.values()}
 
 
-def _shown(targets: object) -> str:
+def _format_targets(targets: object) -> str:
     return repr(sorted(targets)) if isinstance(targets, (set, list, tuple)) else repr(targets)
 
 

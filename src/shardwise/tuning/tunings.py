@@ -199,7 +199,7 @@ def freeze(model: nn.Module, mode: Freeze) -> None:
     modules = dict(model.named_modules())
     trained = [modules[name] for name in chosen]
     if mode.trainable_modules:
-        trained = _inside(modules, chosen, mode.trainable_modules)
+        trained = _modules_in_layers(modules, chosen, mode.trainable_modules)
     everywhere = _layers(model, may_lack=True)
     trained += _outside(modules, everywhere, mode.extra_modules)
     # Parameters that the model's class has frozen stay frozen.
@@ -246,7 +246,9 @@ def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
     )
 
 
-def _inside(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]) -> list[nn.Module]:
+def _modules_in_layers(
+    modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]
+) -> list[nn.Module]:
     candidates = [
         (name.removeprefix(f"{block}."), module)
         for name, module in modules.items()

@@ -145,13 +145,13 @@ class _SeenRoot:
         self._root = root.rstrip("/") if "://" in root else os.path.abspath(root)
         self._writer = writer
         self._before = before
-        self._inside = threading.local()
+        self._transformers_modules = threading.local()
 
     def of_writer(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(writer: StorageWriter, *args: Any) -> Any:
             folder = self._within(writer.root)
-            if folder is None or getattr(self._inside, "note", None) is not None:
+            if folder is None or getattr(self._transformers_modules, "note", None) is not None:
                 return original(writer, *args)  # in the latter case as a part of what is noted
             with self._effect(folder) as note:
                 effects = _effects_of(writer, name, self._writer, folder, args)
@@ -181,7 +181,7 @@ class _SeenRoot:
             if stat.S_ISDIR(os.fstat(descriptor).st_mode):
                 path = os.readlink(f"/proc/self/fd/{descriptor}")
                 folder = PARENT if path == os.path.dirname(self._root) else self._within(path)
-            if folder is None or folder == getattr(self._inside, "folder", None):
+            if folder is None or folder == getattr(self._transformers_modules, "folder", None):
                 return original(file)  # the effect that it is a part of is noted
             with self._effect(None) as note:
                 original(file)
@@ -199,17 +199,17 @@ class _SeenRoot:
     @contextmanager
     def _effect(self, folder: str | None) -> Iterator[Callable[[Effect], None]]:
         """One effect, or one inside another."""
-        outer = getattr(self._inside, "note", None)
+        outer = getattr(self._transformers_modules, "note", None)
         if outer is not None:
             yield outer
             return
         self._before()
         with self._log.next() as note:
-            self._inside.note, self._inside.folder = note, folder
+            self._transformers_modules.note, self._transformers_modules.folder = note, folder
             try:
                 yield note
             finally:
-                self._inside.note = self._inside.folder = None
+                self._transformers_modules.note = self._transformers_modules.folder = None
 
 
 def _effects_of(inner: StorageWriter, name: str, writer: int, folder: str, args: Sequence[Any]) -> list[Effect]:
