@@ -35,7 +35,7 @@ from shardwise.execution.distributed_chunks import ChunkStaging, TensorsPlan, Vi
 from shardwise.execution.memory import gc_disabled
 from shardwise.execution.replicas import Replicas, compare_replicas
 from shardwise.execution.state_values import require_values
-from shardwise.execution.tensor_facts import metadata_by_name
+from shardwise.execution.tensor_metadata import metadata_by_name
 from shardwise.execution.world import Clock, MismatchedRanks, World
 from shardwise.models.optimizer_parsing import class_name
 from shardwise.models.selection import AdapterOnly, Selection

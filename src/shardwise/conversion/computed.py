@@ -87,7 +87,7 @@ class Computed(Leaf):
     sources: tuple[Expression, ...]
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "computed", self.operation, self.output, self.shape
 
     def over(self, sources: Sequence[Expression]) -> Expression:

@@ -27,7 +27,7 @@ Shape: TypeAlias = tuple[int, ...]
 class Expression(ABC):
     """A tensor composed of stored tensors. Base class of all nodes.
 
-    A node moves elements of its ``sources``, or is a leaf. ``form`` is the node without its sources: nodes of equal
+    A node moves elements of its ``sources``, or is a leaf. ``signature`` is the node without its sources: nodes of equal
     forms over sources of equal shapes are equivalent. The form of a stored tensor does not contain its key.
     """
 
@@ -47,7 +47,7 @@ class Expression(ABC):
 
     @property
     @abstractmethod
-    def form(self) -> Hashable: ...
+    def signature(self) -> Hashable: ...
 
     def over(self, sources: Sequence[Expression]) -> Expression:
         """The same node over other sources, of the same shapes."""
@@ -55,12 +55,12 @@ class Expression(ABC):
         return self
 
     @abstractmethod
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         """Yield the regions of the sources that a region of this node consists of (see [Note: Regions])."""
 
     def leaves(self, region: Region) -> Iterator[tuple[Leaf, Region]]:
         """Yield the regions of the leaves that a region of this expression consists of."""
-        for source, piece in self.moved(region):
+        for source, piece in self.source_regions(region):
             yield from source.leaves(piece)
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Leaf(Expression):
 
     __slots__ = ()
 
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         yield self, region
 
     def leaves(self, region: Region) -> Iterator[tuple[Leaf, Region]]:
@@ -94,7 +94,7 @@ class Stored(Leaf):
         return ()
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "stored", self.shape, self.dtype.label
 
     def __str__(self) -> str:
@@ -122,10 +122,10 @@ class Concat(_Combined):
     """``torch.cat`` of the sources."""
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "concat", self.dim
 
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         dim = self.dim
         starts = [0, *accumulate(source.shape[dim] for source in self.sources)]
         for index in overlapped_ranges(region, dim, starts):
@@ -138,10 +138,10 @@ class Stack(_Combined):
     """``torch.stack`` of the sources: ``dim`` is the new dimension."""
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "stack", self.dim
 
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         along = [axis for axis in region.axes if axis.dim == self.dim]
         if len(along) < 2:  # fast path for hundreds of experts
             bare = without_dim(region, self.dim)
@@ -184,14 +184,14 @@ class Slice(_Rearranged):
     step: int
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "slice", self.dim, self.start, self.step, self.shape
 
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         dim, step = self.dim, self.step
         axes = tuple(replace(a, step=a.step * step) if a.dim == dim else a for a in region.axes)
-        moved = region.with_origin(dim, self.start + step * region.origin[dim])
-        yield self.source, replace(moved, axes=axes)
+        source_regions = region.with_origin(dim, self.start + step * region.origin[dim])
+        yield self.source, replace(source_regions, axes=axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +201,10 @@ class Permute(_Rearranged):
     dims: tuple[int, ...]
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "permute", self.dims
 
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         origin = [0] * len(self.dims)
         for dim, source_dim in enumerate(self.dims):
             origin[source_dim] = region.origin[dim]
@@ -217,10 +217,10 @@ class Reshape(_Rearranged):
     """The same elements in row-major order under another shape."""
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "reshape", self.shape
 
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         for piece in unflatten(flatten(region, self.shape), self.source.shape):
             yield self.source, piece
 
@@ -240,10 +240,10 @@ class Hole(Expression):
         return ()
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "hole", self.shape
 
-    def moved(self, _region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, _region: Region) -> Iterator[tuple[Expression, Region]]:
         return iter(())
 
 
@@ -349,8 +349,8 @@ def skeleton(expression: Expression) -> tuple[Hashable, tuple[str, ...]]:
 
 def _without_keys(node: Expression, numbers: dict[str, int]) -> Hashable:
     if isinstance(node, Stored):
-        return numbers.setdefault(node.key, len(numbers)), node.form
-    return node.form, *(_without_keys(source, numbers) for source in node.sources)
+        return numbers.setdefault(node.key, len(numbers)), node.signature
+    return node.signature, *(_without_keys(source, numbers) for source in node.sources)
 
 
 def view(source: Expression, strided: Strided) -> Expression:

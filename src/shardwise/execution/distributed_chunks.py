@@ -26,7 +26,7 @@ from shardwise.execution.memory import (
     pinned_bytes,
     row_slices,
 )
-from shardwise.execution.tensor_facts import TensorMetadata, held_by_rank
+from shardwise.execution.tensor_metadata import TensorMetadata, held_by_rank
 from shardwise.formats.torch_files import read_torch_tensor
 from shardwise.layout import locate_box
 from shardwise.models.torch_api import copy_all, save_without_data, stored_at
@@ -125,7 +125,7 @@ class TensorsPlan:
 @gc_disabled()
 def plan_tensors(
     tensors: Mapping[StatePathT, torch.Tensor],
-    facts: Sequence[Mapping[str, TensorMetadata]],
+    metadata: Sequence[Mapping[str, TensorMetadata]],
     buffers: Collection[str] = (),
     aliases: Mapping[StatePathT, StatePathT] | None = None,
 ) -> TensorsPlan:
@@ -133,7 +133,7 @@ def plan_tensors(
 
     Args:
         tensors: by path, DTensors or full tensors.
-        facts: the tensors that each rank holds, by key.
+        metadata: of the tensors that each rank holds, by key.
         buffers: keys of tensors that the first rank that holds them writes, see [Note: Patchworks].
         aliases: further names of tensors, with their first ones.
 
@@ -141,9 +141,9 @@ def plan_tensors(
         RankMismatchError: the ranks have different tensors.
         ShardingError: together they do not hold all of one.
     """
-    held = held_by_rank(facts)
-    ends = [0] * len(facts)
-    files: list[list[ArchivedChunk]] = [[] for _ in facts]
+    held = held_by_rank(metadata)
+    ends = [0] * len(metadata)
+    files: list[list[ArchivedChunk]] = [[] for _ in metadata]
     planned: dict[str, tuple[StatePath, tuple[int, ...], torch.dtype]] = {}
     for number, (path, tensor) in enumerate(tensors.items()):
         key, shape, dtype = flat_key(path), tuple(tensor.shape), tensor.dtype
@@ -151,7 +151,7 @@ def plan_tensors(
         boxes = held[key]
         shares = first_holder_shares(boxes) if key in buffers else shares_by_rank(boxes, number, dtype.itemsize)
         if not numel(shape):  # one rank writes the empty tensor
-            shares = ((Box.whole(shape),), *((),) * (len(facts) - 1))
+            shares = ((Box.whole(shape),), *((),) * (len(metadata) - 1))
         _lay_out(key, dtype, shares, files, ends)
     return TensorsPlan(
         planned, tuple(map(tuple, files)), {path: flat_key(first) for path, first in (aliases or {}).items()}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from shardwise.conversion.expression import Stored
 from shardwise.execution.memory import HostStaging, pinned_bytes, trim_heap
-from shardwise.execution.tensor_facts import held_by_rank, metadata_by_name
+from shardwise.execution.tensor_metadata import held_by_rank, metadata_by_name
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox, locate_box
 from shardwise.models.view import local_boxes, local_tensor, strided_view
@@ -379,8 +379,8 @@ def gather(
         RankMismatchError: ranks have different tensors.
         ShardingError: ranks do not have, together, all of a tensor.
     """
-    facts = world.all_gather(metadata_by_name, tensors)
-    held = world.run_all(held_by_rank, facts)
+    metadata = world.all_gather(metadata_by_name, tensors)
+    held = world.run_all(held_by_rank, metadata)
     ranks = moves.receivers(form, world.size)
     gathered: dict[str, torch.Tensor] = {}
     items: list[Transfer] = []

@@ -19,7 +19,7 @@ from torch import nn
 from shardwise.errors import ConfigError, RankMismatchError, ShardingError
 from shardwise.execution.checksums import checksums
 from shardwise.execution.moving import LocalTensor, Transfer, transfer
-from shardwise.execution.tensor_facts import TensorMetadata, held_by_rank, metadata_by_name
+from shardwise.execution.tensor_metadata import TensorMetadata, held_by_rank, metadata_by_name
 from shardwise.execution.world import World, repr_digest
 from shardwise.layout import TensorKind, locate_box
 from shardwise.models.rebind import Bound
@@ -183,8 +183,8 @@ def equal_on_all(
     Raises:
         RankMismatchError: as in :func:`compare_replicas`, or ranks have different tensors.
     """
-    facts = world.all_gather(metadata_by_name, tensors)
-    held = {name: tuple(found[name].boxes if name in found else () for found in facts) for name in tensors}
+    metadata = world.all_gather(metadata_by_name, tensors)
+    held = {name: tuple(found[name].boxes if name in found else () for found in metadata) for name in tensors}
     replicas = world.run_all(Replicas.among, tensors, in_common(held, world.rank), buffers)
     differing = compare_replicas(world, replicas, on_differing_buffers)
     copies = {name: torch.empty_like(tensors[name]) for name in differing}
@@ -259,8 +259,8 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
     require_alike_models(world, held, ())
     saved = [item for item in held if item.kind.is_saved]
     tensors = {item.fqn: item.tensor for item in saved}
-    facts = world.all_gather(_metadata_with_values, tensors)
-    boxes = world.run_all(held_by_rank, facts)
+    metadata = world.all_gather(_metadata_with_values, tensors)
+    boxes = world.run_all(held_by_rank, metadata)
     shares = world.run_all(_shares_by_name, saved, boxes)
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
     replicas = world.run_all(Replicas.among, tensors, in_common(boxes, world.rank), buffers)
@@ -268,7 +268,7 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
 
 
 def _metadata_with_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorMetadata]:
-    """Return the facts of tensors. Raises :class:`ShardingError` for tensors on meta."""
+    """Return the metadata of tensors. Raises :class:`ShardingError` for tensors on meta."""
     if absent := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ShardingError(
             f"{few_names(absent)} on meta: without values, there is nothing to save. Load the model first"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion.expression import Expression
 from shardwise.errors import ConfigError, KeyMismatchError, ShardingError, StorageError
-from shardwise.execution import Timeouts, moving, tensor_facts
+from shardwise.execution import Timeouts, moving, tensor_metadata
 from shardwise.execution.audit import are_equal, require_one_checkpoint
 from shardwise.execution.memory import require_budget
 from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
@@ -87,7 +87,7 @@ def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
     require_values(tensors, "the state that was given")
     return {
         name: matching.Brought(
-            tuple(tensor.shape), torch_api.in_memory(tensor.dtype), tensor_facts.get_boxes(tensor, name)
+            tuple(tensor.shape), torch_api.in_memory(tensor.dtype), tensor_metadata.get_boxes(tensor, name)
         )
         for name, tensor in tensors.items()
     }
@@ -144,16 +144,16 @@ class BroughtValues:
         Raises:
             RankMismatchError: ranks have different targets.
         """
-        facts = world.all_gather(tensor_facts.metadata_by_name, targets)
-        world.run_all(tensor_facts.require_same_tensors, facts)
-        items = world.run_all(lambda: [self._transfer(item, targets, facts) for item in match.taken])
+        metadata = world.all_gather(tensor_metadata.metadata_by_name, targets)
+        world.run_all(tensor_metadata.require_same_tensors, metadata)
+        items = world.run_all(lambda: [self._transfer(item, targets, metadata) for item in match.taken])
         return moving.transfer(world, items, budget_bytes=budget_bytes, device=device)
 
     def _transfer(
         self,
         item: matching.Taken,
         targets: Mapping[str, torch.Tensor],
-        facts: Sequence[Mapping[str, tensor_facts.TensorMetadata]],
+        metadata: Sequence[Mapping[str, tensor_metadata.TensorMetadata]],
     ) -> moving.Transfer:
         name = item.place.names[0]
         target = targets[name]
@@ -162,7 +162,7 @@ class BroughtValues:
             if item.name in self.tensors
             else None
         )
-        wanted = tuple(found[name].boxes for found in facts)
+        wanted = tuple(found[name].boxes for found in metadata)
         into = moving.LocalTensor.from_tensor(target, name)
         return moving.Transfer(name, target.shape, target.dtype, item.held, wanted, source, into)
 

@@ -30,7 +30,7 @@ from shardwise.execution.distributed_chunks import (
 from shardwise.execution.locked_folder import Saving
 from shardwise.execution.moving import gather
 from shardwise.execution.rename_journal import number_of
-from shardwise.execution.tensor_facts import metadata_by_name
+from shardwise.execution.tensor_metadata import metadata_by_name
 from shardwise.execution.world import World
 from shardwise.formats.joining import METADATA
 from shardwise.formats.torch_files import reject_others
@@ -325,8 +325,8 @@ def write_distributed_folder(
     """
     tensors, packed = world.run_all(_tensors_and_packed, state, is_packed=world.rank == 0)
     by_key = {flat_key(path): tensor for path, tensor in tensors.items()}
-    facts = world.all_gather(metadata_by_name, by_key)
-    plan = world.run_all(plan_tensors, tensors, facts)
+    metadata = world.all_gather(metadata_by_name, by_key)
+    plan = world.run_all(plan_tensors, tensors, metadata)
     sizes = world.all_gather_object({path: len(value) for path, value in packed.items()})
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
     files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}

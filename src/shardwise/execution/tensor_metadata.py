@@ -23,12 +23,12 @@ class TensorMetadata:
 
 
 def get_metadata(tensor: torch.Tensor, name: str) -> TensorMetadata:
-    """Return the facts of a tensor on this rank."""
+    """Return the metadata of a tensor on this rank."""
     return TensorMetadata(tuple(tensor.shape), str(tensor.dtype), get_boxes(tensor, name))
 
 
 def metadata_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorMetadata]:
-    """Return the facts of each tensor by name. Errors have the name."""
+    """Return the metadata of each tensor by name. Errors have the name."""
     return {name: get_metadata(tensor, name) for name, tensor in tensors.items()}
 
 
@@ -37,13 +37,13 @@ def get_boxes(tensor: torch.Tensor, name: str) -> moves.Boxes:
     return tuple(item.box for item in local_boxes(tensor, name))
 
 
-def require_same_tensors(facts: Sequence[Mapping[str, TensorMetadata]]) -> None:
-    """Raise if ranks have different tensors. ``facts`` are by rank.
+def require_same_tensors(metadata: Sequence[Mapping[str, TensorMetadata]]) -> None:
+    """Raise if ranks have different tensors. ``metadata`` are by rank.
 
     Raises:
         RankMismatchError: naming tensors.
     """
-    first, *others = [{name: (item.shape, item.dtype) for name, item in found.items()} for found in facts]
+    first, *others = [{name: (item.shape, item.dtype) for name, item in found.items()} for found in metadata]
     for rank, other in enumerate(others, start=1):
         if list(other.items()) == list(first.items()):
             continue
@@ -54,20 +54,20 @@ def require_same_tensors(facts: Sequence[Mapping[str, TensorMetadata]]) -> None:
         )
 
 
-def held_by_rank(facts: Sequence[Mapping[str, TensorMetadata]]) -> dict[str, tuple[moves.Boxes, ...]]:
+def held_by_rank(metadata: Sequence[Mapping[str, TensorMetadata]]) -> dict[str, tuple[moves.Boxes, ...]]:
     """Return the nonempty boxes of every tensor by rank: one object for all tensors with the same layout.
 
     Raises:
         RankMismatchError: ranks have different tensors.
         ShardingError: ranks do not have, together, all of a tensor.
     """
-    require_same_tensors(facts)
+    require_same_tensors(metadata)
     known: dict[tuple[moves.Boxes, ...], tuple[moves.Boxes, ...]] = {}
     held: dict[str, tuple[moves.Boxes, ...]] = {}
-    for name in facts[0]:
-        boxes = tuple(tuple(box for box in found[name].boxes if box.numel) for found in facts)
+    for name in metadata[0]:
+        boxes = tuple(tuple(box for box in found[name].boxes if box.numel) for found in metadata)
         held[name] = known.setdefault(boxes, boxes)
-    if lacking := [name for name, item in facts[0].items() if not moves.covers(item.shape, held[name])]:
+    if lacking := [name for name, item in metadata[0].items() if not moves.covers(item.shape, held[name])]:
         raise ShardingError(
             f"the ranks do not hold, together, each element of {few_names(lacking)}. Pass a process_group that has "
             "all ranks of the tensors' meshes"
