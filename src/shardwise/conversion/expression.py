@@ -27,8 +27,8 @@ Shape: TypeAlias = tuple[int, ...]
 class Expression(ABC):
     """A tensor composed of stored tensors. Base class of all nodes.
 
-    A node moves elements of its ``sources``, or is a leaf. ``signature`` is the node without its sources: nodes of equal
-    forms over sources of equal shapes are equivalent. The form of a stored tensor does not contain its key.
+    A node moves elements of its ``sources``, or is a leaf. ``signature`` is the node without its sources: nodes with
+    equal signatures over sources of equal shapes are equivalent. That of a stored tensor does not contain its key.
     """
 
     __slots__ = ()
@@ -190,8 +190,8 @@ class Slice(_Rearranged):
     def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         dim, step = self.dim, self.step
         axes = tuple(replace(a, step=a.step * step) if a.dim == dim else a for a in region.axes)
-        source_regions = region.with_origin(dim, self.start + step * region.origin[dim])
-        yield self.source, replace(source_regions, axes=axes)
+        moved = region.with_origin(dim, self.start + step * region.origin[dim])
+        yield self.source, replace(moved, axes=axes)
 
 
 @dataclass(frozen=True, slots=True)

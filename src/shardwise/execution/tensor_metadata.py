@@ -1,4 +1,4 @@
-"""Facts of tensors, which ranks exchange and compare."""
+"""Metadata of tensors, which ranks exchange and compare."""
 
 from __future__ import annotations
 
