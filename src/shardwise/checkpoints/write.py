@@ -129,7 +129,7 @@ def _begin(job: Job) -> None:
         )
     require_after(root, step, present)
     if step in folder.steps_in(root):
-        folder.remove(root, [step])  # incomplete: newest_in has skipped it
+        folder.remove(root, [step])  # incomplete: find_latest has skipped it
     with open_writer(root / folder.step_folder_name(step)) as inner:
         if there := inner.list():
             raise StorageError(

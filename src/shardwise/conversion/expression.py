@@ -27,8 +27,8 @@ Shape: TypeAlias = tuple[int, ...]
 class Expression(ABC):
     """A tensor composed of stored tensors. Base class of all nodes.
 
-    A node moves elements of its ``sources``, or is a leaf. ``signature`` is the node without its sources: nodes with
-    equal signatures over sources of equal shapes are equivalent. That of a stored tensor does not contain its key.
+    A node moves elements of its ``sources``, or is a leaf. ``signature`` is the node without its sources: nodes
+    with equal signatures over sources of equal shapes are equivalent. A stored tensor's does not contain its key.
     """
 
     __slots__ = ()
