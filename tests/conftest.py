@@ -79,7 +79,7 @@ PRELOADED = (
     "peft",
     "shardwise.engines.pretrained_loading",
     "shardwise.engines.saving",
-    "tests.ways",
+    "tests.load_cases",
     "tests.verbs.stating",
     "tests.checkpoints.on_ranks",
 )

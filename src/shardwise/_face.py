@@ -40,7 +40,7 @@ def lazy_exports(
 def found_at(place: str) -> Any:
     """Import an object by ``package.module:name``, or a module by ``package.module``.
 
-    ``tests/test_house.py`` imports every entry of the tables that use this.
+    ``tests/test_code_rules.py`` imports every entry of the tables that use this.
 
     Raises:
         ConfigError: it does not exist, or needs a package that is not installed.

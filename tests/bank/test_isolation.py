@@ -10,7 +10,7 @@ from peft import LoraConfig
 from tests.bank import banking
 from tests.bank.banking import Recipe, adamw, create, recipes, rows_for, train
 from tests.bank.on_ranks import bank_of
-from tests.bank.test_alone import require_equal
+from tests.bank.test_equal_to_peft import require_equal
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, ResNetConfig, ResNetForImageClassification
 
 import shardwise

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integrations.doors import require_doors
+from tests.integrations.requirements import require_doors
 from tests.training import tiny
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler

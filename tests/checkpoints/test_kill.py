@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
-from tests.faults.doomed import Doomed, Seat
+from tests.faults.fault_injection import Doomed, Seat
 
 import shardwise
 from shardwise import Checkpointer

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.faults.doomed import Outcome, Seat
+from tests.faults.fault_injection import Outcome, Seat
 from tests.verbs import sharding
 from tests.verbs.on_ranks import Plain, angles
 from torch.distributed.device_mesh import init_device_mesh

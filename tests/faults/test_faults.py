@@ -5,7 +5,7 @@ import socket
 
 import pytest
 from tests.faults import on_ranks
-from tests.faults.doomed import Doomed, through_rank_0
+from tests.faults.fault_injection import Doomed, through_rank_0
 from tests.faults.on_ranks import BOUND_S, CALM, QUICK, Blow, assert_all_end_alike, falling
 
 from shardwise.execution import Timeouts

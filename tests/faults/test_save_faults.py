@@ -8,7 +8,7 @@ import time
 
 import pytest
 from tests.faults import saving
-from tests.faults.doomed import Doomed, through_rank_0
+from tests.faults.fault_injection import Doomed, through_rank_0
 from tests.faults.on_ranks import CALM, QUICK, Blow, assert_all_end_alike, falling
 from tests.faults.saving import ONE_FILE, SEVERAL_FILES, is_model, litter
 

@@ -1,6 +1,6 @@
 """Entries of tables by name, checked by mypy against the types that the tables promise.
 
-``tests/test_house.py`` finds a line of a table that is not here.
+``tests/test_code_rules.py`` finds a line of a table that is not here.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.harness.local_ranks import RankError
 from tests.harness.world import run_world
-from tests.integrations import accelerate_refusals, accelerate_states, accelerating
+from tests.integrations import accelerate_errors, accelerate_states, accelerating
 from tests.integrations.accelerating import OURS, THEIRS, WAYS
 from tests.quiet import quieten
 from tests.verbs.conftest import small_qwen3
@@ -223,7 +223,7 @@ SAID = {
 
 @pytest.mark.distributed
 def test_what_cannot_be_taken_is_refused_on_all_ranks(worlds, qwen3):
-    first, second = worlds(2).run(accelerate_refusals.not_taken, qwen3)
+    first, second = worlds(2).run(accelerate_errors.not_taken, qwen3)
     assert first.keys() == SAID.keys()
     assert first == second, "every error is the same on every rank"
     for name, (kind, words) in SAID.items():
@@ -232,7 +232,7 @@ def test_what_cannot_be_taken_is_refused_on_all_ranks(worlds, qwen3):
 
 @pytest.mark.distributed
 def test_models_sharded_by_anybody_are_left_alone(worlds, qwen3):
-    assert worlds(2).run(accelerate_refusals.taken, qwen3) == [[], []]
+    assert worlds(2).run(accelerate_errors.taken, qwen3) == [[], []]
 
 
 def doors() -> dict[str, object]:

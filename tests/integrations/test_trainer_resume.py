@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.harness.local_ranks import LocalRanks, RankError
 from tests.integrations import eight_bits
-from tests.integrations.doors import require_doors
+from tests.integrations.requirements import require_doors
 from tests.integrations.runs import Outcome, Run, caught, require_same, train
 
 from shardwise.options import Ignore

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.conftest import PRELOADED
 from tests.harness.local_ranks import LocalRanks
-from tests.observing.made_runs import make_metrics, make_rank, make_run
+from tests.observing.synthetic_runs import make_metrics, make_rank, make_run
 from tests.training import tiny
 
 import shardwise

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 from tests.cli.running import RUNNER
-from tests.observing.made_runs import GIB, make_metrics, make_rank, make_run
+from tests.observing.synthetic_runs import GIB, make_metrics, make_rank, make_run
 
 from shardwise import pictures
 from shardwise.cli import main

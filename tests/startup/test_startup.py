@@ -12,7 +12,7 @@ from benchmarks.checkpoints import SHAPES, write
 from benchmarks.training import smaller
 from click.testing import Result
 from tests.cli.running import RUNNER
-from tests.observing.made_runs import MIB, make_rank
+from tests.observing.synthetic_runs import MIB, make_rank
 
 from shardwise import pictures
 from shardwise import startup as comparison

@@ -11,11 +11,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.faults import doomed
+from tests.faults import fault_injection
 from tests.harness.crashes import Called, EffectLog, Failed, Killed, Returned, recorded
 
 # A process has one server to fork from: ours knows what all tests want of theirs.
-_PRELOADED = [*doomed._PRELOADED, "tests.torture.verbs", "tests.torture.objects"]
+_PRELOADED = [*fault_injection._PRELOADED, "tests.torture.verbs", "tests.torture.objects"]
 
 _LIMIT_S = 60.0
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tests import truth, ways
+from tests import load_cases, truth
 from tests.harness.world import attempt
 from tests.models.stepping import counting
 from torch import nn
@@ -92,7 +92,7 @@ def poisoned_load(case: truth.Case) -> list[str] | None:
     torch.empty, torch.empty_like, torch.Tensor.new_empty = spoiled(plain), spoiled(like), spoiled(new)
     try:
         assert torch.empty(3).isnan().all()
-        return ways.load_and_compare(case, ways.Way())
+        return load_cases.load_and_compare(case, load_cases.Way())
     finally:
         torch.empty, torch.empty_like, torch.Tensor.new_empty = plain, like, new
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tests import ways
+from tests import load_cases
 from tests.harness.world import attempt
 from tests.verbs import sharding
 from tests.verbs.sharding import MAKERS
@@ -52,7 +52,7 @@ def plain(way: str, seed: int) -> nn.Module:
 def sharded(way: str, seed: int) -> nn.Module:
     model = plain(way, seed)
     if way == "tp":
-        ways.MESHES[way](model)
+        load_cases.MESHES[way](model)
     else:
         shardwise.shard(model, Sharding(mesh=sharding.mesh_of(way)))
     return model

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tests import truth, ways
+from tests import load_cases, truth
 from tests.harness.world import attempt
 from tests.verbs import sharding
 from tests.verbs.conftest import small_qwen3
@@ -57,7 +57,7 @@ def sharded(way: str, seed: int) -> nn.Module:
     """The same model as it is trained."""
     model = plain(way, seed)
     if way in ("tp", "shard1"):
-        ways.MESHES[way](model)
+        load_cases.MESHES[way](model)
         return model
     offload = Sharding(offload_policy=CPUOffloadPolicy(pin_memory=False))
     shardwise.shard(model, offload if way == "offload" else Sharding(mesh=sharding.mesh_of(way)))

@@ -1,7 +1,7 @@
 """A part of the sweep (``tests/sweep.py``): bitwise equality with transformers at every world size."""
 
 import pytest
-from tests import truth, ways, zoo
+from tests import load_cases, truth, zoo
 from tests.verbs import on_ranks
 
 # Beyond the zoo's dozen: the rules that those do not use.
@@ -36,7 +36,7 @@ def test_every_tensor_is_bitwise_equal(worlds, cases, size):
     assert len(chosen) >= 14
     faults = {}
     for case in chosen:
-        found = worlds(size).run(ways.load_and_compare, case, ways.Way())
+        found = worlds(size).run(load_cases.load_and_compare, case, load_cases.Way())
         if any(found):
             faults[str(case)] = found
     assert faults == {}
@@ -53,4 +53,4 @@ def test_memory_full_of_nan_shows_nowhere(worlds, cases):
 def test_without_a_process_group_too(cases):
     for case in cases:
         if case.directory.endswith("original"):
-            assert ways.load_and_compare(case, ways.Way()) == [], str(case)
+            assert load_cases.load_and_compare(case, load_cases.Way()) == [], str(case)

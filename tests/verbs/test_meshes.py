@@ -1,9 +1,9 @@
 """Meshes of several axes, placements and storages, a part of the sweep: bitwise as transformers loads it."""
 
 import pytest
-from tests import truth, ways, zoo
+from tests import load_cases, truth, zoo
 from tests.harness.http_store import HttpStore
-from tests.ways import WORLDS, Way
+from tests.load_cases import WORLDS, Way
 from transformers import CONFIG_MAPPING
 
 # They differ in what a mesh makes hard: fused rows, stacked experts, transposed and tied matrices, odd sizes.
@@ -50,7 +50,7 @@ def test_every_way_is_bitwise_equal(worlds, cases, url, way):
     faults, tried = {}, 0
     cases = cases[way.storage == "memory" :: 2]  # of one dtype
     for case in cases:
-        found = worlds(WORLDS[way.mesh]).run(ways.load_and_compare, case, way)
+        found = worlds(WORLDS[way.mesh]).run(load_cases.load_and_compare, case, way)
         tried += None not in found
         if any(found):
             faults[str(case)] = found
@@ -69,4 +69,4 @@ def test_every_way_is_bitwise_equal(worlds, cases, url, way):
 )
 def test_the_ways_are_what_they_claim_to_be(worlds, cases, mesh, name, kinds):
     (case, _) = (case for case in cases if case.specimen.name == name)
-    assert worlds(4).run(ways.placements, case, Way(mesh)) == [kinds] * 4
+    assert worlds(4).run(load_cases.placements, case, Way(mesh)) == [kinds] * 4

@@ -1,8 +1,8 @@
 """Saving: files byte for byte those of transformers, from every mesh; one commit; what is refused."""
 
 import pytest
-from tests import taken, truth, zoo
-from tests.ways import WORLDS, Way
+from tests import round_trips, truth, zoo
+from tests.load_cases import WORLDS, Way
 from transformers import CONFIG_MAPPING
 
 NAMES = {"llama", "gpt2", "hrm_text", "qwen3_5_moe_text", "bailing_hybrid", "zamba2"}
@@ -27,7 +27,7 @@ def cases(tmp_path_factory):
 def test_saves_are_those_of_transformers(worlds, cases, tmp_path, way, size):
     faults, tried = {}, 0
     for number, case in enumerate(cases):
-        found = worlds(size).run(taken.save_and_compare, case, way, str(tmp_path / str(number)))
+        found = worlds(size).run(round_trips.save_and_compare, case, way, str(tmp_path / str(number)))
         tried += None not in found
         if any(found):
             faults[str(case)] = found

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from tests import ways
+from tests import load_cases
 from tests.harness.world import attempt
 from tests.merging.adapters import tensors_of
 from tests.verbs.saving import unlike
@@ -54,7 +54,7 @@ def save_on_rank(
     checkpoint: str, folder: str, max_shard_size: str, mesh: str = "flat", failing: int | None = None
 ) -> tuple[list[str], str]:
     """The files that this rank has created, and the error."""
-    sharding = shardwise.Sharding(mesh=ways.hybrid_mesh() if mesh == "hsdp" else None)
+    sharding = shardwise.Sharding(mesh=load_cases.hybrid_mesh() if mesh == "hsdp" else None)
     model = shardwise.from_pretrained(checkpoint, dtype=torch.float32, sharding=sharding)
     shardwise.engines.saving.open_writer = Streamed
     Streamed.fails = dist.get_rank() == failing

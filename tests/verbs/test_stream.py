@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests import ways, zoo
+from tests import load_cases, zoo
 from tests.harness.world import attempt, require_same_error
 from tests.merging.adapters import tensors_of
 from torch import nn
@@ -30,7 +30,7 @@ def sharded(specimen: zoo.Specimen, mesh: str) -> nn.Module:
     """A model with values on every rank, sharded where there are several."""
     model = zoo.build(specimen)
     if dist.is_initialized():
-        ways.MESHES[mesh](model)
+        load_cases.MESHES[mesh](model)
     return model
 
 
@@ -173,7 +173,7 @@ def adapter(what: str) -> list[str]:
     wanted: dict[str, torch.Tensor] = get_peft_model_state_dict(model) if what == "adapter" else everything
     wanted = {key: value.clone() for key, value in wanted.items()}
     if dist.is_initialized():
-        ways.shard(model, ways._mesh("cpu", (dist.get_world_size(),)), ways.by_rows)
+        load_cases.shard(model, load_cases._mesh("cpu", (dist.get_world_size(),)), load_cases.by_rows)
     options = StreamOptions(bucket_bytes=1 << 14)
     if what == "adapter":
         found = dict(iter_hf_tensors(model, only=shardwise.options.AdapterOnly(), options=options))

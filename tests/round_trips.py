@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tests import truth, ways, zoo
-from tests.ways import Way
+from tests import load_cases, truth, zoo
+from tests.load_cases import Way
 from torch import nn
 from transformers import AutoConfig
 
@@ -27,8 +27,8 @@ def save_and_compare(case: truth.Case, way: Way, folder: str) -> list[str] | Non
     """
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:
-        model, _ = ways.bring_up(case, way)
-    except ways.NotApplicable:
+        model, _ = load_cases.bring_up(case, way)
+    except load_cases.NotApplicable:
         return None
     try:
         return _faults(case, way, model, Path(folder))
@@ -55,7 +55,7 @@ def _faults(case: truth.Case, way: Way, model: nn.Module, folder: Path) -> list[
             out,
             model_class=zoo.model_class(case.specimen),
             dtype=truth.DTYPES[case.dtype],
-            sharding=shardwise.Sharding(mesh=ways.hybrid_mesh() if way.mesh == "hsdp" else None),
+            sharding=shardwise.Sharding(mesh=load_cases.hybrid_mesh() if way.mesh == "hsdp" else None),
         )
         shardwise.save(model, again, options=OPTIONS)
         if _is_first() and (again / "model.safetensors").read_bytes() != _expected_bytes(folder):

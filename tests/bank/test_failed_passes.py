@@ -8,7 +8,7 @@ import torch
 from tests.bank import failing
 from tests.bank.failing import members, rows_of, trouble
 from tests.bank.on_ranks import bank_of
-from tests.bank.test_alone import require_equal
+from tests.bank.test_equal_to_peft import require_equal
 from tests.bank.test_isolation import everything
 
 from shardwise.bank.collective_resync import longest

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from tests.torture.actors import actor, play
 from tests.torture.libraries import has_trainer
-from tests.torture.scenes import FIRST, SECOND, Stage, effects_of, kinds_of, known, stage
+from tests.torture.scenarios import FIRST, SECOND, Stage, effects_of, kinds_of, known, stage
 from tests.torture.verbs import MARK, NEW, OTHER
 
 KINDS = ["accelerate state", *(["trainer"] if has_trainer() else [])]

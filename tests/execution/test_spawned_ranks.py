@@ -62,7 +62,7 @@ def test_values_come_by_rank_and_errors_as_they_are(monkeypatch, forked):
 def test_ranks_end_when_whoever_started_them_is_killed(tmp_path):
     program = (
         "from shardwise.execution.processes import run_spawned\n"
-        "from tests.execution.forked import goes_on\n"
+        "from tests.execution.forked_launcher import goes_on\n"
         f"run_spawned(2, goes_on, {str(tmp_path)!r})\n"
     )
     with subprocess.Popen([sys.executable, "-c", program]) as starter:

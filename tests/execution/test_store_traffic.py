@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tests.execution.counting import CountedRanks, counted_ranks
+from tests.execution.counted_store import CountedRanks, counted_ranks
 from torch import nn
 
 import shardwise

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.local_ranks import LocalRanks
-from tests.integrations.doors import require_doors
+from tests.integrations.requirements import require_doors
 from tests.integrations.runs import Run, compared
 
 require_doors()

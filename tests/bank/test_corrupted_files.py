@@ -13,8 +13,8 @@ from tests import zoo
 from tests.bank import banking, resuming
 from tests.bank.banking import adapter, recipes, train
 from tests.bank.on_ranks import bank_of, here, said
-from tests.bank.test_alone import require_equal
-from tests.bank.test_going_on import files_in, put
+from tests.bank.test_equal_to_peft import require_equal
+from tests.bank.test_resume import files_in, put
 from transformers import AutoModelForCausalLM
 
 import shardwise

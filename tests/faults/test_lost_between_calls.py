@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from tests.faults.doomed import Doomed, Seat, through_a_file, through_rank_0
+from tests.faults.fault_injection import Doomed, Seat, through_a_file, through_rank_0
 from tests.harness.world import attempt
 from tests.verbs.on_ranks import Plain, angles, shard_plain
 

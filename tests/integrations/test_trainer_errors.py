@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.harness import EffectLog, recorded, states_after_crash
 from tests.harness.local_ranks import LocalRanks
-from tests.integrations.doors import require_doors
+from tests.integrations.requirements import require_doors
 from tests.integrations.runs import write
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 

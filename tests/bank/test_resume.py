@@ -16,7 +16,7 @@ from tests.bank import banking, resuming
 from tests.bank.banking import Recipe, adapter, recipes, train
 from tests.bank.on_ranks import bank_of
 from tests.bank.resuming import ALL, HALF, WINDOWS, everything, losses_of, members
-from tests.bank.test_alone import require_equal
+from tests.bank.test_equal_to_peft import require_equal
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR, SequentialLR
 
 import shardwise

@@ -15,8 +15,8 @@ from tests import zoo
 from tests.bank import banking
 from tests.bank.banking import adapter, create, recipes, rows_for, train
 from tests.bank.on_ranks import bank_of, here, said
-from tests.bank.test_alone import require_equal
-from tests.faults.doomed import Doomed, Seat, through_rank_0
+from tests.bank.test_equal_to_peft import require_equal
+from tests.faults.fault_injection import Doomed, Seat, through_rank_0
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 

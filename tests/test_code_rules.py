@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from tests.house import (
+from tests.code_rules import (
     PACKAGE,
     ROOT,
     circles,

@@ -3,7 +3,7 @@
 import pytest
 from tests.bank import banking, on_ranks
 from tests.bank.banking import STEPS, distance, recipes
-from tests.bank.test_alone import require_equal
+from tests.bank.test_equal_to_peft import require_equal
 
 pytestmark = pytest.mark.distributed
 
