@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.place import RANKS, add_device, commit, machine, own_device, synchronize
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 ARMS = ("synchronous", "asynchronous", "dcp.save", "dcp.async_save", "the copy alone")
 AIM = 0.15

@@ -30,7 +30,7 @@ from benchmarks import meter
 from benchmarks.checkpoints import write
 from benchmarks.place import commit, machine, say
 from benchmarks.training import MIDDLE, MODELS, SMALL, quieten
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 SHAPES = {"36m": SMALL, "159m": MIDDLE, "0.6b": MODELS["qwen3-0.6b"], "1.7b": MODELS["qwen3-1.7b"]}
 TRAINED = ("full", "lora", "nf4")

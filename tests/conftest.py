@@ -26,8 +26,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from tests.harness.local_ranks import LocalRanks
 from tests.quiet import quieten
+from tests.support.local_ranks import LocalRanks
 
 # The same examples on every run: a failure comes back when the test is run again. `make sweep` looks further.
 hypothesis.settings.register_profile(
@@ -80,7 +80,7 @@ PRELOADED = (
     "shardwise.engines.pretrained_loading",
     "shardwise.engines.saving",
     "tests.load_cases",
-    "tests.verbs.stating",
+    "tests.engines.stating",
     "tests.checkpoints.on_ranks",
 )
 """Modules that most ranks need, imported once by the process that ranks are forked from."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests import truth, zoo
-from tests.harness.memory_storage import MemoryReader
+from tests.support.memory_storage import MemoryReader
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -24,10 +24,10 @@ from pathlib import Path
 
 from tests import load_cases, round_trips, truth, zoo
 from tests.conversion.random_expressions import check_expression
-from tests.harness.http_store import HttpStore
-from tests.harness.local_ranks import LocalRanks, RankError
 from tests.load_cases import Way
 from tests.quiet import quieten
+from tests.support.http_store import HttpStore
+from tests.support.local_ranks import LocalRanks, RankError
 
 
 def main() -> int:

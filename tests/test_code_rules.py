@@ -127,7 +127,7 @@ def test_what_a_table_names_is_there_and_lies_no_higher():
 
 def test_what_a_table_names_is_seen_by_the_type_checker():
     """It reads no texts: each line stands in one file as a statement, too, beside the type that is promised."""
-    tree = ast.parse((ROOT / "tests" / "harness" / "tables.py").read_text())
+    tree = ast.parse((ROOT / "tests" / "support" / "tables.py").read_text())
     seen = set(imported(tree.body[-1]))
     for places in tables().values():
         for place, name in places:

@@ -15,7 +15,7 @@ from tests.conftest import PRELOADED, Worlds
 from tests.documents.blocks import PAGES, ROOT, Block, blocks_of, commands, fences, indented
 from tests.documents.running import prepare, run_page
 from tests.documents.shell import check, commands_in
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 import shardwise
 from shardwise.training.run_config import find_faults, has_tenants, read_run_config, read_tenants

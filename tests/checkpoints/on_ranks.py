@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from tests.checkpoints import tiny
 from tests.checkpoints.tiny import Positions, Training, differences
-from tests.harness import EffectLog, recorded
-from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import attempt
+from tests.engines.conftest import small_qwen3
+from tests.engines.on_ranks import attempt
+from tests.support import EffectLog, recorded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

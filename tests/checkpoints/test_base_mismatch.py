@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.checkpoints import bases
-from tests.verbs.conftest import small_qwen3
+from tests.engines.conftest import small_qwen3
 
 import shardwise
 from shardwise import Checkpointer, TrainState

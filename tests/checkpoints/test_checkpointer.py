@@ -321,7 +321,7 @@ def adapter_run(worlds, tmp_path_factory):
 
 def test_a_resumed_model_reads_nothing_of_the_base(worlds, tmp_path):
     from tests import zoo
-    from tests.verbs.conftest import small_qwen3
+    from tests.engines.conftest import small_qwen3
 
     base, run = tmp_path / "base", tmp_path / "run"
     zoo.save_original(small_qwen3(tie_word_embeddings=True), base)

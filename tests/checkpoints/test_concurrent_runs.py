@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.checkpoints.tiny import Training, differences
-from tests.verbs.test_concurrent_saves import Before
+from tests.engines.test_concurrent_saves import Before
 
 from shardwise import Checkpointer, FormatError, StorageError
 from shardwise.checkpoints import write

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.checkpoints import reduced
 from tests.conftest import PRELOADED
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

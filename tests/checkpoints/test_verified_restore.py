@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
-from tests.verbs.on_ranks import attempt
+from tests.engines.on_ranks import attempt
 
 import shardwise
 from shardwise import Checkpointer
@@ -82,7 +82,7 @@ def test_damage_is_named_alike_on_all_ranks(worlds, run, tmp_path, size, way):
 
 def test_a_model_that_is_brought_up_from_it_is_compared_too(worlds, tmp_path):
     from tests import zoo
-    from tests.verbs.conftest import small_qwen3
+    from tests.engines.conftest import small_qwen3
 
     base, run = tmp_path / "base", tmp_path / "run"
     zoo.save_original(small_qwen3(), base)

@@ -8,7 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 from tests import zoo
-from tests.verbs.conftest import small_qwen3
+from tests.engines.conftest import small_qwen3
 
 from shardwise.cli import main
 from shardwise.cli.train import parse_mesh

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.conversion.test_four_bit import DTYPES, dequantized, quantized, same
 from tests.conversion.test_nested_scales import nested_scales, unnest
-from tests.harness.world import run_world
 from tests.peers import use_peers
+from tests.support.world import run_world
 
 from shardwise.conversion.four_bit import BLOCKS, bounds_and_order, dynamic_numbers
 from shardwise.tensors import Form4

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from tests.harness.world import attempt
+from tests.support.world import attempt
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.world import Clock, World

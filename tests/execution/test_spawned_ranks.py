@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.conftest import PRELOADED
 from tests.execution import faults
-from tests.harness.fork_server import start_server
+from tests.support.fork_server import start_server
 from torch.multiprocessing.spawn import start_processes
 
 from shardwise.errors import RankLostError, ShardingError, StorageError

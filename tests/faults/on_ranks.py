@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.engines import sharding
+from tests.engines.on_ranks import Plain, angles
 from tests.faults.fault_injection import Outcome, Seat
-from tests.verbs import sharding
-from tests.verbs.on_ranks import Plain, angles
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise

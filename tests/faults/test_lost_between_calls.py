@@ -7,9 +7,9 @@ import time
 
 import pytest
 import torch.distributed as dist
+from tests.engines.on_ranks import Plain, angles, shard_plain
 from tests.faults.fault_injection import Doomed, Seat, through_a_file, through_rank_0
-from tests.harness.world import attempt
-from tests.verbs.on_ranks import Plain, angles, shard_plain
+from tests.support.world import attempt
 
 import shardwise
 from shardwise.execution import Timeouts, control_channel

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from tests.formats.building import file_of, file_with, index_of, tensor
-from tests.harness import HttpStore
-from tests.harness.http_store import Status
-from tests.harness.memory_storage import MemoryReader
+from tests.support import HttpStore
+from tests.support.http_store import Status
+from tests.support.memory_storage import MemoryReader
 
 from shardwise.errors import CheckpointError, FormatError, StorageError
 from shardwise.formats import joining

@@ -12,8 +12,8 @@ import pytest
 import torch
 from tests.formats.building import file_with
 from tests.formats.torch_building import Touch, same, saved, values_of
-from tests.harness import HttpStore
-from tests.harness.memory_storage import MemoryReader
+from tests.support import HttpStore
+from tests.support.memory_storage import MemoryReader
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (

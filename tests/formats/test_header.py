@@ -8,7 +8,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.formats.building import file_of, file_with, tensor
-from tests.harness.memory_storage import MemoryReader
+from tests.support.memory_storage import MemoryReader
 
 from shardwise.formats import safetensors_files as header_module
 from shardwise.formats.safetensors_files import read_header

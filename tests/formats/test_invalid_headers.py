@@ -11,7 +11,7 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.formats.building import file_of, file_with, tensor
-from tests.harness.memory_storage import MemoryReader
+from tests.support.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.formats.safetensors_files import MAX_HEADER_BYTES, FileHeader, read_header

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.formats.torch_building import Called, Id, Touch, archive, pickled, saved, storage, tensor, torch_file
-from tests.harness.memory_storage import MemoryReader
+from tests.support.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError
 from shardwise.formats.pickles import read_pickle

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.formats.test_distributed import Written
 from tests.formats.torch_building import Called, storage, torch_file
-from tests.harness.memory_storage import MemoryReader
+from tests.support.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError
 from shardwise.formats.contract import each

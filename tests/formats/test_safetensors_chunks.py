@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save
 from tests.formats.torch_building import same, values_of
-from tests.harness.memory_storage import MemoryReader
+from tests.support.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError
 from shardwise.formats.opening import open_checkpoint

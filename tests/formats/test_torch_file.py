@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save
 from tests.formats.building import file_with
 from tests.formats.torch_building import archive, same, saved, tensor, torch_file, values_of
-from tests.harness import HttpStore
-from tests.harness.memory_storage import MemoryReader
+from tests.support import HttpStore
+from tests.support.memory_storage import MemoryReader
 from torch import nn
 
 from shardwise.errors import FormatError

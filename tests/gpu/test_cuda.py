@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import truth, zoo
-from tests.verbs import on_ranks, sharding
+from tests.engines import on_ranks, sharding
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 

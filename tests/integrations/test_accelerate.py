@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.harness.local_ranks import RankError
-from tests.harness.world import run_world
+from tests.engines.conftest import small_qwen3
 from tests.integrations import accelerate_errors, accelerate_states, accelerating
 from tests.integrations.accelerating import OURS, THEIRS, WAYS
 from tests.quiet import quieten
-from tests.verbs.conftest import small_qwen3
+from tests.support.local_ranks import RankError
+from tests.support.world import run_world
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import shardwise

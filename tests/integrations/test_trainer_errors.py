@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.harness import EffectLog, recorded, states_after_crash
-from tests.harness.local_ranks import LocalRanks
 from tests.integrations.requirements import require_doors
 from tests.integrations.runs import write
+from tests.support import EffectLog, recorded, states_after_crash
+from tests.support.local_ranks import LocalRanks
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from shardwise.errors import ConfigError, FormatError

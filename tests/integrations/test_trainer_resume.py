@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.harness.local_ranks import LocalRanks, RankError
 from tests.integrations import eight_bits
 from tests.integrations.requirements import require_doors
 from tests.integrations.runs import Outcome, Run, caught, require_same, train
+from tests.support.local_ranks import LocalRanks, RankError
 
 from shardwise.options import Ignore
 

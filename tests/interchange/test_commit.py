@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.harness import EffectLog, assert_old_or_new, recorded, states_after_crash
+from tests.support import EffectLog, assert_old_or_new, recorded, states_after_crash
 from torch import nn
 
 import shardwise

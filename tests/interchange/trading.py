@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
-from tests.verbs.optimizing import MAKERS, differences, in_order, sharded, trained
+from tests.engines.optimizing import MAKERS, differences, in_order, sharded, trained
 from torch import nn
 from torch.optim import Optimizer
 

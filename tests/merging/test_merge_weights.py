@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests import zoo
+from tests.engines import torch_saves
 from tests.merging.adapters import tensors_of
-from tests.verbs import torch_saves
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 

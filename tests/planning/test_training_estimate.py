@@ -9,7 +9,7 @@ import torch
 from benchmarks.checkpoints import SHAPES
 from benchmarks.training import SMALL
 from peft import LoraConfig
-from tests.verbs.real_shapes import forecast_of
+from tests.engines.real_shapes import forecast_of
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -6,9 +6,9 @@ from unittest import mock
 
 import torch
 from peft import LoraConfig
+from tests.engines.on_ranks import attempt
 from tests.peers import use_peers
 from tests.quantized.four_bits import answers_of, our_model, stock_model
-from tests.verbs.on_ranks import attempt
 from torch.distributed.tensor import DTensor
 
 import shardwise

@@ -9,10 +9,10 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.harness.world import run_world
+from tests.engines.conftest import small_qwen3
 from tests.merging.adapters import save_adapter
 from tests.quantized import four_bits, quantizing
-from tests.verbs.conftest import small_qwen3
+from tests.support.world import run_world
 
 import shardwise
 from shardwise.models.quantization import from_transformers

@@ -5,7 +5,7 @@ import struct
 from typing import Any
 
 import pytest
-from tests.harness.memory_storage import MemoryReader
+from tests.support.memory_storage import MemoryReader
 
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.contract import CheckpointIndex, TensorEntry

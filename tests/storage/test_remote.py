@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.harness import HttpStore
-from tests.harness.http_store import Disturbance, IgnoreRange, Redirect, Reset, Shift, Stall, Status, Truncate
+from tests.support import HttpStore
+from tests.support.http_store import Disturbance, IgnoreRange, Redirect, Reset, Shift, Stall, Status, Truncate
 
 from shardwise.errors import ConfigError, StorageError
 from shardwise.storage.contract import OBJECT_STORE

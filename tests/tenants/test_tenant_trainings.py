@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.harness.local_ranks import LocalRanks, RankError
+from tests.support.local_ranks import LocalRanks, RankError
 from tests.tenants.tenants_on_ranks import prepare, train, train_alone, train_until, values
 
 from shardwise.training.run import TrlOutcome

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import fault_injection
-from tests.harness.crashes import Called, EffectLog, Failed, Killed, Returned, recorded
+from tests.support.crashes import Called, EffectLog, Failed, Killed, Returned, recorded
 
 # A process has one server to fork from: ours knows what all tests want of theirs.
 _PRELOADED = [*fault_injection._PRELOADED, "tests.torture.verbs", "tests.torture.objects"]

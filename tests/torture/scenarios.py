@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 from unittest import mock
 
-from tests.harness.crashes import (
+from tests.support.crashes import (
     BEFORE,
     CrashState,
     EffectLog,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 from tests.training import tiny
 from tests.training.on_ranks import by_command, by_script, initial_adapter, prepare, write_vision, write_wide
 

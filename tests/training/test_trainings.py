@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.harness.http_store import HttpStore
-from tests.harness.local_ranks import LocalRanks, RankError
+from tests.support.http_store import HttpStore
+from tests.support.local_ranks import LocalRanks, RankError
 from tests.training import on_ranks, tiny
 from tests.training.on_ranks import by_trl, initial_adapter, prepare, train, train_until, write_scorer, write_wide
 

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from tests import zoo
 from tests.conftest import Worlds
-from tests.harness.world import require_same_error
+from tests.support.world import require_same_error
 from tests.tuning import on_ranks, reference
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForSequenceClassification
 from transformers.models.auto import modeling_auto
