@@ -146,8 +146,8 @@ def test_ranks_in_different_calls_are_told_so_and_meet_in_the_next(rounds, late)
 def ended() -> ProcessId:
     """Where a process was that ended."""
     code = (
-        "import json, dataclasses; from shardwise.storage.machine import ProcessPlace; "
-        "print(json.dumps(dataclasses.asdict(ProcessPlace.here())))"
+        "import json, dataclasses; from shardwise.storage.machine import ProcessId; "
+        "print(json.dumps(dataclasses.asdict(ProcessId.here())))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
     return ProcessId(**json.loads(found))
@@ -213,9 +213,9 @@ def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses():
 def test_a_heartbeat_goes_on_until_its_store_or_its_process_ends(tmp_path):
     program = """if True:
         import sys, torch.distributed as dist
-        from shardwise.execution.control_channel import detector_of
+        from shardwise.execution.control_channel import get_detector
         store = dist.FileStore(sys.argv[1], 9)
-        detector_of(store, 5)
+        get_detector(store, 5)
     """
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "store")], check=True, timeout=30)
     store = dist.FileStore(str(tmp_path / "store"), 9)

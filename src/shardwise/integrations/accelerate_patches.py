@@ -1,6 +1,6 @@
 """The switch under which accelerate accepts models that are sharded already, and saves their states.
 
-[Note: Doors] accelerate has no interface for models that are sharded already. So a handful of its functions is
+[Note: Patches] accelerate has no interface for models that are sharded already. So a handful of its functions is
 replaced while the switch is on, and never by an import. Each replacement delegates all other calls, so accelerate's
 DDP, DeepSpeed and FSDP1 are unaffected. When the switch is turned off, the functions are restored. A replacement
 that other code has wrapped meanwhile stays, and delegates all calls.

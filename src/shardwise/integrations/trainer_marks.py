@@ -7,7 +7,7 @@ is sharded, its values are DTensors, and copying one into a plain tensor is an e
 ``get_parameter`` returns a proxy that gathers the value first. TRL reads all of them in the same order on all
 ranks, so gathering is safe.
 
-[Note: Doors] The Trainer neither moves nor wraps a model that transformers itself has sharded while loading, and
+[Note: Patches] The Trainer neither moves nor wraps a model that transformers itself has sharded while loading, and
 defers its gradient reduction between micro-batches by FSDP2's own switch. It recognizes such a model by a mark. A
 model of ours has the same properties, so it gets the same mark, and attributes on the instance that override
 methods of its class: ``save_pretrained``, which would gather, and for a sharded adapter ``get_parameter``, by which
