@@ -155,7 +155,7 @@ def ended() -> ProcessId:
 
 def sign(store: Any, rank: int, place: ProcessId, beat: str = "7") -> None:
     """Set a rank's heartbeat."""
-    heartbeat_keys(store).set(f"place/{rank}", json.dumps(asdict(place)).encode())
+    heartbeat_keys(store).set(f"process/{rank}", json.dumps(asdict(place)).encode())
     heartbeat_keys(store).set(f"beat/{rank}", beat.encode())
 
 
@@ -198,7 +198,7 @@ def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops():
             start = time.monotonic()
             (error,) = waiting.result(timeout=20)
     assert time.monotonic() - start < 4 * QUICK.heartbeat_timeout_s
-    assert f"rank 1 (host afar, process {away.process}) is lost: no sign of life" in str(error)
+    assert f"rank 1 (host afar, process {away.pid}) is lost: no sign of life" in str(error)
 
 
 def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses():

@@ -139,7 +139,7 @@ def _begin(job: Job) -> None:
 
 def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile]) -> tuple[list[int], int]:
     """Commit the checkpoint and remove old ones. Return the removed steps, and the size of all data files."""
-    marked = saving.locked
+    locked = saving.locked
     files = {data_file(rank): file.nbytes for rank, file in enumerate(written)}
     metadata = build_metadata(job.plan, [file.values for file in written])
     facts = replace(
@@ -149,21 +149,21 @@ def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile]) -> tuple[l
         checksums={data_file(rank): file.digest for rank, file in enumerate(written)},
     )
     with open_writer(job.folder) as writer:
-        publish(writer, marked, METADATA, metadata, files, {FACTS: facts.to_bytes()})
+        publish(writer, locked, METADATA, metadata, files, {FACTS: facts.to_bytes()})
     removed: list[int] = []
-    if job.keep is not None and marked.is_held():
+    if job.keep is not None and locked.is_held():
         removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep])
-    marked.release()
+    locked.release()
     return removed, sum(files.values())
 
 
-def _undo(job: Job, marked: LockedFolder) -> None:
+def _undo(job: Job, locked: LockedFolder) -> None:
     """Remove the files written for the step, unless it is committed or the folder belongs to another save."""
-    if marked.is_held():
+    if locked.is_held():
         folder.remove_incomplete(job.root, job.step)
     elif job.folder.is_dir():
         with open_writer(job.folder) as inner:
-            inner.remove(on_its_way(METADATA, marked.save_id))
+            inner.remove(on_its_way(METADATA, locked.save_id))
 
 
 def _write_local(world: World, job: Job, saving: Saving) -> WrittenFile:

@@ -85,16 +85,16 @@ def heartbeat_keys(store: Any) -> KeyStore:
 class Heartbeat:
     """The last heartbeat of a process, and when it was first seen, by the monotonic clock."""
 
-    place: ProcessId
+    process: ProcessId
     value: bytes
     since_s: float
 
     def loss(self, timeout_s: float) -> str | None:
         """Return why the process counts as lost, or None if it does not."""
         silent_s = time.monotonic() - self.since_s
-        if self.value == _ENDED or self.place.has_ended():
+        if self.value == _ENDED or self.process.has_ended():
             return "its process has ended"
-        if silent_s > timeout_s and not self.place.is_running():
+        if silent_s > timeout_s and not self.process.is_running():
             return f"no sign of life for {silent_s:.0f} s (killed, ended or stopped)"
         return None
 
@@ -148,8 +148,8 @@ class Detector:
         for rank, value in zip(known, keys.get([f"beat/{rank}" for rank in known]), strict=True):
             beat = self.heartbeats.get(rank)
             if beat is None:
-                [place] = keys.get([f"place/{rank}"])
-                self.heartbeats[rank] = Heartbeat(ProcessId(**json.loads(place)), value, time.monotonic())
+                [content] = keys.get([f"process/{rank}"])
+                self.heartbeats[rank] = Heartbeat(ProcessId(**json.loads(content)), value, time.monotonic())
             elif value != beat.value:
                 beat.value, beat.since_s = value, time.monotonic()
 
@@ -158,7 +158,7 @@ class Detector:
             store: Any = self._store()
             store = store.clone() if hasattr(store, "clone") else store
             keys, count = heartbeat_keys(store), 0
-            keys.set(f"place/{self._rank}", json.dumps(asdict(ProcessId.here())).encode())
+            keys.set(f"process/{self._rank}", json.dumps(asdict(ProcessId.here())).encode())
             while self._store() is not None and not self._has_ended:
                 count += 1
                 keys.set(f"beat/{self._rank}", str(count).encode())

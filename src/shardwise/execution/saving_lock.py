@@ -157,7 +157,7 @@ def _object_locks(files: Collection[str]) -> set[str]:
 class _LockRecord:
     """Content of a lock file. ``renewed_s`` is the interval of renewals, or 0 for none."""
 
-    place: ProcessId
+    process: ProcessId
     save_id: str
     renewed_s: float
 
@@ -166,18 +166,18 @@ class _LockRecord:
         """Parse a lock file. Return None if it is not one."""
         try:
             found = json.loads(content or b"")
-            process = int(found["process"])
-            place = ProcessId(str(found["host"]), process, str(found["born"]), str(found["space"]))
-            return cls(place, str(found["save_id"]), min(RENEWAL_S, float(found["renewed_s"])))
+            pid = int(found["process"])
+            process = ProcessId(str(found["host"]), pid, str(found["born"]), str(found["space"]))
+            return cls(process, str(found["save_id"]), min(RENEWAL_S, float(found["renewed_s"])))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
     def to_bytes(self) -> bytes:
         content = {
-            "host": self.place.host,
-            "process": self.place.process,
-            "born": self.place.start_time,
-            "space": self.place.pid_namespace,
+            "host": self.process.host,
+            "process": self.process.pid,
+            "born": self.process.start_time,
+            "space": self.process.pid_namespace,
             "save_id": self.save_id,
             "renewed_s": self.renewed_s,
             "since": time.time(),
@@ -187,10 +187,10 @@ class _LockRecord:
     @property
     def is_stale(self) -> bool:
         """Return True if the process has certainly ended, or has finished this save."""
-        if not self.place.is_visible or self.place.process <= 0:
+        if not self.process.is_visible or self.process.pid <= 0:
             return False
-        is_over = self.place.process == os.getpid() and self.save_id not in _ACTIVE
-        return is_over or self.place.has_ended()
+        is_over = self.process.pid == os.getpid() and self.save_id not in _ACTIVE
+        return is_over or self.process.has_ended()
 
 
 def _lock_content(save_id: str) -> bytes:
@@ -286,7 +286,7 @@ def _require_stale(writer: StorageWriter, file: str, *, is_patient: bool = True)
 
 def _is_silent(writer: StorageWriter, file: str, record: _LockRecord) -> bool:
     """Return True if a lock of another machine is not renewed during some of its intervals, and wait for these."""
-    if record.renewed_s <= 0 or record.place.is_visible:
+    if record.renewed_s <= 0 or record.process.is_visible:
         return False
     first, deadline = _changed_at(writer, file), time.monotonic() + _MAX_MISSED * record.renewed_s
     while first is not None and time.monotonic() < deadline:
@@ -310,7 +310,7 @@ def _changed_at(writer: StorageWriter, file: str) -> object:
 def _refusal(writer: StorageWriter, file: str, record: _LockRecord | None) -> StorageError:
     holder = "its lock file cannot be read"
     if record is not None:
-        holder = f"process {record.place.process} on {record.place.host}"
+        holder = f"process {record.process.pid} on {record.process.host}"
     return StorageError(
         f"{writer.root}: another save is writing here ({holder}). Wait for it, or save to another directory. If "
         f"that process is gone, remove {file} from the directory"

@@ -271,17 +271,17 @@ def _begin(run: Path, step: int, save_id: str) -> None:
         writer.sync_names()
 
 
-def _undo(run: Path, step: int, marked: LockedFolder) -> None:
+def _undo(run: Path, step: int, locked: LockedFolder) -> None:
     """Remove the files written for the step, unless it is committed or the folder belongs to another save."""
     folder = checkpoint_folder(run, step)
     if not folder.is_dir():
         return
-    if marked.is_held():
+    if locked.is_held():
         if (folder / BEGUN_FILE).is_file():
             _remove_incomplete(folder)
         return
     with FoldersWriter(folder, folders_in(folder)) as writer:
-        writer.remove(on_its_way(FACTS_FILE, marked.save_id))
+        writer.remove(on_its_way(FACTS_FILE, locked.save_id))
         names = writer.list()
         is_begun = BEGUN_FILE in names or FACTS_FILE in names
         if not is_begun and (names or writer.folders):  # it was removed, and this save's files came later
@@ -296,20 +296,20 @@ def complete(saving: Saving, folder: Path, facts: TrainerFacts) -> None:
     Raises:
         StorageError: the files could not be written, or another save has begun in the folder.
     """
-    marked = saving.locked
-    marked.require()
+    locked = saving.locked
+    locked.require()
     with FoldersWriter(folder, folders_in(folder)) as writer:
-        if writer.read(BEGUN_FILE) != marked.save_id.encode():
+        if writer.read(BEGUN_FILE) != locked.save_id.encode():
             raise StorageError(
                 f"{folder}: another training has begun to save there. Use a different output_dir for each"
             )
         durable = _durable(writer)
         for name in writer.list():
             if name not in durable and not name.startswith(f"{STATE_FOLDER}/"):
-                write_again(writer, name, marked.save_id)
+                write_again(writer, name, locked.save_id)
         writer.sync_names()
         files = {name: nbytes for name, nbytes in writer.sizes().items() if name != FACTS_FILE}
-        publish(writer, marked, FACTS_FILE, facts.to_bytes(), files)
+        publish(writer, locked, FACTS_FILE, facts.to_bytes(), files)
 
 
 def _durable(writer: FoldersWriter) -> set[str]:
@@ -324,19 +324,19 @@ def _durable(writer: FoldersWriter) -> set[str]:
     return found
 
 
-def remove_under(marked: LockedFolder, run: Path, steps: Sequence[int]) -> None:
+def remove_under(locked: LockedFolder, run: Path, steps: Sequence[int]) -> None:
     """Remove checkpoints of a locked output folder, the file that commits each one first.
 
     Raises:
         StorageError: something cannot be removed.
     """
     for step in steps:
-        if not marked.is_held():
+        if not locked.is_held():
             return  # the save that has the lock now removes them
         try:
             _remove(checkpoint_folder(run, step))
         except StorageError:
-            if marked.is_held():
+            if locked.is_held():
                 raise  # otherwise another save is removing the same files
 
 
@@ -356,9 +356,9 @@ def remove_but(run: Path, best: int) -> None:
     Raises:
         StorageError: another save is in progress there, or a file cannot be removed.
     """
-    with locked_here(run) as marked:
+    with locked_here(run) as locked:
         complete = [step for step, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
-        remove_under(marked, run, [step for step in complete if step != best])
+        remove_under(locked, run, [step for step in complete if step != best])
 
 
 def _remove_left(run: Path) -> None:

@@ -348,8 +348,8 @@ def keep_latest(place: Path, newest: Path, limit: int | None) -> None:
     found = [folder for _, folder in sorted(_numbered(place)) if (folder / _ALWAYS_THERE).is_file()]
     for folder in found[: max(0, len(found) - limit)] if limit is not None else ():
         if folder != newest and not folder.is_symlink():  # a link leads to another folder
-            with locked_here(folder) as marked, FoldersWriter(folder) as writer:
-                rename_journal.tidy(marked)
+            with locked_here(folder) as locked, FoldersWriter(folder) as writer:
+                rename_journal.tidy(locked)
                 writer.remove(_ALWAYS_THERE)  # a half of a state does not count as one
                 writer.sync_names()
             remove_folder(folder)
@@ -361,8 +361,8 @@ def _numbered(place: Path) -> list[tuple[int, Path]]:
     return [(int(found[1]), path) for path in place.iterdir() if (found := _NUMBERED.fullmatch(path.name))]
 
 
-def _require_new(marked: LockedFolder) -> None:
-    root = marked.writer.root
+def _require_new(locked: LockedFolder) -> None:
+    root = locked.writer.root
     others = [name for name in os.listdir(root) if name != LOCK_FILE]
     if others:
         raise StorageError(
@@ -376,24 +376,24 @@ def _names_in(work: str) -> list[str]:
         return writer.list()
 
 
-def _commit_state(marked: LockedFolder, work: WorkFolder, names: list[str]) -> None:
+def _commit_state(locked: LockedFolder, work: WorkFolder, names: list[str]) -> None:
     """Copy accelerate's files and commit everything."""
     written = WrittenFiles()
     for files in work.state_save.written:
         written = written.with_more(files)
     copies: dict[str, int] = {}
     folders = {name.rpartition("/")[0] for name in names} - {""}
-    with FoldersWriter(marked.writer.root, folders) as writer:
+    with FoldersWriter(locked.writer.root, folders) as writer:
         rename_journal.remove_temporary(
             writer, [name for name in writer.list() if name.rpartition("/")[0] in folders]
         )
         for name in names:
             copies[name] = committing.copy_in(
-                writer, os.path.join(work, name), temporary_name(name, marked.save_id)
+                writer, os.path.join(work, name), temporary_name(name, locked.save_id)
             )
         writer.sync_names()
     written = written.with_more(WrittenFiles(copies))
-    committing.commit_written(marked, written, _older_state(marked.writer.root, written))
+    committing.commit_written(locked, written, _older_state(locked.writer.root, written))
 
 
 def _older_state(root: str, written: WrittenFiles) -> list[str]:

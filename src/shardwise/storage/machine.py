@@ -131,17 +131,17 @@ def _status(process: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """Location of a process. Host names are for messages, because containers may share one.
+    """Identity of a process. Host names are for messages, because containers may share one.
 
     Attributes:
         host: name of the machine or container.
-        process: its id.
+        pid: of the process.
         start_time: of the process, from :func:`process_start_time`.
         pid_namespace: where the id is valid, from :func:`pid_namespace`.
     """
 
     host: str
-    process: int
+    pid: int
     start_time: str
     pid_namespace: str
 
@@ -157,13 +157,11 @@ class ProcessId:
 
     def has_ended(self) -> bool:
         """Return True if the process has certainly ended: it would be visible, and does not exist."""
-        return self.is_visible and process_start_time(self.process) not in (self.start_time, "alive")
+        return self.is_visible and process_start_time(self.pid) not in (self.start_time, "alive")
 
     def is_running(self) -> bool:
         """Return True if the process certainly exists and is not stopped."""
-        return (
-            self.is_visible and process_start_time(self.process) == self.start_time and not is_stopped(self.process)
-        )
+        return self.is_visible and process_start_time(self.pid) == self.start_time and not is_stopped(self.pid)
 
     def __str__(self) -> str:
-        return f"host {self.host}, process {self.process}"
+        return f"host {self.host}, process {self.pid}"
