@@ -1,4 +1,4 @@
-"""Checkpoints shared by the tests of the verbs."""
+"""Checkpoints shared by the tests of the public functions."""
 
 import json
 from pathlib import Path

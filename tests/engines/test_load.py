@@ -201,7 +201,7 @@ def test_a_wrapped_library_model_is_initialized_by_its_own_rules(qwen3, tmp_path
     assert truth.differences(truth.snapshot(model.net), truth.snapshot(inner)) == []
 
 
-# Files that lie (``tests/formats`` has every way; here is that the verb refuses before it touches the model)
+# Files that lie (``tests/formats`` has every way; here is that `load` refuses before it touches the model)
 
 
 def lying(tmp_path, spoil):

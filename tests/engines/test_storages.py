@@ -1,4 +1,4 @@
-"""The verbs over every storage: the same bits, and faults that are told on every rank."""
+"""The public functions over every storage: the same bits, and the same errors on every rank."""
 
 import pytest
 import torch
