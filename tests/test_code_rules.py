@@ -134,7 +134,7 @@ def test_what_a_table_names_is_seen_by_the_type_checker():
             assert place in seen or f"{place}.{name}" in seen, (place, name)
 
 
-def test_what_a_table_names_imports_nobody_who_opens_it():
+def test_what_a_table_names_imports_none_of_its_importers():
     """With the tables' lines for imports there is still no circle."""
     named = {module: {place for place, _ in places} for module, places in tables().items()}
     assert circles(trees(), named) == []

@@ -60,7 +60,7 @@ def test_experts_on_two_ranks(worlds, base):
     require_as_alone(base, first, 1e-5, 6)
 
 
-def test_experts_are_as_they_were_when_nobody_adapts_them(base):
+def test_experts_are_as_they_were_without_adapters(base):
     bank = bank_of(base, {})
     ids = torch.arange(8).unsqueeze(0)
     with torch.no_grad():

@@ -52,7 +52,7 @@ def test_ranks_that_are_on_different_ways_cannot_be_brought_into_step():
     ("size", "groups"),
     [(2, "blocks"), (2, "every layer"), pytest.param(4, "some ranks gather", marks=pytest.mark.slow)],
 )
-def test_a_rank_that_fails_alone_holds_nobody_up(worlds: Any, base: Path, size: int, groups: str) -> None:
+def test_a_rank_that_fails_alone_delays_no_other_rank(worlds: Any, base: Path, size: int, groups: str) -> None:
     """In the middle of a pass, while the others wait for it in a gather: they come out, and all go on."""
     ranks = worlds(size).run(failing.one_rank_fails, base, groups)
     for each in ranks:

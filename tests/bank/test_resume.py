@@ -53,7 +53,7 @@ def test_plain_data_comes_back_from_json(value):
 # ── on one rank ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_it_goes_on_from_the_middle_of_a_window_to_the_bit(base, tmp_path):
+def test_it_continues_from_the_middle_of_a_window_to_the_bit(base, tmp_path):
     """In a bank of its own; and in the same one, while the others go on."""
     tenants = members()
     whole = bank_of(base, tenants)
@@ -187,7 +187,7 @@ def on_two(worlds: Any, base: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_it_goes_on_on_any_number_of_ranks(worlds, base, on_two, ranks):
+def test_it_continues_on_any_number_of_ranks(worlds, base, on_two, ranks):
     folder = on_two["folder"]
     if ranks == 1:
         found = resuming.go_on(base, folder)
@@ -206,7 +206,7 @@ def test_it_goes_on_on_any_number_of_ranks(worlds, base, on_two, ranks):
 
 
 @pytest.mark.distributed
-def test_what_one_rank_began_two_go_on_with(worlds, base, tmp_path):
+def test_what_one_rank_began_two_continue_with(worlds, base, tmp_path):
     expected = resuming.begin(base, tmp_path)
     found, _ = worlds(2).run(resuming.go_on, base, tmp_path)
     for name in resuming.ON_RANKS:
@@ -215,7 +215,7 @@ def test_what_one_rank_began_two_go_on_with(worlds, base, tmp_path):
 
 
 @pytest.mark.distributed
-def test_ranks_that_ask_for_other_things_are_told(worlds, base, tmp_path):
+def test_ranks_that_pass_other_arguments_are_reported(worlds, base, tmp_path):
     first, second = worlds(2).run(resuming.differing, base, tmp_path)
     assert first == second
     assert first["state"].startswith("RankMismatchError: training_state on rank 1 is not that of rank 0")
@@ -554,7 +554,7 @@ KINDS = [
 ]
 
 
-def test_every_kind_of_optimizer_goes_on(base, tmp_path):
+def test_every_kind_of_optimizer_continues(base, tmp_path):
     tenants = {str(n): Recipe({"r": 2, "target_modules": ["q_proj"]}, kind) for n, kind in enumerate(KINDS)}
     bank = bank_of(base, tenants)
     train(bank, tenants, 2)

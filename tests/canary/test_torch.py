@@ -47,7 +47,7 @@ def test_the_class_before_sharding() -> None:
 
 
 @pytest.mark.parametrize("wrap", [replicate, old_replicate])
-def test_a_replicated_model_is_told_so(wrap: Callable[..., object], tmp_path: Path) -> None:
+def test_a_replicated_model_is_reported(wrap: Callable[..., object], tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     with fake_rank(0, 1):
         wrap(model[0], device_mesh=init_device_mesh("cpu", (1,))) if wrap is old_replicate else wrap(model[0])

@@ -58,11 +58,11 @@ def test_the_mark_is_not_saved(model: Any, tmp_path: Path) -> None:
     assert getattr(model.config, "distributed_config", None) is None
 
 
-def test_parameters_that_are_averaged_are_told_by_a_mark() -> None:
+def test_parameters_that_are_averaged_are_identified_by_a_mark() -> None:
     assert compat.HOOKED in inspect.getsource(Trainer._sync_replicated_trainable_parameters)
 
 
-def test_what_is_replaced_is_asked_for() -> None:
+def test_what_is_replaced_is_requested() -> None:
     """The Trainer saves and resumes by the methods that ShardwiseTrainer overrides."""
     saving = inspect.getsource(Trainer._save_checkpoint)
     for name in (

@@ -88,7 +88,7 @@ def test_a_rank_that_cannot_copy_its_state_fails_the_save(worlds, tmp_path):
     assert steps == [1, 2]
 
 
-def test_what_befalls_the_background_is_told_at_the_next_call(worlds, tmp_path):
+def test_errors_in_the_background_are_reported_at_the_next_call(worlds, tmp_path):
     for error, is_complete, steps, then in worlds(2).run(on_ranks.fail_in_the_background, str(tmp_path)):
         assert error == ("CheckpointError", "rank 1: OSError: struck")
         assert not is_complete

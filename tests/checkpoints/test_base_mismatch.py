@@ -109,7 +109,7 @@ def test_a_base_of_another_config_is_refused(base, tmp_path):
     assert "25 differ" in told
 
 
-def test_a_base_in_another_dtype_is_not_compared_by_values_and_told(base, tmp_path):
+def test_a_base_in_another_dtype_is_not_compared_by_values_and_reported(base, tmp_path):
     bases.save(str(base), str(tmp_path / "run"))
     told = bases.restore(str(base), str(tmp_path / "run"), "bfloat16")
     assert "values of 25 not compared: their dtype was float32, and is bfloat16" in told

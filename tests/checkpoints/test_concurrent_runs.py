@@ -140,7 +140,7 @@ def test_the_latest_is_the_newest_that_is_whole(saved, fault):
     assert differences(restored(root, 2), again.taken()) == []
 
 
-def test_where_none_is_whole_it_is_told_what_is_wrong(saved):
+def test_faults_are_reported_if_no_checkpoint_is_complete(saved):
     root, training = saved
     (root / "step-1" / "__0_0.distcp").unlink()
     with pytest.raises(FormatError, match="is missing. Copy it there too"):

@@ -75,7 +75,7 @@ def test_other_blocks_are_refused_by_all_ranks(two: LocalRanks, saved: list[dict
         assert (kind, "state was saved of other shards or blocks." in text) == ("KeyMismatchError", True), text
 
 
-def test_shards_that_torchao_keeps_in_32_bits_are_told_and_uneven_ones_refused(two: LocalRanks) -> None:
+def test_shards_that_torchao_keeps_in_32_bits_are_reported_and_uneven_ones_refused(two: LocalRanks) -> None:
     told = two.run(reduced.call, "made_for_shards")
     assert told[0] == told[1]
     assert told[0]["256"] == told[0]["7"] == ("", "")

@@ -50,7 +50,7 @@ def steps(place: Path, out: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_all_go_on(
+def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_all_continue(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ENDED", f"1 4 {signal.SIGKILL.value}")

@@ -76,7 +76,7 @@ def test_any_box_of_numbers(data):
 
 
 @given(st.data())
-def test_blocks_that_go_on_from_row_to_row(data):
+def test_blocks_that_continue_from_row_to_row(data):
     """Of any box of the flat numbers: those of the same bytes, filled up to whole blocks."""
     draw = data.draw
     shape = (draw(st.integers(1, 9)), draw(st.integers(1, 90)))

@@ -127,7 +127,7 @@ def test_which_saves_may_be_found(entries: list[Entry], found: set[str]) -> None
     assert may_be_found(entries) == found
 
 
-def test_what_is_neither_is_told_with_the_moment() -> None:
+def test_what_is_neither_is_reported_with_the_moment() -> None:
     entries: list[Entry] = [Called("a"), Removed(0, "x"), *of_file("x", b"2"), NamesSynced(0), Returned("a")]
 
     def look(state: CrashState) -> bytes | None:
@@ -143,7 +143,7 @@ def test_what_is_neither_is_told_with_the_moment() -> None:
 # Recording
 
 
-def test_whoever_opens_a_writer_is_recorded_with_the_folders_that_are_made(tmp_path: Path) -> None:
+def test_opening_a_writer_is_recorded_with_the_folders_that_are_made(tmp_path: Path) -> None:
     log, root = EffectLog(tmp_path / "log"), tmp_path / "runs" / "out"
     before: list[int] = []
     with recorded(log, root, writer=3, before=lambda: before.append(len(log.entries()))):

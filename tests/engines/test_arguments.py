@@ -81,7 +81,7 @@ def test_calls_answer_unknown_keywords(call, keyword, said, tmp_path):
         ("use_cache", "Attributes of the config go into config_overrides"),
     ],
 )
-def test_keywords_that_nobody_knows_are_refused(qwen3, keyword, said):
+def test_keywords_that_are_unknown_are_refused(qwen3, keyword, said):
     with pytest.raises(ConfigError, match=said):
         shardwise.from_pretrained(qwen3, **{keyword: 1})
     with pytest.raises(ConfigError, match=said.replace("from_pretrained", "plan")):
@@ -218,7 +218,7 @@ def test_a_token_is_not_shown():
 
 
 @pytest.mark.distributed
-def test_ranks_that_ask_otherwise_are_told_which_argument(worlds, qwen3):
+def test_differing_arguments_of_ranks_are_named(worlds, qwen3):
     whole = {"sharding": Sharding(wrap="whole_model")}
     asked = [
         (whole, {"sharding": Sharding(wrap="auto")}, "sharding.wrap on rank 1 is not that of rank 0"),

@@ -316,7 +316,7 @@ def test_every_save_renews_its_mark(target, monkeypatch):
     assert not [name for name in names(target) if MARK in name]
 
 
-def test_a_folder_is_made_to_last_by_whoever_finds_it(tmp_path, monkeypatch):
+def test_a_folder_is_made_to_last_by_its_finder(tmp_path, monkeypatch):
     """Who made it may have died before that."""
     (tmp_path / "run").mkdir()
     synced = []

@@ -157,7 +157,7 @@ def test_copies_that_differ_are_refused_on_all_ranks(worlds, qwen3, tmp_path):
 
 
 @pytest.mark.distributed
-def test_equal_copies_are_loaded_and_told_of(worlds, qwen3, tmp_path):
+def test_equal_copies_are_loaded_and_reported(worlds, qwen3, tmp_path):
     shutil.copytree(qwen3, tmp_path / "copy")
     expected = truth.snapshot(small_qwen3())["values"]
     for values, notes, alone in worlds(3).run(equal_copies, str(qwen3), str(tmp_path / "copy")):

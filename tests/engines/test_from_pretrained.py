@@ -146,7 +146,7 @@ def test_a_custom_key_mapping_is_applied_first(qwen3, changed):
 # What is refused
 
 
-def test_all_faults_of_a_checkpoint_are_told_at_once(qwen3, changed):
+def test_all_faults_of_a_checkpoint_are_reported_at_once(qwen3, changed):
     def spoil(tensors):
         del tensors["model.layers.0.self_attn.q_norm.weight"]
         tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 32)
@@ -271,7 +271,7 @@ def test_three_names_of_one_tensor_as_in_transformers(tmp_path):
         assert torch.equal(found.other.weight, values)
 
 
-def test_missing_tensors_that_nothing_initializes_are_told_before_reading(qwen3):
+def test_missing_tensors_that_nothing_initializes_are_reported_before_reading(qwen3):
     class Extra(type(small_qwen3())):
         def __init__(self, config):
             super().__init__(config)

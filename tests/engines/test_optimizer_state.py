@@ -33,7 +33,7 @@ def test_torch_writes_the_same_and_reads_it(worlds, maker):
     ("maker", "brought_by"),
     [*((maker, by) for maker in ALL for by in ("first", "shards")), ("two", "every"), ("two", "last")],
 )
-def test_training_goes_on_bitwise_with_a_state_that_was_set(worlds, maker, brought_by):
+def test_training_continues_bitwise_with_a_state_that_was_set(worlds, maker, brought_by):
     found = worlds(3).run(optimizing.there_and_back, "", maker, brought_by, "")
     assert [faults for faults, _ in found] == [[]] * 3
     for _, report in found:
@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_one_error_and_changes_nothing(worlds, fault):
     assert [changed for _, _, changed in found] == [[], []]
 
 
-def test_what_is_ignored_stays_and_is_told(worlds):
+def test_what_is_ignored_stays_and_is_reported(worlds):
     for faults, report in worlds(2).run(optimizing.tolerated):
         assert faults == []
         assert report["missing"] == ("blocks.0.0.weight",)
@@ -83,13 +83,13 @@ def test_what_is_ignored_stays_and_is_told(worlds):
         assert report["mismatched"] == ("blocks.1.0.weight: exp_avg",)
 
 
-def test_what_has_not_been_stepped_starts_afresh_and_is_told(worlds):
+def test_what_has_not_been_stepped_starts_afresh_and_is_reported(worlds):
     for faults, names in worlds(2).run(optimizing.afresh):
         assert faults == []
         assert names == ("blocks.0.0.bias",)
 
 
-def test_state_is_widened_to_its_parameter_and_told(worlds):
+def test_state_is_widened_to_its_parameter_and_reported(worlds):
     for report, faults in worlds(2).run(optimizing.wider):
         assert faults == []
         assert set(report["cast"].values()) == {("BF16", "F32")}

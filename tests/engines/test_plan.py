@@ -31,7 +31,7 @@ def moe(tmp_path_factory):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["qwen3", "tied_qwen3", "moe"])
-def test_a_load_does_what_was_foretold(worlds, name, request):
+def test_a_load_does_what_was_estimated(worlds, name, request):
     directory = str(request.getfixturevalue(name))
     made = shardwise.plan(directory, ranks=3, device="cpu", dtype="float32")
     facts = worlds(3).run(on_ranks.report_of, directory, {"dtype": torch.float32})
@@ -117,7 +117,7 @@ def without_norm(tensors):
     return {key: value for key, value in tensors.items() if key != "model.norm.weight"} | {"extra": torch.ones(1)}
 
 
-def test_what_does_not_fit_is_told_as_by_a_load(qwen3, changed):
+def test_what_does_not_fit_is_reported_as_by_a_load(qwen3, changed):
     directory = changed(qwen3, without_norm)
     with pytest.raises(KeyMismatchError) as foretold:
         shardwise.plan(directory, ranks=64)

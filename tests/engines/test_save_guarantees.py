@@ -71,7 +71,7 @@ def save_less(folder: str) -> tuple[str, str]:
 
 
 @pytest.mark.distributed
-def test_bytes_that_nobody_wrote_are_an_error_before_the_save_counts(worlds, tmp_path):
+def test_bytes_that_no_rank_wrote_are_an_error_before_the_save_counts(worlds, tmp_path):
     shardwise.save(nn.Linear(2, 2), tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
     first, second = worlds(2).run(save_less, str(tmp_path))

@@ -61,7 +61,7 @@ def test_one_process_without_a_group_keeps_its_model(checkpoint):
     assert (report["mesh"], report["world_size"], report["sent_bytes"]) == ("", 1, 0)
 
 
-def test_what_differs_between_ranks_is_rank_0_s_and_told(worlds):
+def test_what_differs_between_ranks_is_rank_0_s_and_reported(worlds):
     for faults, report in worlds(3).run(sharding.other_values, ANYONE):
         assert faults == []
         assert report["differed"] == {"embed.weight": 0, "blocks.0.table.angles": 0}
@@ -81,7 +81,7 @@ def test_the_source_casts_to_the_receivers_dtype_but_never_bits(worlds):
 
 
 @pytest.mark.parametrize("state", ["everywhere", "first"])
-def test_only_what_is_trained_is_upcast_and_each_is_told(worlds, state):
+def test_only_what_is_trained_is_upcast_and_each_is_reported(worlds, state):
     for faults, report in worlds(2).run(sharding.upcast, state):
         assert faults == []
         cast = {"embed.weight"} | {
@@ -135,7 +135,7 @@ def test_a_transformers_model_of_one_rank_is_that_of_all(worlds, name, request):
         ("subclass", "ShardingError", "blocks.0.experts is a Special"),
     ],
 )
-def test_a_model_that_cannot_be_sharded_is_told_by_name_and_left_alone(worlds, fault, kind, words):
+def test_a_model_that_cannot_be_sharded_is_identified_by_name_and_left_alone(worlds, fault, kind, words):
     for found, text, same in worlds(2).run(sharding.refused, fault, {}):
         assert (found, same) == (kind, True)
         assert words in text
@@ -154,7 +154,7 @@ def test_arguments_that_cannot_be_honoured_leave_the_model_alone(worlds, keyword
         assert words in text
 
 
-def test_ranks_with_other_arguments_are_told(worlds):
+def test_ranks_with_other_arguments_are_reported(worlds):
     errors = worlds(2).run(sharding.other_arguments)
     require_same_error(errors, "RankMismatchError", "arguments (mesh, policies, modes, budget) on rank 1")
 
@@ -180,7 +180,7 @@ def test_a_budget_has_a_page():
         (3, "two", "everywhere"),
     ],
 )
-def test_training_goes_on_as_if_on_one_process(worlds, size, maker, state):
+def test_training_continues_as_if_on_one_process(worlds, size, maker, state):
     for found in worlds(size).run(sharding.train_across, maker, state):
         assert found["gap"] < 2e-6  # sums in another order
         assert found["moved"] > 1e-3

@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_one_error_and_changes_nothing(worlds):
         assert [changed for *_, changed in found] == [[]] * 3, fault
 
 
-def test_what_is_ignored_keeps_its_values_and_is_told(worlds):
+def test_what_is_ignored_keeps_its_values_and_is_reported(worlds):
     for faults, report in worlds(2).run(stating.tolerated):
         assert faults == []
         assert report["missing"] == ("blocks.0.norm.bias",)
@@ -110,7 +110,7 @@ def test_what_is_ignored_keeps_its_values_and_is_told(worlds):
         assert report["mismatched"] == ("blocks.0.norm.weight",)
 
 
-def test_values_are_cast_to_the_parameter_s_dtype_and_told(worlds):
+def test_values_are_cast_to_the_parameter_s_dtype_and_reported(worlds):
     for faults, report in worlds(2).run(stating.cast):
         assert faults == []
         assert report["cast"] == {f"blocks.{block}.linear.weight": ("F64", "BF16") for block in (0, 1)}

@@ -232,7 +232,7 @@ def test_ranks_give_what_transformers_saves(worlds, saved, mesh, size, bucket, t
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("what", ["dtype", "internal", "own"])
-def test_what_is_asked_for_the_tensors_is_so(worlds, what):
+def test_tensor_options_are_applied(worlds, what):
     assert worlds(2).run(options_of, "qwen3_moe", "flat", what) == [[], []]
 
 

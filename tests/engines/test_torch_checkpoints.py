@@ -86,7 +86,7 @@ def test_a_tied_model_stored_under_both_names(tmp_path, tied_qwen3):
     assert report.checkpoint_bytes == sum(item.nbytes for item in model.parameters())
 
 
-def test_what_a_trainer_wrote_beside_the_model_is_told(tmp_path):
+def test_what_a_trainer_wrote_beside_the_model_is_reported(tmp_path):
     model = nn.Linear(3, 4)
     torch.save({"model": model.state_dict(), "optimizer": {"x": torch.ones(2)}, "epoch": 3}, tmp_path / "all.pt")
     found = nn.Linear(3, 4, device="meta")
@@ -171,7 +171,7 @@ def test_a_distributed_checkpoint_without_a_config_says_what_to_pass(tmp_path):
     assert all(torch.equal(value, found.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def test_a_shape_that_does_not_fit_is_told(tmp_path):
+def test_a_shape_that_does_not_fit_is_reported(tmp_path):
     torch.save({"weight": torch.ones(3, 4).t(), "bias": torch.ones(4)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(KeyMismatchError, match=r"weight: stored \(4, 3\) .*model has \(4, 5\)"):
         shardwise.load(nn.Linear(5, 4, device="meta"), tmp_path)

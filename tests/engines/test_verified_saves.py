@@ -112,7 +112,7 @@ def test_what_is_sound_is_found_equal(tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("by", [Damaging, Streaming])
-def test_all_ranks_are_told(worlds, tmp_path, by):
+def test_all_ranks_are_reported(worlds, tmp_path, by):
     for number, (damage, words) in enumerate(DAMAGES.items()):
         folder = tmp_path / str(number)
         first, second = worlds(2).run(save_damaged, str(folder), damage, True, by)

@@ -58,7 +58,7 @@ def flip(file, position):
     file.flush()
 
 
-def test_damage_is_told_on_the_command_line(saved):
+def test_damage_is_reported_on_the_command_line(saved):
     entry = open_checkpoint(saved).entries["model.norm.weight"]
     with (saved / entry.file).open("r+b") as file:
         flip(file, entry.start)
@@ -123,7 +123,7 @@ def test_without_config_coverage_is_not_known(tmp_path):
     assert "coverage    not known" in str(report)
 
 
-def test_what_somebody_else_wrote_is_not_compared(saved):
+def test_what_another_program_wrote_is_not_compared(saved):
     """The fingerprints are of other files: nothing is known of these."""
     record = record_of(saved)
     record["files"] = {name: nbytes + 8 for name, nbytes in record["files"].items()}
@@ -175,7 +175,7 @@ def test_a_record_that_makes_no_sense_is_damage(tmp_path, text):
     assert shardwise.verify(tmp_path).compared == 2
 
 
-def test_a_header_that_was_changed_is_told(saved):
+def test_a_header_that_was_changed_is_reported(saved):
     """Where it is as good a header as before: what is in it is not what was saved."""
     file = sorted(saved.glob("*.safetensors"))[0]
     assert file.read_bytes().count(b'{"format":"pt"}') == 1
@@ -217,7 +217,7 @@ def test_a_tensor_of_several_blocks(tmp_path, monkeypatch):
 # Small files, and adapters
 
 
-def test_a_config_that_was_changed_is_told(saved):
+def test_a_config_that_was_changed_is_reported(saved):
     """By hand or by damage, in words that fit; weights are sound all the same."""
     assert shardwise.verify(saved).changed == ()
     config = json.loads((saved / "config.json").read_text())

@@ -114,7 +114,7 @@ CALLS = st.lists(st.tuples(*[st.sampled_from(["load", "save", "shard"])] * 3), m
 @given(rounds=CALLS, late=st.integers(0, 2))
 @example(rounds=[("save", "load", "save"), ("load",) * 3, ("save", "save", "load"), ("save",) * 3], late=0)
 @settings(max_examples=8)
-def test_ranks_in_different_calls_are_told_so_and_meet_in_the_next(rounds, late):
+def test_ranks_in_different_calls_are_reported_and_meet_in_the_next(rounds, late):
     store = dist.HashStore()
 
     def call(rank: int, turn: int) -> Any:
@@ -210,7 +210,7 @@ def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses():
     assert "rank 1 has not reached this call" in str(error)
 
 
-def test_a_heartbeat_goes_on_until_its_store_or_its_process_ends(tmp_path):
+def test_a_heartbeat_continues_until_its_store_or_its_process_ends(tmp_path):
     program = """if True:
         import sys, torch.distributed as dist
         from shardwise.execution.control_channel import get_detector
@@ -275,7 +275,7 @@ def test_a_rank_at_work_finds_out_without_the_store_that_it_is_cut_off(monkeypat
     assert "the store through which the ranks meet has not answered" in times[1][1]
 
 
-def test_a_rank_that_has_made_no_call_yet_is_told_of_by_who_waits(monkeypatch, caplog):
+def test_a_rank_that_has_made_no_call_yet_is_reported_by_who_waits(monkeypatch, caplog):
     monkeypatch.setattr(control_channel, "WARN_S", 0.2)
     with Ranks(3, without=2) as ranks:
         ranks.each(lambda line: meet(line, b""))

@@ -30,7 +30,7 @@ CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capac
         (ConnectionResetError("Connection reset by peer"), False, False),
     ],
 )
-def test_what_broke_is_told_apart(error, of_a_collective, out_of_memory):
+def test_what_broke_is_distinguished(error, of_a_collective, out_of_memory):
     assert (is_collective_error(error), is_out_of_memory(error)) == (of_a_collective, out_of_memory)
 
 
@@ -41,7 +41,7 @@ def test_what_torch_says_of_host_memory_is_known():
     assert not is_collective_error(caught.value)
 
 
-def test_one_process_has_nobody_to_ask():
+def test_one_process_has_no_other_rank():
     with (
         pytest.raises(RuntimeError, match="Connection closed"),
         translate_collective_errors(World(0, 1), lambda: "here"),

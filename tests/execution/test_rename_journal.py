@@ -68,7 +68,7 @@ def test_files_count_though_another_has_carried_out_their_renames_and_died(tmp_p
     assert seen(tmp_path) == 2
 
 
-def test_one_that_lost_its_mark_before_the_list_counts_is_told(tmp_path):
+def test_one_that_lost_its_mark_before_the_list_counts_is_reported(tmp_path):
     save(1, tmp_path)
 
     def other() -> None:

@@ -59,7 +59,7 @@ def test_values_come_by_rank_and_errors_as_they_are(monkeypatch, forked):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_ranks_end_when_whoever_started_them_is_killed(tmp_path):
+def test_ranks_end_when_their_launcher_is_killed(tmp_path):
     program = (
         "from shardwise.execution.processes import run_spawned\n"
         "from tests.execution.forked_launcher import goes_on\n"

@@ -100,7 +100,7 @@ def test_ranks_that_differ_tell_details_and_all_raise_the_same(size):
 
 
 @pytest.mark.parametrize("size", [64, MANY[0]])
-def test_many_that_fail_or_differ_are_told_in_few_words(size):
+def test_many_that_fail_or_differ_are_reported_in_few_words(size):
     def fail() -> None:
         raise StorageError(f"disk {threading.get_ident()} is gone" + "." * 500)
 

@@ -299,7 +299,7 @@ def test_a_numbered_file_that_is_missing_where_no_index_would_tell(names: list[s
     assert words in message
 
 
-def test_all_faults_are_said_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     message = refusal(
         {
             "model.safetensors.index.json": index_of(

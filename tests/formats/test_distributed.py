@@ -148,7 +148,7 @@ def test_a_chunk_that_replicas_list_twice_is_one() -> None:
 
 
 @pytest.mark.parametrize("levels", [(), ("model",), ("app", "model"), ("state_dict",)])
-def test_the_wrapper_is_told_by_the_planner(tmp_path: Path, levels: tuple[str, ...]) -> None:
+def test_the_wrapper_is_identified_by_the_planner(tmp_path: Path, levels: tuple[str, ...]) -> None:
     content: dict[str, Any] = {"model.embed": torch.ones(2), "model.norm": torch.zeros(2)}
     for level in reversed(levels):
         content = {level: content, "epoch": 1}

@@ -89,7 +89,7 @@ def test_unusual_and_legal(header: object, data_nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("label", [dtype.label for dtype in DType if dtype is not DType.OTHER])
-def test_every_dtype_is_one_that_safetensors_knows(label: str) -> None:
+def test_every_dtype_is_one_that_safetensors_has(label: str) -> None:
     nbytes = DType[label].bits  # of eight elements
     content = file_of({"a": tensor(label, [8], 0, nbytes)}, bytes(nbytes))
     ((_, theirs),) = safetensors.deserialize(content)

@@ -33,7 +33,7 @@ def unmark(here: Stage) -> None:
         mark.unlink()
 
 
-def test_the_second_is_refused_while_the_first_goes_on_and_saves_when_that_was_killed(here: Stage) -> None:
+def test_the_second_is_refused_while_the_first_continues_and_saves_when_that_was_killed(here: Stage) -> None:
     half = effects_of(here.verb, "disk") // 2
     with actor(here.part(NEW, FIRST), half) as first:
         assert first.is_held(), first.error
@@ -50,7 +50,7 @@ def test_the_second_is_refused_while_the_first_goes_on_and_saves_when_that_was_k
     is_found(here, OTHER)
 
 
-def test_one_that_is_taken_over_in_the_middle_is_told_and_harms_nothing(here: Stage) -> None:
+def test_one_that_is_taken_over_in_the_middle_is_reported_and_harms_nothing(here: Stage) -> None:
     half = effects_of(here.verb, "disk") // 2
     with actor(here.part(NEW, FIRST), half) as first:
         assert first.is_held(), first.error

@@ -48,7 +48,7 @@ def kinds(output: Path) -> list[str]:
 @pytest.mark.parametrize(
     "model", ["whole", "dropping lora", pytest.param("replicated lora", marks=pytest.mark.slow)]
 )
-def test_goes_on_from_a_checkpoint_on_other_ranks(
+def test_continues_from_a_checkpoint_on_other_ranks(
     two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str
 ) -> None:
     """From step 4 of a training whose tracker broke in step 5: on one rank, and on as many as before."""
@@ -234,7 +234,7 @@ def test_what_one_rank_asks_for_all_do(two: LocalRanks, folder: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_goes_on_with_8_bits_on_as_many_ranks(folder: Path, tmp_path: Path) -> None:
+def test_continues_with_8_bits_on_as_many_ranks(folder: Path, tmp_path: Path) -> None:
     arguments = SAVED | {"output_dir": str(tmp_path)}
     with LocalRanks(2, timeout_s=200) as two:
         told = two.run(eight_bits.trained_twice, str(folder), arguments, str(tmp_path / "checkpoint-4"))

@@ -93,7 +93,7 @@ def test_a_save_that_fails_leaves_the_older_one(worlds, tmp_path, form, failing)
         assert faults == []
 
 
-def test_ranks_that_ask_for_different_things_are_told(worlds, tmp_path):
+def test_ranks_that_pass_different_arguments_are_reported(worlds, tmp_path):
     require(worlds(2).run(refusing.unlike_arguments, str(tmp_path)), "RankMismatchError", "arguments")
 
 

@@ -56,7 +56,7 @@ def test_a_tied_name_with_another_shape_is_a_fault_of_its_own():
 # Groups
 
 
-def test_groups_are_told_by_their_parameters():
+def test_groups_are_identified_by_their_parameters():
     found = match_groups([["a", "b"], [], ["c"]], [["c"], ["b", "a"], []], [], STRICT)
     assert found.source_groups == (1, 2, 0)
 

@@ -112,7 +112,7 @@ def test_parts_that_say_different_things(tmp_path):
         shardwise.load(model_of(), folder_of(tmp_path, float8(), **files), options=QUIET)
 
 
-def test_a_model_of_numbers_is_not_said_to_be_quantized(tmp_path):
+def test_a_model_of_numbers_is_not_reported_as_quantized(tmp_path):
     config = Gemma3Config()
     config.text_config.quantization_config = FP8
     config.save_pretrained(tmp_path)

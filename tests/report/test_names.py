@@ -22,7 +22,7 @@ def test_a_name_alone_stays_to_the_letter():
     assert collapse(["model-00005-of-00005.safetensors"]) == [("model-00005-of-00005.safetensors", 1)]
 
 
-def test_ranks_are_told_in_few_words_however_many_they_are():
+def test_ranks_are_reported_in_few_words_however_many_they_are():
     assert format_ranks([1, 2, 5]) == "1, 2, 5"
     assert format_ranks(range(1, 1024)) == "1-1023"
     assert format_ranks([0, *range(3, 9), 11, 12]) == "0, 3-8, 11-12"

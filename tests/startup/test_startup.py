@@ -145,7 +145,7 @@ def test_growth_over_the_limit_is_exit_code_1(tmp_path: Path, monkeypatch: pytes
     assert any(line.endswith("DOES NOT HOLD") for line in lines)
 
 
-def test_a_peer_that_fails_or_hangs_is_told_and_ours_is_an_error(
+def test_a_peer_that_fails_or_hangs_is_reported_and_ours_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing, late = {"native"}, {"accelerate"}

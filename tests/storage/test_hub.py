@@ -131,7 +131,7 @@ def test_a_name_that_no_repository_can_have(cache: Path) -> None:
         resolve("not a name!", offline(cache))
 
 
-def test_what_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_requested_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = (
         "config.json model-00001-of-00002.safetensors consolidated.safetensors pytorch_model.bin "
         "pytorch_model.bin.index.json modeling_x.py tokenizer.json tokenizer.model chat_template.jinja merges.txt "
@@ -151,7 +151,7 @@ def test_what_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert options_seen == [expected, expected]
 
 
-def test_only_the_subfolder_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_subfolder_is_requested_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = ["model.safetensors", "fp16/model.safetensors", "fp16/x.py", "fp16/deeper/model.safetensors"]
     with _hub_that_has(repository, tmp_path, monkeypatch):
         folder = resolve("org/name", HubOptions(subfolder="fp16"))

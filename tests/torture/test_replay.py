@@ -54,7 +54,7 @@ def test_whoever_follows_a_kill_saves_for_good(verb: str, store: str) -> None:
 
 
 @mostly_slow
-def test_a_crash_may_befall_whoever_follows_a_crash(verb: str, store: str) -> None:
+def test_a_crash_may_follow_whoever_follows_a_crash(verb: str, store: str) -> None:
     passes(on_both(scenarios.after_a_crash, most=3, samples=0)(verb, store))
 
 

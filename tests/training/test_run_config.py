@@ -89,7 +89,7 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
         read_run_config([config(tmp_path, "max_length: 3"), "stray"])
 
 
-def test_a_mistake_is_told_without_torch_within_a_second(tmp_path: Path) -> None:
+def test_a_mistake_is_reported_without_torch_within_a_second(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom shardwise.training.run_config import read_run_config\n"
         f"try: read_run_config([{config(tmp_path, 'max_lenght: 3')!r}])\n"

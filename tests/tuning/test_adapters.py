@@ -142,7 +142,7 @@ def _change(folder: Path, **settings: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
 
-def test_an_existing_adapter_goes_on_under_another_name(tied: Path, adapter: Path) -> None:
+def test_an_existing_adapter_continues_under_another_name(tied: Path, adapter: Path) -> None:
     model: Any = shardwise.from_pretrained(tied, tuning=ExistingLora(adapter, adapter="mine"))
     assert list(model.peft_config) == ["mine"]
     stored = load_file(adapter / "adapter_model.safetensors")

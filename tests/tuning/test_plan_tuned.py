@@ -54,7 +54,7 @@ def test_counts_are_those_of_peft(half: Path) -> None:
     assert shardwise.plan(half, ranks=2, device="cpu").training is None
 
 
-def test_the_command_line_knows_tunings(half: Path, tmp_path: Path) -> None:
+def test_tunings_by_text(half: Path, tmp_path: Path) -> None:
     def run(*arguments: str) -> Any:
         return CliRunner().invoke(main, ["plan", str(half), "--ranks", "2", "--device", "cpu", *arguments])
 

@@ -327,7 +327,7 @@ def test_an_error_is_the_same_on_every_rank(tied: Path, worlds: Worlds) -> None:
 
 
 @pytest.mark.distributed
-def test_ranks_with_other_tunings_are_told_apart(tied: Path, worlds: Worlds) -> None:
+def test_ranks_with_other_tunings_are_distinguished(tied: Path, worlds: Worlds) -> None:
     for name in ("alpha", "layers"):
         told = "what is tuned, and how, on rank 1 is not that of rank 0"
         require_same_error(worlds(2).run(on_ranks.with_other_tunings, str(tied), name), "RankMismatchError", told)
