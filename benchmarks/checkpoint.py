@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.place import RANKS, add_device, commit, machine, own_device, synchronize
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 ARMS = ("synchronous", "asynchronous", "dcp.save", "dcp.async_save", "the copy alone")
 AIM = 0.15
@@ -113,10 +113,10 @@ def _forget(step: Path) -> None:
 def _without_checksums(step: Path, copy: Path) -> None:
     from dataclasses import replace
 
-    from shardwise.checkpoints.facts import FACTS, Facts
+    from shardwise.checkpoints.facts import FACTS, CheckpointHeader
 
     shutil.copytree(step, copy, copy_function=os.link)
-    facts = replace(Facts.from_bytes((step / FACTS).read_bytes(), FACTS), checksums={})
+    facts = replace(CheckpointHeader.from_bytes((step / FACTS).read_bytes(), FACTS), checksums={})
     (copy / FACTS).unlink()
     (copy / FACTS).write_bytes(facts.to_bytes())
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from benchmarks.place import commit, machine
 from peft import LoraConfig
-from tests.verbs.real_shapes import deepseek_v3, forecast_of, in_float8, qwen3_235b
+from tests.engines.real_shapes import deepseek_v3, forecast_of, in_float8, qwen3_235b
 
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import MeshShape
-from shardwise.tuning.modes import Full, Lora
+from shardwise.tuning.tunings import Full, Lora
 
 RANKS = 1024
 MOST_S = {

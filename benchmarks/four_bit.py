@@ -38,7 +38,13 @@ def arms(rows: int, form: str) -> dict[tuple[str, str], Callable[[], Sequence[An
     use_peers("bitsandbytes")
     import bitsandbytes.functional as bnb
 
-    from shardwise.conversion.four_bit import dequantize_rows, nest_about, packed_shape, quantize_rows, scales_shape
+    from shardwise.conversion.four_bit import (
+        dequantize_rows,
+        packed_shape,
+        quantize_rows,
+        quantize_scales,
+        scales_shape,
+    )
     from shardwise.tensors import Form4
 
     known = Form4(form)
@@ -81,7 +87,7 @@ def arms(rows: int, form: str) -> dict[tuple[str, str], Callable[[], Sequence[An
     ranks = {"places": by_places, "compares": by_compares, "table": by_table, "search": by_search}
     for name, way in ranks.items():
         found["ranks", name] = partial(in_chunks, way(known.bounds), normal.mul(20).clamp_(-1, 1).flatten())
-    found["nest", "shardwise"] = partial(nest_about, flat, offset)
+    found["nest", "shardwise"] = partial(quantize_scales, flat, offset)
     found["nest", "bitsandbytes"] = nest_theirs
     return found
 

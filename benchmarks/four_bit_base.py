@@ -23,7 +23,7 @@ from benchmarks.checkpoints import SHAPES, write
 from benchmarks.meter import MemoryWatch
 from benchmarks.place import commit, machine, say
 from benchmarks.training import LEARNING_RATE, MODELS, SMALL, Job, batches, quieten, train_by_shardwise
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 BRING_UP_LIMIT = 1.2
 STEP_LIMIT = 1.15

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.checkpoints import write
 from benchmarks.place import add_device, commit, machine, own_device
 from benchmarks.training import LEARNING_RATE, SMALL, Job, batches, quieten, step_by_hand
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 
 def by_shardwise(folder: str) -> Any:

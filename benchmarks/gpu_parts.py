@@ -24,7 +24,7 @@ from benchmarks.checkpoints import Shape, write
 from benchmarks.place import add_device, machine, own_device, synchronize
 from benchmarks.start import with_tokenizer
 from benchmarks.training import LEARNING_RATE, MODELS, Job, batches, quieten, smaller, update
-from tests.harness.local_ranks import LocalRanks, RankError
+from tests.support.local_ranks import LocalRanks, RankError
 
 EIGHT = replace(
     smaller(

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
-from tests.harness.http_store import Counters, HttpStore
+from tests.support.http_store import Counters, HttpStore
 
 
 class HttpStoreProcess:

@@ -21,7 +21,7 @@ from benchmarks.checkpoints import SHAPES, Shape, write
 from benchmarks.limits import limits_of
 from benchmarks.place import RANKS, SLACK_BYTES, STAGING_BYTES, commit, machine, say
 from benchmarks.tables import render
-from tests.harness.local_ranks import LocalRanks, RankError
+from tests.support.local_ranks import LocalRanks, RankError
 
 PEERS = ("transformers", "accelerate", "set_model_state_dict", "dcp", "runai")
 AS_IT_IS, BACKED = "as it is", "memory backed"

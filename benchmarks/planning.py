@@ -100,7 +100,7 @@ def plan_once(wanted: Shape) -> dict[str, float]:
     from shardwise.models import build, pretrained, wrap
     from shardwise.models.initialize import Initializers
     from shardwise.models.pretrained import bind
-    from shardwise.models.view import TensorRef, collect_tensors, layout_of
+    from shardwise.models.view import TensorRef, build_layout, collect_tensors
     from shardwise.models.wrap import Sharding
     from shardwise.planning.load_memory import stored_tensors
     from shardwise.planning.load_plan import Consent, ModelRules, plan_load
@@ -114,7 +114,7 @@ def plan_once(wanted: Shape) -> dict[str, float]:
     with clock.phase("bind"):
         stored = stored_tensors(index)
         transforms = pretrained.conversion_transforms(model, None)
-        whole = layout_of(collect_tensors(model))
+        whole = build_layout(collect_tensors(model))
         bindings = bind(model, stored, whole, transforms)
     with clock.phase("wrap"):
         saved = {name for tensor in whole.saved() for name in tensor.names}
@@ -125,10 +125,10 @@ def plan_once(wanted: Shape) -> dict[str, float]:
         initializers = Initializers(model, held)
         computed = initializers.buffers({}, seed=0)
 
-        def origin_of(item: TensorRef) -> Origin:
-            return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.origin_of(item)
+        def find_origin(item: TensorRef) -> Origin:
+            return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.find_origin(item)
 
-        layout = layout_of(held, origin_of)
+        layout = build_layout(held, find_origin)
     with clock.phase("plan_load"):
         rules = ModelRules(*pretrained.ignore_patterns(model))
         plan = plan_load(index, layout, bindings, rules, Consent("error", "error", "error"))

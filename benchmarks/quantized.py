@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.checkpoints import SHAPES, write
 from benchmarks.place import commit, machine, say
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 BLOCK = 128
 LIMIT = 1.3

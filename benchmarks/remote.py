@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.http_process import HttpStoreProcess
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 from shardwise.storage.contract import OBJECT_STORE
 

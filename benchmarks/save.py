@@ -30,7 +30,7 @@ from benchmarks.limits import Limit
 from benchmarks.meter import Usage
 from benchmarks.place import RANKS, SLACK_BYTES, STAGING_BYTES, commit, machine
 from safetensors import safe_open
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 ARMS = ("shardwise", "transformers", "hugging_face_storage_writer", "roof")
 RATIOS = {"transformers": 0.15, "hugging_face_storage_writer": 0.15, "roof": 1.3}

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from benchmarks.checkpoints import SHAPES, write
 from benchmarks.place import RANKS, SLACK_BYTES, add_device, commit, machine, say
-from benchmarks.startup_arms import ARMS, LOAD, OURS, PHASES, WRAP, ArmOnRank, bring_up
-from tests.harness.local_ranks import LocalRanks, RankError
+from benchmarks.startup_arms import ARMS, LOAD, OURS, PHASES, WRAP, ArmOnRank, load_by_arm
+from tests.support.local_ranks import LocalRanks, RankError
 
 from shardwise.pictures import draw_report
 from shardwise.run_records import Floats, PhaseSpan, RankRecord, RunRecord, read_run
@@ -134,7 +134,7 @@ def compare(
         try:
             is_forked = device == "cpu"  # from a process that has the imports
             with LocalRanks(ranks, timeout_s=timeout_s, device=device, is_forked=is_forked) as started:
-                ended: list[ArmOnRank] = started.run(bring_up, name, str(model_dir), dtype, str(out / name))
+                ended: list[ArmOnRank] = started.run(load_by_arm, name, str(model_dir), dtype, str(out / name))
         except RankError as error:
             if name == OURS:
                 raise

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.observe import observe
 from shardwise.engines.pretrained_loading import from_pretrained
-from shardwise.execution.memory import memory_of
+from shardwise.execution.memory import as_memoryview
 from shardwise.execution.processes import this_device
 from shardwise.models.view import local_tensor, raw_bytes
 from shardwise.observing import phase
@@ -43,7 +43,7 @@ class Arm:
     """A way to load: a description, a function of (model_dir, dtype), and ranks that hold the full model."""
 
     does: str
-    bring_up: Callable[[str, str], Any]
+    load: Callable[[str, str], Any]
     holders: str = ""
 
 
@@ -62,7 +62,7 @@ _SAMPLES_PER_SECOND = 100.0
 _PAGE_BYTES = 4096
 
 
-def bring_up(arm: str, model_dir: str, dtype: str, run_dir: str) -> ArmOnRank:
+def load_by_arm(arm: str, model_dir: str, dtype: str, run_dir: str) -> ArmOnRank:
     """Bring up a model and an optimizer by this arm, observed into ``run_dir``. Collective: yes.
 
     Every page of every shard is written to in the phase of the optimizer, as its first step will: until then a
@@ -75,7 +75,7 @@ def bring_up(arm: str, model_dir: str, dtype: str, run_dir: str) -> ArmOnRank:
     gc.collect()
     dist.barrier()
     with observe(run_dir, samples_per_second=_SAMPLES_PER_SECOND):
-        model = ARMS[arm].bring_up(model_dir, dtype)
+        model = ARMS[arm].load(model_dir, dtype)
         with phase(OPTIMIZER):
             torch.optim.AdamW(model.parameters(), lr=1e-5)
             _write_to_pages(model)
@@ -109,7 +109,7 @@ def _fingerprints(model: nn.Module) -> dict[str, str]:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if dist.get_rank() == 0 or not isinstance(tensor, DTensor):
             data = raw_bytes(whole.detach().contiguous().cpu())
-            found[name] = f"{fingerprint(memory_of(data), 0):016x}"
+            found[name] = f"{fingerprint(as_memoryview(data), 0):016x}"
     return found
 
 
@@ -122,7 +122,7 @@ def _shardwise(model_dir: str, dtype: str) -> Any:
 
 def _native(model_dir: str, dtype: str) -> Any:
     with phase(LOAD):
-        model = _whole(model_dir, dtype)
+        model = _load_full(model_dir, dtype)
     with phase(WRAP):
         return _wrap(model)
 
@@ -133,7 +133,7 @@ def _native_efficient(model_dir: str, dtype: str) -> Any:
         values: dict[str, Any] = {}
         buffers: dict[str, torch.Tensor] = {}
         if dist.get_rank() == 0:
-            whole = _whole(model_dir, dtype)
+            whole = _load_full(model_dir, dtype)
             buffers = dict(whole.named_buffers())
             names = {*dict(whole.named_parameters()), *buffers}  # a tied parameter once
             values = {name: tensor for name, tensor in whole.state_dict().items() if name in names}
@@ -150,14 +150,14 @@ def _native_efficient(model_dir: str, dtype: str) -> Any:
 
 def _accelerate(model_dir: str, dtype: str) -> Any:
     with phase(LOAD):
-        model = _whole(model_dir, dtype)
+        model = _load_full(model_dir, dtype)
     with phase(WRAP):
         return _prepare(model, is_efficient=False)
 
 
 def _accelerate_efficient(model_dir: str, dtype: str) -> Any:
     with phase(LOAD):
-        model = _on_meta(model_dir, dtype) if dist.get_rank() else _whole(model_dir, dtype)
+        model = _on_meta(model_dir, dtype) if dist.get_rank() else _load_full(model_dir, dtype)
         _broadcast_buffers(model, {} if dist.get_rank() else dict(model.named_buffers()))
     with phase(WRAP):
         return _prepare(model, is_efficient=True)
@@ -181,7 +181,7 @@ def _on_meta(model_dir: str, dtype: str) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=wanted).eval()
 
 
-def _whole(model_dir: str, dtype: str) -> Any:
+def _load_full(model_dir: str, dtype: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
 
 

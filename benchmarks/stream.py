@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.checkpoints import SHAPES, write
 from benchmarks.place import RANKS, commit, machine
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 USUAL = "full_tensor() of each parameter"
 ARMS = (USUAL, "iter_hf_tensors", "iter_hf_tensors, to the first rank")

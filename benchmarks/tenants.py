@@ -28,7 +28,7 @@ from benchmarks.limits import Limit
 from benchmarks.place import add_device, commit, machine
 from benchmarks.tenancy import IN_TURN, JOINT, SWITCHED, TenancyJob, share, take_products, take_turns
 from benchmarks.training import smaller
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 SHAPE = smaller(
     "qwen3-8m",

@@ -44,7 +44,7 @@ from benchmarks.training import (
     step_by_hand,
     train_by_shardwise,
 )
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 STEP_LIMIT, MEMORY_LIMIT, START_LIMIT = 1.03, 1.03, 0.6
 

@@ -35,7 +35,7 @@ from benchmarks.training import (
     quieten,
     train_by_shardwise,
 )
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 OWN, TRAINER = "by hand", "Trainer"
 STEP_LIMIT = 1.05

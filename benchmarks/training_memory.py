@@ -8,7 +8,7 @@ which RssAnon + RssShmem grow after imports, on the rank where that is most, thr
 glibc keeps blocks of less than 32 MiB that are freed, in a heap that is soon full of holes, so it is told to give
 back what is larger than 64 KiB (as ``MALLOC_MMAP_THRESHOLD_=65536`` does).
 
-``--cell 36m,lora,keep,2`` (several times) picks cells. ``tests/planning/test_training_forecast.py`` compares the
+``--cell 36m,lora,keep,2`` (several times) picks cells. ``tests/planning/test_training_estimate.py`` compares the
 estimate with cells that were recorded.
 """
 
@@ -30,7 +30,7 @@ from benchmarks import meter
 from benchmarks.checkpoints import write
 from benchmarks.place import commit, machine, say
 from benchmarks.training import MIDDLE, MODELS, SMALL, quieten
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 SHAPES = {"36m": SMALL, "159m": MIDDLE, "0.6b": MODELS["qwen3-0.6b"], "1.7b": MODELS["qwen3-1.7b"]}
 TRAINED = ("full", "lora", "nf4")

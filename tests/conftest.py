@@ -26,8 +26,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from tests.harness.local_ranks import LocalRanks
 from tests.quiet import quieten
+from tests.support.local_ranks import LocalRanks
 
 # The same examples on every run: a failure comes back when the test is run again. `make sweep` looks further.
 hypothesis.settings.register_profile(

@@ -10,9 +10,9 @@ against direct evaluation.
     make sweep ARGS="--mesh hsdp,tp,ep,shard1 --storage local,http --layouts original,half"
     make sweep ARGS="--saves --worlds 1,2,3,5"
 
-``--mesh`` and ``--storage`` take the ways of ``tests/ways.py``: hybrid sharding, FSDP over tensor or expert
+``--mesh`` and ``--storage`` take the ways of ``tests/load_cases.py``: hybrid sharding, FSDP over tensor or expert
 parallel parameters, column shards; files on disk, in memory, over HTTP from this machine, in a bucket.
-``--saves`` also saves what was loaded, and compares the files with those of transformers (``tests/taken.py``).
+``--saves`` also saves what was loaded, and compares the files with transformers' (``tests/round_trips.py``).
 """
 
 import argparse
@@ -22,12 +22,12 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests import taken, truth, ways, zoo
+from tests import load_cases, round_trips, truth, zoo
 from tests.conversion.random_expressions import check_expression
-from tests.harness.http_store import HttpStore
-from tests.harness.local_ranks import LocalRanks, RankError
+from tests.load_cases import Way
 from tests.quiet import quieten
-from tests.ways import Way
+from tests.support.http_store import HttpStore
+from tests.support.local_ranks import LocalRanks, RankError
 
 
 def main() -> int:
@@ -77,7 +77,7 @@ def sizes_for(mesh: str, worlds: str) -> list[int]:
     """The world sizes asked for, else those that suit a mesh."""
     if worlds:
         return [int(size) for size in worlds.split(",")]
-    return [1, 2, 3, 5, 8] if mesh == "flat" else [ways.WORLDS[mesh]]
+    return [1, 2, 3, 5, 8] if mesh == "flat" else [load_cases.WORLDS[mesh]]
 
 
 def prepare(specimens: Iterable[zoo.Specimen], folder: Path, layouts: Sequence[str]) -> list[truth.Case]:
@@ -108,9 +108,9 @@ def run_world_size(size: int, cases: list[truth.Case], chosen: Sequence[Way], sa
         for case in cases:
             try:
                 if saves is None:
-                    faults = ranks.run(ways.load_and_compare, case, way)
+                    faults = ranks.run(load_cases.load_and_compare, case, way)
                 else:
-                    faults = ranks.run(taken.save_and_compare, case, way, str(saves))
+                    faults = ranks.run(round_trips.save_and_compare, case, way, str(saves))
             except RankError as error:
                 faults = [[str(error)]]
                 ranks.close()

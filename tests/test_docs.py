@@ -15,10 +15,10 @@ from tests.conftest import Worlds
 from tests.documents.blocks import PAGES, ROOT, Block, blocks_of, commands, fences, indented
 from tests.documents.running import prepare, run_page
 from tests.documents.shell import check, commands_in
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 import shardwise
-from shardwise.training.run_config import faults_of, has_tenants, read_run_config, read_tenants
+from shardwise.training.run_config import find_faults, has_tenants, read_run_config, read_tenants
 
 EVERY = [block for page in PAGES for block in blocks_of(page)]
 
@@ -123,7 +123,7 @@ def test_scripts_are_sound(block: Block):
 def test_configurations_are_accepted(block: Block, tmp_path: Path):
     values = yaml.safe_load(block.code)
     method = values.get("method", "sft")
-    assert [fault for key, value in values.items() for fault in faults_of(key, value, method)] == []
+    assert [fault for key, value in values.items() for fault in find_faults(key, value, method)] == []
     if values.keys() & {"tenants", "sweep"}:
         (tmp_path / "config.yaml").write_text(block.code)
         assert len(read_tenants(read_run_config([str(tmp_path / "config.yaml")]))) > 1

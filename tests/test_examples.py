@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tests.harness.local_ranks import LocalRanks
-from tests.integrations.doors import require_doors
+from tests.integrations.requirements import require_doors
+from tests.support.local_ranks import LocalRanks
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 NEEDS = {"trl": "trl", "accelerate": "accelerate"}

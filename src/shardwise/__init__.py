@@ -4,8 +4,10 @@ Public names: the main functions, tuning modes, and errors. Option types are in 
 ``shardwise.report``, readers and writers in ``shardwise.storage``.
 """
 
-from shardwise._face import face_of
+from shardwise._face import lazy_exports
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = face_of(__name__, __file__, elsewhere=("shardwise.options", "shardwise.report"))
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__, __file__, elsewhere=("shardwise.options", "shardwise.report")
+)

@@ -37,10 +37,10 @@ from shardwise.interchange.accelerate_writing import save_accelerate_optimizer a
 from shardwise.interchange.merging_weights import merge_weights as merge_weights
 from shardwise.interchange.trainer_restoring import load_trainer_checkpoint as load_trainer_checkpoint
 from shardwise.models.wrap import Sharding as Sharding
-from shardwise.tuning.modes import ExistingLora as ExistingLora
-from shardwise.tuning.modes import Freeze as Freeze
-from shardwise.tuning.modes import Full as Full
-from shardwise.tuning.modes import Lora as Lora
+from shardwise.tuning.tunings import ExistingLora as ExistingLora
+from shardwise.tuning.tunings import Freeze as Freeze
+from shardwise.tuning.tunings import Full as Full
+from shardwise.tuning.tunings import Lora as Lora
 
 __version__: str
 __all__: list[str]

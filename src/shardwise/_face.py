@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 
-def face_of(
+def lazy_exports(
     package: str, init_file: str, elsewhere: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package, from the stub of ``init_file``.
 
     The error for an unknown name suggests the package of ``elsewhere`` that has it.
     """
-    homes = homes_of(init_file)
+    homes = stub_imports(init_file)
 
     def get(name: str) -> Any:
         if name in homes:
@@ -40,7 +40,7 @@ def face_of(
 def found_at(place: str) -> Any:
     """Import an object by ``package.module:name``, or a module by ``package.module``.
 
-    ``tests/test_house.py`` imports every entry of the tables that use this.
+    ``tests/test_code_rules.py`` imports every entry of the tables that use this.
 
     Raises:
         ConfigError: it does not exist, or needs a package that is not installed.
@@ -58,7 +58,7 @@ def found_at(place: str) -> Any:
         ) from error
 
 
-def homes_of(init_file: str) -> dict[str, str]:
+def stub_imports(init_file: str) -> dict[str, str]:
     """Return the module that each name is imported from in the stub of ``init_file``."""
     stub = ast.parse(Path(init_file).with_suffix(".pyi").read_text("utf-8"))
     found = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]

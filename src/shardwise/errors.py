@@ -97,7 +97,7 @@ def require_version(library: str, oldest: str) -> None:
     Raises:
         ConfigError: the message has the installed version and the oldest supported one.
     """
-    installed = _version_of(library)
+    installed = _get_version(library)
     if (numbers := _numbers(installed)) and numbers < _numbers(oldest):
         raise ConfigError(
             f"{library} {installed}: is too old. shardwise needs {oldest} or newer. Run pip install -U {library}"
@@ -130,7 +130,7 @@ class KnownNames:
     ) -> None:
         if isinstance(error, (ImportError, AttributeError)):
             raise ConfigError(
-                f"{self.library} {_version_of(self.library)} lacks a private name that shardwise needs ({error}). "
+                f"{self.library} {_get_version(self.library)} lacks a private name that shardwise needs ({error}). "
                 f"Use {self.library} {self.versions}, or a newer shardwise"
             ) from error
 
@@ -141,7 +141,7 @@ def require_names(owner: object, names: str) -> None:
         getattr(owner, name)
 
 
-def _version_of(library: str) -> str:
+def _get_version(library: str) -> str:
     if library == "Python":
         return platform.python_version()
     try:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal, TypeAlias
 
 from shardwise.errors import ConfigError
 from shardwise.tensors import Box, DType, Strided, numel
@@ -44,13 +45,13 @@ class LocalBox:
     local: Strided
 
 
-def place_of(box: Box, held: Sequence[LocalBox]) -> Strided:
+def locate_box(box: Box, held: Sequence[LocalBox]) -> Strided:
     """Return the memory layout of a box that lies within one of a rank's boxes."""
-    for part in held:
-        if part.box.intersect(box) == box:
-            strides = part.local.strides
-            steps = zip(box.offsets, part.box.offsets, strides, strict=True)
-            start = part.local.offset + sum((offset - first) * stride for offset, first, stride in steps)
+    for piece in held:
+        if piece.box.intersect(box) == box:
+            strides = piece.local.strides
+            steps = zip(box.offsets, piece.box.offsets, strides, strict=True)
+            start = piece.local.offset + sum((offset - first) * stride for offset, first, stride in steps)
             return Strided(start, box.sizes, strides)
     raise ValueError(f"{box} is not held")
 
@@ -70,7 +71,7 @@ def _rows(boxes: Iterable[LocalBox], start: int, stop: int) -> list[LocalBox]:
     for item in boxes:
         rows = Box((start, *item.box.offsets[1:]), (stop - start, *item.box.sizes[1:]))
         if (inside := item.box.intersect(rows)) is not None:
-            found.append(LocalBox(inside, place_of(inside, [item])))
+            found.append(LocalBox(inside, locate_box(inside, [item])))
     return found
 
 
@@ -147,6 +148,10 @@ class Activations:
 _AXES = ("replicate", "shard")
 
 
+NamedPolicy: TypeAlias = Literal["auto", "model_plan", "no_split_modules", "module_list", "whole_model"]
+"""Names of the policies that choose FSDP2 groups."""
+
+
 @dataclass(frozen=True, slots=True)
 class MeshShape:
     """Names and sizes of the axes of a mesh, one (shard) or two (replicate, shard), without its processes.
@@ -163,7 +168,7 @@ class MeshShape:
         return cls(("fsdp",), (ranks,))
 
     @classmethod
-    def of(cls, ranks: int, axes: Mapping[str, int]) -> MeshShape:
+    def from_axes(cls, ranks: int, axes: Mapping[str, int]) -> MeshShape:
         """Return the mesh of so many ranks with these axes, by name.
 
         Raises:

@@ -38,7 +38,7 @@ def observed_by(mark: Callable[[str | None], None]) -> Iterator[None]:
         _OBSERVERS.clear()
 
 
-def current_step() -> str:
+def current_phases() -> str:
     """Return the phases that this thread is in, outermost first, as in "load, read"."""
     return ", ".join(_PHASES.names)
 
@@ -96,6 +96,6 @@ _LABELS: Mapping[str, str] = {
 """Labels of phases. Phases that are not listed are named after public functions, and shown under that name."""
 
 
-def label_of(phase_name: str) -> str:
+def get_label(phase_name: str) -> str:
     """Return the name of a phase in tables and pictures."""
     return _LABELS.get(phase_name.removeprefix("AdapterBank."), phase_name)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.observing import label_of
+from shardwise.observing import get_label
 from shardwise.report.names import in_bytes
 from shardwise.run_records import Floats, PhaseSpan, RankRecord, RunRecord, read_run
 
@@ -101,7 +101,7 @@ def draw_report(runs: Sequence[Path], folder: Path) -> list[str]:
     labels = [name if names.count(name) == 1 else _plain(run.path) for name, run in zip(names, found, strict=True)]
     labeled = dict(zip(labels, found, strict=True))
     sections = [_summary(labeled), *_compared(labeled)]
-    sections += [_of_run(label, run, number) for number, (label, run) in enumerate(labeled.items(), 1)]
+    sections += [_run_section(label, run, number) for number, (label, run) in enumerate(labeled.items(), 1)]
     _write(folder, ", ".join(labels), sections)
     return [f"{section.title}: {note}" for section in sections for note in section.notes]
 
@@ -112,7 +112,7 @@ def _write(folder: Path, title: str, sections: Sequence[PageSection]) -> None:
         for section in sections:
             for name, data in section.pictures.items():
                 (folder / name).write_bytes(data)
-        (folder / "report.html").write_text(page_of(title, sections), "utf-8")
+        (folder / "report.html").write_text(render_page(title, sections), "utf-8")
     except OSError as error:
         raise StorageError(f"{folder}: it cannot be written ({error.strerror or error}); make room") from error
 
@@ -147,7 +147,7 @@ def _figures(run: RunRecord) -> dict[str, tuple[float, str]]:
         kib["peak accelerator memory of a rank"] = max(rank.peak_kib("allocated") for rank in run.ranks)
         seconds = {"seconds": max(rank.last_s for rank in run.ranks)}
         for name, spent in itertools.islice(_outer_phases(run.ranks).items(), _MAX_FIGURES):
-            seconds[f"seconds in {label_of(name)}"] = spent
+            seconds[f"seconds in {get_label(name)}"] = spent
         found |= {name: (value, _size(value)) for name, value in kib.items() if value}
         found |= {name: (value, f"{value:.2f}") for name, value in seconds.items()}
         found["ranks"] = run.ranks[0].world_size, str(run.ranks[0].world_size)
@@ -202,7 +202,7 @@ def _compared(runs: Mapping[str, RunRecord]) -> list[PageSection]:
     return [PageSection("Runs compared" if len(runs) > 1 else "Training", pictures)] if pictures else []
 
 
-def _of_run(label: str, run: RunRecord, number: int) -> PageSection:
+def _run_section(label: str, run: RunRecord, number: int) -> PageSection:
     """Return memory over time, and tables, of the ranks of a run."""
     if not run.ranks:
         return PageSection(label, {}, (), ["no rank was observed (shardwise.observe records memory and phases)"])
@@ -213,8 +213,8 @@ def _of_run(label: str, run: RunRecord, number: int) -> PageSection:
     ranks.sort(key=attrgetter("rank"))
     spans = [span for span in run.ranks[0].phases if span.depth <= 2 and span.thread == 0]
     split = {span.path[:1] for span in spans if span.depth == 2}
-    parts = [span for span in spans if span.path not in split]
-    longest = sorted(parts, key=lambda span: span.start - span.stop)[:_MAX_SPANS]
+    leaves = [span for span in spans if span.path not in split]
+    longest = sorted(leaves, key=lambda span: span.start - span.stop)[:_MAX_SPANS]
     host = {f"rank {rank.rank}": (rank.samples["t"], rank.host_kib / _GIB) for rank in ranks}
     pictures = {f"memory-{number}.png": _draw_lines("Host memory, own and shared", "seconds", "GiB", host, longest)}
     if any(rank.peak_kib("used") for rank in ranks):
@@ -257,13 +257,13 @@ def _phases_table(ranks: Sequence[RankRecord]) -> Table:
     )[:_MAX_PHASES]:
         times = max(len(spans) for spans in by_rank.values())
         seconds = max(sum(span.stop - span.start for span in spans) for spans in by_rank.values())
-        cells = [_most_within(rank, by_rank.get(rank.rank, [])) for rank in shown]
-        rows.append((": ".join(map(label_of, path)), str(times), f"{seconds:.2f}", *cells))
+        cells = [_peak_within(rank, by_rank.get(rank.rank, [])) for rank in shown]
+        rows.append((": ".join(map(get_label, path)), str(times), f"{seconds:.2f}", *cells))
     head = ("phase", "times", "seconds", *(f"rank {rank.rank}" for rank in shown))
     return Table("Peak memory by phase and rank, and seconds of the slowest rank", head, rows)
 
 
-def _most_within(rank: RankRecord, spans: Sequence[PhaseSpan]) -> str:
+def _peak_within(rank: RankRecord, spans: Sequence[PhaseSpan]) -> str:
     """Return the most memory that was sampled within spans, in words."""
     t = rank.samples["t"]
     edges = np.zeros(len(t) + 1)
@@ -320,7 +320,7 @@ def _draw_lines(
                 color=color,
                 alpha=0.2,
                 lw=0,
-                label=f" {_plain(label_of(name))}",
+                label=f" {_plain(get_label(name))}",
             )
         for name, (x, y) in lines.items():
             smooth = _smoothed(y) if x_title == "step" else None
@@ -355,17 +355,17 @@ def _plain(text: object) -> str:
     return " ".join(str(text).encode("utf-8", "replace").decode().split())
 
 
-def page_of(title: str, sections: Sequence[PageSection]) -> str:
+def render_page(title: str, sections: Sequence[PageSection]) -> str:
     """Return a page of HTML without external resources."""
-    parts = [f"<h1>{_escaped(title)}</h1>"]
+    lines = [f"<h1>{_escaped(title)}</h1>"]
     for section in sections:
-        parts.append(f"<h2>{_escaped(section.title)}</h2>")
-        parts += [f"<p>{_escaped(note)}</p>" for note in section.notes]
+        lines.append(f"<h2>{_escaped(section.title)}</h2>")
+        lines += [f"<p>{_escaped(note)}</p>" for note in section.notes]
         for name, data in section.pictures.items():
             encoded = base64.b64encode(data).decode()
-            parts.append(f'<img alt="{_escaped(name)}" src="data:image/png;base64,{encoded}">')
-        parts += [_table(table) for table in section.tables]
-    return _PAGE.format(title=_escaped(title), body="\n".join(parts))
+            lines.append(f'<img alt="{_escaped(name)}" src="data:image/png;base64,{encoded}">')
+        lines += [_table(table) for table in section.tables]
+    return _PAGE.format(title=_escaped(title), body="\n".join(lines))
 
 
 def _table(table: Table) -> str:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.observing import COLUMNS, FOLDER
-from shardwise.report.names import shown_ranks
+from shardwise.report.names import format_ranks
 
 Floats = npt.NDArray[np.float64]
 
@@ -116,7 +116,7 @@ def read_run(path: Path) -> RunRecord:
 def _notes(ranks: Sequence[RankRecord]) -> list[str]:
     notes = []
     if missing := sorted(set(range(ranks[0].world_size)) - {rank.rank for rank in ranks}) if ranks else []:
-        notes.append(f"no file of rank {shown_ranks(missing)} of {ranks[0].world_size}")
+        notes.append(f"no file of rank {format_ranks(missing)} of {ranks[0].world_size}")
     for rank in ranks:
         if rank.bad_lines:
             notes.append(f"rank {rank.rank}: {rank.bad_lines} lines were skipped, which no observer wrote")
@@ -209,11 +209,11 @@ def _read_states(path: Path) -> dict[str, Mapping[str, Any]]:
     """Return the Trainer's states of a training in this folder, and of trainings in the folders in it, by name."""
     folders = {"": path}
     folders |= {entry.name: entry for entry in sorted(path.iterdir()) if not entry.name.startswith("checkpoint")}
-    states = ((name[:_MAX_NAME], _newest_state(folder)) for name, folder in folders.items())
+    states = ((name[:_MAX_NAME], _latest_state(folder)) for name, folder in folders.items())
     return dict(itertools.islice(((name, state) for name, state in states if state), _MAX_TRAININGS))
 
 
-def _newest_state(folder: Path) -> Mapping[str, Any]:
+def _latest_state(folder: Path) -> Mapping[str, Any]:
     """Return the state in the folder or in its newest checkpoint. Empty if there is none, or it is malformed."""
     places = [folder / _TRAINER_STATE, *folder.glob(f"checkpoint-*/{_TRAINER_STATE}")]
     files = [place for place in places if place.is_file() and place.stat().st_size <= _MAX_STATE_BYTES]

@@ -171,7 +171,7 @@ def row_blocks(shape: Sequence[int], max_numel: int) -> list[Box]:
     return boxes
 
 
-def in_bytes_of(size: int | str) -> int:
+def parse_size(size: int | str) -> int:
     """Convert a size such as "5GB" (powers of 1000, as on the hub), "1GiB" or 4096 to a number of bytes.
 
     Raises:

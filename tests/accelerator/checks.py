@@ -12,8 +12,8 @@ import torch.distributed as dist
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tests.accelerator import simulated
+from tests.engines import sharding
 from tests.integrations import runs
-from tests.verbs import sharding
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy

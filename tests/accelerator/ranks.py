@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.accelerator.simulated import DELAY_US, PLUGIN, environment
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 
 
 @contextlib.contextmanager

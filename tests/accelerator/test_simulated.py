@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl
 
 import shardwise
 from shardwise.integrations.agreed_events import AgreedEvents
-from shardwise.models.quantization import KeptScales, Packing, product
+from shardwise.models.quantization import LocalScales, Packing, product
 from shardwise.tensors import Code, Form4
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -80,9 +80,9 @@ def products() -> dict[str, list[int]]:
     plain, codes = (torch.full((4, width), 120, dtype=torch.uint8).npu() for width in (4, 1))
     nested = torch.ones(1).npu(), torch.zeros(1).npu()
     kinds = {
-        "plain": (KeptScales(plain), Form4.NF4),
-        "nested": (KeptScales(codes, *nested), Form4.NF4),
-        "exponents": (KeptScales(codes), Code.E2M1),
+        "plain": (LocalScales(plain), Form4.NF4),
+        "nested": (LocalScales(codes, *nested), Form4.NF4),
+        "exponents": (LocalScales(codes), Code.E2M1),
     }
     found = {}
     for name, (scales, form) in kinds.items():

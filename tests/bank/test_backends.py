@@ -13,9 +13,9 @@ from shardwise.bank.backends import (
     RoutedSegment,
     SegmentLoop,
     adapt,
-    choose_backend,
     row_keys,
     runs,
+    select_backend,
 )
 
 IN, OUT = 8, 12
@@ -108,6 +108,6 @@ def test_what_is_chosen_and_why(choice, ranks, width, dtype, why):
     parts = pairs(*ranks, width=width)
     rows = parts[-1].stop
     x, out = torch.ones(rows, IN), torch.ones(rows, width, dtype=dtype)
-    backend, told = choose_backend(choice, parts, x, out, GroupedProducts())
+    backend, told = select_backend(choice, parts, x, out, GroupedProducts())
     assert told == why
     assert isinstance(backend, GroupedProducts) == why.startswith("grouped")

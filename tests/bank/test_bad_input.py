@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from tests.bank import banking, failing
 from tests.bank.banking import Recipe, adamw, adapter, create, no_rows, recipes, rows_for, train
 from tests.bank.on_ranks import bank_of, here, said
-from tests.bank.test_alone import require_equal
+from tests.bank.test_equal_to_peft import require_equal
 from tests.bank.test_isolation import QUIET, X, everything, members_with
-from tests.faults.doomed import Doomed, Seat
+from tests.faults.fault_injection import Doomed, Seat
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from shardwise.errors import ConfigError, KeyMismatchError, ShardwiseError

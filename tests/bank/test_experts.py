@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.bank import banking, on_ranks
 from tests.bank.banking import Recipe, adapter, distance, rows_for, train
 from tests.bank.on_ranks import bank_of
-from tests.bank.test_alone import require_equal
+from tests.bank.test_equal_to_peft import require_equal
 
 import shardwise
 from shardwise.errors import ConfigError
@@ -60,7 +60,7 @@ def test_experts_on_two_ranks(worlds, base):
     require_as_alone(base, first, 1e-5, 6)
 
 
-def test_experts_are_as_they_were_when_nobody_adapts_them(base):
+def test_experts_are_as_they_were_without_adapters(base):
     bank = bank_of(base, {})
     ids = torch.arange(8).unsqueeze(0)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from tests import zoo
 from tests.bank import banking, test_experts
 from tests.bank.banking import adapter, recipes, rows_for, train
 from tests.bank.on_ranks import bank_of, here
-from tests.bank.test_alone import require_equal
+from tests.bank.test_equal_to_peft import require_equal
 from transformers import AutoModelForCausalLM
 
 import shardwise

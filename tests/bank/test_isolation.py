@@ -10,11 +10,11 @@ from peft import LoraConfig
 from tests.bank import banking
 from tests.bank.banking import Recipe, adamw, create, recipes, rows_for, train
 from tests.bank.on_ranks import bank_of
-from tests.bank.test_alone import require_equal
+from tests.bank.test_equal_to_peft import require_equal
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, ResNetConfig, ResNetForImageClassification
 
 import shardwise
-from shardwise.bank.rows import AgreedRows, plan_passes
+from shardwise.bank.rows import RowCounts, plan_passes
 from shardwise.errors import ConfigError, TrainingError
 
 
@@ -105,11 +105,11 @@ def test_who_is_idle_stays_as_it_is(base):
 def test_lengths_are_a_tenants_own():
     """A tenant's rows are as long as its own longest wants, in whatever company; one pass for each length."""
     entries = [
-        AgreedRows("a", (2, 0), 7, 9),
-        AgreedRows("b", (1, 1), 65, 9),
-        AgreedRows(None, (1, 0), 3, 1),
-        AgreedRows("c", (1, 1), 60, 9),
-        AgreedRows("d", (0, 0), 0, 0),
+        RowCounts("a", (2, 0), 7, 9),
+        RowCounts("b", (1, 1), 65, 9),
+        RowCounts(None, (1, 0), 3, 1),
+        RowCounts("c", (1, 1), 60, 9),
+        RowCounts("d", (0, 0), 0, 0),
     ]
     plans = plan_passes(entries, {"a": 8, "b": 4, "c": 4, "d": 4}, multiple=64, longest=100)
     assert [(plan.tokens, plan.entries) for plan in plans] == [(64, (3, 0, 2)), (100, (1,))]

@@ -71,7 +71,7 @@ def test_each_part_runs_on_a_cpu(tmp_path: Path, part: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_or_hangs_is_told_and_the_next_runs(tmp_path: Path) -> None:
+def test_a_part_that_fails_or_hangs_is_reported_and_the_next_runs(tmp_path: Path) -> None:
     out = ["--device", "cpu", "--tiny", "--out", str(tmp_path / "gpu")]
     file = tmp_path / "no folder"
     file.write_text("")

@@ -11,7 +11,7 @@ from benchmarks import startup
 from benchmarks.checkpoints import SHAPES, write
 from benchmarks.startup_arms import ARMS, PHASES
 from benchmarks.training import smaller
-from tests.observing.made_runs import MIB, make_rank
+from tests.observing.synthetic_runs import MIB, make_rank
 
 from shardwise.run_records import read_run
 

@@ -72,12 +72,12 @@ def test_one_process_is_no_fsdp_and_a_state_may_become_one(accelerator) -> None:
     assert compat.is_begun()
     assert accelerator.distributed_type == compat.DistributedType.NO
     assert not accelerator.is_fsdp2
-    assert compat.plugin_of(accelerator) is None
+    assert compat.get_plugin(accelerator) is None
     chosen = FullyShardedDataParallelPlugin(fsdp_version=2)
     compat.become_fsdp2(accelerator.state, chosen)
     assert accelerator.is_fsdp2
     assert accelerator.distributed_type == "FSDP"
-    assert compat.plugin_of(accelerator) is chosen
+    assert compat.get_plugin(accelerator) is chosen
     assert compat.fsdp2_plugin().auto_wrap_policy is None
 
 
@@ -97,14 +97,14 @@ def test_what_is_prepared_beside_a_model(accelerator) -> None:
 def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypatch) -> None:
     """The model is on meta, with nothing tied; what the outcome says is missing is tied, or initialized."""
     saved = llama(tmp_path)
-    owner, name = build.loading_door()
+    owner, name = build.loading_function()
     original, seen = getattr(owner, name), []
 
     def door(model, state_dict, files, config, *others):
         seen.append((state_dict, [Path(file).name for file in files], build.is_plain_load(config)))
         assert all(tensor.is_meta for tensor in model.parameters())
         assert model.lm_head.weight is not model.model.embed_tokens.weight
-        assert build.dtype_of_load(config) is torch.bfloat16
+        assert build.get_load_dtype(config) is torch.bfloat16
         outcome, rest = original(model, state_dict, files, config, *others)
         assert outcome.missing_keys == {"lm_head.weight"}
         same = build.load_outcome({"lm_head.weight"}, set(), set())
@@ -112,7 +112,7 @@ def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypa
         return same, rest
 
     monkeypatch.setattr(owner, name, staticmethod(door))
-    owner, name = build.placing_door()
+    owner, name = build.allocating_function()
     placing = vars(owner)[name]
 
     def place(model, missing, *others):
@@ -133,11 +133,11 @@ def test_peft_moves_adapters_through_doors_and_copies_modules(tmp_path: Path, mo
     from peft import LoraConfig, get_peft_model
 
     seen: list[nn.Module] = []
-    for owner, name in peft_compat.adapter_doors():
+    for owner, name in peft_compat.replaced_methods():
         original = vars(owner)[name]
 
         def door(*given, original=original, **keywords):
-            layer = peft_compat.layer_among(given)
+            layer = peft_compat.find_adapter_layer(given)
             if layer is not None:
                 seen.append(layer)
                 assert [tensor.shape for tensor in layer.get_base_layer().parameters()] == [(8, 8)]

@@ -75,7 +75,7 @@ def test_ties_plans_and_lists_of_a_model(llama: transformers.PreTrainedModel) ->
     assert pretrained.no_split_classes(llama) == {"LlamaDecoderLayer"}
     assert llama.base_model_prefix == "model"
     assert pretrained.text_layers(llama) == 2
-    assert pretrained.attention_of(llama) == "sdpa"
+    assert pretrained.get_attention_implementation(llama) == "sdpa"
     config = transformers.T5Config(d_model=4, d_kv=2, d_ff=4, num_layers=1, num_heads=2, vocab_size=8)
     kept = pretrained.kept_dtypes(transformers.T5ForConditionalGeneration(config), torch.float16)
     name = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
@@ -121,7 +121,7 @@ def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:
         base = transformers.LlamaForCausalLM(llama.config)
     config = peft_compat.lora_config(r=2, target_modules=["q_proj"], modules_to_save=["model.norm"])
     model = peft_compat.inject(base, config, "mine", is_new=True)
-    targets = peft_compat.targets_of(model, "mine")
+    targets = peft_compat.get_targets(model, "mine")
     assert targets.modules == tuple(f"model.layers.{number}.self_attn.q_proj" for number in range(2))
     assert targets.copied == ("model.norm",)
     ((original, copy),) = peft_compat.copies(model, "mine")

@@ -47,7 +47,7 @@ def test_the_class_before_sharding() -> None:
 
 
 @pytest.mark.parametrize("wrap", [replicate, old_replicate])
-def test_a_replicated_model_is_told_so(wrap: Callable[..., object], tmp_path: Path) -> None:
+def test_a_replicated_model_is_reported(wrap: Callable[..., object], tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     with fake_rank(0, 1):
         wrap(model[0], device_mesh=init_device_mesh("cpu", (1,))) if wrap is old_replicate else wrap(model[0])
@@ -116,7 +116,7 @@ def test_what_is_gathered_and_when() -> None:
         seen: list[gradients.Gather] = []
         with gradients.seeing_gathers(model, seen.append):
             model[1](model[0](torch.ones(2, 4, requires_grad=True)).repeat(1, 2)).sum().backward()
-        told = [(gather.group, gather.numel, gather.is_of_all) for gather in seen]
+        told = [(gather.group, gather.numel, gather.uses_full_mesh) for gather in seen]
         assert told == [(0, 5, True), (1, 9, True), (1, 9, True), (0, 10, False)]
         assert [group._all_gather_comm for group in groups] == comms
 
@@ -166,7 +166,7 @@ def test_a_pass_that_was_broken_off_is_forgotten() -> None:
             with model[1].register_forward_hook(hook):
                 gathers()
 
-        gradients.forget_pass(model)  # where there was none
+        gradients.reset_fsdp_state(model)  # where there was none
         expected = gathers()
         assert len(expected) == 5
         for fail in (
@@ -176,18 +176,18 @@ def test_a_pass_that_was_broken_off_is_forgotten() -> None:
         ):
             with pytest.raises(ValueError, match="no more"):
                 fail()
-            gradients.forget_pass(model)
+            gradients.reset_fsdp_state(model)
             assert {type(parameter) for parameter in model.parameters()} == {DTensor}
             assert gathers() == expected
 
 
 def test_which_indices_a_rank_holds() -> None:
-    assert private.held_runs(5, ((Shard(0), 4, 1),)) == ((2, 2),)
-    assert private.held_runs(5, ((Shard(0), 4, 3),)) == ()
+    assert private.local_runs(5, ((Shard(0), 4, 1),)) == ((2, 2),)
+    assert private.local_runs(5, ((Shard(0), 4, 3),)) == ()
     strided = _StridedShard(0, split_factor=2)
-    assert private.held_runs(8, ((strided, 2, 0),)) == ((0, 2), (4, 2))
-    assert private.held_runs(8, ((strided, 2, 1),)) == ((2, 2), (6, 2))
-    assert private.held_runs(8, ((strided, 2, 1), (Shard(0), 2, 1))) == ((6, 2),)
+    assert private.local_runs(8, ((strided, 2, 0),)) == ((0, 2), (4, 2))
+    assert private.local_runs(8, ((strided, 2, 1),)) == ((2, 2), (6, 2))
+    assert private.local_runs(8, ((strided, 2, 1), (Shard(0), 2, 1))) == ((6, 2),)
     assert private.splitting_dim(_StridedShard(1, split_factor=2)) == 1
 
 
@@ -209,10 +209,10 @@ def test_groups_and_stores(tmp_path: Path) -> None:
 def test_registries_and_hooks() -> None:
     module = nn.BatchNorm1d(2)
     module.register_buffer("brief", torch.zeros(1), persistent=False)
-    assert set(private.parameters_of(module)) == {"weight", "bias"}
-    assert set(private.buffers_of(module)) == {"running_mean", "running_var", "num_batches_tracked", "brief"}
-    assert [name for name in private.buffers_of(module) if private.is_temporary(module, name)] == ["brief"]
-    private.parameters_of(module)["weight"] = None  # past the checks, and seen by the module
+    assert set(private.get_parameters(module)) == {"weight", "bias"}
+    assert set(private.get_buffers(module)) == {"running_mean", "running_var", "num_batches_tracked", "brief"}
+    assert [name for name in private.get_buffers(module) if private.is_temporary(module, name)] == ["brief"]
+    private.get_parameters(module)["weight"] = None  # past the checks, and seen by the module
     assert module.weight is None
     assert not gradients.is_averaged(module.bias)
     module.bias.register_post_accumulate_grad_hook(gradients.Averaging(None, module))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integrations.doors import require_doors
+from tests.integrations.requirements import require_doors
 from tests.training import tiny
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
@@ -18,9 +18,9 @@ from shardwise.integrations import trainer_compat as compat  # noqa: E402
 @pytest.fixture
 def model() -> Iterator[Any]:
     made = tiny.model()
-    compat.open_door(made, 2, by_fsdp=True)
+    compat.add_marks(made, 2, by_fsdp=True)
     yield made
-    compat.close_door(made)
+    compat.remove_marks(made)
 
 
 def arguments(folder: Path, **given: Any) -> TrainingArguments:
@@ -53,16 +53,16 @@ def test_gradients_are_put_off_by_the_models_own_switch(model: Any, tmp_path: Pa
 def test_the_mark_is_not_saved(model: Any, tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     assert "distributed_config" not in (tmp_path / "config.json").read_text()
-    compat.close_door(model)
+    compat.remove_marks(model)
     assert not compat.is_open(model)
     assert getattr(model.config, "distributed_config", None) is None
 
 
-def test_parameters_that_are_averaged_are_told_by_a_mark() -> None:
+def test_parameters_that_are_averaged_are_identified_by_a_mark() -> None:
     assert compat.HOOKED in inspect.getsource(Trainer._sync_replicated_trainable_parameters)
 
 
-def test_what_is_replaced_is_asked_for() -> None:
+def test_what_is_replaced_is_requested() -> None:
     """The Trainer saves and resumes by the methods that ShardwiseTrainer overrides."""
     saving = inspect.getsource(Trainer._save_checkpoint)
     for name in (
@@ -84,8 +84,8 @@ def test_what_is_replaced_is_asked_for() -> None:
 
 def test_trainers_of_trl() -> None:
     trl = pytest.importorskip("trl")
-    assert compat.is_of_trl(trl.SFTTrainer)
-    assert not compat.is_of_trl(Trainer)
+    assert compat.is_trl_trainer(trl.SFTTrainer)
+    assert not compat.is_trl_trainer(Trainer)
     assert compat.wants_reference(trl.DPOTrainer)
     assert not compat.wants_reference(trl.SFTTrainer)
     assert not compat.wants_reference(trl.GRPOTrainer)

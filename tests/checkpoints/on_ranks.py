@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from tests.checkpoints import tiny
 from tests.checkpoints.tiny import Positions, Training, differences
-from tests.harness import EffectLog, recorded
-from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import attempt
+from tests.engines.conftest import small_qwen3
+from tests.engines.on_ranks import attempt
+from tests.support import EffectLog, recorded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -209,7 +209,7 @@ def refused(folder: str, fault: str) -> tuple[str, str]:
 
 def rank_1_cannot_write() -> Any:
     """Have writing raise on the second rank, within a block."""
-    fails = mock.patch.object(write, "_write_own", side_effect=OSError("struck"))
+    fails = mock.patch.object(write, "_write_local", side_effect=OSError("struck"))
     return fails if tiny.rank() == 1 else nullcontext()
 
 
@@ -481,7 +481,7 @@ def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
         with open_writer(folder) as writer:
             with (
                 mock.patch("socket.gethostname", return_value="elsewhere"),
-                mock.patch("shardwise.storage.machine.process_space", return_value="elsewhere"),
+                mock.patch("shardwise.storage.machine.pid_namespace", return_value="elsewhere"),
             ):
                 held = LockedFolder(writer, "theirs")
             if not is_renewed:

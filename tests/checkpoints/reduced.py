@@ -88,7 +88,7 @@ def save_each(folder: str, cases: list[tuple[str, str]], rows: int = 256) -> dic
 
 def refused(folder: str) -> dict[str, Any]:
     """What is refused of a checkpoint of two ranks."""
-    from tests.verbs.on_ranks import attempt
+    from tests.engines.on_ranks import attempt
 
     import shardwise
     from shardwise import Checkpointer, TrainState
@@ -109,7 +109,7 @@ def whole_only(folder: str) -> dict[str, Any]:
     """Optimizers that step whole tensors, given for sharded ones."""
     import torch
     from bitsandbytes.optim import AdamW8bit
-    from tests.verbs.on_ranks import attempt
+    from tests.engines.on_ranks import attempt
     from torch import nn
     from transformers.optimization import Adafactor
 
@@ -129,7 +129,7 @@ def whole_only(folder: str) -> dict[str, Any]:
 
 
 def other_blocks(folder: str) -> tuple[str, str]:
-    from tests.verbs.on_ranks import attempt
+    from tests.engines.on_ranks import attempt
 
     from shardwise import Checkpointer, TrainState
 
@@ -143,7 +143,7 @@ def made_for_shards() -> dict[str, Any]:
     """What is said of torchao's optimizer of these shards: what stays in 32 bits, and what cannot be."""
     import logging
 
-    from tests.verbs.on_ranks import attempt
+    from tests.engines.on_ranks import attempt
 
     from shardwise.models import rebind
 
@@ -154,7 +154,7 @@ def made_for_shards() -> dict[str, Any]:
     told: dict[str, Any] = {"lines": lines}
     for rows in (256, 143, 7):
         model, optimizer = _begin("AdamW8bit", rows)
-        told[str(rows)] = attempt(rebind.require_made_for_shards, optimizer, dict(model.named_parameters()))
+        told[str(rows)] = attempt(rebind.require_sharded_parameters, optimizer, dict(model.named_parameters()))
     return told
 
 

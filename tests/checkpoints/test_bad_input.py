@@ -14,7 +14,7 @@ from tests.checkpoints.tiny import Training
 import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints import facts as facts_module
-from shardwise.checkpoints.facts import Facts
+from shardwise.checkpoints.facts import CheckpointHeader
 from shardwise.options import CheckpointerOptions
 
 pytestmark = pytest.mark.distributed
@@ -88,7 +88,7 @@ def test_a_rank_that_cannot_copy_its_state_fails_the_save(worlds, tmp_path):
     assert steps == [1, 2]
 
 
-def test_what_befalls_the_background_is_told_at_the_next_call(worlds, tmp_path):
+def test_errors_in_the_background_are_reported_at_the_next_call(worlds, tmp_path):
     for error, is_complete, steps, then in worlds(2).run(on_ranks.fail_in_the_background, str(tmp_path)):
         assert error == ("CheckpointError", "rank 1: OSError: struck")
         assert not is_complete
@@ -225,11 +225,11 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
             place.offset = (step / "__0_0.distcp").stat().st_size - 8
             place.length = 8
             (step / ".metadata").write_bytes(pickle.dumps(found))
-            told = Facts.from_bytes(facts.read_bytes(), "")
+            told = CheckpointHeader.from_bytes(facts.read_bytes(), "")
             digest = hashlib.sha256((step / ".metadata").read_bytes()).hexdigest()
             facts.write_bytes(replace(told, metadata_sha256=digest).to_bytes())
         case "other checksums":
-            told = Facts.from_bytes(facts.read_bytes(), "")
+            told = CheckpointHeader.from_bytes(facts.read_bytes(), "")
             facts.write_bytes(replace(told, files=dict.fromkeys(told.files, 3)).to_bytes())
         case _:
             raise AssertionError(fault)

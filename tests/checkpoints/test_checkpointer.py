@@ -29,7 +29,7 @@ def assert_goes_on(found, saved):
         assert report["restored"] == ("model", "optimizers", "schedulers", "data", "rng")
 
 
-def test_goes_on_on_fewer_ranks_and_then_on_more(worlds, tmp_path):
+def test_continues_on_fewer_ranks_and_then_on_more(worlds, tmp_path):
     saved = worlds(4).run(on_ranks.train_and_save, str(tmp_path), 3, "async", "flat", 4)
     found = worlds(2).run(on_ranks.restore_and_train, str(tmp_path), 2, "flat", 5)
     assert_goes_on(
@@ -40,7 +40,7 @@ def test_goes_on_on_fewer_ranks_and_then_on_more(worlds, tmp_path):
 
 
 @pytest.mark.parametrize(("way", "size", "onto"), [("hsdp", 4, "flat"), ("flat", 4, "hsdp")])
-def test_goes_on_on_another_mesh(worlds, tmp_path, way, size, onto):
+def test_continues_on_another_mesh(worlds, tmp_path, way, size, onto):
     saved = worlds(size).run(on_ranks.train_and_save, str(tmp_path), 2, "sync", way, 1)
     assert_goes_on(worlds(4).run(on_ranks.restore_and_train, str(tmp_path), 1, onto), saved)
 
@@ -157,7 +157,7 @@ def test_our_loader_reads_the_model_in_it(worlds, tmp_path):
 # Random numbers and data
 
 
-def test_random_numbers_go_on(worlds, tmp_path):
+def test_random_numbers_continue(worlds, tmp_path):
     ranks = worlds(3)
     assert ranks.run(on_ranks.random_numbers, str(tmp_path), "save") == ranks.run(
         on_ranks.random_numbers, str(tmp_path), "restore"
@@ -241,7 +241,7 @@ def test_leftovers_are_removed_by_the_next_save_and_nothing_else_is(tmp_path):
     assert (tmp_path / "step-6" / ".metadata").read_bytes() == b"of another tool"
 
 
-def test_a_folder_that_is_somebody_else_s_is_not_written_to(tmp_path):
+def test_a_folder_that_is_another_owner_s_is_not_written_to(tmp_path):
     training = Training()
     (tmp_path / "step-6").mkdir()
     (tmp_path / "step-6" / ".metadata").write_bytes(b"of another tool")
@@ -256,7 +256,7 @@ def test_a_folder_that_is_somebody_else_s_is_not_written_to(tmp_path):
     Checkpointer(tmp_path).save(7, training.state)
 
 
-def test_a_second_run_is_told(tmp_path):
+def test_a_second_run_is_reported(tmp_path):
     import shardwise
 
     one, two = Checkpointer(tmp_path), Checkpointer(tmp_path)
@@ -321,7 +321,7 @@ def adapter_run(worlds, tmp_path_factory):
 
 def test_a_resumed_model_reads_nothing_of_the_base(worlds, tmp_path):
     from tests import zoo
-    from tests.verbs.conftest import small_qwen3
+    from tests.engines.conftest import small_qwen3
 
     base, run = tmp_path / "base", tmp_path / "run"
     zoo.save_original(small_qwen3(tie_word_embeddings=True), base)

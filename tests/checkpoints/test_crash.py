@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training
-from tests.harness import EffectLog, states_after_crash
+from tests.support import EffectLog, states_after_crash
 
 from shardwise import Checkpointer
 from shardwise.checkpoints.folder import steps_in

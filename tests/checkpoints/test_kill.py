@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
-from tests.faults.doomed import Doomed, Seat
+from tests.faults.fault_injection import Doomed, Seat
 
 import shardwise
 from shardwise import Checkpointer
@@ -24,9 +24,9 @@ QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout
 STAGES = {
     "begin": (locked_folder, "new_save_id", 0),
     "stage": (distributed_chunks, "copy_all", 1),
-    "write": (write, "_write_own", 1),
+    "write": (write, "_write_local", 1),
     "sync": (distributed_chunks, "envelope", 2),
-    "commit": (write, "metadata_of", 0),
+    "commit": (write, "build_metadata", 0),
     "remove": (saving_lock, "release_lock", 0),
 }
 """By stage, a function that is called in it, and the rank that is killed as it calls it."""

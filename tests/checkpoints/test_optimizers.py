@@ -75,7 +75,7 @@ def test_how_a_step_is_computed_is_no_kind(tmp_path):
     assert differences(training.taken()["moments"], saved.taken()["moments"]) == []
 
 
-def test_torch_s_own_kinds_are_told_apart_without_their_names():
+def test_torch_s_own_kinds_are_distinguished_without_their_names():
     """By settings, and by what one of the kind keeps of a parameter."""
     states = {}
     for make in KINDS:
@@ -113,7 +113,7 @@ def test_classes_of_others_go_by_their_names(tmp_path):
     assert Checkpointer(tmp_path).restore(Training(seed=1, make=Mine).state).mismatched == ()
 
 
-def test_what_accelerate_and_the_trainer_wrote_is_told_apart_too(tmp_path):
+def test_what_accelerate_and_the_trainer_wrote_is_distinguished_too(tmp_path):
     """Folders by name, and files that number the parameters."""
     saved = Training()
     saved.step(1)

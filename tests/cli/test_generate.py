@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tests.cli.running import RUNNER
-from tests.harness.http_store import HttpStore
+from tests.support.http_store import HttpStore
 from tests.training import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

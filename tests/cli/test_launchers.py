@@ -50,13 +50,13 @@ def steps(place: Path, out: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_all_go_on(
+def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_all_continue(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ENDED", f"1 4 {signal.SIGKILL.value}")
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     more = ("--max_steps=6", "--per_device_train_batch_size=1", "--save_steps=1")
-    result = launched(place, "restarted", torchrun, "tests.training.ended", *more)
+    result = launched(place, "restarted", torchrun, "tests.training.interrupted", *more)
     assert result.returncode == 0, result.stderr
     assert steps(place, "restarted") == [1, 2, 3, 4, 5, 6]
     assert (place / "restarted" / "model.safetensors").is_file()

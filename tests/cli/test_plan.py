@@ -2,11 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
 from tests import zoo
-from tests.verbs.conftest import small_qwen3
+from tests.engines.conftest import small_qwen3
 
 from shardwise.cli import main
 from shardwise.cli.train import parse_mesh
@@ -78,6 +80,32 @@ def test_what_cannot_be_planned_exits_with_2(checkpoint, arguments, message):
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert not result.stdout
+
+
+def test_faults_in_options_are_named_without_torch():
+    faults = {
+        "--wrap=layers": "wrap='layers' is not known",
+        "--wrap=min-size=0": "wrap='min-size=0' is not known",
+        "--tuning=lora": "tuning='lora' is not known",
+        "--tuning=lora=0": "tuning='lora=0' is not known",
+        "--tuning=freeze=0": "tuning='freeze=0' is not known",
+        "--tuning=full=1": "tuning='full=1' is not known",
+        "--dtype=float17": "dtype='float17' is not a floating dtype",
+        "--param-dtype=auto": "param_dtype='auto' is not a floating dtype",
+    }
+    program = (
+        "import sys; from click.testing import CliRunner; from shardwise.cli import main\n"
+        "for option in sys.argv[1:]:\n"
+        "    print(CliRunner().invoke(main, ['plan', 'any/model', '--ranks=2', option]).stderr.splitlines()[0])\n"
+        "print('torch' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", program, *faults]
+    *errors, imported = subprocess.run(
+        command, check=True, timeout=60, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert imported == "False"
+    for error, message in zip(errors, faults.values(), strict=True):
+        assert error.startswith(f"error: {message}")
 
 
 def test_a_folder_without_a_model_exits_with_2(tmp_path):

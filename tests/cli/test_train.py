@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.running import RUNNER
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 from tests.training import tiny
 from tests.training.on_ranks import by_command
 

@@ -31,7 +31,7 @@ def asked(draw):
 
 
 @given(asked())
-def test_blocks_are_whole_units_that_hold_what_is_asked_for(case):
+def test_blocks_are_whole_units_that_hold_what_is_requested(case):
     shape, unit, boxes, most = case
     found = list(aligned_blocks(boxes, shape, unit, most))
     times = counted(found, shape)

@@ -53,7 +53,7 @@ def test_an_empty_shard_needs_nothing():
     assert copies(leaf("w", 4, 8), Box((4, 0), (0, 8))) == []
 
 
-def test_a_box_lands_where_it_is_told():
+def test_a_box_lands_where_it_is_copied_to():
     into = Strided(100, (2, 3), (10, 1))
     (copy,) = copies(leaf("w", 4, 3), Box((1, 0), (2, 3)), into)
     assert copy.target == Strided(100, (2, 3), (10, 1))

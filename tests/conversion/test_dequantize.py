@@ -169,7 +169,7 @@ def test_scales_that_are_none_are_an_error_that_names_them(scales, overall, besi
         overall=None if overall is None else (Stored("o", (1,), DType.F32), overall[1]),
         zeros=Stored("z", (2,), DType.F32) if beside is not None else None,
     )
-    (task,) = compute_tasks([(0, node, Region.of(Box.whole((4,)), Strided.contiguous((4,))))], 1 << 20)
+    (task,) = compute_tasks([(0, node, Region.from_box(Box.whole((4,)), Strided.contiguous((4,))))], 1 << 20)
     values = [U8(1, 2), scales]
     values += [] if overall is None else [F32(overall[0])]
     values += [] if beside is None else [beside]

@@ -130,7 +130,7 @@ def test_all_that_is_near_a_bound(form, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_rows_that_are_not_finite_are_told(dtype, bad):
+def test_rows_that_are_not_finite_are_reported(dtype, bad):
     values = torch.ones(2, 3, 128, dtype=dtype)
     values[0, 1, 5] = values[1, 2, 127] = bad
     packed, absmax = torch.zeros(2, 3, 64, dtype=torch.uint8), torch.zeros(2, 3, 2)

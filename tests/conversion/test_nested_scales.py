@@ -7,15 +7,15 @@ from tests.conversion.test_four_bit import same
 
 from shardwise.conversion.computed import Computed
 from shardwise.conversion.expression import Stored
-from shardwise.conversion.four_bit import dynamic_numbers, nest_about, nested_codes, offset_of
+from shardwise.conversion.four_bit import compute_offset, dynamic_numbers, nested_codes, quantize_scales
 from shardwise.conversion.packed import dequantized_scales
 from shardwise.tensors import Box, DType
 
 
 def nested_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, largest magnitudes and offset of scales."""
-    offset = offset_of(absmax)
-    return *nest_about(absmax, offset), offset
+    offset = compute_offset(absmax)
+    return *quantize_scales(absmax, offset), offset
 
 
 def unnest(codes: torch.Tensor, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -55,10 +55,10 @@ def test_parts_are_those_of_the_whole(count, seed, power, data):
 def test_an_offset_that_was_taken_before():
     absmax = torch.rand(600)
     codes, nested, offset = nested_scales(absmax)
-    assert same(offset_of(absmax), offset)
-    again = nest_about(absmax, offset)
+    assert same(compute_offset(absmax), offset)
+    again = quantize_scales(absmax, offset)
     assert same(again[0], codes)
     assert same(again[1], nested)
-    moved = nest_about(absmax, offset + 0.25)
+    moved = quantize_scales(absmax, offset + 0.25)
     assert not torch.equal(moved[0], codes)
     torch.testing.assert_close(unnest(moved[0], moved[1], offset + 0.25), absmax, rtol=0, atol=0.02)

@@ -17,9 +17,9 @@ from shardwise.conversion.packed import (
     as_bytes,
     dequantized_rows,
     dequantized_scales,
+    find_quant_type,
     nested_as_stored,
     packed,
-    stored_form,
     stored_rows,
 )
 from shardwise.tensors import Box, Code, DType, Form4, FourBitForm
@@ -63,7 +63,7 @@ def test_any_box_of_numbers(data):
     stored = Stored("w", (values.numel(), 1), DType.U8), Stored("s", (scales.numel(),), DType.F32)
     node = dequantized_rows(*stored, shape, form, 32, dtype)
     assert isinstance(node, Computed)
-    assert stored_form(node) == (form, 32)
+    assert find_quant_type(node) == (form, 32)
     wanted = torch.empty(shape)
     for place in itertools.product(*map(range, shape)):
         *rows, column = place
@@ -76,7 +76,7 @@ def test_any_box_of_numbers(data):
 
 
 @given(st.data())
-def test_blocks_that_go_on_from_row_to_row(data):
+def test_blocks_that_continue_from_row_to_row(data):
     """Of any box of the flat numbers: those of the same bytes, filled up to whole blocks."""
     draw = data.draw
     shape = (draw(st.integers(1, 9)), draw(st.integers(1, 90)))
@@ -88,7 +88,7 @@ def test_blocks_that_go_on_from_row_to_row(data):
     scales = torch.rand(blocks, generator=generator)
     stored = Stored("w", (values.numel(), 1), DType.U8), Stored("s", (blocks,), DType.F32)
     made = dequantized_rows(*stored, shape, Form4.NF4, 32, DType.BF16)
-    assert stored_form(made) is None
+    assert find_quant_type(made) is None
     (node,) = made.sources
     assert isinstance(node, Computed)
     whole, wanted = torch.zeros(16 * blocks, dtype=torch.uint8), torch.empty(32 * blocks, dtype=torch.bfloat16)

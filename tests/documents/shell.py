@@ -10,7 +10,7 @@ import click
 from tests.documents.blocks import ROOT
 
 from shardwise.cli import main
-from shardwise.training.run_config import METHODS, keys_of
+from shardwise.training.run_config import METHODS, get_keys
 
 
 def check(line: str) -> None:
@@ -33,7 +33,7 @@ def _shardwise(arguments: Sequence[str]) -> None:
         except click.exceptions.Exit:
             return  # --help, --keys
     if arguments[0] == "train":
-        known = {key for method in METHODS for key in keys_of(method)}
+        known = {key for method in METHODS for key in get_keys(method)}
         for key in (argument.partition("=")[0] for argument in made.params["arguments"]):
             assert not key.startswith("--") or key.removeprefix("--") in known, f"no such key: {key}"
 

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from tests.harness.world import attempt
+from tests.support.world import attempt
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.world import Clock, World
@@ -53,7 +53,7 @@ def first_on_host(with_names: bool = False) -> bool:
     """With names, every rank has a host name of its own, as containers of one machine have."""
     name = f"container-{dist.get_rank()}" if with_names else socket.gethostname()
     with mock.patch("socket.gethostname", return_value=name):
-        return World.current().is_first_of(machine.file_space())
+        return World.current().is_first_at(machine.mount_namespace())
 
 
 def exit_on(rank: int) -> None:

@@ -8,7 +8,7 @@ from shardwise.conversion.computed import Bindings
 from shardwise.errors import KeyMismatchError
 from shardwise.execution.audit import audit
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
-from shardwise.models.view import collect_tensors, layout_of, meta_leftovers
+from shardwise.models.view import build_layout, collect_tensors, meta_leftovers
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import Consent, ModelRules, plan_load
 from shardwise.tensors import DType
@@ -22,7 +22,7 @@ def planned():
     shapes = {"one": (3, 2), "two": (5,)}
     entries = {key: TensorEntry(key, DType.F32, shape, "m", 0, 4) for key, shape in shapes.items()}
     index = CheckpointIndex("somewhere", {"m": 100}, entries, {}, "single file")
-    layout = layout_of(collect_tensors(model))
+    layout = build_layout(collect_tensors(model))
     offers = {key: (leaf,) for key, leaf in stored_tensors(index).items()}
     return model, plan_load(index, layout, Bindings(offers), ModelRules(), Consent())
 

@@ -41,13 +41,13 @@ def test_order_counts():
 @settings(max_examples=60, deadline=None)
 def test_an_accelerator_finds_what_the_host_finds(numel, skipped, block_bytes):
     flat = torch.randint(0, 256, (numel + skipped,), dtype=torch.uint8)[skipped:]
-    with mock.patch.object(checksums, "_BLOCK_BYTES", block_bytes):
+    with mock.patch.object(checksums, "_CHUNK_BYTES", block_bytes):
         elsewhere = int(checksums._on_device(flat)) % (1 << 64)
     assert elsewhere == checksum(flat) == fingerprint(memoryview(flat.numpy()))
 
 
 def test_strided_tensors_are_taken_in_blocks(monkeypatch):
-    monkeypatch.setattr(checksums, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(checksums, "_CHUNK_BYTES", 64)
     tensor = torch.arange(3 * 50 * 7, dtype=torch.int16).view(3, 50, 7)
     for view in (tensor.transpose(0, 2), tensor[:, 1:44:3, 2:], tensor[1].t()):
         assert checksum(view) == checksum(view.contiguous())

@@ -6,8 +6,8 @@ import time
 
 import pytest
 from tests.execution import faults
-from tests.harness import local_ranks, run_world
-from tests.harness.local_ranks import LocalRanks, RankError
+from tests.support import local_ranks, run_world
+from tests.support.local_ranks import LocalRanks, RankError
 
 from shardwise.errors import StorageError
 from shardwise.execution.world import World

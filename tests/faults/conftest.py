@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests import zoo
-from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import Plain
+from tests.engines.conftest import small_qwen3
+from tests.engines.on_ranks import Plain
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.faults.doomed import Outcome, Seat
-from tests.verbs import sharding
-from tests.verbs.on_ranks import Plain, angles
+from tests.engines import sharding
+from tests.engines.on_ranks import Plain, angles
+from tests.faults.fault_injection import Outcome, Seat
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
@@ -31,7 +31,7 @@ STAGES = {
     "plan": ("shardwise.engines.load_plan", "plan_load"),
     "materialize": ("shardwise.engines.loading", "materialize"),
     "read": ("shardwise.storage.reading", "LocalReader.read_vectored"),
-    "join": ("shardwise.execution.shared_reads", "boxes_of_ranks"),
+    "join": ("shardwise.execution.shared_reads", "boxes_by_rank"),
     "share": ("shardwise.execution.moving", "Exchange._step"),
     "send": ("torch.distributed", "all_to_all_single"),
     "fill": ("shardwise.engines.loading", "fill"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from tests.faults.doomed import Seat
+from tests.faults.fault_injection import Seat
 from tests.faults.on_ranks import Blow, lay
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

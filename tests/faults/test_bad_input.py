@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tests import truth
-from tests.harness.world import attempt, require_same_error
 from tests.models.on_fake_ranks import fake_rank
+from tests.support.world import attempt, require_same_error
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

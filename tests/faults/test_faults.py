@@ -5,7 +5,7 @@ import socket
 
 import pytest
 from tests.faults import on_ranks
-from tests.faults.doomed import Doomed, through_rank_0
+from tests.faults.fault_injection import Doomed, through_rank_0
 from tests.faults.on_ranks import BOUND_S, CALM, QUICK, Blow, assert_all_end_alike, falling
 
 from shardwise.execution import Timeouts
@@ -83,7 +83,7 @@ def assert_nothing_befell(outcome, size):
 
 
 @pytest.mark.slow
-def test_a_storage_that_stalls_costs_nobody_s_life(qwen3):
+def test_a_storage_that_stalls_ends_no_rank(qwen3):
     """The rank's beats go on while it waits, however long."""
     with Doomed(3) as world:
         outcome = world.run(on_ranks.load_stalled, qwen3, QUICK, 1, 2 * QUICK.heartbeat_timeout_s)
@@ -100,7 +100,7 @@ def test_a_rank_that_comes_late_is_waited_for(busy, plain):
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_was_said(plain):
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_was_configured(plain):
     timeouts = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=3.0)
     with Doomed(3) as world:
         outcome = world.run(on_ranks.load_busy, plain, timeouts, 2, 6.0)

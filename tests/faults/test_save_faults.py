@@ -8,7 +8,7 @@ import time
 
 import pytest
 from tests.faults import saving
-from tests.faults.doomed import Doomed, through_rank_0
+from tests.faults.fault_injection import Doomed, through_rank_0
 from tests.faults.on_ranks import CALM, QUICK, Blow, assert_all_end_alike, falling
 from tests.faults.saving import ONE_FILE, SEVERAL_FILES, is_model, litter
 
@@ -143,7 +143,7 @@ def test_the_store_may_die_with_rank_0(tmp_path):
     assert litter(tmp_path) == set()
 
 
-def test_ranks_that_do_not_see_one_folder_are_told(tmp_path):
+def test_ranks_that_do_not_see_one_folder_are_reported(tmp_path):
     """A folder on a disk that every machine has for itself."""
     with Doomed(2) as world:
         outcome = world.run(saving.save_apart, str(tmp_path), CALM)

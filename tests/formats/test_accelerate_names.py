@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, Distributed, OfRanks, WholeFile, find_saved
+from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, Distributed, FilePerRank, WholeFile, find_saved
 
 
 def made(folder: Path, *names: str) -> Path:
@@ -22,9 +22,9 @@ def test_names() -> None:
     assert OPTIMIZER.rank_file(1, 3) == "optimizer_1_rank3.bin"
     for number, ranks in ((0, [12, 12, None]), (1, [None, None, 12])):
         names = [f"pytorch_model_fsdp{middle}_rank12.bin" for middle in ("", "_0", "_1")]
-        assert [MODEL.rank_of(name, number) for name in names] == ranks
-    assert MODEL.rank_of("pytorch_model_fsdp_0_rankx.bin", 0) is None
-    assert MODEL.rank_of("pytorch_model_fsdp_0_rank1.bin.tmp", 0) is None
+        assert [MODEL.parse_rank(name, number) for name in names] == ranks
+    assert MODEL.parse_rank("pytorch_model_fsdp_0_rankx.bin", 0) is None
+    assert MODEL.parse_rank("pytorch_model_fsdp_0_rank1.bin.tmp", 0) is None
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -37,7 +37,7 @@ def test_every_form(tmp_path: Path, number: int) -> None:
     assert find_saved(folder / MODEL.folder(number), MODEL, 7) == Distributed(str(folder / MODEL.folder(number)))
     names = tuple(MODEL.rank_file(number, rank) for rank in (2, 0, 1))
     ranks = made(tmp_path / "ranks", *names, "other.bin")
-    in_order = OfRanks(str(ranks), tuple(sorted(names)))
+    in_order = FilePerRank(str(ranks), tuple(sorted(names)))
     assert find_saved(ranks, MODEL, number) == in_order
     assert find_saved(ranks / names[0], MODEL, 5) == in_order, "a file of a rank tells its number"
 

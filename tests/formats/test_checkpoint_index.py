@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from tests.formats.building import file_of, file_with, index_of, tensor
-from tests.harness import HttpStore
-from tests.harness.http_store import Status
-from tests.harness.memory_storage import MemoryReader
+from tests.support import HttpStore
+from tests.support.http_store import Status
+from tests.support.memory_storage import MemoryReader
 
 from shardwise.errors import CheckpointError, FormatError, StorageError
 from shardwise.formats import joining
@@ -299,7 +299,7 @@ def test_a_numbered_file_that_is_missing_where_no_index_would_tell(names: list[s
     assert words in message
 
 
-def test_all_faults_are_said_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     message = refusal(
         {
             "model.safetensors.index.json": index_of(

@@ -12,8 +12,8 @@ import pytest
 import torch
 from tests.formats.building import file_with
 from tests.formats.torch_building import Touch, same, saved, values_of
-from tests.harness import HttpStore
-from tests.harness.memory_storage import MemoryReader
+from tests.support import HttpStore
+from tests.support.memory_storage import MemoryReader
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -106,7 +106,7 @@ def test_what_torch_saves_in_one_process(tmp_path: Path) -> None:
     assert {key: same(found[key], value) for key, value in values.items()} == dict.fromkeys(values, True)
     assert set(found) == set(values)
     assert (index.layout, index.wrapper, index.ignored) == ("torch distributed checkpoint", "", ("step (bytes)",))
-    assert isinstance(index.composed["t"].part, View)
+    assert isinstance(index.composed["t"].composition, View)
     assert open_checkpoint(tmp_path / "saved" / ".metadata").entries == index.entries
 
 
@@ -128,7 +128,7 @@ def test_chunks_of_chunks() -> None:
     chunks = {(0, 0): GRID[:2, :3], (0, 3): GRID[:2, 3:], (2, 0): GRID[2:, :5], (2, 5): GRID[2:, 5:]}
     folder = Written({"g": ((6, 8), {at: chunk.clone() for at, chunk in chunks.items()})})
     index = open_checkpoint(folder.reader())
-    assert isinstance(index.composed["g"].part, Joined)
+    assert isinstance(index.composed["g"].composition, Joined)
     assert same(values_of(index, folder.reader())["g"], GRID)
 
 
@@ -148,7 +148,7 @@ def test_a_chunk_that_replicas_list_twice_is_one() -> None:
 
 
 @pytest.mark.parametrize("levels", [(), ("model",), ("app", "model"), ("state_dict",)])
-def test_the_wrapper_is_told_by_the_planner(tmp_path: Path, levels: tuple[str, ...]) -> None:
+def test_the_wrapper_is_identified_by_the_planner(tmp_path: Path, levels: tuple[str, ...]) -> None:
     content: dict[str, Any] = {"model.embed": torch.ones(2), "model.norm": torch.zeros(2)}
     for level in reversed(levels):
         content = {level: content, "epoch": 1}
@@ -428,6 +428,6 @@ def test_one_checkpoint_beside_another() -> None:
         "a": ("a", "model.safetensors"),
         **{key: (key, "more/__0_0.distcp") for key in keys},
     }
-    assert both.composed["more/g"].part == Joined((Whole(keys[0]), Whole(keys[1])), 0)
-    assert isinstance(part := both.composed["more/t"].part, View)
+    assert both.composed["more/g"].composition == Joined((Whole(keys[0]), Whole(keys[1])), 0)
+    assert isinstance(part := both.composed["more/t"].composition, View)
     assert part.key == keys[2]

@@ -8,7 +8,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.formats.building import file_of, file_with, tensor
-from tests.harness.memory_storage import MemoryReader
+from tests.support.memory_storage import MemoryReader
 
 from shardwise.formats import safetensors_files as header_module
 from shardwise.formats.safetensors_files import read_header
@@ -89,7 +89,7 @@ def test_unusual_and_legal(header: object, data_nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("label", [dtype.label for dtype in DType if dtype is not DType.OTHER])
-def test_every_dtype_is_one_that_safetensors_knows(label: str) -> None:
+def test_every_dtype_is_one_that_safetensors_has(label: str) -> None:
     nbytes = DType[label].bits  # of eight elements
     content = file_of({"a": tensor(label, [8], 0, nbytes)}, bytes(nbytes))
     ((_, theirs),) = safetensors.deserialize(content)

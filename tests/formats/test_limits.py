@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.formats.test_distributed import Written
 from tests.formats.torch_building import Called, storage, torch_file
-from tests.harness.memory_storage import MemoryReader
+from tests.support.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError
 from shardwise.formats.contract import each
@@ -70,7 +70,7 @@ def third(*arguments: object) -> Called:
     return Called(torch._utils._rebuild_tensor_v3, storage(), 0, (2, 2), (2, 1), False, *arguments)
 
 
-def test_a_tensor_that_tells_its_dtype() -> None:
+def test_a_tensor_with_a_dtype() -> None:
     for more in ((), ({},), (None,)):
         content = torch_file({"a": third({}, torch.float32, *more)})
         (found,) = read_torch_file(opened({"some.bin": content}), "some.bin").tensors

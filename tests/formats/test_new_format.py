@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.formats import own_format
-from tests.harness.memory_storage import MemoryReader
+from tests.support.memory_storage import MemoryReader
 from torch import nn
 
 import shardwise

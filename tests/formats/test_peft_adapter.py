@@ -37,7 +37,7 @@ def test_files_that_are_no_config(text):
         parse_adapter_config(text, what="here")
 
 
-def test_what_is_not_said_is_as_peft_has_it():
+def test_what_is_not_specified_is_as_peft_has_it():
     assert parsed() == LoraConfig(8, 8)
     assert parsed(r=8, lora_alpha=8, bias="none", init_lora_weights=True, rank_pattern=None) == LoraConfig(8, 8)
     told = {"use_rslora": True, "use_dora": True, "lora_bias": True, "ensure_weight_tying": True}

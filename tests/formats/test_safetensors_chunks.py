@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save
 from tests.formats.torch_building import same, values_of
-from tests.harness.memory_storage import MemoryReader
+from tests.support.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError
 from shardwise.formats.opening import open_checkpoint
@@ -52,7 +52,7 @@ def test_chunks_are_put_together() -> None:
         assert index.metadata == {"DCP_VERSION": "1.0", "format": "pt"}
 
 
-def test_tensors_without_dimensions_and_those_of_which_nothing_is_told() -> None:
+def test_tensors_without_dimensions_and_those_of_which_nothing_is_reported() -> None:
     tensors = {"scalar": torch.tensor(3.5), "plain": torch.ones(2)}
     reader = MemoryReader({"shard-1.safetensors": file_of_chunks(tensors, {"scalar": at()})})
     found = values_of(open_checkpoint(reader), reader)

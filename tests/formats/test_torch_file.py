@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save
 from tests.formats.building import file_with
 from tests.formats.torch_building import archive, same, saved, tensor, torch_file, values_of
-from tests.harness import HttpStore
-from tests.harness.memory_storage import MemoryReader
+from tests.support import HttpStore
+from tests.support.memory_storage import MemoryReader
 from torch import nn
 
 from shardwise.errors import FormatError
@@ -114,7 +114,7 @@ def test_an_optimizer_beside_the_model_is_left() -> None:
     assert index.ignored == ("optimizer (an optimizer's state)", "device (device)")
 
 
-def test_what_else_there_is_is_told_and_not_loaded() -> None:
+def test_what_else_there_is_is_reported_and_not_loaded() -> None:
     index, _ = opened({"a": torch.ones(1), "note": "x", "step": 7, "blob": b"xyz", "none": None, "list": [1, 2]})
     assert index.ignored == ("note (str)", "step (int)", "blob (bytes)", "none (NoneType)", "list (list)")
 
@@ -143,7 +143,7 @@ def test_the_format_before_torch_1_6_is_explained(tmp_path: Path) -> None:
         assert same(values_of(open_checkpoint(reader), reader)["a"], torch.ones(2))
 
 
-def test_other_archives_are_told_apart() -> None:
+def test_other_archives_are_distinguished() -> None:
     assert "TorchScript" in refusal(archive({"data.pkl": b"", "constants.pkl": b"", "code/x.py": b""}))
     assert "not one of torch.save" in refusal(archive({"readme": b""}))
     assert "git lfs pull" in refusal(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")

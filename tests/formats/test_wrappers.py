@@ -50,10 +50,10 @@ def test_where_there_is_none(names: tuple[str, ...]) -> None:
 
 def test_keys_of_the_model() -> None:
     choice = WrapperChoice(("model",), (("optimizer",), ("model", "optim")))
-    assert choice.key_of(("model", "a", "weight")) == "a.weight"
-    assert choice.key_of(("optimizer", "a")) is None
-    assert choice.key_of(("model", "optim", "a")) is None
-    assert choice.key_of(("model", "optimal")) == "optimal"
+    assert choice.model_key(("model", "a", "weight")) == "a.weight"
+    assert choice.model_key(("optimizer", "a")) is None
+    assert choice.model_key(("model", "optim", "a")) is None
+    assert choice.model_key(("model", "optimal")) == "optimal"
 
 
 views = st.integers(0, 3).flatmap(

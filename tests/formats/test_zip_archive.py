@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.harness.memory_storage import MemoryReader
+from tests.support.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError
 from shardwise.formats import torch_files
@@ -108,14 +108,14 @@ def test_members_and_their_bytes(zip64: bool, before: int, after: int) -> None:
     assert list(archive.members) == ["a/one", "a/zwölf"]
     for entry in entries:
         name = entry.name.decode()
-        where = archive.bytes_of(name)
+        where = archive.byte_range(name)
         assert whole[where.start : where.stop] == entry.content
         assert archive.content(name, max_nbytes=10) == entry.content
         assert archive.members[name].file_size == len(entry.content)
     with pytest.raises(FormatError, match=r"its member a/one has 5 bytes, 4 is the limit"):
         archive.content("a/one", max_nbytes=4)
     with pytest.raises(FormatError, match=r"the file: it has no member b. It is damaged or incomplete"):
-        archive.bytes_of("b")
+        archive.byte_range("b")
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, 5_000, 9_000, 16_000, 40_000])
@@ -125,7 +125,7 @@ def test_archives_of_every_size(nbytes: int) -> None:
     made = Zip((Entry(b"a/one", content[:nbytes]), Entry(b"a/two", b"end"))).made()
     archive, whole = opened(made, before=11)
     assert archive.content("a/one", max_nbytes=nbytes) == content[:nbytes]
-    where = archive.bytes_of("a/two")
+    where = archive.byte_range("a/two")
     assert whole[where.start : where.stop] == b"end"
 
 
@@ -177,7 +177,7 @@ def test_an_archive_that_lies(made: Zip | bytes, words: str) -> None:
     assert words in refusal(made)
 
 
-def test_only_what_is_too_large_is_told_apart() -> None:
+def test_only_what_is_too_large_is_distinguished() -> None:
     """One field of three in 64 bits: the others are as they stand."""
     content = bytearray(Zip((Entry(b"a/one", b"first", extra=struct.pack("<HHQ", 1, 8, 5)),)).made())
     struct.pack_into("<L", content, content.rfind(b"PK\1\2") + 24, FULL_32)  # the size unpacked

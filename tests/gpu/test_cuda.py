@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import truth, zoo
-from tests.verbs import on_ranks, sharding
+from tests.engines import on_ranks, sharding
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 
@@ -59,7 +59,7 @@ def test_a_sharded_load_has_the_bits_of_the_cpu(mixtral, one_rank, dtype, kind):
     assert truth.differences({"values": found, "ties": []}, truth.snapshot(expected) | {"ties": []}) == []
 
 
-def test_an_unsharded_load_goes_to_the_device_asked_for(mixtral, kind):
+def test_an_unsharded_load_goes_to_the_device_requested(mixtral, kind):
     options = shardwise.options.LoadOptions(device=torch.device(kind, 0))
     on_gpu = shardwise.from_pretrained(mixtral, options=options)
     assert all(parameter.device.type == kind for parameter in on_gpu.parameters())
@@ -148,7 +148,7 @@ def side(module):
     stream.synchronize()
 
 
-def test_a_load_comes_after_what_was_asked_of_the_device_before(mixtral, side, kind, module):
+def test_a_load_comes_after_what_was_requested_from_the_device_before(mixtral, side, kind, module):
     """Weights that are still being written over, in the stream of the caller."""
     device = torch.device(kind, 0)
     options = shardwise.options.LoadOptions(device=device)
@@ -163,7 +163,7 @@ def test_a_load_comes_after_what_was_asked_of_the_device_before(mixtral, side, k
     assert truth.differences({"values": found, "ties": []}, {"values": expected, "ties": []}) == []
 
 
-def test_a_save_has_what_was_asked_of_the_device_before(mixtral, side, tmp_path, kind, module):
+def test_a_save_has_what_was_requested_from_the_device_before(mixtral, side, tmp_path, kind, module):
     model = shardwise.from_pretrained(mixtral, options=shardwise.options.LoadOptions(device=torch.device(kind, 0)))
     module._sleep(LONG[kind])
     with torch.no_grad():
@@ -193,7 +193,7 @@ def test_memory_that_torch_keeps_counts_as_free(mixtral, kind, module):
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, (3 << 20) + 5])
 def test_a_checksum_is_that_of_the_host(monkeypatch, numel, kind):
-    monkeypatch.setattr("shardwise.execution.checksums._BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr("shardwise.execution.checksums._CHUNK_BYTES", 1 << 20)
     tensors = [torch.randn(numel).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn)]
     tensors += [tensor[3:] for tensor in tensors] + [torch.randn(numel // 7, 7).t()]
     assert checksums([tensor.to(kind) for tensor in tensors]) == checksums(tensors)

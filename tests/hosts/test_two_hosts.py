@@ -72,7 +72,7 @@ def test_loads_and_saves_on_disks_that_differ_are_refused_alike(hosts: Hosts) ->
     assert not list(hosts.disk_of(0).glob("saved/*"))
 
 
-def test_a_host_is_killed_and_its_training_goes_on_on_the_other(hosts: Hosts) -> None:
+def test_a_host_is_killed_and_its_training_continues_on_the_other(hosts: Hosts) -> None:
     ranks = hosts.start_ranks(*training(hosts))
     wait_for_steps(ranks[0], 30)
     hosts.kill(ranks[1])

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate import accelerator as accelerator_module
+from tests.engines.on_ranks import attempt
 from tests.integrations.accelerating import (
     OURS,
     STEPS,
@@ -21,7 +22,6 @@ from tests.integrations.accelerating import (
     same_bits,
     whole,
 )
-from tests.verbs.on_ranks import attempt
 
 import shardwise
 

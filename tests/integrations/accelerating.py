@@ -67,7 +67,7 @@ def model_of(checkpoint: str, strategy: str, efficient: bool, kind: str = "whole
     """A model as a script of this kind makes it, before ``prepare``."""
     if strategy == OURS and efficient:
         places = {"lora": "sharded", "replicated": "replicated"}
-        tuning = {} if kind == "whole" else {"tuning": shardwise.Lora(lora(), adapters=places[kind])}
+        tuning = {} if kind == "whole" else {"tuning": shardwise.Lora(lora(), placement=places[kind])}
         return shardwise.from_pretrained(checkpoint, dtype=torch.float32, **tuning).train()
     return scripted(checkpoint, kind)
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.harness.local_ranks import LocalRanks
 from tests.integrations.runs import write
+from tests.support.local_ranks import LocalRanks
 
 
 def _ranks(size: int, request: pytest.FixtureRequest) -> LocalRanks:

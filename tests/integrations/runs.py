@@ -147,7 +147,7 @@ def bring_up(run: Run) -> Any:
     tuning: Any = shardwise.Full()
     if kind.endswith("lora"):
         where = folder / ("dropping" if kind.startswith("dropping") else "adapter")
-        tuning = shardwise.ExistingLora(where, adapters=placement)
+        tuning = shardwise.ExistingLora(where, placement=placement)
     if kind == "frozen":
         tuning = shardwise.Freeze(trainable_layers=1)
     sharding = shardwise.Sharding()

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.harness.local_ranks import RankError
-from tests.harness.world import run_world
-from tests.integrations import accelerate_refusals, accelerate_states, accelerating
+from tests.engines.conftest import small_qwen3
+from tests.integrations import accelerate_errors, accelerate_states, accelerating
 from tests.integrations.accelerating import OURS, THEIRS, WAYS
 from tests.quiet import quieten
-from tests.verbs.conftest import small_qwen3
+from tests.support.local_ranks import RankError
+from tests.support.world import run_world
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import shardwise
@@ -163,7 +163,7 @@ def test_a_mixture_that_accelerate_shards(worlds, mixture):
         pytest.param((OURS, True), "replicated", "SHARDED_STATE_DICT", (5, 1), marks=pytest.mark.slow),
     ],
 )
-def test_a_state_goes_on_on_other_ranks(worlds, qwen3, tmp_path, way, kind, form, sizes):
+def test_a_state_continues_on_other_ranks(worlds, qwen3, tmp_path, way, kind, form, sizes):
     folder = tmp_path / "state"
     losses = worlds(2).run(accelerate_states.saved, qwen3, str(folder), way, kind, form)[0]
     for size in sizes:
@@ -194,7 +194,7 @@ def test_states_are_accelerates_own_and_numbered(worlds, qwen3, tmp_path):
 
 
 @pytest.mark.distributed
-def test_a_rank_that_cannot_write_or_read_is_told_on_all_and_the_older_state_stays(worlds, qwen3, tmp_path):
+def test_a_rank_that_cannot_write_or_read_is_reported_on_all_and_the_older_state_stays(worlds, qwen3, tmp_path):
     first, second = worlds(2).run(accelerate_states.failing_on_one, qwen3, str(tmp_path / "state"))
     assert first == second
     assert all("rank 1" in words and "no room" in words for _, words in first), first
@@ -223,7 +223,7 @@ SAID = {
 
 @pytest.mark.distributed
 def test_what_cannot_be_taken_is_refused_on_all_ranks(worlds, qwen3):
-    first, second = worlds(2).run(accelerate_refusals.not_taken, qwen3)
+    first, second = worlds(2).run(accelerate_errors.not_taken, qwen3)
     assert first.keys() == SAID.keys()
     assert first == second, "every error is the same on every rank"
     for name, (kind, words) in SAID.items():
@@ -232,13 +232,13 @@ def test_what_cannot_be_taken_is_refused_on_all_ranks(worlds, qwen3):
 
 @pytest.mark.distributed
 def test_models_sharded_by_anybody_are_left_alone(worlds, qwen3):
-    assert worlds(2).run(accelerate_refusals.taken, qwen3) == [[], []]
+    assert worlds(2).run(accelerate_errors.taken, qwen3) == [[], []]
 
 
 def doors() -> dict[str, object]:
-    from shardwise.integrations.accelerate_patches import _doors
+    from shardwise.integrations.accelerate_patches import _replacements
 
-    return {f"{owner.__name__}.{name}": vars(owner)[name] for owner, name, _ in _doors()}
+    return {f"{owner.__name__}.{name}": vars(owner)[name] for owner, name, _ in _replacements()}
 
 
 def test_the_switch_puts_everything_back_nested_and_raising():
@@ -256,7 +256,7 @@ def test_the_switch_puts_everything_back_nested_and_raising():
     assert doors() == before
 
 
-def test_a_door_that_somebody_else_has_wrapped_stays_theirs_and_passes_on():
+def test_a_door_that_another_program_has_wrapped_stays_theirs_and_passes_on():
     from accelerate import Accelerator
 
     before = vars(Accelerator)["prepare"]

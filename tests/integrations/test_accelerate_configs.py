@@ -89,7 +89,7 @@ def test_each_of_the_ways_to_write_it(source, expected, tmp_path):
     assert read(tmp_path / "config.json")[0] == expected
 
 
-def test_keys_of_fsdp1_are_taken_for_what_they_come_to_or_told():
+def test_keys_of_fsdp1_are_taken_for_what_they_come_to_or_reported():
     sharding, told = read(
         {
             "fsdp_sharding_strategy": "FULL_SHARD",

@@ -5,10 +5,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from tests.harness.local_ranks import LocalRanks
-from tests.integrations.doors import require_doors
 from tests.integrations.failing import fail_alone
+from tests.integrations.requirements import require_doors
 from tests.integrations.runs import Run, train
+from tests.support.local_ranks import LocalRanks
 
 require_doors()
 

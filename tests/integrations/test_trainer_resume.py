@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.harness.local_ranks import LocalRanks, RankError
 from tests.integrations import eight_bits
-from tests.integrations.doors import require_doors
+from tests.integrations.requirements import require_doors
 from tests.integrations.runs import Outcome, Run, caught, require_same, train
+from tests.support.local_ranks import LocalRanks, RankError
 
 from shardwise.options import Ignore
 
@@ -47,7 +47,7 @@ def kinds(output: Path) -> list[str]:
 @pytest.mark.parametrize(
     "model", ["whole", "dropping lora", pytest.param("replicated lora", marks=pytest.mark.slow)]
 )
-def test_goes_on_from_a_checkpoint_on_other_ranks(
+def test_continues_from_a_checkpoint_on_other_ranks(
     two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str
 ) -> None:
     """From step 4 of a training whose tracker broke in step 5: on one rank, and on as many as before."""
@@ -233,7 +233,7 @@ def test_what_one_rank_asks_for_all_do(two: LocalRanks, folder: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_goes_on_with_8_bits_on_as_many_ranks(folder: Path, tmp_path: Path) -> None:
+def test_continues_with_8_bits_on_as_many_ranks(folder: Path, tmp_path: Path) -> None:
     arguments = SAVED | {"output_dir": str(tmp_path)}
     with LocalRanks(2, timeout_s=200) as two:
         told = two.run(eight_bits.trained_twice, str(folder), arguments, str(tmp_path / "checkpoint-4"))

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from tests.harness.local_ranks import LocalRanks
-from tests.integrations.doors import require_doors
+from tests.integrations.requirements import require_doors
 from tests.integrations.runs import Run, compared
+from tests.support.local_ranks import LocalRanks
 
 pytest.importorskip("trl")
 

@@ -2,8 +2,8 @@
 
 import pytest
 from tests import zoo
+from tests.engines.conftest import small_qwen3
 from tests.integrations import serving
-from tests.verbs.conftest import small_qwen3
 
 import shardwise
 from shardwise.integrations.vllm import weight_source

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.engines.conftest import small_qwen3
+from tests.engines.optimizing import differences
+from tests.engines.stating import local
 from tests.interchange.trading import FORMS, SMALL, Theirs
-from tests.verbs.conftest import small_qwen3
-from tests.verbs.optimizing import differences
-from tests.verbs.stating import local
 from torch import nn
 
 import shardwise

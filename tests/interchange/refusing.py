@@ -11,9 +11,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from tests.engines.on_ranks import attempt
+from tests.engines.optimizing import MAKERS, differences, sharded, trained
 from tests.interchange.trading import FORMS, SMALL, whole_model, whole_optimizer
-from tests.verbs.on_ranks import attempt
-from tests.verbs.optimizing import MAKERS, differences, sharded, trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType

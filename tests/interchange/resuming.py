@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.engines.conftest import small_qwen3
+from tests.engines.on_ranks import attempt
+from tests.engines.optimizing import differences
 from tests.interchange.trading import Theirs
-from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import attempt
-from tests.verbs.optimizing import differences
 from torch import nn
 from torch.optim import AdamW, lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, StepLR

@@ -24,7 +24,7 @@ def test_what_accelerate_writes_is_loaded(worlds, tmp_path, form, size, number, 
 
 @pytest.mark.parametrize("writer", ["accelerate", "shardwise"])
 @pytest.mark.parametrize("form", ["full", "sharded"])
-def test_another_number_of_ranks_goes_on(worlds, tmp_path, form, writer):
+def test_another_number_of_ranks_continues(worlds, tmp_path, form, writer):
     worlds(3).run(trading.save, str(tmp_path), form, writer)
     assert worlds(2).run(trading.resume, str(tmp_path)) == [[]] * 2
     assert trading.resume(str(tmp_path)) == []

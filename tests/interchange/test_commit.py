@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.harness import EffectLog, assert_old_or_new, recorded, states_after_crash
+from tests.support import EffectLog, assert_old_or_new, recorded, states_after_crash
 from torch import nn
 
 import shardwise
@@ -128,7 +128,7 @@ def test_a_file_without_tensors_is_synced_before_it_is_named(tmp_path, kind):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_second_save_is_refused_while_one_goes_on(tmp_path, form):
+def test_a_second_save_is_refused_while_one_continues(tmp_path, form):
     save(1, tmp_path, form)
     told = []
 
@@ -144,7 +144,7 @@ def test_a_second_save_is_refused_while_one_goes_on(tmp_path, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_one_that_lost_its_mark_is_told_and_the_other_counts(tmp_path, form):
+def test_one_that_lost_its_mark_is_reported_and_the_other_counts(tmp_path, form):
     save(1, tmp_path, form)
 
     def other():

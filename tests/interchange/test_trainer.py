@@ -24,7 +24,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.mark.parametrize("size", [0, 1, 3])
 @pytest.mark.parametrize("is_named", [True, False], ids=["named", "numbered"])
-def test_a_run_of_the_trainers_goes_on(worlds, checkpoints, size, is_named):
+def test_a_run_of_the_trainers_continues(worlds, checkpoints, size, is_named):
     arguments = str(checkpoints[is_named]), not is_named
     results = worlds(size).run(resuming.resume, *arguments) if size else [resuming.resume(*arguments)]
     for faults, report in results:
@@ -37,7 +37,7 @@ def test_a_run_of_the_trainers_goes_on(worlds, checkpoints, size, is_named):
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
-def test_a_run_under_fsdp_goes_on_with_another_number_of_ranks(worlds, tmp_path, form):
+def test_a_run_under_fsdp_continues_with_another_number_of_ranks(worlds, tmp_path, form):
     worlds(3).run(resuming.write_fsdp, str(tmp_path), form)
     for faults, report in worlds(2).run(resuming.resume_fsdp, str(tmp_path)):
         assert faults == []
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_refused_by_all(worlds, checkpoints, tmp_path, how)
 
 
 @pytest.mark.parametrize("kind", resuming.MADE)
-def test_schedules_of_torch_go_on(tmp_path, kind):
+def test_schedules_of_torch_continue(tmp_path, kind):
     wanted, found = resuming.schedule_goes_on(tmp_path, resuming.MADE[kind])
     assert found == wanted
     assert len(set(map(tuple, wanted))) > 1, "a schedule that changes nothing shows nothing"

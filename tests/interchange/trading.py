@@ -11,12 +11,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
-from tests.verbs.optimizing import MAKERS, differences, in_order, sharded, trained
+from tests.engines.optimizing import MAKERS, differences, in_order, sharded, trained
 from torch import nn
 from torch.optim import Optimizer
 
 import shardwise
-from shardwise.planning.commit_plan import Renames, fresh
+from shardwise.planning.commit_plan import Renames, temporary_name
 
 SMALL = shardwise.options.StateOptions(budget_bytes=4096)
 
@@ -89,12 +89,14 @@ def ours_to_theirs(folder: str, form: str, number: int) -> list[str]:
     shardwise.save_accelerate_model(model, folder, FORMS[form], number=number, options=SMALL)
     shardwise.save_accelerate_optimizer(model, optimizer, folder, FORMS[form], number=number, options=SMALL)
     target = sharded("", 2)
-    (fresh,) = trained(target, "adamw", 3)  # torch loads only what it has a state of already
+    (temporary_name,) = trained(target, "adamw", 3)  # torch loads only what it has a state of already
     theirs = Theirs(form, number)
     theirs.load_model(target, folder)
-    theirs.load_optimizer(target, fresh, folder)
+    theirs.load_optimizer(target, temporary_name, folder)
     faults = differences(whole_model(target), whole_model(model), "model")
-    return faults + differences(whole_optimizer(target, fresh), whole_optimizer(model, optimizer), "optimizer")
+    return faults + differences(
+        whole_optimizer(target, temporary_name), whole_optimizer(model, optimizer), "optimizer"
+    )
 
 
 def theirs_to_ours(folder: str, form: str, number: int, child: bool) -> list[str]:
@@ -114,11 +116,11 @@ def theirs_to_ours(folder: str, form: str, number: int, child: bool) -> list[str
 
 def loaded_like(model: nn.Module, optimizer: Optimizer, weights: Path, moments: Path, number: int) -> list[str]:
     target = sharded("", 2)
-    (fresh,) = MAKERS["adamw"](target, 0.5)
+    (temporary_name,) = MAKERS["adamw"](target, 0.5)
     report = shardwise.load_accelerate_model(target, weights, number=number, options=SMALL)
-    told = shardwise.load_accelerate_optimizer(target, fresh, moments, number=number, options=SMALL)
+    told = shardwise.load_accelerate_optimizer(target, temporary_name, moments, number=number, options=SMALL)
     faults = differences(whole_model(target), whole_model(model), "model")
-    faults += differences(whole_optimizer(target, fresh), whole_optimizer(model, optimizer), "optimizer")
+    faults += differences(whole_optimizer(target, temporary_name), whole_optimizer(model, optimizer), "optimizer")
     for item in (report, told):
         if item.missing or item.unexpected or item.mismatched or item.cast:
             faults.append(str(item))
@@ -155,7 +157,7 @@ def of_an_interrupted_save(folder: str, form: str) -> tuple[list[str], list[str]
     if dist.get_rank() == 0:
         given = [name for name in names if not name.endswith(".distcp")]
         for name in given[1:]:
-            Path(folder, name).rename(Path(folder, fresh(name, "0123abcd")))
+            Path(folder, name).rename(Path(folder, temporary_name(name, "0123abcd")))
         listed = Renames("0123abcd", tuple(given))
         Path(folder, listed.file).write_bytes(listed.to_bytes())
     dist.barrier()

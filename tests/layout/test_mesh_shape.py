@@ -14,10 +14,10 @@ def test_positions_of_ranks_on_a_mesh():
 
 
 def test_axes_have_their_order_whatever_order_they_are_given_in():
-    assert MeshShape.of(8, {"shard": 4, "replicate": 2}) == MeshShape(("replicate", "shard"), (2, 4))
-    assert MeshShape.of(8, {"shard": 8}) == MeshShape(("shard",), (8,))
-    assert MeshShape.of(8, {"replicate": 1, "shard": 8}).sizes == (1, 8)
-    assert MeshShape.of(1, {"shard": 1}).sizes == (1,)
+    assert MeshShape.from_axes(8, {"shard": 4, "replicate": 2}) == MeshShape(("replicate", "shard"), (2, 4))
+    assert MeshShape.from_axes(8, {"shard": 8}) == MeshShape(("shard",), (8,))
+    assert MeshShape.from_axes(8, {"replicate": 1, "shard": 8}).sizes == (1, 8)
+    assert MeshShape.from_axes(1, {"shard": 1}).sizes == (1,)
     assert MeshShape.flat(8).sizes == (8,)
 
 
@@ -35,4 +35,4 @@ def test_axes_have_their_order_whatever_order_they_are_given_in():
 )
 def test_axes_that_make_no_mesh_of_eight_ranks(axes, message):
     with pytest.raises(ConfigError, match=message):
-        MeshShape.of(8, axes)
+        MeshShape.from_axes(8, axes)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout import LocalBox, first_rows, last_rows, place_of
+from shardwise.layout import LocalBox, first_rows, last_rows, locate_box
 from shardwise.tensors import Box, Strided
 
 
@@ -55,11 +55,11 @@ def test_where_a_box_within_one_that_is_held_lies(data: st.DataObject) -> None:
     starts = [data.draw(st.integers(0, size - 1)) for size in around.sizes]
     sizes = tuple(data.draw(st.integers(1, size - start)) for size, start in zip(around.sizes, starts, strict=True))
     box = Box(tuple(offset + start for offset, start in zip(around.offsets, starts, strict=True)), sizes)
-    place = place_of(box, held)
+    place = locate_box(box, held)
     assert place.sizes == sizes
     for row in range(sizes[0]):
         for index in range(sizes[1]):
             at = place.offset + row * place.strides[0] + index * place.strides[1]
             assert at == memory[box.offsets[0] + row, box.offsets[1] + index]
     with pytest.raises(ValueError, match="is not held"):
-        place_of(Box((0, 0), (10, 1)), held)
+        locate_box(Box((0, 0), (10, 1)), held)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from tests import zoo
+from tests.engines.conftest import small_qwen3
 from tests.quiet import quieten
-from tests.verbs.conftest import small_qwen3
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_named_and_leaves_nothing(
     assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
 
 
-def test_all_faults_are_told_at_once(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_all_faults_are_reported_at_once(base: Path, adapter: Path, tmp_path: Path) -> None:
     change(adapter, _changed_key("layers.1.self_attn.v_proj.lora_A", "layers.9.mlp.v_proj.lora_A"))
     change(
         adapter, lambda found: {k: v[:, :3] if "0.self_attn.q_proj.lora_A" in k else v for k, v in found.items()}
@@ -249,7 +249,7 @@ def test_a_head_trained_beside_a_tied_embedding_is_tied_no_more(tied: Path, tmp_
     assert torch.equal(loaded.model.embed_tokens.weight, truth.model.embed_tokens.weight)
 
 
-def test_what_is_merged_into_a_tied_tensor_is_told(tied: Path, tmp_path: Path) -> None:
+def test_what_is_merged_into_a_tied_tensor_is_reported(tied: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tied, tmp_path / "adapter", r=4, target_modules=["embed_tokens"])
     report = merge_adapter(tied, adapter, tmp_path / "out")
     assert any("lm_head.weight, tied to it, changes too" in note for note in report.notes)

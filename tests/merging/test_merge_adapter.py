@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from tests import zoo
+from tests.engines.conftest import SMALL
 from tests.merging.adapters import merged_by_peft, save_adapter, tensors_of, ulps_apart
-from tests.verbs.conftest import SMALL
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from shardwise.engines.merging_adapter import merge_adapter

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests import zoo
+from tests.engines import torch_saves
 from tests.merging.adapters import tensors_of
-from tests.verbs import torch_saves
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
@@ -83,7 +83,7 @@ def test_the_folder_of_the_model_is_found_and_the_config_above_it(inner: str, sm
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
 
 
-def test_without_a_config_names_stay_and_that_is_told(small, tmp_path: Path) -> None:
+def test_without_a_config_names_stay_and_that_is_reported(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
     (step / "config.json").unlink()
     report = merge_weights(step, tmp_path / "out")
@@ -97,7 +97,7 @@ def test_without_a_config_names_stay_and_that_is_told(small, tmp_path: Path) -> 
         merge_weights(step, tmp_path / "out", base=tmp_path)
 
 
-def test_tensors_of_an_adapter_are_told_to_be_no_model(tmp_path: Path) -> None:
+def test_tensors_of_an_adapter_are_reported_as_no_model(tmp_path: Path) -> None:
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_{}.default.weight"
     state = {name.format(part): torch.ones(4, 4) for part in "AB"}
     save_distributed({**state, "step": torch.zeros(1)}, tmp_path / "run")
@@ -201,7 +201,7 @@ def test_a_folder_without_metadata_is_explained(kept: list[str], words: str, sma
     assert not (tmp_path / "out").exists()
 
 
-def test_a_config_that_names_no_model_is_told(small, tmp_path: Path) -> None:
+def test_a_config_that_names_no_model_is_reported(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
     content = json.loads((step / "config.json").read_text())
     (step / "config.json").write_text(json.dumps(content | {"architectures": ["NobodysModel"]}))

@@ -55,7 +55,7 @@ def test_a_copy_of_a_prepared_model_is_its_own():
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_cache_that_nobody_asked_for_is_left_out():
+def test_a_cache_that_no_one_requested_is_left_out():
     model = stepping.sharded(stepping.qwen3(), activation_checkpointing=True)
     ids = stepping.batch().input_ids
     output = model(input_ids=ids, labels=ids)  # transformers makes a cache

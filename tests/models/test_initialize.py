@@ -63,7 +63,7 @@ def test_shards_are_parts_of_the_whole(name, block, dim, monkeypatch):
         assert torch.equal(torch.cat(parts, dim), whole)
 
 
-def test_distributions_are_those_asked_for():
+def test_distributions_are_those_requested():
     big = (400, 500)
     normal = whole_value(program_of(INITS["normal"], big))
     assert normal.mean() == pytest.approx(1.0, abs=0.01)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardwise.errors import ShardingError
 from shardwise.layout import TensorKind
 from shardwise.models.selection import names_outside
-from shardwise.models.view import boxes_at, canonical, collect_tensors, layout_of, meta_leftovers
+from shardwise.models.view import boxes_at, build_layout, canonical, collect_tensors, meta_leftovers
 from shardwise.tensors import contiguous_strides, numel
 
 
@@ -75,7 +75,7 @@ def test_temporary_buffers_have_an_order_that_their_registration_does_not_change
 
 def test_every_tensor_is_seen_once_with_all_its_names():
     found = collect_tensors(Model())
-    layout = layout_of(found)
+    layout = build_layout(found)
     assert [tensor.fqn for tensor in layout.tensors] == [
         "steps",
         "table",

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.harness.local_ranks import LocalRanks
-from tests.observing.made_runs import make_metrics, make_rank, make_run
+from tests.observing.synthetic_runs import make_metrics, make_rank, make_run
+from tests.support.local_ranks import LocalRanks
 from tests.training import tiny
 
 import shardwise

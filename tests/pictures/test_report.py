@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 from tests.cli.running import RUNNER
-from tests.observing.made_runs import GIB, make_metrics, make_rank, make_run
+from tests.observing.synthetic_runs import GIB, make_metrics, make_rank, make_run
 
 from shardwise import pictures
 from shardwise.cli import main
@@ -59,7 +59,7 @@ def test_a_run_is_a_page_with_memory_by_rank_and_phase(tmp_path: Path) -> None:
     assert rows_in(page, "Peaks by rank")[1][:5] == ["0", "host", "5.0", "7.00 GiB", "7.00 GiB"]
 
 
-def test_the_page_asks_nobody_and_runs_nothing(tmp_path: Path) -> None:
+def test_the_page_sends_no_requests_and_runs_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "out")
     report(run)
     page = page_in(run / "report")

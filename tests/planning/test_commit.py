@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shardwise.planning.commit_plan import look_at_folder, obsolete
+from shardwise.planning.commit_plan import get_folder_state, obsolete
 from shardwise.planning.save_plan import plan_save
 from shardwise.tensors import DType
 
@@ -25,18 +25,18 @@ ONE, SEVERAL = planned(1 << 20), planned(64)
 
 
 def test_a_single_file_counts_whatever_an_index_says():
-    standing = look_at_folder([SINGLE, INDEX, "a.safetensors"], index_of("a.safetensors"))
-    assert standing.weights == {SINGLE}
-    assert standing.named == {"a.safetensors"}, "what the index names may be about to count"
-    assert obsolete(ONE, standing) == [INDEX]
-    assert obsolete(SEVERAL, standing) == [SINGLE]
+    folder_state = get_folder_state([SINGLE, INDEX, "a.safetensors"], index_of("a.safetensors"))
+    assert folder_state.weights == {SINGLE}
+    assert folder_state.named == {"a.safetensors"}, "what the index names may be about to count"
+    assert obsolete(ONE, folder_state) == [INDEX]
+    assert obsolete(SEVERAL, folder_state) == [SINGLE]
 
 
 @pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
 def test_what_the_index_names_is_removed_where_it_is_a_weight_file_of_the_folder(plan):
     index = index_of("a.safetensors", "../b.safetensors", "notes.txt", "gone.safetensors", INDEX, "")
-    standing = look_at_folder(["a.safetensors", "c.safetensors", "notes.txt", INDEX], index)
-    removed = obsolete(plan, standing)
+    folder_state = get_folder_state(["a.safetensors", "c.safetensors", "notes.txt", INDEX], index)
+    removed = obsolete(plan, folder_state)
     assert removed == (["a.safetensors"] if plan is SEVERAL else ["a.safetensors", INDEX])
 
 
@@ -71,11 +71,11 @@ OTHERS = [
 
 @pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
 def test_what_unfinished_saves_left_is_removed_and_nothing_else(plan):
-    assert obsolete(plan, look_at_folder([*LEFT, *OTHERS], None)) == sorted(LEFT)
+    assert obsolete(plan, get_folder_state([*LEFT, *OTHERS], None)) == sorted(LEFT)
 
 
 @pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
 def test_what_was_just_saved_is_never_removed(plan):
     new = {*plan.names, *([] if plan.index is None else [INDEX])}
-    standing = look_at_folder(sorted(new), plan.index)
-    assert not new & set(obsolete(plan, standing))
+    folder_state = get_folder_state(sorted(new), plan.index)
+    assert not new & set(obsolete(plan, folder_state))

@@ -56,25 +56,25 @@ def test_a_tied_name_with_another_shape_is_a_fault_of_its_own():
 # Groups
 
 
-def test_groups_are_told_by_their_parameters():
+def test_groups_are_identified_by_their_parameters():
     found = match_groups([["a", "b"], [], ["c"]], [["c"], ["b", "a"], []], [], STRICT)
-    assert found.giver_of == (1, 2, 0)
+    assert found.source_groups == (1, 2, 0)
 
 
 def test_empty_groups_are_paired_in_order():
-    assert match_groups([[], ["a"], []], [[], ["a"], []], [], STRICT).giver_of == (0, 1, 2)
+    assert match_groups([[], ["a"], []], [[], ["a"], []], [], STRICT).source_groups == (0, 1, 2)
 
 
 def test_what_may_be_missing_or_unexpected_does_not_set_groups_apart():
     tolerance = Tolerance(Ignore(only=("b",)), Ignore(only=("old*",)))
     found = match_groups([["a", "b"], ["b2"], ["c"]], [["c", "old"], ["a"], ["b2"]], ["old2"], tolerance)
-    assert found.giver_of == (1, 2, 0)
+    assert found.source_groups == (1, 2, 0)
     assert (found.missing, found.unexpected) == (("b",), ("old", "old2"))
 
 
 def test_a_group_of_which_nothing_is_known_keeps_its_settings():
     found = match_groups([["a"], ["b"], []], [["a"], ["old"]], [], Tolerance(Ignore(), Ignore()))
-    assert found.giver_of == (0, None, None)
+    assert found.source_groups == (0, None, None)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from shardwise.planning.merge_plan import (
     MergeTargets,
     Replaced,
     WeightForm,
+    fully_trained_tensors,
     plan_merge,
-    tensors_trained_whole,
 )
 from shardwise.tensors import DType
 
@@ -116,12 +116,12 @@ def test_tensors_that_were_trained_whole() -> None:
         head__lora_A__weight=(2, 6),
     )
     config = LoraConfig(r=2, lora_alpha=2, modules_to_save=("head", "norm"))
-    assert tensors_trained_whole(config, stored, adapter_name="mine") == {
+    assert fully_trained_tensors(config, stored, adapter_name="mine") == {
         "head.weight": f"{PREFIX}head.modules_to_save.mine.weight",
         "norm.weight": f"{PREFIX}norm.modules_to_save.weight",
         "deep.head.weight": f"{PREFIX}deep.head.base_layer.weight",
     }
-    assert tensors_trained_whole(LoraConfig(r=2, lora_alpha=2), stored, adapter_name="mine") == {}
+    assert fully_trained_tensors(LoraConfig(r=2, lora_alpha=2), stored, adapter_name="mine") == {}
 
 
 SOUND = {"q__lora_A__weight": (2, 6), "q__lora_B__weight": (4, 2)}

@@ -11,8 +11,8 @@ from tests.conversion.random_expressions import Grower, view
 
 from shardwise.conversion.expression import Stored
 from shardwise.formats.safetensors_files import NewFile
-from shardwise.planning.moves import ALIGNMENT_BYTES, Move, plan_rounds, shares_by_rank, whole_on
-from shardwise.planning.save_plan import choose_owners
+from shardwise.planning.moves import ALIGNMENT_BYTES, Move, full_on_ranks, plan_rounds, shares_by_rank
+from shardwise.planning.save_plan import assign_owners
 from shardwise.tensors import Box, DType
 
 ITEMSIZE = 4
@@ -78,7 +78,7 @@ def test_blocks_make_the_tensors_within_the_bucket(seed, size, bucket, to_all):
     for number in range(rng.randint(1, 4)):
         expression, array = grower.grow(rng.randint(0, 4))
         on = tuple(range(size)) if to_all else (rng.randrange(size),)
-        moves.append(Move(str(number), expression, ITEMSIZE, whole_on(on, expression.shape, size)))
+        moves.append(Move(str(number), expression, ITEMSIZE, full_on_ranks(on, expression.shape, size)))
         arrays[str(number)], targets[str(number)] = array, on
     shares = {name: dealt(rng, leaf.shape, size) for name, leaf in grower.leaves.items()}
     streams = [moves] if to_all else [[item for item in moves if targets[item.key] == (r,)] for r in range(size)]
@@ -109,7 +109,7 @@ def halves(*names):
 
 
 def move(name, targets, shape=(8,), size=2):
-    return Move(name, Stored(name, shape, DType.F32), 4, whole_on(targets, shape, size))
+    return Move(name, Stored(name, shape, DType.F32), 4, full_on_ranks(targets, shape, size))
 
 
 def test_a_tensor_larger_than_a_bucket_comes_in_rows():
@@ -152,4 +152,4 @@ def test_a_bucket_smaller_than_an_element_takes_one_at_a_time():
     [([5], 4, (0,)), ([5, 5], 4, (0, 2)), ([9, 5, 5, 1], 2, (0, 1, 1, 0)), ([1, 1, 1], 1, (0, 0, 0)), ([], 3, ())],
 )
 def test_owners_are_spread_and_have_about_the_same_to_write(sizes, ranks, owners):
-    assert choose_owners([NewFile(str(n), b"", (), nbytes) for n, nbytes in enumerate(sizes)], ranks) == owners
+    assert assign_owners([NewFile(str(n), b"", (), nbytes) for n, nbytes in enumerate(sizes)], ranks) == owners

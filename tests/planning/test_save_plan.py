@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, view
 
-from shardwise.execution.stream_out import parts_of
+from shardwise.execution.stream_out import plan_blocks
 from shardwise.planning.load_memory import aligned
 from shardwise.planning.save_plan import arrange_writes, plan_save
 from shardwise.storage.contract import WritePolicy
@@ -70,7 +70,7 @@ def test_nothing_to_save_is_a_file_and_one_that_cannot_be_renamed_has_an_index()
 def test_a_file_is_written_in_blocks_that_are_as_full_as_they_can_be(kinds, most):
     tensors = [(f"t{number}", dtype, tuple(shape)) for number, (dtype, shape) in enumerate(kinds)]
     plan = plan_save(tensors, max_shard_bytes=1 << 20, parameters=7, save_id="0123abcd")
-    blocks = list(parts_of(plan, most))
+    blocks = list(plan_blocks(plan, most))
     sizes = [sum(box.numel * plan.entries[key].dtype.itemsize for key, box in block) for block in blocks]
     assert sum(sizes) == plan.nbytes
     assert all(size <= most for size in sizes)

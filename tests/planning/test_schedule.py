@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardwise.conversion.computed import Copy, copies
 from shardwise.conversion.expression import Stored, permute
 from shardwise.formats.contract import TensorEntry
-from shardwise.planning.load_memory import aligned, copies_by_run, schedule, segments_of
+from shardwise.planning.load_memory import aligned, copies_by_run, iter_segments, schedule
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided
 
@@ -71,7 +71,7 @@ def test_segments_hold_their_copies_and_keep_to_the_sizes(case, gap, block, requ
     rules = policy(gap, request)
     for copy in copies(Stored("key", shape, DType.U8), Box(offsets, sizes)):
         found: list[int] = []
-        for segment in segments_of(copy, 3, place, needs_staging=needs_staging, policy=rules, block_bytes=block):
+        for segment in iter_segments(copy, 3, place, needs_staging=needs_staging, policy=rules, block_bytes=block):
             assert segment.target == 3
             held = indices(segment.copy.source)
             assert segment.bytes.start == 1000 + min(held)
@@ -103,7 +103,7 @@ def test_requests_hold_every_segment_once_and_keep_to_the_policy(pieces, gap, re
         copy = Copy(Stored("key", (400,), DType.U8), Strided(start, (nbytes,), (1,)), Strided(0, (nbytes,), (1,)))
         segments += [
             (file, segment)
-            for segment in segments_of(
+            for segment in iter_segments(
                 copy,
                 number,
                 entry((400,), file=file),
@@ -134,7 +134,7 @@ def test_requests_hold_every_segment_once_and_keep_to_the_policy(pieces, gap, re
 def test_neighbours_are_one_request_and_what_is_far_is_another():
     def at(start: int, nbytes: int) -> tuple[str, object]:
         copy = Copy(Stored("key", (9000,), DType.U8), Strided(start, (nbytes,), (1,)), Strided(0, (nbytes,), (1,)))
-        (segment,) = segments_of(copy, 0, entry((9000,)), needs_staging=False, policy=policy(10), block_bytes=1)
+        (segment,) = iter_segments(copy, 0, entry((9000,)), needs_staging=False, policy=policy(10), block_bytes=1)
         return "f", segment
 
     found = schedule([at(0, 1000), at(1000, 500), at(1505, 500), at(8000, 4)], policy(10), staging_bytes=4096)

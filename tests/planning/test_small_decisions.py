@@ -5,8 +5,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.planning.fingerprints import RecordedSave, file_beside, from_bytes, to_bytes
-from shardwise.planning.load_memory import ComputingShare, staging_within
+from shardwise.planning.fingerprints import RecordedSave, fingerprint_file, from_bytes, to_bytes
+from shardwise.planning.load_memory import ComputingShare, plan_staging
 from shardwise.planning.load_plan import describe_faults
 
 # Staging
@@ -14,7 +14,7 @@ from shardwise.planning.load_plan import describe_faults
 
 @given(st.integers(1, 1 << 34), st.integers(1, 64), st.booleans())
 def test_staging_stays_within_its_budget_where_it_can(budget: int, concurrency: int, on_device: bool) -> None:
-    made = staging_within(budget, concurrency, on_device=on_device)
+    made = plan_staging(budget, concurrency, on_device=on_device)
     slabs = 2 if on_device else 1
     assert 1 <= made.workers <= concurrency
     assert made.total_bytes == slabs * made.workers * made.nbytes
@@ -33,9 +33,9 @@ def test_staging_stays_within_its_budget_where_it_can(budget: int, concurrency: 
 def test_what_is_computed_and_the_staging_of_its_inputs_take_half_of_a_budget_each(
     budget: int, workers: int
 ) -> None:
-    share = ComputingShare.of(budget, workers)
+    share = ComputingShare.from_budget(budget, workers)
     assert share.staging_bytes == budget // 2
-    made = staging_within(share.staging_bytes, workers, on_device=False).workers
+    made = plan_staging(share.staging_bytes, workers, on_device=False).workers
     assert made * share.most_bytes <= budget // 2 < made * (share.most_bytes + 1), (
         "all blocks that are made at once"
     )
@@ -67,7 +67,7 @@ def test_the_file_of_fingerprints() -> None:
     assert written == {"format": "shardwise fingerprints 1", "saves": [saved]}
     by_older_code = json.dumps({**written, "saves": [older]}).encode()
     assert from_bytes(by_older_code) == [RecordedSave({"f": 3}, {"a": 255})]
-    assert file_beside("model") == "model.fingerprints.json"
+    assert fingerprint_file("model") == "model.fingerprints.json"
     assert content.endswith(b"}\n")
     for damaged in (
         None,

@@ -6,17 +6,17 @@ from shardwise.errors import RankMismatchError
 from shardwise.planning.matching import (
     NOBODY,
     Item,
-    choose_dtypes,
-    choose_sources,
     require_alike,
     resolve_differences,
+    select_dtypes,
+    select_sources,
 )
 
 ANYONE = "any"
 
 
 def chosen(live, values_from=ANYONE):
-    (sources,) = choose_sources(["w"], [[has] for has in live], values_from)
+    (sources,) = select_sources(["w"], [[has] for has in live], values_from)
     return sources
 
 
@@ -53,7 +53,7 @@ def test_ranks_that_should_have_values_and_do_not_are_named(live, values_from, w
 def test_where_values_differ_the_rank_with_the_most_of_the_model_counts():
     names = ["weight", "table"]
     live = [[False, True], [True, True], [True, True]]
-    sources = choose_sources(names, live, "any")
+    sources = select_sources(names, live, "any")
     assert sources == [(1, 1, 2), (0, 1, 2)]
     sums = [{"table": 5}, {"weight": 1, "table": 5}, {"weight": 2, "table": 6}]
     settled, taken = resolve_differences(names, sources, sums, [1, 2, 2], "any")
@@ -65,9 +65,9 @@ def test_where_values_differ_the_rank_with_the_most_of_the_model_counts():
         resolve_differences(names, sources, sums, [1, 2, 2], "all_ranks")
 
 
-@pytest.mark.parametrize("source_of", [NOBODY, (0, 0), (1, 1)])
-def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_of):
-    assert resolve_differences(["w"], [source_of], [{}, {}], [1, 1], "all_ranks") == ([source_of], {})
+@pytest.mark.parametrize("source_ranks", [NOBODY, (0, 0), (1, 1)])
+def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_ranks):
+    assert resolve_differences(["w"], [source_ranks], [{}, {}], [1, 1], "all_ranks") == ([source_ranks], {})
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_of):
     ],
 )
 def test_the_receivers_dtype_counts_but_exact_ones_are_never_cast(sources, dtypes, expected):
-    assert choose_dtypes(["w"], [sources], [[dtype] for dtype in dtypes]) == [expected]
+    assert select_dtypes(["w"], [sources], [[dtype] for dtype in dtypes]) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_receivers_dtype_counts_but_exact_ones_are_never_cast(sources, dtype
 )
 def test_dtypes_that_cannot_be_everybodys_are_refused(sources, dtypes):
     with pytest.raises(RankMismatchError, match="w is .*float32 on rank 0"):
-        choose_dtypes(["w"], [sources], [[dtype] for dtype in dtypes])
+        select_dtypes(["w"], [sources], [[dtype] for dtype in dtypes])
 
 
 def item(name="w", *others, shape=(2, 3), trained=True):

@@ -87,7 +87,7 @@ def go_through(folder: str, mesh: str) -> list[str]:
     packed = {f"{name}.weight" for name, _ in layers_of(model)}
     for name, layer in layers_of(model):
         found = layer.packing.dequantize(
-            whole(layer.weight), layer.scales_of(whole(layer.weight_scales), 0), torch.bfloat16
+            whole(layer.weight), layer.get_scales(whole(layer.weight_scales), 0), torch.bfloat16
         )
         if not torch.equal(found, numbers[f"{name}.weight"]):
             faults.append(f"{name} has other numbers in four bits")

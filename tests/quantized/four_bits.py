@@ -147,7 +147,7 @@ def trained_alike(folder: str, mesh: str, placement: str) -> dict[str, Any]:
     placed = {"in blocks": "sharded", "replicated": "replicated"}[placement]
     stock = stock_model(folder, "nf4", torch.float32)
     stock = get_peft_model(prepare_model_for_kbit_training(stock, use_gradient_checkpointing=False), lora_config())
-    ours = our_model(folder, "nf4", torch.float32, mesh, tuning=shardwise.Lora(lora_config(), adapters=placed))
+    ours = our_model(folder, "nf4", torch.float32, mesh, tuning=shardwise.Lora(lora_config(), placement=placed))
     mine = {name: parameter for name, parameter in ours.named_parameters() if parameter.requires_grad}
     theirs = {name: parameter for name, parameter in stock.named_parameters() if parameter.requires_grad}
     draw([mine[name] for name in theirs])
@@ -208,7 +208,7 @@ def merged(folder: str, mesh: str, scales: str) -> dict[str, Any]:
     draw([parameter for parameter in ours.parameters() if parameter.requires_grad])
     wanted = {}
     for name, layer in layers_of(ours):
-        scales_of_it = layer.scales_of(whole(layer.weight_scales), 0)
+        scales_of_it = layer.get_scales(whole(layer.weight_scales), 0)
         wanted[name] = layer.packing.dequantize(whole(layer.weight), scales_of_it, torch.float32)
     for name, parameter in list(ours.named_parameters()):
         if ".lora_A." in name:

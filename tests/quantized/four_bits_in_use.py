@@ -6,9 +6,9 @@ from unittest import mock
 
 import torch
 from peft import LoraConfig
+from tests.engines.on_ranks import attempt
 from tests.peers import use_peers
 from tests.quantized.four_bits import answers_of, our_model, stock_model
-from tests.verbs.on_ranks import attempt
 from torch.distributed.tensor import DTensor
 
 import shardwise
@@ -24,7 +24,7 @@ def faults(folder: str) -> dict[str, Any]:
     given = [Nf4(), Nf4(block_size=32)][rank]
     told["other blocks"] = attempt(partial(shardwise.from_pretrained, folder, quantization=given))
 
-    of = LocalTensor.of
+    of = LocalTensor.from_tensor
 
     def fail(tensor: torch.Tensor, name: str) -> Any:
         if rank == 1 and name.endswith("1.mlp.up_proj"):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from tests import ways
+from tests import load_cases
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -213,7 +213,7 @@ def go_through(folder: str, numbers: dict[str, torch.Tensor], mesh: str, budget_
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if dist.is_initialized():
-        ways.MESHES[mesh](model)
+        load_cases.MESHES[mesh](model)
     options = shardwise.options.LoadOptions(budget_bytes=budget_bytes, progress=False)
     report = shardwise.load(model, folder, options=options)
     faults = differing(model, numbers)

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from tests.harness.world import run_world
 from tests.quantized import bitsandbytes_files
 from tests.quantized.test_four_bits import written
+from tests.support.world import run_world
 
 SIZES = {
     "some rows": {"head_dim": 32, "hidden_size": 64, "intermediate_size": 73},

@@ -8,9 +8,9 @@ import torch
 from peft import LoraConfig
 from tests import zoo
 from tests.bank.four_bits import STACKS, give_numbers
-from tests.harness.world import run_world
 from tests.quantized import four_bit_experts
 from tests.quantized.four_bits import draw
+from tests.support.world import run_world
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 import shardwise

@@ -9,13 +9,13 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.harness.world import run_world
+from tests.engines.conftest import small_qwen3
 from tests.merging.adapters import save_adapter
 from tests.quantized import four_bits, quantizing
-from tests.verbs.conftest import small_qwen3
+from tests.support.world import run_world
 
 import shardwise
-from shardwise.models.quantization import of_transformers
+from shardwise.models.quantization import from_transformers
 from shardwise.options import Fp4, Nf4
 
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "dtype": "bfloat16"}
@@ -181,7 +181,7 @@ def test_what_makes_no_sense():
     with pytest.raises(shardwise.ConfigError, match="compute_dtype"):
         Nf4(compute_dtype=torch.int8)
     with pytest.warns(UserWarning, match="codes are kept and sharded as uint8"):
-        of_transformers(
+        from_transformers(
             {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
         )
 

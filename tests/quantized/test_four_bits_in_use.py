@@ -9,10 +9,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
-from tests.harness.world import run_world
 from tests.quantized import four_bits_in_use
 from tests.quantized.four_bits import draw, layers_of
 from tests.quantized.test_four_bits import written
+from tests.support.world import run_world
 from transformers import AutoModelForCausalLM
 
 import shardwise

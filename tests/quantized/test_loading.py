@@ -9,9 +9,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tests import zoo
+from tests.engines.conftest import small_qwen3
 from tests.quantized import quantizing
 from tests.quantized.stored_experts import make_gpt_oss
-from tests.verbs.conftest import small_qwen3
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

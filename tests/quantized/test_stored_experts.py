@@ -66,7 +66,7 @@ def test_mxfp4_is_saved_as_it_was_stored(gpt_oss, tmp_path):
     assert all(torch.equal(answers[what], wanted[what]) for what in wanted)
 
 
-def test_without_being_asked_experts_become_numbers(gpt_oss):
+def test_without_a_request_experts_become_numbers(gpt_oss):
     for given in ({}, {"quantization": "dequantize"}, {"quantization_config": Mxfp4Config(dequantize=True)}):
         model = shardwise.from_pretrained(str(gpt_oss), **given)
         assert not packed_stacks(model)

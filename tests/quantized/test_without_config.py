@@ -13,7 +13,7 @@ from transformers import Gemma3Config
 
 import shardwise
 from shardwise.engines.offline import config_content
-from shardwise.engines.outline import config_of
+from shardwise.engines.outline import load_config
 from shardwise.models import pretrained
 from shardwise.planning.load_plan import Ignore, Initialize
 
@@ -112,12 +112,12 @@ def test_parts_that_say_different_things(tmp_path):
         shardwise.load(model_of(), folder_of(tmp_path, float8(), **files), options=QUIET)
 
 
-def test_a_model_of_numbers_is_not_said_to_be_quantized(tmp_path):
+def test_a_model_of_numbers_is_not_reported_as_quantized(tmp_path):
     config = Gemma3Config()
     config.text_config.quantization_config = FP8
     config.save_pretrained(tmp_path)
-    assert pretrained.quantized_parts(config) == [config.text_config]
-    assert pretrained.quantized_parts(config_of(tmp_path, {})) == []
+    assert pretrained.quantized_configs(config) == [config.text_config]
+    assert pretrained.quantized_configs(load_config(tmp_path, {})) == []
     assert b"quantization_config" not in config_content(tmp_path, dtype=None, untied=False)
 
 

@@ -1,6 +1,6 @@
 """Many names in few words."""
 
-from shardwise.report.names import collapse, shown_ranks
+from shardwise.report.names import collapse, format_ranks
 
 
 def test_names_that_differ_in_one_number_become_one():
@@ -22,8 +22,8 @@ def test_a_name_alone_stays_to_the_letter():
     assert collapse(["model-00005-of-00005.safetensors"]) == [("model-00005-of-00005.safetensors", 1)]
 
 
-def test_ranks_are_told_in_few_words_however_many_they_are():
-    assert shown_ranks([1, 2, 5]) == "1, 2, 5"
-    assert shown_ranks(range(1, 1024)) == "1-1023"
-    assert shown_ranks([0, *range(3, 9), 11, 12]) == "0, 3-8, 11-12"
-    assert shown_ranks(range(1, 1024, 2)) == "1, 3, 5, 7, 9, 11, 13, 15 and 504 more"
+def test_ranks_are_reported_in_few_words_however_many_they_are():
+    assert format_ranks([1, 2, 5]) == "1, 2, 5"
+    assert format_ranks(range(1, 1024)) == "1-1023"
+    assert format_ranks([0, *range(3, 9), 11, 12]) == "0, 3-8, 11-12"
+    assert format_ranks(range(1, 1024, 2)) == "1, 3, 5, 7, 9, 11, 13, 15 and 504 more"

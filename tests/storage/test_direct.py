@@ -183,7 +183,7 @@ def test_what_is_refused_around_goes_through(folder: Path, monkeypatch: pytest.M
     assert asked == 2  # nor is it tried again
 
 
-def test_a_fault_on_the_way_around_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_on_the_way_around_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(descriptor: int, *arguments: Any) -> int:
         if is_around(descriptor):
             raise OSError(errno.EIO, "broken")

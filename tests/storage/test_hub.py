@@ -12,7 +12,7 @@ from huggingface_hub import constants, errors
 
 from shardwise.errors import StorageError
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, WantedFiles, is_local
-from shardwise.storage.remote import commit_of, note_commit, resolve
+from shardwise.storage.remote import record_commit, resolve, resolve_commit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -131,7 +131,7 @@ def test_a_name_that_no_repository_can_have(cache: Path) -> None:
         resolve("not a name!", offline(cache))
 
 
-def test_what_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_requested_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = (
         "config.json model-00001-of-00002.safetensors consolidated.safetensors pytorch_model.bin "
         "pytorch_model.bin.index.json modeling_x.py tokenizer.json tokenizer.model chat_template.jinja merges.txt "
@@ -151,7 +151,7 @@ def test_what_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert options_seen == [expected, expected]
 
 
-def test_only_the_subfolder_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_subfolder_is_requested_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = ["model.safetensors", "fp16/model.safetensors", "fp16/x.py", "fp16/deeper/model.safetensors"]
     with _hub_that_has(repository, tmp_path, monkeypatch):
         folder = resolve("org/name", HubOptions(subfolder="fp16"))
@@ -269,15 +269,15 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = "f" * 40
-    assert commit_of("org/name", offline(cache)) == COMMIT
-    assert commit_of("org/name", offline(cache, revision=other)) == other
+    assert resolve_commit("org/name", offline(cache)) == COMMIT
+    assert resolve_commit("org/name", offline(cache, revision=other)) == other
     with pytest.raises(StorageError, match="org/name at revision v2: .*LocalEntryNotFoundError"):
-        commit_of("org/name", offline(cache, revision="v2"))
+        resolve_commit("org/name", offline(cache, revision="v2"))
     with _hub_that_has([], cache, monkeypatch):
-        assert commit_of("org/name", HubOptions(cache_dir=str(cache), revision="v2")) == COMMIT
-    note_commit("org/name", HubOptions(cache_dir=str(cache), revision="refs/pr/1"), other)
+        assert resolve_commit("org/name", HubOptions(cache_dir=str(cache), revision="v2")) == COMMIT
+    record_commit("org/name", HubOptions(cache_dir=str(cache), revision="refs/pr/1"), other)
     (cache / "models--org--name" / "snapshots" / other).mkdir()
-    assert commit_of("org/name", offline(cache, revision="refs/pr/1")) == other
+    assert resolve_commit("org/name", offline(cache, revision="refs/pr/1")) == other
 
     class ConnectError(Exception):
         pass
@@ -287,9 +287,9 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
 
     ConnectError.__module__ = "httpx"
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", unreachable)
-    assert commit_of("org/name", HubOptions(cache_dir=str(cache))) == COMMIT
+    assert resolve_commit("org/name", HubOptions(cache_dir=str(cache))) == COMMIT
     with pytest.raises(StorageError, match=r"cannot be downloaded .*\(ConnectError: no route\)"):
-        commit_of("org/name", HubOptions(cache_dir=str(cache), revision="v2"))
+        resolve_commit("org/name", HubOptions(cache_dir=str(cache), revision="v2"))
 
 
 @pytest.mark.parametrize(

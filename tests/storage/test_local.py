@@ -245,7 +245,7 @@ def test_a_file_changed_while_it_is_read_has_another_identity(
         assert reader.identity("a") != before
 
 
-def test_a_file_replaced_before_anybody_asked_is_told_from_its_successor(tmp_path: Path) -> None:
+def test_a_file_replaced_before_it_was_read_is_distinguished_from_its_successor(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(CONTENT)
     with LocalReader(tmp_path) as reader, LocalReader(tmp_path) as later:
         reader.read("a", 0, 100)

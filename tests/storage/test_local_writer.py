@@ -109,7 +109,7 @@ def test_space_is_set_aside_when_a_file_is_created(tmp_path: Path) -> None:
         assert (status.st_size, status.st_blocks * 512) == (1 << 20, 1 << 20)
 
 
-def test_a_full_disk_is_told_when_a_file_is_created(small_disk: Path) -> None:
+def test_a_full_disk_is_reported_when_a_file_is_created(small_disk: Path) -> None:
     with LocalWriter(small_disk) as writer:
         put(writer, "a")
         before = open_descriptors()
@@ -142,7 +142,7 @@ class CannotSetAside:
         return -1
 
 
-def test_where_no_space_can_be_set_aside_a_full_disk_is_told_by_the_write(
+def test_where_no_space_can_be_set_aside_a_full_disk_is_reported_by_the_write(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", CannotSetAside)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.harness.storage_suite import MakeReader, StorageReaderSuite
+from tests.support.storage_suite import MakeReader, StorageReaderSuite
 from torch import nn
 
 import shardwise

@@ -43,7 +43,7 @@ def test_the_deepest_and_latest_mount_holds_a_path(path: str, kind: str) -> None
     assert file_system_type(path, MOUNTS) == kind
 
 
-def test_a_table_that_tells_nothing() -> None:
+def test_a_table_without_content() -> None:
     assert file_system_type("/x", "") is None
     assert not is_network(None)
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from tests.harness import HttpStore, StorageReaderSuite
-from tests.harness.memory_storage import MemoryReader
-from tests.harness.storage_suite import MakeReader
+from tests.support import HttpStore, StorageReaderSuite
+from tests.support.memory_storage import MemoryReader
+from tests.support.storage_suite import MakeReader
 from tests.torture import objects
 
 from shardwise.storage.contract import StorageReader

@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.harness import HttpStore
-from tests.harness.http_store import Disturbance, IgnoreRange, Redirect, Reset, Shift, Stall, Status, Truncate
+from tests.support import HttpStore
+from tests.support.http_store import Disturbance, IgnoreRange, Redirect, Reset, Shift, Stall, Status, Truncate
 
 from shardwise.errors import ConfigError, StorageError
 from shardwise.storage.contract import OBJECT_STORE
@@ -80,7 +80,7 @@ def test_a_connection_that_the_server_ended_while_idle_is_no_failure(store: Http
 
 
 @pytest.mark.parametrize("fault", [Status(500), Status(429), Stall(30, 10), Truncate(17), Reset(0)], ids=str)
-def test_what_lasts_is_told(store: HttpStore, fault: Disturbance) -> None:
+def test_what_lasts_is_reported(store: HttpStore, fault: Disturbance) -> None:
     with reader_of(store, **patience_for(fault)) as reader:
         reader.size("a")
         store.inject(fault)
@@ -155,7 +155,7 @@ def test_a_server_that_ignores_ranges_is_reported(store: HttpStore) -> None:
         assert reader.read("sub/b", 0, 5) == b"other"
 
 
-def test_another_range_than_the_one_asked_for_is_reported(store: HttpStore) -> None:
+def test_another_range_than_the_one_requested_is_reported(store: HttpStore) -> None:
     with reader_of(store) as reader:
         reader.size("a")
         store.inject(Shift(3))

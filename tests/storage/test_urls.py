@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.harness import HttpStore
+from tests.support import HttpStore
 
 from shardwise.errors import StorageError
 from shardwise.storage.names import HubOptions, is_local, is_url, redacted, split_file, without_secrets

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.harness import StorageWriterSuite, WritableStorage
+from tests.support import StorageWriterSuite, WritableStorage
 from tests.torture import objects
 
 from shardwise.storage.objects import ObjectWriter

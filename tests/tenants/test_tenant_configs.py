@@ -85,7 +85,7 @@ def test_bad_keys_are_named(tmp_path: Path, values: dict[str, Any], message: str
         read_tenants(read(tmp_path, **values))
 
 
-def test_all_bad_keys_are_told_without_torch(tmp_path: Path) -> None:
+def test_all_bad_keys_are_reported_without_torch(tmp_path: Path) -> None:
     read_file = tmp_path / "config.yaml"
     read_file.write_text(yaml.safe_dump({**COMMON, "tenants": {"ada": {"lora_q": 1}, "bob": {"lora_z": 1}}}))
     program = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.harness.local_ranks import LocalRanks, RankError
+from tests.support.local_ranks import LocalRanks, RankError
 from tests.tenants.tenants_on_ranks import prepare, train, train_alone, train_until, values
 
 from shardwise.training.run import TrlOutcome
@@ -98,7 +98,7 @@ def test_a_sweep_is_ranked_and_a_tenant_that_fails_ends_alone(folder: Path) -> N
     ("further", "message"),
     [
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
-        ({"max_length": 3}, "the data set has no row to train on"),
+        ({"max_length": 3}, "the dataset has no row to train on"),
     ],
 )
 def test_a_tenant_that_cannot_be_is_one_error_on_all_ranks(

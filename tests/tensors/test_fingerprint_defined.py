@@ -6,8 +6,8 @@ import pytest
 
 from shardwise.planning.fingerprints import MODULUS, fingerprint
 
-LANES = 1 << 14
-SPAN = 8 * LANES
+BLOCK_WORDS = 1 << 14
+BLOCK_BYTES = 8 * BLOCK_WORDS
 
 
 def mixed(number: int) -> int:
@@ -18,7 +18,7 @@ def mixed(number: int) -> int:
     return number ^ (number >> 31)
 
 
-LANE_WEIGHTS = [mixed(lane) | 1 for lane in range(LANES)]
+WORD_WEIGHTS = [mixed(position) | 1 for position in range(BLOCK_WORDS)]
 
 
 def defined(data: bytes, start: int) -> int:
@@ -27,14 +27,14 @@ def defined(data: bytes, start: int) -> int:
     padded += bytes(-len(padded) % 8)
     total = 0
     for number in range(len(padded) // 8):
-        block, lane = divmod(start // 8 + number, LANES)
+        block, position = divmod(start // 8 + number, BLOCK_WORDS)
         word = int.from_bytes(padded[8 * number : 8 * number + 8], "little")
-        total += word * LANE_WEIGHTS[lane] * (mixed(LANES + block) | 1)
+        total += word * WORD_WEIGHTS[position] * (mixed(BLOCK_WORDS + block) | 1)
     return total % MODULUS
 
 
-@pytest.mark.parametrize("start", [0, 3, 8, SPAN - 5, SPAN, 3 * SPAN - 8])
-@pytest.mark.parametrize("nbytes", [0, 1, 8, 21, SPAN - 1, SPAN + 16, 2 * SPAN + 7])
+@pytest.mark.parametrize("start", [0, 3, 8, BLOCK_BYTES - 5, BLOCK_BYTES, 3 * BLOCK_BYTES - 8])
+@pytest.mark.parametrize("nbytes", [0, 1, 8, 21, BLOCK_BYTES - 1, BLOCK_BYTES + 16, 2 * BLOCK_BYTES + 7])
 def test_it_is_what_it_is_defined_as(start: int, nbytes: int) -> None:
     content = random.Random(f"{start} {nbytes}").randbytes(nbytes + 1)
     for shift in (0, 1):  # memory that is aligned, and memory that is not
@@ -43,9 +43,9 @@ def test_it_is_what_it_is_defined_as(start: int, nbytes: int) -> None:
 
 
 def test_parts_add_up() -> None:
-    content = random.Random(0).randbytes(2 * SPAN + 100)
+    content = random.Random(0).randbytes(2 * BLOCK_BYTES + 100)
     whole = fingerprint(memoryview(content))
-    for cut in (1, 8, 77, SPAN - 3, SPAN, SPAN + 1, 2 * SPAN + 99):
+    for cut in (1, 8, 77, BLOCK_BYTES - 3, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 99):
         parts = fingerprint(memoryview(content)[:cut]) + fingerprint(memoryview(content)[cut:], cut)
         assert parts % MODULUS == whole
 

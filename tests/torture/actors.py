@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.harness.crashes import Called, EffectLog, Failed, Killed, Returned, recorded
-from tests.harness.fork_server import start_server
+from tests.support.crashes import Called, EffectLog, Failed, Killed, Returned, recorded
+from tests.support.fork_server import start_server
 
 _LIMIT_S = 60.0
 

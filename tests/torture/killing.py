@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from tests.checkpoints.tiny import Training, differences
 from tests.faults.saving import Blocks
-from tests.harness.crashes import BEFORE, Called, EffectLog, Entry, Failed, Killed, Returned, may_be_found
-from tests.harness.fork_server import start_server
+from tests.support.crashes import BEFORE, Called, EffectLog, Entry, Failed, Killed, Returned, may_be_found
+from tests.support.fork_server import start_server
 from tests.torture.objects import behind
 from tests.torture.verbs import MARK, ONE_FILE, SEVERAL_FILES, saving
 

@@ -63,13 +63,18 @@ def is_of_the_trainer(name: str) -> bool:
 
 def of_trainer_in(folder: Path) -> Hashable:
     """The newest checkpoint that counts, which has to be whole."""
-    from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in, folder_of, whole_facts_of
+    from shardwise.integrations.trainer_runs import (
+        FolderKind,
+        checkpoint_folder,
+        checkpoints_in,
+        read_complete_facts,
+    )
 
     complete = [step for step, kind in checkpoints_in(folder).items() if kind is FolderKind.COMPLETE]
     if not complete:
         return None
-    place = folder_of(folder, complete[-1])
-    facts = whole_facts_of(place)
+    place = checkpoint_folder(folder, complete[-1])
+    facts = read_complete_facts(place)
     assert facts.step == complete[-1]
     assert torch.load(place / "training_args.bin", weights_only=False).seed == facts.step
     names = ["model.safetensors", "config.json", "trainer_state.json", f"state/step-{facts.step}/__0_0.distcp"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 import pytest
-from tests.torture import scenes
+from tests.torture import scenarios
 from tests.torture.verbs import VERBS
 
 ON_OBJECTS = ("one file", "several files", "several over one", "one over several")
@@ -45,31 +45,31 @@ def on_both(scene: Callable[..., list[str]], **how: int) -> Scene:
 
 @partly_slow
 def test_a_crash_leaves_one_save_or_the_other(verb: str, store: str) -> None:
-    passes(on_both(scenes.alone, samples=0)(verb, store))
+    passes(on_both(scenarios.alone, samples=0)(verb, store))
 
 
 @mostly_slow
 def test_whoever_follows_a_kill_saves_for_good(verb: str, store: str) -> None:
-    passes(on_both(scenes.after_a_kill, most=3, samples=0)(verb, store))
+    passes(on_both(scenarios.after_a_kill, most=3, samples=0)(verb, store))
 
 
 @mostly_slow
-def test_a_crash_may_befall_whoever_follows_a_crash(verb: str, store: str) -> None:
-    passes(on_both(scenes.after_a_crash, most=3, samples=0)(verb, store))
+def test_a_crash_may_follow_whoever_follows_a_crash(verb: str, store: str) -> None:
+    passes(on_both(scenarios.after_a_crash, most=3, samples=0)(verb, store))
 
 
 @slow_with_many_files
 def test_two_saves_at_once_leave_one_that_returned(verb: str, store: str) -> None:
-    holds = scenes.every(3, range(1, scenes.effects_of(verb, store) + 1))
-    passes(scenes.beside(verb, store, scenes.another_saves, holds, samples=0))
+    holds = scenarios.every(3, range(1, scenarios.effects_of(verb, store) + 1))
+    passes(scenarios.beside(verb, store, scenarios.another_saves, holds, samples=0))
 
 
 @slow_with_many_files
 def test_a_mark_that_is_taken_away_too_early_loses_nothing(verb: str, store: str) -> None:
-    holds = scenes.every(3, range(1, scenes.effects_of(verb, store) + 1))
-    passes(scenes.beside(verb, store, scenes.another_takes_over, holds, samples=0))
-    dies = scenes.another_takes_over_and_dies(scenes.effects_of(verb, store) // 2)
-    passes(scenes.beside(verb, store, dies, holds[1:2], samples=0))
+    holds = scenarios.every(3, range(1, scenarios.effects_of(verb, store) + 1))
+    passes(scenarios.beside(verb, store, scenarios.another_takes_over, holds, samples=0))
+    dies = scenarios.another_takes_over_and_dies(scenarios.effects_of(verb, store) // 2)
+    passes(scenarios.beside(verb, store, dies, holds[1:2], samples=0))
 
 
 # All of them
@@ -77,35 +77,35 @@ def test_a_mark_that_is_taken_away_too_early_loses_nothing(verb: str, store: str
 
 def _moments(verb: str, store: str) -> list[int]:
     """Numbers of the effects before which a save is held: all, or TORTURE_MOMENTS of them at random."""
-    effects = range(1, scenes.effects_of(verb, store) + 1)
+    effects = range(1, scenarios.effects_of(verb, store) + 1)
     most = min(int(os.environ.get("TORTURE_MOMENTS", "0")) or len(effects), len(effects))
     seed = int(os.environ.get("TORTURE_SEED", random.SystemRandom().randrange(10**6)))
     print(f"{verb} on {store}: {most} of {len(effects)} moments; TORTURE_SEED={seed}")
     return sorted(random.Random(seed).sample(effects, most))
 
 
-def _beside(verb: str, store: str, meanwhile: scenes.Meanwhile) -> list[str]:
-    return scenes.beside(verb, store, meanwhile, _moments(verb, store), samples=2)
+def _beside(verb: str, store: str, meanwhile: scenarios.Meanwhile) -> list[str]:
+    return scenarios.beside(verb, store, meanwhile, _moments(verb, store), samples=2)
 
 
 def _taken_over_and_died(verb: str, store: str) -> list[str]:
     """The moments of the one that is held, and three to twelve of the one that dies: about 400 pairs at most."""
-    effects = range(1, scenes.effects_of(verb, store) + 1)
+    effects = range(1, scenarios.effects_of(verb, store) + 1)
     return [
         fault
-        for number in scenes.every(min(12, max(3, 400 // len(effects))), effects)
-        for fault in scenes.beside(
-            verb, store, scenes.another_takes_over_and_dies(number), _moments(verb, store), samples=0
+        for number in scenarios.every(min(12, max(3, 400 // len(effects))), effects)
+        for fault in scenarios.beside(
+            verb, store, scenarios.another_takes_over_and_dies(number), _moments(verb, store), samples=0
         )
     ]
 
 
 ALL: dict[str, Scene] = {
-    "alone": on_both(scenes.alone, samples=16),
-    "after a kill": on_both(scenes.after_a_kill, most=1_000, samples=2),
-    "after a crash": on_both(scenes.after_a_crash, most=100, samples=1),
-    "beside another": partial(_beside, meanwhile=scenes.another_saves),
-    "taken over": partial(_beside, meanwhile=scenes.another_takes_over),
+    "alone": on_both(scenarios.alone, samples=16),
+    "after a kill": on_both(scenarios.after_a_kill, most=1_000, samples=2),
+    "after a crash": on_both(scenarios.after_a_crash, most=100, samples=1),
+    "beside another": partial(_beside, meanwhile=scenarios.another_saves),
+    "taken over": partial(_beside, meanwhile=scenarios.another_takes_over),
     "taken over by one that dies": _taken_over_and_died,
 }
 

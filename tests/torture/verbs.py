@@ -16,7 +16,7 @@ from peft import LoraConfig
 from safetensors.torch import load as load_safetensors
 from tests.checkpoints.tiny import Training
 from tests.faults.saving import Blocks
-from tests.harness.crashes import CrashState
+from tests.support.crashes import CrashState
 from tests.torture import libraries
 from tests.tuning import reference
 

@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
 
 
 def prepare(folder: Path) -> Path:
-    """A model with one output as well, and data sets of every kind."""
+    """A model with one output as well, and datasets of every kind."""
     tiny.write_model(folder / "model")
     tiny.write_chats(folder / "chats.jsonl", 24)
     asked = [[{"role": "user", "content": f"What is {n}?"}] for n in range(24)]
@@ -231,4 +231,4 @@ def initial_adapter(values: dict[str, Any], folder: str) -> None:
     from shardwise.training import setup as trl_setup
 
     arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
-    shardwise.save_adapter(trl_setup.bring_up(arguments, "sft"), folder)
+    shardwise.save_adapter(trl_setup.load_model(arguments, "sft"), folder)

@@ -7,12 +7,14 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from tests.training import shipped
+from tests.training import trl_templates
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from shardwise.training.chat_masks import AssistantMasks, ChatError
 
-pytestmark = pytest.mark.skipif(shipped.folder() is None, reason="TRL, which ships the templates, is not installed")
+pytestmark = pytest.mark.skipif(
+    trl_templates.folder() is None, reason="TRL, which ships the templates, is not installed"
+)
 
 Message = dict[str, Any]
 ASSISTANT = "<\uff5cAssistant\uff5c>"  # DeepSeek's, as the next
@@ -108,7 +110,7 @@ def encoded(template: str, kind: str) -> list[dict[str, list[int]]] | ChatError:
 
 @lru_cache(maxsize=4)
 def masks(template: str) -> AssistantMasks:
-    return AssistantMasks(shipped.tokenizer(template))
+    return AssistantMasks(trl_templates.tokenizer(template))
 
 
 def runs(example: dict[str, list[int]], tokenizer: Any) -> list[str]:
@@ -177,10 +179,10 @@ def is_answer(run: str, written: str, prompt: str) -> bool:
     return rest.startswith(run) and rest[len(run) :].strip() in ("", "<eos>")  # Phi-3 ends a whole chat once more
 
 
-@pytest.mark.parametrize("name", shipped.names())
+@pytest.mark.parametrize("name", trl_templates.names())
 def test_answers_are_what_the_template_writes_at_their_turns(name: str) -> None:
-    template = shipped.text(name)
-    tokenizer = shipped.tokenizer(template)
+    template = trl_templates.text(name)
+    tokenizer = trl_templates.tokenizer(template)
     for kind, row in ROWS.items():
         made = encoded(template, kind)
         reason = refusal(name, kind)
@@ -214,10 +216,10 @@ KEEPING = {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"}
 """Their training templates keep all reasoning in one rendering, which the models' own do not."""
 
 
-@pytest.mark.parametrize("name", [name for name in shipped.names() if shipped.has(f"{name}_training")])
+@pytest.mark.parametrize("name", [name for name in trl_templates.names() if trl_templates.has(f"{name}_training")])
 def test_what_is_learned_is_what_the_training_template_marks(name: str) -> None:
-    own, training = shipped.text(name), shipped.text(f"{name}_training")
-    tokenizer, other = shipped.tokenizer(own), shipped.tokenizer(training)
+    own, training = trl_templates.text(name), trl_templates.text(f"{name}_training")
+    tokenizer, other = trl_templates.tokenizer(own), trl_templates.tokenizer(training)
     for kind in ROWS:
         if refusal(name, kind) is not None:
             continue
@@ -244,8 +246,8 @@ def test_what_is_learned_is_what_the_training_template_marks(name: str) -> None:
 
 def trained(name_or_template: str, *messages: Message) -> list[list[str]]:
     """By example, the runs of text that are trained on."""
-    template = name_or_template if "{" in name_or_template else shipped.text(name_or_template)
-    return [runs(one, shipped.tokenizer(template)) for one in masks(template)(messages)]
+    template = name_or_template if "{" in name_or_template else trl_templates.text(name_or_template)
+    return [runs(one, trl_templates.tokenizer(template)) for one in masks(template)(messages)]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen3_6", "llama3", "gptoss"])
@@ -267,7 +269,7 @@ def test_a_chat_may_begin_with_the_assistant(name: str) -> None:
     assert found[0].count("<|") <= 3
 
 
-@pytest.mark.parametrize("name", shipped.names())
+@pytest.mark.parametrize("name", trl_templates.names())
 def test_text_parts_are_trained_as_the_string_that_they_are(name: str) -> None:
     parts = [{"type": "text", "text": "Ho, "}, {"type": "text", "text": "you."}]
     whole_string = trained(name, user("Hi"), assistant("Ho, you."))
@@ -288,7 +290,7 @@ MISTRAL = (
 def test_a_system_message_is_in_front_of_every_answer_that_was_prompted_with_it() -> None:
     system: Message = {"role": "system", "content": "Be kind."}
     made = masks(MISTRAL)([system, user("Hi"), assistant("Ho."), user("And?"), assistant("Bye.")])
-    tokenizer = shipped.tokenizer(MISTRAL)
+    tokenizer = trl_templates.tokenizer(MISTRAL)
     assert whole(made, tokenizer) == [
         "<bos>[INST] Be kind.\n\nHi[/INST] Ho.<eos>",
         "<bos>[INST] Hi[/INST] Ho.<eos>[INST] Be kind.\n\nAnd?[/INST] Bye.<eos>",

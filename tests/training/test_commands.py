@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.harness.local_ranks import LocalRanks
+from tests.support.local_ranks import LocalRanks
 from tests.training import tiny
 from tests.training.on_ranks import by_command, by_script, initial_adapter, prepare, write_vision, write_wide
 
@@ -121,7 +121,7 @@ def test_a_lora_that_was_ended_resumes_on_other_ranks(
         return [method, str(file), "--per_device_train_batch_size", str(6 // count)]
 
     told = called(
-        "tests.training.ended", [*words(2), "--nproc-per-node=2"], place, code, ENDED=f"1 4 {number.value}"
+        "tests.training.interrupted", [*words(2), "--nproc-per-node=2"], place, code, ENDED=f"1 4 {number.value}"
     )
     assert code == 75 or "rank 1" in told
     assert sorted(path.name for path in (place / "out").glob("checkpoint-*"))[-1] == f"checkpoint-{saved}"

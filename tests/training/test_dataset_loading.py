@@ -1,4 +1,4 @@
-"""Data sets of ``shardwise train``: names, mixtures, layouts, and rows that are tokenized with masks."""
+"""Datasets of ``shardwise train``: names, mixtures, layouts, and rows that are tokenized with masks."""
 
 import gzip
 import json
@@ -43,7 +43,7 @@ def write(file: Path, count: int, say: str) -> str:
     return str(file)
 
 
-def test_a_local_file_is_a_data_set(tmp_path: Path) -> None:
+def test_a_local_file_is_a_dataset(tmp_path: Path) -> None:
     name = write(tmp_path / "rows.jsonl", 3, "a")
     assert load(name)["train"]["text"] == ["a0", "a1", "a2"]
     with gzip.open(tmp_path / "rows.jsonl.gz", "wb") as file:
@@ -52,24 +52,24 @@ def test_a_local_file_is_a_data_set(tmp_path: Path) -> None:
     parts = load(name, mixture(test_split_size=1 / 3))
     assert sorted(parts) == ["test", "train"]
     assert len(parts["train"]) == 2
-    with pytest.raises(ConfigError, match=r"train_split: train_sft is not a split of the data set \(train\)"):
+    with pytest.raises(ConfigError, match=r"train_split: train_sft is not a split of the dataset \(train\)"):
         dataset_loading.load(script(name, dataset_train_split="train_sft"), mixture(test_split_size=0.5), None, 0)
 
 
-def test_concatenated_data_sets_are_split_alike_on_every_rank(tmp_path: Path) -> None:
+def test_concatenated_datasets_are_split_alike_on_every_rank(tmp_path: Path) -> None:
     names = [write(tmp_path / f"{say}.jsonl", 40, say) for say in "ab"]
     first, second = (load(None, mixture(*({"path": name} for name in names), test_split_size=0.25)) for _ in "12")
     assert first["test"]["text"] == second["test"]["text"]
     assert (len(first["train"]), len(first["test"])) == (60, 20)
 
 
-def test_a_column_that_interleaved_data_sets_lack_is_named(tmp_path: Path) -> None:
+def test_a_column_that_interleaved_datasets_lack_is_named(tmp_path: Path) -> None:
     name = write(tmp_path / "rows.jsonl", 3, "a")
-    with pytest.raises(ConfigError, match="cannot be loaded as a data set.*nothing"):
+    with pytest.raises(ConfigError, match="cannot be loaded as a dataset.*nothing"):
         load(None, mixture({"path": name, "columns": ["nothing"]}), [1.0])
 
 
-def test_weights_interleave_data_sets(tmp_path: Path) -> None:
+def test_weights_interleave_datasets(tmp_path: Path) -> None:
     names = [write(tmp_path / f"{say}.jsonl", 40, say) for say in "ab"]
     rows = load(None, mixture(*({"path": name} for name in names)), [3.0, 1.0])["train"]["text"]
     assert sorted(rows) == sorted(f"{say}{number}" for say in "ab" for number in range(40))
@@ -176,5 +176,5 @@ def test_only_completions_are_trained_of_prompts_with_completions() -> None:
 
 def test_a_row_whose_chat_cannot_be_used_is_named() -> None:
     rows = datasets.Dataset.from_list([{"messages": ASKED}, {"messages": ASKED[:1]}])
-    with pytest.raises(ConfigError, match="row 2 of the data set: messages: none has the role 'assistant'"):
+    with pytest.raises(ConfigError, match="row 2 of the dataset: messages: none has the role 'assistant'"):
         dataset_loading.with_masks(rows, tiny.tokenizer(tiny.UNMARKED), num_proc=None)

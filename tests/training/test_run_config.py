@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.training import run_config
-from shardwise.training.run_config import METHODS, OWN_KEYS, keys_of, read_run_config
+from shardwise.training.run_config import METHODS, OWN_KEYS, get_keys, read_run_config
 
 
 def config(folder: Path, text: str) -> str:
@@ -73,7 +73,7 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 def test_new_keys_of_sections_are_keys_and_those_of_the_changelog() -> None:
     changelog = (Path(__file__).parents[2] / "CHANGELOG.md").read_text("utf-8")
-    known = set().union(*map(keys_of, METHODS))
+    known = set().union(*map(get_keys, METHODS))
     for old, new in json.loads((Path(run_config.__file__).parent / "sections.json").read_text("utf-8")).items():
         line = next(line for line in changelog.splitlines() if f"`{old}`" in line)
         assert new is None or line.replace("`", "") == f"| {old} | {new} |"
@@ -89,7 +89,7 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
         read_run_config([config(tmp_path, "max_length: 3"), "stray"])
 
 
-def test_a_mistake_is_told_without_torch_within_a_second(tmp_path: Path) -> None:
+def test_a_mistake_is_reported_without_torch_within_a_second(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom shardwise.training.run_config import read_run_config\n"
         f"try: read_run_config([{config(tmp_path, 'max_lenght: 3')!r}])\n"
@@ -109,5 +109,5 @@ def test_a_method_that_is_not_supported_is_named(tmp_path: Path) -> None:
 
 def test_our_keys_are_none_of_trls() -> None:
     for method in METHODS:
-        assert len(keys_of(method)) > 150
-        assert not OWN_KEYS.keys() & (keys_of(method).keys() - OWN_KEYS.keys())
+        assert len(get_keys(method)) > 150
+        assert not OWN_KEYS.keys() & (get_keys(method).keys() - OWN_KEYS.keys())

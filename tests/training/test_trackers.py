@@ -20,7 +20,7 @@ class Tracker(TrainerCallback):
             raise OSError("the tracker is gone")
 
 
-def test_a_tracker_that_fails_is_told_once_and_called_no_more(
+def test_a_tracker_that_fails_is_reported_once_and_called_no_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = Tracker()

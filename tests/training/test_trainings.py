@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.harness.http_store import HttpStore
-from tests.harness.local_ranks import LocalRanks, RankError
+from tests.support.http_store import HttpStore
+from tests.support.local_ranks import LocalRanks, RankError
 from tests.training import on_ranks, tiny
 from tests.training.on_ranks import by_trl, initial_adapter, prepare, train, train_until, write_scorer, write_wide
 
@@ -180,10 +180,10 @@ def test_what_cannot_be_is_one_error_on_all_ranks(folder: Path, further: dict[st
 
 
 def recorded(values: dict[str, Any]) -> dict[str, Any]:
-    from shardwise.training.run import identity_of
+    from shardwise.training.run import get_identity
     from shardwise.training.run_config import read_run_config
 
-    return identity_of(read_run_config(on_ranks.words(values)), "sft")
+    return get_identity(read_run_config(on_ranks.words(values)), "sft")
 
 
 def test_credentials_are_not_recorded(folder: Path) -> None:

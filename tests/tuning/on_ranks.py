@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from tests import truth
-from tests.harness.world import attempt
+from tests.support.world import attempt
 from tests.tuning import reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from shardwise.conversion.computed import Bindings
 from shardwise.tuning.lora import Adapter, Tuned
-from shardwise.tuning.modes import Tuning
+from shardwise.tuning.tunings import Tuning
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def test_a_saved_adapter_opens_in_peft_and_is_taken_up_again(
     base, config = KINDS[kind]
     placement: Any = "replicated" if kind == "replicated" else "sharded"
     folder, adapter = str(folders[base]), str(tmp_path / "adapter")
-    tuning = Lora(config, adapters=placement)
+    tuning = Lora(config, placement=placement)
     live = worlds(3).run(on_ranks.save_adapter, folder, {"tuning": tuning}, adapter)
     stock = reference.stock_with_adapter(folder, adapter)
     logits = reference.logits(stock)
@@ -142,7 +142,7 @@ def _change(folder: Path, **settings: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
 
-def test_an_existing_adapter_goes_on_under_another_name(tied: Path, adapter: Path) -> None:
+def test_an_existing_adapter_continues_under_another_name(tied: Path, adapter: Path) -> None:
     model: Any = shardwise.from_pretrained(tied, tuning=ExistingLora(adapter, adapter="mine"))
     assert list(model.peft_config) == ["mine"]
     stored = load_file(adapter / "adapter_model.safetensors")
@@ -175,7 +175,7 @@ def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, 
     [
         (Lora(NARROW), False, ""),
         (Lora(NARROW), True, "q_proj is sharded. Only a plain adapter that is sharded, too, can be merged"),
-        (Lora(NARROW, adapters="replicated"), False, "can be merged into it. Save the adapter"),
+        (Lora(NARROW, placement="replicated"), False, "can be merged into it. Save the adapter"),
     ],
 )
 def test_peft_merges_into_shards_or_says_that_it_cannot(

@@ -16,7 +16,7 @@ TUNINGS: dict[str, Any] = {
     "full": Full(),
     "freeze": Freeze(trainable_layers=1, extra_modules=("lm_head",)),
     "lora": Lora(ADAPTER),
-    "replicated lora": Lora(ADAPTER, adapters="replicated"),
+    "replicated lora": Lora(ADAPTER, placement="replicated"),
 }
 
 

@@ -20,7 +20,7 @@ TUNINGS: dict[str, Any] = {
     "full": Full(),
     "lora": Lora(ALL_LINEAR),
     "dora": Lora(DORA),
-    "replicated": Lora(NARROW, adapters="replicated"),
+    "replicated": Lora(NARROW, placement="replicated"),
     "one's own": OnlyNorms(),
 }
 
@@ -54,7 +54,7 @@ def test_counts_are_those_of_peft(half: Path) -> None:
     assert shardwise.plan(half, ranks=2, device="cpu").training is None
 
 
-def test_the_command_line_knows_tunings(half: Path, tmp_path: Path) -> None:
+def test_tunings_by_text(half: Path, tmp_path: Path) -> None:
     def run(*arguments: str) -> Any:
         return CliRunner().invoke(main, ["plan", str(half), "--ranks", "2", "--device", "cpu", *arguments])
 

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from tests import zoo
 from tests.conftest import Worlds
-from tests.harness.world import require_same_error
+from tests.support.world import require_same_error
 from tests.tuning import on_ranks, reference
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForSequenceClassification
 from transformers.models.auto import modeling_auto
@@ -135,7 +135,7 @@ TRAINED: dict[str, tuple[str, Any]] = {
     "dora": ("tied", Lora(DORA)),
     "copies": ("untied", Lora(COPIES)),
     "embedding": ("tied", Lora(GAUSSIAN)),
-    "replicated": ("tied", Lora(NARROW, adapters="replicated")),
+    "replicated": ("tied", Lora(NARROW, placement="replicated")),
     "experts": ("experts", Lora(EXPERTS)),
 }
 
@@ -167,9 +167,9 @@ def test_training_is_that_of_one_process(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("adapters", ["sharded", "replicated"])
-def test_replicas_of_shards_stay_equal(adapters: Any, tied: Path, worlds: Worlds) -> None:
-    keywords = {"tuning": Lora(ALL_LINEAR, adapters=adapters)}
+@pytest.mark.parametrize("placement", ["sharded", "replicated"])
+def test_replicas_of_shards_stay_equal(placement: Any, tied: Path, worlds: Worlds) -> None:
+    keywords = {"tuning": Lora(ALL_LINEAR, placement=placement)}
     mesh = {"replicate": 2, "shard": 2}
     _, wanted = on_ranks.train(str(tied), keywords, None, 2, 4)
     for _, values in worlds(4).run(on_ranks.train, str(tied), keywords, mesh, 2, 4):
@@ -185,7 +185,7 @@ def test_an_adapter_is_in_its_blocks_group_or_whole(tied: Path, worlds: Worlds) 
         f"(Shard(dim=0),) ({rows}, 24)" for rows in (1, 1, 0)
     ]  # two rows on three ranks
     assert [held[B] for held in sharded] == [f"(Shard(dim=0),) ({rows}, 2)" for rows in (8, 8, 8)]
-    keywords = {"tuning": Lora(NARROW, adapters="replicated")}
+    keywords = {"tuning": Lora(NARROW, placement="replicated")}
     whole = worlds(3).run(on_ranks.what_is_sharded, str(tied), keywords)
     assert [held[A] for held in whole] == ["whole (2, 24)"] * 3
     assert all("Shard" in value for held in whole for key, value in held.items() if "lora" not in key)
@@ -267,7 +267,7 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
         (Lora(LoraConfig(target_modules=["embed_tokens"], use_dora=True)), r"embed_tokens: use_dora.*Embedding"),
         (Lora(LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])), r"trainable_token_indices"),
         (Lora(LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)])), r"layer_replication"),
-        (Lora(DORA, adapters="replicated"), r"use_dora.*sharded"),
+        (Lora(DORA, placement="replicated"), r"use_dora.*sharded"),
         (Freeze(3), r"trainable_layers=3: Qwen3ForCausalLM has 2"),
         (Freeze(extra_modules=("lm_hed",)), r"no module outside of the layers is named 'lm_hed'.*lm_head"),
         (Freeze(extra_modules=("rotary_emb",)), r"trains nothing"),
@@ -314,7 +314,7 @@ def test_modes_refuse_what_makes_no_sense() -> None:
             Freeze(count)  # type: ignore[arg-type]
     for placement in ("everywhere", None):
         with pytest.raises(ConfigError, match="is neither 'sharded' nor 'replicated'"):
-            Lora(ALL_LINEAR, adapters=placement)  # type: ignore[arg-type]
+            Lora(ALL_LINEAR, placement=placement)  # type: ignore[arg-type]
     for name in ("", "a.b", "lora_A", 3):
         with pytest.raises(ConfigError, match="cannot name an adapter"):
             Lora(ALL_LINEAR, adapter=name)
@@ -327,7 +327,7 @@ def test_an_error_is_the_same_on_every_rank(tied: Path, worlds: Worlds) -> None:
 
 
 @pytest.mark.distributed
-def test_ranks_with_other_tunings_are_told_apart(tied: Path, worlds: Worlds) -> None:
+def test_ranks_with_other_tunings_are_distinguished(tied: Path, worlds: Worlds) -> None:
     for name in ("alpha", "layers"):
         told = "what is tuned, and how, on rank 1 is not that of rank 0"
         require_same_error(worlds(2).run(on_ranks.with_other_tunings, str(tied), name), "RankMismatchError", told)
@@ -351,8 +351,8 @@ def test_float32_masters_compute_in_bfloat16(tuning: Any, half: Path, experts: P
 
 @pytest.mark.distributed
 def test_accumulated_gradients_are_those_of_one_batch(tied: Path, worlds: Worlds) -> None:
-    for adapters in ("sharded", "replicated"):
-        keywords = {"tuning": Lora(NARROW, adapters=adapters)}
+    for placement in ("sharded", "replicated"):
+        keywords = {"tuning": Lora(NARROW, placement=placement)}
         (whole, parts), *_ = worlds(2).run(on_ranks.accumulated, str(tied), keywords)
         assert whole.keys() == parts.keys()
         for name in whole:

@@ -17,19 +17,19 @@ from shardwise.bank import state as states
 from shardwise.bank import tenant as tenants
 from shardwise.bank.backends import BackendChoice
 from shardwise.bank.files import (
-    config_of,
+    collect_training_state,
     find_training,
     outlined,
+    read_adapter_config,
     read_tenant,
-    training_of,
     with_lent_tensors,
     without_embeddings,
 )
 from shardwise.bank.routing import ActiveRouting, SiteHooks
 from shardwise.bank.rows import RowTensors
 from shardwise.bank.stepping import step_together
-from shardwise.checkpoints.facts import digest_of
-from shardwise.engines.arguments import require_meant, require_same_arguments, world_of
+from shardwise.checkpoints.facts import compute_digest
+from shardwise.engines.arguments import check_options, get_world, require_same_arguments
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
 from shardwise.engines.saving import execute_save
 from shardwise.errors import ConfigError
@@ -120,15 +120,15 @@ class AdapterBank:
                 elementwise.
             RankMismatchError: ranks pass different arguments.
         """
-        self._admit(self._agreed(name, config, keywords))
+        self._admit(self._create_equal(name, config, keywords))
 
-    def _agreed(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> tenants.Tenant:
+    def _create_equal(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> tenants.Tenant:
         """Return a new tenant, equal on all ranks and not registered yet. Collective: yes."""
         tenant = self._world.run_all(self._new, name, config, keywords)
         optimizer, schedule, options = tenant.optimizer, tenant.schedule, tenant.options
         kinds = [type(each).__qualname__ for each in (optimizer, schedule)]
         numbers = [options.max_grad_norm, options.gradient_accumulation_steps, options.seed, options.reduction]
-        digest = digest_of(
+        digest = compute_digest(
             [name, tenant.comparable_config, *kinds, tenant.settings, schedule.state_dict(), *numbers]
         )
         self._world.require_equal(digest, f"the adapter {name!r} (its config or options)")
@@ -145,7 +145,7 @@ class AdapterBank:
 
     def _build(self, name: str, config: LoraConfig, options: tenants.TenantOptions) -> tenants.Tenant:
         outline = outlined(self._model, config)
-        self._hooks.require_fitting(outline.sites)
+        self._hooks.require_supported(outline.sites)
         return tenants.Tenant(name, config, outline, options, self._device, self._world)
 
     def delete_adapter(self, name: str) -> None:
@@ -155,7 +155,7 @@ class AdapterBank:
         self._hooks.remove(tenant.sites)
 
     def _tenant(self, name: str) -> tenants.Tenant:
-        return calls.tenant_of(self._tenants, name)
+        return calls.get_tenant(self._tenants, name)
 
     def forward_backward(self, batches: Sequence[tuple[str, RowTensors]]) -> tenants.FusedLosses:
         """Run a micro-batch of each given tenant through the base, together, and accumulate their gradients.
@@ -273,7 +273,7 @@ class AdapterBank:
         all-reduce of the gradient if a window is open).
         """
         self._world.require_equal(self._world.run_all(self._tenant, name).name, "the name of the tenant")
-        base = tenant_facts.facts_of_base(self._world, self._model)
+        base = tenant_facts.identify_base(self._world, self._model)
         return self._world.run_all(states.copied_state, self._tenant(name), base)
 
     def load_state_dict(
@@ -304,12 +304,12 @@ class AdapterBank:
             RankMismatchError: ranks pass different values. The tenant is unchanged.
         """
         what, world = f"the state of {name!r}", self._world
-        world.run_all(require_meant, _HINTS, {"on_other_base": on_other_base, "on_not_finite": on_not_finite})
+        world.run_all(check_options, _HINTS, {"on_other_base": on_other_base, "on_not_finite": on_not_finite})
         tenant = world.run_all(self._renewed, name)
         matrices = world.run_all(without_embeddings, self._model, tenant, state)
         found = world.run_all(states.parse_state, tenant, what, matrices)
-        world.require_equal(world.run_all(digest_of, dict(state)), f"the state that {name!r} is given")
-        base = tenant_facts.facts_of_base(world, self._model)
+        world.require_equal(world.run_all(compute_digest, dict(state)), f"the state that {name!r} is given")
+        base = tenant_facts.identify_base(world, self._model)
         targets = world.run_all(states.restore_targets, tenant, found, base, on_other_base)
         states.copy_values(tenant, state, targets)
         started = world.run_all(states.restore, tenant, what, found, targets, base, on_other_base, on_not_finite)
@@ -359,10 +359,10 @@ class AdapterBank:
         cast = self._world.run_all(resolved_dtype, dtype)
         training = None
         if training_state:
-            base = tenant_facts.facts_of_base(self._world, self._model)
-            training = self._world.run_all(training_of, tenant, base, cast)
+            base = tenant_facts.identify_base(self._world, self._model)
+            training = self._world.run_all(collect_training_state, tenant, base, cast)
         request = SaveRequest(whole, directory, PeftNames(), cast, tokenizer=tokenizer, training=training)
-        with world_of(options, "AdapterBank.save") as world:
+        with get_world(options, "AdapterBank.save") as world:
             return execute_save(world, request, "first_rank", options, Clock(), verify=verify)
 
     def load(
@@ -407,10 +407,10 @@ class AdapterBank:
         world, permissions = self._world, {"on_other_base": on_other_base, "on_not_finite": on_not_finite}
         require_same_arguments(world, _comparable, name, training_state=training_state, **permissions)
         found = world.broadcast(find_training, Path(directory), training_state=training_state)
-        config = world.run_all(config_of, directory)
+        config = world.run_all(read_adapter_config, directory)
         options: Any = keywords if isinstance(found, tenants.TenantStart) else {**found.facts.options(), **keywords}
-        tenant = self._agreed(name, config, options)
-        base = tenant_facts.facts_of_base(world, self._model)
+        tenant = self._create_equal(name, config, options)
+        base = tenant_facts.identify_base(world, self._model)
         targets = world.run_all(states.restore_targets, tenant, found, base, on_other_base)
         read_tenant(world, self._model, tenant, Path(directory), found, targets)
         what = os.fspath(directory)
@@ -421,7 +421,7 @@ class AdapterBank:
 
 def _comparable(name: str, training_state: object, **permissions: OnFault) -> dict[str, str]:
     """Return the arguments that ranks must have in common, after checking their types."""
-    require_meant(_HINTS, permissions)
+    check_options(_HINTS, permissions)
     if not isinstance(training_state, bool):
         raise ConfigError(f"training_state={training_state!r}: pass True or False")
     options = {"training_state": training_state, **permissions}

@@ -25,7 +25,7 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def key_of(*segments: object) -> int:
+def stable_key(*segments: object) -> int:
     """Return a key of 63 bits for values with a stable ``repr``."""
     return int.from_bytes(hashlib.sha256(repr(segments).encode()).digest()[:8], "little") >> 1
 
@@ -134,9 +134,9 @@ class GroupedProducts(SegmentLoop):
                 kept += super().forward_rows(run, x, out)
                 continue
             A, B = _stacked(run, x.dtype)
-            z = torch.bmm(_by_tenant(run, _dropped(run, _rows_of(run, x))), A.transpose(1, 2))
-            scaled = (z * self._scales_of(run, x.device)).to(x.dtype)
-            _by_tenant(run, _rows_of(run, out)).baddbmm_(scaled, B.transpose(1, 2))
+            z = torch.bmm(_by_tenant(run, _dropped(run, _view_rows(run, x))), A.transpose(1, 2))
+            scaled = (z * self._get_scales(run, x.device)).to(x.dtype)
+            _by_tenant(run, _view_rows(run, out)).baddbmm_(scaled, B.transpose(1, 2))
             kept.append(scaled)
         return kept
 
@@ -154,16 +154,16 @@ class GroupedProducts(SegmentLoop):
                 super().backward_rows(run, x, [scaled], g, x_grad)
                 continue
             A, B = _stacked(run, g.dtype)
-            own = _by_tenant(run, _rows_of(run, g))
+            own = _by_tenant(run, _view_rows(run, g))
             b_grads = torch.bmm(scaled.transpose(1, 2), own).transpose(1, 2)  # faster than own.T @ scaled
-            z_grad = (torch.bmm(own, B) * self._scales_of(run, g.device)).to(g.dtype)
-            a_grads = torch.bmm(z_grad.transpose(1, 2), _by_tenant(run, _dropped(run, _rows_of(run, x))))
+            z_grad = (torch.bmm(own, B) * self._get_scales(run, g.device)).to(g.dtype)
+            a_grads = torch.bmm(z_grad.transpose(1, 2), _by_tenant(run, _dropped(run, _view_rows(run, x))))
             torch_api.add_all([segment.pair.a_grad for segment in run], a_grads)
             torch_api.add_all([segment.pair.b_grad for segment in run], b_grads)
             if x_grad is not None:
-                _rows_of(run, x_grad).add_(_dropped(run, torch.bmm(z_grad, A).flatten(0, 1)))
+                _view_rows(run, x_grad).add_(_dropped(run, torch.bmm(z_grad, A).flatten(0, 1)))
 
-    def _scales_of(self, run: Sequence[RoutedSegment], device: torch.device) -> torch.Tensor:
+    def _get_scales(self, run: Sequence[RoutedSegment], device: torch.device) -> torch.Tensor:
         """Return the scales of a run, float32 (tenants, 1, 1)."""
         scales = tuple(segment.pair.scaling for segment in run)
         if scales not in self._scales:
@@ -221,7 +221,7 @@ def runs(segments: Sequence[RoutedSegment]) -> list[list[RoutedSegment]]:
     return grouped
 
 
-def _rows_of(run: Sequence[RoutedSegment], values: torch.Tensor) -> torch.Tensor:
+def _view_rows(run: Sequence[RoutedSegment], values: torch.Tensor) -> torch.Tensor:
     """View the rows of a run."""
     return values[run[0].start : run[-1].stop]
 
@@ -248,7 +248,7 @@ BackendChoice: TypeAlias = Literal["auto", "loop"]
 """How adapters are computed: by batched products of tenants with equal sizes, or one tenant after the other."""
 
 
-def choose_backend(
+def select_backend(
     choice: BackendChoice,
     segments: Sequence[RoutedSegment],
     x: torch.Tensor,

@@ -14,27 +14,27 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from shardwise.bank.backends import BackendChoice, key_of, row_keys
+from shardwise.bank.backends import BackendChoice, row_keys, stable_key
 from shardwise.bank.collective_resync import in_step
 from shardwise.bank.routing import ActiveRouting, BatchRouting, TenantRows
 from shardwise.bank.rows import (
     IGNORED,
-    AgreedRows,
     PassPlan,
+    RowCounts,
     RowTensors,
     TenantRow,
-    agreed_rows,
-    facts_of,
+    combine_counts,
     no_random_numbers,
+    parse_batch,
     plan_passes,
-    rows_of,
+    summarize_rows,
 )
 from shardwise.bank.tenant import Tenant
 from shardwise.errors import ConfigError, ShardwiseError, TrainingError
 from shardwise.execution.world import World
-from shardwise.models.gradients import forget_pass
+from shardwise.models.gradients import reset_fsdp_state
 from shardwise.models.torch_api import sent
-from shardwise.models.view import root_of
+from shardwise.models.view import find_fsdp_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class SharedBase:
 
     def recover(self) -> None:
         """Reset FSDP2 after an interrupted pass. Collective: no."""
-        root = root_of(self.model)
+        root = find_fsdp_root(self.model)
         if root is not None:
-            forget_pass(root)
+            reset_fsdp_state(root)
 
 
 @dataclass
@@ -82,7 +82,7 @@ class RowCall:
     base: SharedBase
     rows: list[list[TenantRow]] = field(default_factory=list)
     tenants: list[Tenant | None] = field(default_factory=list)
-    agreed: list[AgreedRows] = field(default_factory=list)
+    agreed: list[RowCounts] = field(default_factory=list)
     chosen: Counter[str] = field(default_factory=Counter)
     logprobs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
@@ -92,22 +92,22 @@ class RowCall:
         tenants: Mapping[str, Tenant],
         *,
         is_training: bool,
-    ) -> list[AgreedRows]:
+    ) -> list[RowCounts]:
         """Check the batches of this rank. Return counts of their rows.
 
         Raises:
             ConfigError: a batch or a tenant is invalid.
         """
         _require_pairs(batches)
-        self.tenants = [None if name is None else tenant_of(tenants, name) for name, _ in batches]
+        self.tenants = [None if name is None else get_tenant(tenants, name) for name, _ in batches]
         if is_training:
             _require_trainable(self.tenants)
         for tenant, (name, batch) in zip(self.tenants, batches, strict=True):
             has_weights = tenant is None or tenant.options.reduction == "sum"
             who = "the base" if name is None else repr(name)
             limits = {"vocab_size": self.base.vocab_size, "longest": self.base.longest}
-            self.rows.append(rows_of(who, batch, **limits, may_have_weights=has_weights))
-        return [facts_of(name, own) for (name, _), own in zip(batches, self.rows, strict=True)]
+            self.rows.append(parse_batch(who, batch, **limits, may_have_weights=has_weights))
+        return [summarize_rows(name, own) for (name, _), own in zip(batches, self.rows, strict=True)]
 
     def train(self) -> tuple[dict[int, float], int]:
         """Accumulate the gradients of the tenants by forward and backward passes. Collective: yes.
@@ -141,7 +141,7 @@ class RowCall:
     def _run(self, *, is_training: bool) -> tuple[dict[int, float], int]:
         """Run passes on all ranks, and sum their results. See [Note: In step]."""
         base = self.base
-        root: Any = root_of(base.model)
+        root: Any = find_fsdp_root(base.model)
         try:
             with in_step(base.world, root, base.recover) as resync:
                 own = self._train if is_training else self._evaluate
@@ -158,7 +158,7 @@ class RowCall:
         with _evaluating(self.base.model):
             for each in passes:
                 each.forward(self.base.model, self.base.switch)
-                self._note(each)
+                self._collect(each)
         return {}, len(passes)
 
     def _train(self) -> tuple[dict[int, float], int]:
@@ -173,7 +173,7 @@ class RowCall:
                 each.forward(base.model, base.switch)
                 sums |= each.backward(base.switch, scales)
                 each.route.require_reached()
-                self._note(each)
+                self._collect(each)
         return sums, len(passes)
 
     def _passes(self, *, is_training: bool) -> list[FusedPass]:
@@ -181,7 +181,7 @@ class RowCall:
         plans = plan_passes(self.agreed, ranks, multiple=self.base.pad_to, longest=self.base.longest)
         return [FusedPass(self, plan, is_training=is_training) for plan in plans]
 
-    def _note(self, done: FusedPass) -> None:
+    def _collect(self, done: FusedPass) -> None:
         assert done.logprobs is not None
         self.chosen.update(done.route.chosen)
         for number, span in done.spans.items():
@@ -222,7 +222,7 @@ def open_call(
         ConfigError, RankMismatchError: the same on every rank.
     """
     call = RowCall(base)
-    call.agreed = base.world.map_reduce(call.check, agreed_rows, batches, tenants, is_training=is_training)
+    call.agreed = base.world.map_reduce(call.check, combine_counts, batches, tenants, is_training=is_training)
     return call
 
 
@@ -235,7 +235,7 @@ def _require_pairs(batches: object) -> None:
             raise ConfigError(f"batches: is a {type(batches).__name__}, not a list of (name, rows). Pass one.")
 
 
-def tenant_of(tenants: Mapping[str, Tenant], name: str) -> Tenant:
+def get_tenant(tenants: Mapping[str, Tenant], name: str) -> Tenant:
     """Return the tenant of this name, or raise ConfigError."""
     if name not in tenants:
         raise ConfigError(f"no adapter named {name!r}. Adapters: {', '.join(tenants) or 'none'}")
@@ -296,7 +296,7 @@ class FusedPass:
             rows.extend(call.rows[number])
             self.spans[number] = span
             if tenant is not None:
-                key = key_of(tenant.options.seed, tenant.windows, tenant.window.micro_batches)
+                key = stable_key(tenant.options.seed, tenant.windows, tenant.window.micro_batches)
                 keys.append(row_keys(key, first, len(call.rows[number])))
                 own.append((tenant, span))
         shape = (max(len(rows), 1), plan.tokens)

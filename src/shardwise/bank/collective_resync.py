@@ -92,10 +92,10 @@ class CollectiveResync:
             try:
                 self._world.check()
             except Stopped:
-                self._settle()
+                self._complete()
                 return
 
-    def _settle(self) -> None:
+    def _complete(self) -> None:
         with self._lock:
             self._is_stopping = True
         try:

@@ -25,12 +25,12 @@ from shardwise.bank import tenant_facts
 from shardwise.bank.tenant import Tenant, TenantOptions, TenantStart
 from shardwise.engines.model_states import set_model_values, stored_values
 from shardwise.engines.pretrained_loading import weights_in
-from shardwise.engines.save_plan import TrainingBeside
+from shardwise.engines.save_plan import AdapterTrainingState
 from shardwise.engines.verifying import require_as_saved
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.state_values import StateOptions
 from shardwise.execution.world import Clock, World
-from shardwise.formats.peft_adapter import TRAINING_KEY, training_beside
+from shardwise.formats.peft_adapter import TRAINING_KEY, find_training_file
 from shardwise.formats.safetensors_files import read_header
 from shardwise.layout import TensorKind
 from shardwise.models.build import build_on_meta
@@ -52,7 +52,7 @@ def outlined(model: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
     return outline_adapter(build_on_meta(kind, copy.deepcopy(model.config), torch.float32, Path()), config)
 
 
-def config_of(folder: str | os.PathLike[str]) -> LoraConfig:
+def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
     """Return the config of an adapter in a folder.
 
     Raises:
@@ -90,7 +90,9 @@ def without_embeddings(model: PreTrainedModel, tenant: Tenant, state: object) ->
     return {key: values for key, values in state.items() if key not in of_base}
 
 
-def training_of(tenant: Tenant, base: Mapping[str, str], dtype: torch.dtype | None) -> TrainingBeside:
+def collect_training_state(
+    tenant: Tenant, base: Mapping[str, str], dtype: torch.dtype | None
+) -> AdapterTrainingState:
     """Return the training state to save with matrices that are cast to ``dtype``. Collective: within a window, yes.
 
     Raises:
@@ -99,11 +101,11 @@ def training_of(tenant: Tenant, base: Mapping[str, str], dtype: torch.dtype | No
     tensors = states.training_tensors(tenant)
     if dtype not in (None, tenant.flat.dtype):
         tensors[states.MATRICES] = tenant.flat.detach()
-    text = tenant_facts.to_text(tenant_facts.facts_of(tenant, base), repr(tenant.name))
-    return TrainingBeside(_module_of(tensors), text)
+    text = tenant_facts.to_text(tenant_facts.get_state(tenant, base), repr(tenant.name))
+    return AdapterTrainingState(_as_module(tensors), text)
 
 
-def _module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+def _as_module(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return a module whose parameters have these names, with or without "optimizer." in front."""
     root = nn.Module()
     root.optimizer = nn.Module()
@@ -123,7 +125,7 @@ def find_training(folder: Path, *, training_state: bool) -> states.StoredTrainin
     """
     adapter = weights_in(folder)
     with LocalReader(folder) as reader:
-        file = training_beside(reader, adapter) if training_state else None
+        file = find_training_file(reader, adapter) if training_state else None
         require_as_saved(reader, adapter, file)
         if not training_state:
             return TenantStart(reason="the matrices alone were asked for")
@@ -134,7 +136,7 @@ def find_training(folder: Path, *, training_state: bool) -> states.StoredTrainin
     if text is None:
         raise FormatError(f"{folder / file}: its header has no {TRAINING_KEY}. The file is corrupt. Save it again")
     tensors = {entry.key: (entry.shape, entry.dtype) for entry in header.entries}
-    facts = tenant_facts.facts_in(text, f"{folder / file}: {TRAINING_KEY}")
+    facts = tenant_facts.parse_state(text, f"{folder / file}: {TRAINING_KEY}")
     try:
         TenantOptions(**facts.options())
     except ConfigError as error:
@@ -159,7 +161,7 @@ def read_tenant(
     whole = world.run_all(_with_scratch, model, tenant)
     _read(world, whole, folder, world.run_all(weights_in, folder), AdapterOnly())
     if isinstance(found, states.StoredTraining):
-        _read(world, world.run_all(_module_of, targets), folder, Path(found.what).name, None)
+        _read(world, world.run_all(_as_module, targets), folder, Path(found.what).name, None)
 
 
 def _read(world: World, module: nn.Module, folder: Path, file: str, only: AdapterOnly | None) -> None:

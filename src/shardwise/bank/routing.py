@@ -24,13 +24,13 @@ from shardwise.bank.backends import (
     RoutedSegment,
     SegmentLoop,
     adapt,
-    choose_backend,
-    key_of,
+    select_backend,
+    stable_key,
 )
 from shardwise.bank.tenant import LoraWeights, Tenant, expert_site
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.models import four_bit_layers, torch_api
-from shardwise.models.four_bit_layers import weight_of_expert
+from shardwise.models.four_bit_layers import get_expert_weight
 from shardwise.models.view import canonical
 from shardwise.tuning.sites import AdaptedSite, EmbeddingSite, ExpertsSite
 
@@ -83,14 +83,14 @@ class BatchRouting:
             pair = member.tenant.pairs.get(site)
             if pair is not None and member.stop > member.start:
                 keys = member.keys if pair.dropout and self.is_training else None
-                found.append(RoutedSegment(pair, member.start * step, member.stop * step, keys, key_of(site)))
+                found.append(RoutedSegment(pair, member.start * step, member.stop * step, keys, stable_key(site)))
         return found
 
     def linear(self, site: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.require_rows(site, x)
         segments = self.segments(site, x.shape[:-1].numel() // self.rows)
         backend, why = (
-            choose_backend(self.choice, segments, x, y, self.grouped) if segments else (SegmentLoop(), "no rows")
+            select_backend(self.choice, segments, x, y, self.grouped) if segments else (SegmentLoop(), "no rows")
         )
         self.chosen[why] += 1
         return self.note(site, adapt(self.anchor, x, y, segments, backend))
@@ -175,7 +175,7 @@ def hook_layer(module: nn.Module, site: str, switch: ActiveRouting, *, is_embedd
 _UP = ("gate_up_proj", "up_proj")
 
 
-def fault_of_experts(name: str, module: nn.Module, parameter: str) -> str:
+def unsupported_experts_reason(name: str, module: nn.Module, parameter: str) -> str:
     """Return the reason why the experts of a module cannot have adapters, or ""."""
     if parameter not in (*_UP, "down_proj") or not four_bit_layers.are_fused_experts(module):
         return (
@@ -248,7 +248,7 @@ def _product(
     rows: torch.Tensor,
     cuts: Sequence[int],
 ) -> torch.Tensor:
-    weight = weight_of_expert(module, parameter, expert)
+    weight = get_expert_weight(module, parameter, expert)
     found = rows @ weight if module.is_transposed else F.linear(rows, weight)
     if module.has_bias:
         found = found + getattr(module, f"{parameter}_bias")[expert]
@@ -269,14 +269,16 @@ class SiteHooks:
         self._used: Counter[str] = Counter()
         self._removers: dict[str, Callable[[], object]] = {}
 
-    def require_fitting(self, sites: Sequence[AdaptedSite]) -> None:
+    def require_supported(self, sites: Sequence[AdaptedSite]) -> None:
         """Check that the base can serve all sites.
 
         Raises:
             ConfigError: it cannot. The message has each site.
         """
         experts = [site for site in sites if isinstance(site, ExpertsSite)]
-        reasons = (fault_of_experts(one.module, self._modules[one.module], one.parameter) for one in experts)
+        reasons = (
+            unsupported_experts_reason(one.module, self._modules[one.module], one.parameter) for one in experts
+        )
         faults = [reason for reason in reasons if reason]
         seen: dict[nn.Module, str] = {}
         for site in sites:

@@ -45,7 +45,7 @@ class TenantRow:
     weights: torch.Tensor
 
 
-def rows_of(
+def parse_batch(
     who: str, batch: RowTensors, *, vocab_size: int, longest: int, may_have_weights: bool = True
 ) -> list[TenantRow]:
     """Return the rows of a batch without padding.
@@ -108,7 +108,7 @@ def _require_tensors(who: str, batch: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class AgreedRows:
+class RowCounts:
     """Counts of the rows of one entry of a call, on one rank or on all. ``rows`` are numbers of rows by rank."""
 
     name: str | None
@@ -117,12 +117,12 @@ class AgreedRows:
     num_supervised_tokens: int
 
 
-def facts_of(name: str | None, rows: Sequence[TenantRow]) -> AgreedRows:
+def summarize_rows(name: str | None, rows: Sequence[TenantRow]) -> RowCounts:
     learned = sum(int((row.labels[1:] != IGNORED).sum()) for row in rows)
-    return AgreedRows(name, (len(rows),), max((len(row.input_ids) for row in rows), default=0), learned)
+    return RowCounts(name, (len(rows),), max((len(row.input_ids) for row in rows), default=0), learned)
 
 
-def agreed_rows(counts: Sequence[Sequence[AgreedRows]]) -> list[AgreedRows]:
+def combine_counts(counts: Sequence[Sequence[RowCounts]]) -> list[RowCounts]:
     """Combine the counts of all ranks.
 
     Raises:
@@ -136,7 +136,7 @@ def agreed_rows(counts: Sequence[Sequence[AgreedRows]]) -> list[AgreedRows]:
                 "on every rank, if needed with a batch of no rows"
             )
     return [
-        AgreedRows(
+        RowCounts(
             entries[0].name,
             tuple(facts.rows[0] for facts in entries),
             max(facts.longest for facts in entries),
@@ -155,7 +155,7 @@ class PassPlan:
 
 
 def plan_passes(
-    agreed: Sequence[AgreedRows], ranks: Mapping[str, int], *, multiple: int, longest: int
+    agreed: Sequence[RowCounts], ranks: Mapping[str, int], *, multiple: int, longest: int
 ) -> list[PassPlan]:
     """Plan passes for the entries that have rows on any rank, equal on every rank. See [Note: Own lengths].
 
@@ -195,7 +195,13 @@ def require_base(model: nn.Module, ranks: int) -> PreTrainedModel:
             f"{type(model).__name__} is not a transformers model without adapters. Load the base by "
             "shardwise.from_pretrained without tuning="
         )
-    faults = [*_headless(model), *_compiled(model), *_by_modules(model), *_by_config(model), *_placed(model, ranks)]
+    faults = [
+        *_headless(model),
+        *_compiled(model),
+        *_by_modules(model),
+        *_by_config(model),
+        *_list_shards(model, ranks),
+    ]
     if faults:
         raise ConfigError(
             f"{type(model).__name__} cannot be the base of many adapters:\n  " + "\n  ".join(faults[:20])
@@ -245,7 +251,7 @@ def _by_config(model: nn.Module) -> Iterator[str]:
                 yield f"config.{key}={value}: a full expert drops tokens of any tenant. Set it to None"
 
 
-def _placed(model: nn.Module, ranks: int) -> Iterator[str]:
+def _list_shards(model: nn.Module, ranks: int) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             split = [place for place in parameter.placements if splitting_dim(place) is not None]
@@ -282,5 +288,5 @@ def _states(device: torch.device) -> list[torch.Tensor]:
 
 def _configs(model: nn.Module) -> list[Any]:
     config: Any = getattr(model, "config", None)
-    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-    return [each for each in (config, *parts) if each is not None]
+    sub_configs = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return [each for each in (config, *sub_configs) if each is not None]

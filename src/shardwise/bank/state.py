@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.bank.stepping import sum_all
 from shardwise.bank.tenant import Tenant, TenantStart, TenantWindow
-from shardwise.bank.tenant_facts import TenantFacts, facts_of, sound_facts
+from shardwise.bank.tenant_facts import TenantState, get_state, validate_state
 from shardwise.checkpoints import base_identity as bases
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.contract import parse_object
@@ -74,7 +74,7 @@ def copied_state(tenant: Tenant, base: Mapping[str, str]) -> dict[str, Any]:
     return {
         "adapter": {key: values.clone() for key, values in tenant.matrices.items()},
         "training": {key: values.clone() for key, values in training.items()},
-        "facts": facts_of(tenant, base).to_dict(),
+        "facts": get_state(tenant, base).to_dict(),
     }
 
 
@@ -83,7 +83,7 @@ class StoredTraining:
     """Training state in a file (``what``) or a state dict: facts, and shapes and dtypes of tensors."""
 
     what: str
-    facts: TenantFacts
+    facts: TenantState
     tensors: Mapping[str, tuple[tuple[int, ...], DType]]
 
 
@@ -106,7 +106,7 @@ def parse_state(tenant: Tenant, what: str, state: object) -> StoredTraining | Te
             "of state_dict."
         )
     shapes = {key: tuple(values.shape) for key, values in state["adapter"].items()}
-    facts = replace(sound_facts(state["facts"], what), matrices=shapes)
+    facts = replace(validate_state(state["facts"], what), matrices=shapes)
     tensors = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in state["training"].items()}
     return StoredTraining(what, facts, tensors)
 
@@ -120,7 +120,7 @@ def copy_values(tenant: Tenant, state: Mapping[str, Any], targets: Mapping[str, 
 
 
 def _matrix_faults(tenant: Tenant, state: Mapping[str, torch.Tensor]) -> list[str]:
-    faults = _differing_shapes({key: tuple(values.shape) for key, values in state.items()}, tenant.shapes)
+    faults = _compare_shapes({key: tuple(values.shape) for key, values in state.items()}, tenant.shapes)
     for key, values in state.items():
         if isinstance(values, DTensor) or values.is_meta or not values.is_floating_point():
             kind = f"{type(values).__name__} of {values.dtype} on {values.device}"
@@ -159,7 +159,7 @@ def restore(
     if isinstance(found, TenantStart):
         return found
     facts = found.facts
-    _restore_facts(tenant, facts)
+    _restore_counters(tenant, facts)
     if moments:
         tenant.optimizer.state[tenant.flat] = {key.removeprefix(_OPTIMIZER): own for key, own in moments.items()}
     compared = _compare_bases(facts.base, base, on_other_base).summary
@@ -207,7 +207,7 @@ def _refusal(what: str, tenant: Tenant, faults: list[str]) -> ConfigError:
     )
 
 
-def _empty_moments(tenant: Tenant, facts: TenantFacts) -> dict[str, torch.Tensor]:
+def _empty_moments(tenant: Tenant, facts: TenantState) -> dict[str, torch.Tensor]:
     """Return memory for the state of an optimizer with these settings after this number of steps.
 
     Its entries are those that an optimizer of one number has.
@@ -241,7 +241,7 @@ def _require_finite(what: str, tensors: Mapping[str, torch.Tensor], allowed: OnF
         raise FormatError(f"{what}: is not a valid state:\n  " + "\n  ".join(faults[:20]))
 
 
-def _restore_facts(tenant: Tenant, facts: TenantFacts) -> None:
+def _restore_counters(tenant: Tenant, facts: TenantState) -> None:
     try:
         tenant.schedule.load_state_dict(copy.deepcopy(dict(facts.schedule_state)))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -254,87 +254,91 @@ def _restore_facts(tenant: Tenant, facts: TenantFacts) -> None:
     tenant.window = TenantWindow(facts.micro_batches, facts.num_supervised_tokens)
 
 
-def _differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str], on_other_base: OnFault) -> list[str]:
+def _differences(tenant: Tenant, stored: TenantState, base: Mapping[str, str], on_other_base: OnFault) -> list[str]:
     """List the reasons why a tenant cannot resume from a state."""
-    here = facts_of(tenant, base)
+    current = get_state(tenant, base)
     faults = [
-        *_base_faults(there.base, here.base, on_other_base),
-        *_differing_shapes(there.matrices, here.matrices),
+        *_base_faults(stored.base, current.base, on_other_base),
+        *_compare_shapes(stored.matrices, current.matrices),
     ]
     if not faults:
         faults = [
-            f"{site}: (rank, scaling, dropout) is {there.config.get(site)} in the state, and "
-            f"{here.config.get(site)} in the adapter"
-            for site in sorted({*there.config, *here.config})
-            if there.config.get(site) != here.config.get(site)
+            f"{site}: (rank, scaling, dropout) is {stored.config.get(site)} in the state, and "
+            f"{current.config.get(site)} in the adapter"
+            for site in sorted({*stored.config, *current.config})
+            if stored.config.get(site) != current.config.get(site)
         ]
-    if not faults and list(there.matrices) != list(here.matrices):
+    if not faults and list(stored.matrices) != list(current.matrices):
         faults.append("its matrices are in another order. Save it again with the versions that are installed here")
-    if there.seed != here.seed:
-        faults.append(f"seed {there.seed}, and {here.seed} here, which dropout follows from")
-    if there.micro_batches:
+    if stored.seed != current.seed:
+        faults.append(f"seed {stored.seed}, and {current.seed} here, which dropout follows from")
+    if stored.micro_batches:
         for what in ("gradient_accumulation_steps", "reduction"):
-            one, other = getattr(there, what), getattr(here, what)
+            one, other = getattr(stored, what), getattr(current, what)
             if one != other:
                 faults.append(f"its window is open, with {what} {one}, and it is {other} here")
-    return [*faults, *_optimizer_faults(tenant.name, there, here), *_schedule_faults(tenant, there, here)]
+    return [*faults, *_optimizer_faults(tenant.name, stored, current), *_schedule_faults(tenant, stored, current)]
 
 
-def _compare_bases(there: Mapping[str, str], here: Mapping[str, str], on_other_base: OnFault) -> bases.BaseMatch:
-    """Compare two results of :func:`facts_of_base`. FormatError if the first has no identity."""
+def _compare_bases(
+    stored: Mapping[str, str], current: Mapping[str, str], on_other_base: OnFault
+) -> bases.BaseMatch:
+    """Compare two results of :func:`identify_base`. FormatError if the first has no identity."""
     what = "the base of a tenant's state"
-    identities = (each["identity"].encode("utf-8", "surrogatepass") for each in (there, here))
+    identities = (each["identity"].encode("utf-8", "surrogatepass") for each in (stored, current))
     one, other = (bases.BaseIdentity.from_dict(parse_object(text, what=what), what) for text in identities)
-    return bases.compare_bases(one, other, on_other_base, are_shapes_same=there["shapes"] == here["shapes"])
+    return bases.compare_bases(one, other, on_other_base, are_shapes_same=stored["shapes"] == current["shapes"])
 
 
-def _base_faults(there: Mapping[str, str], here: Mapping[str, str], on_other_base: OnFault) -> list[str]:
-    known, own = (f"{one['name'] or 'a base without a name'} ({one['architecture']})" for one in (there, here))
-    if there["architecture"] != here["architecture"]:
+def _base_faults(stored: Mapping[str, str], current: Mapping[str, str], on_other_base: OnFault) -> list[str]:
+    known, own = (f"{one['name'] or 'a base without a name'} ({one['architecture']})" for one in (stored, current))
+    if stored["architecture"] != current["architecture"]:
         return [f"it was trained on {known}, and this is {own}"]
-    match = _compare_bases(there, here, on_other_base)
+    match = _compare_bases(stored, current, on_other_base)
     if match.refused:
         why = "; ".join(match.refused)
         return [f"it was trained on {known}, and this is another base, {own}: {why}. {bases.ALLOW_OTHER_BASE}"]
     return []  # names may differ: a folder may have been moved
 
 
-def _differing_shapes(there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _compare_shapes(stored: Mapping[str, tuple[int, ...]], current: Mapping[str, tuple[int, ...]]) -> list[str]:
     return [
-        f"{key}: {there.get(key, 'not there')} in the state, {here.get(key, 'not there')} in the adapter"
-        for key in sorted({*there, *here})
-        if there.get(key) != here.get(key)
+        f"{key}: {stored.get(key, 'not stored')} in the state, {current.get(key, 'not stored')} in the adapter"
+        for key in sorted({*stored, *current})
+        if stored.get(key) != current.get(key)
     ]
 
 
-def _optimizer_faults(name: str, there: TenantFacts, here: TenantFacts) -> list[str]:
-    faults = unlike({name: (here.optimizer, here.settings)}, {name: (there.optimizer, there.settings)})
+def _optimizer_faults(name: str, stored: TenantState, current: TenantState) -> list[str]:
+    faults = unlike({name: (current.optimizer, current.settings)}, {name: (stored.optimizer, stored.settings)})
     if faults:
         return [f"{fault}. Pass optimizer= as it was" for fault in faults]
-    odd = {*_unlike_keys(_restored_settings(there.settings), _restored_settings(here.settings))}
-    for key in there.settings.keys() & _NOT_NEGATIVE - odd:
-        if there.settings[key] is None or not there.settings[key] >= 0:
+    odd = {*_unlike_keys(_restored_settings(stored.settings), _restored_settings(current.settings))}
+    for key in stored.settings.keys() & _NOT_NEGATIVE - odd:
+        if stored.settings[key] is None or not stored.settings[key] >= 0:
             odd.add(key)
     return [
-        f"the setting {shown(key)} of {there.optimizer} is {shown(repr(there.settings.get(key, 'missing')))}"
+        f"the setting {shown(key)} of {stored.optimizer} is {shown(repr(stored.settings.get(key, 'missing')))}"
         for key in sorted(odd)
     ]
 
 
-def _schedule_faults(tenant: Tenant, there: TenantFacts, here: TenantFacts) -> list[str]:
-    if there.schedule != here.schedule:
-        return [f"its schedule was a {there.schedule}, and here it is a {here.schedule}. Pass schedule= as it was"]
+def _schedule_faults(tenant: Tenant, stored: TenantState, current: TenantState) -> list[str]:
+    if stored.schedule != current.schedule:
+        return [
+            f"its schedule was a {stored.schedule}, and here it is a {current.schedule}. Pass schedule= as it was"
+        ]
     if not isinstance(tenant.schedule, LRScheduler):
         return []  # torch's make each key an attribute, others check their own state
-    odd = _unlike_keys(there.schedule_state, here.schedule_state)
-    return [f"{shown(key)} of its schedule {there.schedule} is not as that of this one" for key in odd]
+    odd = _unlike_keys(stored.schedule_state, current.schedule_state)
+    return [f"{shown(key)} of its schedule {stored.schedule} is not as that of this one" for key in odd]
 
 
-def _unlike_keys(there: Mapping[Any, Any], here: Mapping[Any, Any]) -> list[str]:
+def _unlike_keys(stored: Mapping[Any, Any], current: Mapping[Any, Any]) -> list[str]:
     """Return the keys that only one of them has, or whose value is of another kind."""
-    both = there.keys() & here.keys()
-    odd = [key for key in both if not _is_like(there[key], here[key])]
-    return sorted(map(str, [*odd, *(there.keys() ^ here.keys())]))
+    both = stored.keys() & current.keys()
+    odd = [key for key in both if not _is_like(stored[key], current[key])]
+    return sorted(map(str, [*odd, *(stored.keys() ^ current.keys())]))
 
 
 def _is_like(value: Any, present: Any) -> bool:

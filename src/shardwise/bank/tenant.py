@@ -36,7 +36,7 @@ def adamw(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
 
 
-def made_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
+def create_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
     """Make the optimizer of a tenant's flat parameter.
 
     Raises:
@@ -148,10 +148,10 @@ class Tenant:
         self.pairs = {
             key: pair
             for site in outline.sites
-            for key, pair in _pairs_of(site, self.matrices, self.gradients).items()
+            for key, pair in _matrix_pairs(site, self.matrices, self.gradients).items()
         }
         self.world = world
-        self.optimizer = made_optimizer(options.optimizer, self.flat)
+        self.optimizer = create_optimizer(options.optimizer, self.flat)
         self.schedule = options.schedule(self.optimizer)
         self.max_grad_norm = options.max_grad_norm
         self.window = TenantWindow()
@@ -237,7 +237,7 @@ def _views(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
     return {key: piece.view(shape) for (key, shape), piece in zip(shapes.items(), flat.split(sizes), strict=True)}
 
 
-def _pairs_of(
+def _matrix_pairs(
     site: sites.AdaptedSite, matrices: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
 ) -> dict[str, LoraWeights]:
     """Return the matrices of a site by the names that the base's layer uses. For experts, those of each expert."""
@@ -249,10 +249,10 @@ def _pairs_of(
         return {site.module: LoraWeights(A, B, a_grad, b_grad, site.scaling, dropout)}
     return {
         expert_site(site.module, site.parameter, expert): LoraWeights(
-            _rows_of_experts(A, site.experts)[expert],
-            _columns_of_experts(B, site.experts)[..., expert],
-            _rows_of_experts(a_grad, site.experts)[expert],
-            _columns_of_experts(b_grad, site.experts)[..., expert],
+            _merge_lora_a(A, site.experts)[expert],
+            _merge_lora_b(B, site.experts)[..., expert],
+            _merge_lora_a(a_grad, site.experts)[expert],
+            _merge_lora_b(b_grad, site.experts)[..., expert],
             site.scaling,
         )
         for expert in range(site.experts)
@@ -264,12 +264,12 @@ def expert_site(module: str, parameter: str, expert: int) -> str:
     return f"{module}.{parameter}.{expert}"
 
 
-def _rows_of_experts(A: torch.Tensor, experts: int) -> torch.Tensor:
+def _merge_lora_a(A: torch.Tensor, experts: int) -> torch.Tensor:
     """Return A as (r * experts, in), expert by expert, as PEFT stores it."""
     return A.view(experts, -1, A.shape[1])
 
 
-def _columns_of_experts(B: torch.Tensor, experts: int) -> torch.Tensor:
+def _merge_lora_b(B: torch.Tensor, experts: int) -> torch.Tensor:
     """And (out, r * experts) rank by rank."""
     return B.view(len(B), -1, experts)
 

@@ -43,7 +43,7 @@ _OF, _IS = "of", "is"
 
 
 @dataclass(frozen=True, slots=True)
-class TenantFacts:
+class TenantState:
     """State of a tenant except for tensors, equal on every rank and for any number of ranks.
 
     Attributes:
@@ -91,9 +91,9 @@ class TenantFacts:
         return {field.name: copy.deepcopy(getattr(self, field.name)) for field in fields(self)}
 
 
-def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
+def identify_base(world: World, model: PreTrainedModel) -> dict[str, str]:
     """Return the identity of a base. Collective: yes (two small exchanges)."""
-    samples = world.run_all(lambda: bases.BaseSamples.of(model, bases.base_of(collect_tensors(model), {})))
+    samples = world.run_all(lambda: bases.BaseSamples.select(model, bases.select_base(collect_tensors(model), {})))
     identity = world.map_reduce(samples.fingerprints, samples.identity)
     shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
     return {
@@ -104,9 +104,9 @@ def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def facts_of(tenant: Tenant, base: Mapping[str, str]) -> TenantFacts:
+def get_state(tenant: Tenant, base: Mapping[str, str]) -> TenantState:
     """Return the current facts of a tenant. Its settings and schedule are not copied."""
-    return TenantFacts(
+    return TenantState(
         base=base,
         config={_site_name(site): (site.r, site.scaling, getattr(site, "dropout", 0.0)) for site in tenant.sites},
         matrices=dict(tenant.shapes),
@@ -129,7 +129,7 @@ def _site_name(site: AdaptedSite) -> str:
     return f"{site.module}.{site.parameter}" if isinstance(site, ExpertsSite) else site.module
 
 
-def to_text(facts: TenantFacts, whose: str) -> str:
+def to_text(facts: TenantState, whose: str) -> str:
     """Return the facts as JSON. ``whose`` names the tenant in errors.
 
     Raises:
@@ -139,7 +139,7 @@ def to_text(facts: TenantFacts, whose: str) -> str:
     return json.dumps({"format": _FORMAT, **content})
 
 
-def facts_in(text: str, what: str) -> TenantFacts:
+def parse_state(text: str, what: str) -> TenantState:
     """Parse facts from untrusted text. ``what`` names it in errors.
 
     Raises:
@@ -148,17 +148,17 @@ def facts_in(text: str, what: str) -> TenantFacts:
     content = parse_object(text.encode("utf-8", "surrogatepass"), what=what)
     if content.pop("format", None) != _FORMAT:
         raise FormatError(f"{what}: it is not of the format {_FORMAT!r}. Update shardwise if it is newer")
-    return sound_facts({name: from_json(value, what) for name, value in content.items()}, what)
+    return validate_state({name: from_json(value, what) for name, value in content.items()}, what)
 
 
-def sound_facts(values: Mapping[str, Any], what: str) -> TenantFacts:
+def validate_state(values: Mapping[str, Any], what: str) -> TenantState:
     """Validate untrusted facts. ``what`` names them in errors.
 
     Raises:
         FormatError: a value is missing, unknown or invalid. Of values that are compared with the tenant's own
             later, only the type is checked.
     """
-    kinds = {field.name: _KINDS.get(str(field.type), (dict,)) for field in fields(TenantFacts)}
+    kinds = {field.name: _KINDS.get(str(field.type), (dict,)) for field in fields(TenantState)}
     if kinds.keys() != values.keys():
         raise FormatError(
             f"{what}: it lacks {_few(kinds.keys() - values.keys())}, and has {_few(values.keys() - kinds.keys())} "
@@ -177,7 +177,7 @@ def sound_facts(values: Mapping[str, Any], what: str) -> TenantFacts:
         raise FormatError(f"{what}: base is {shown(repr(base))}. The file is corrupt. Save it again")
     if values["micro_batches"] > values["gradient_accumulation_steps"] or values["steps"] > values["windows"]:
         raise FormatError(f"{what}: its counts contradict each other. The file is corrupt. Save it again")
-    return TenantFacts(**values)
+    return TenantState(**values)
 
 
 def _few(names: Collection[str]) -> str:

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from shardwise.errors import FormatError, RankMismatchError
-from shardwise.layout import TensorKind, place_of
+from shardwise.layout import TensorKind, locate_box
 from shardwise.models.four_bit_layers import SCALES
 from shardwise.models.view import TensorRef, local_boxes, local_tensor, strided_view
-from shardwise.planning.fingerprints import MODULUS, lane_weights
+from shardwise.planning.fingerprints import MODULUS, word_weights
 from shardwise.planning.load_plan import allows
 from shardwise.planning.matching import OnFault
 from shardwise.tensors import Box
@@ -109,15 +109,15 @@ def compare_bases(
     cast = {name: (old[0], new[0]) for name, (old, new) in pairs.items() if old[0] != new[0]}
     found: dict[str, str] = {}
     notes: list[str] = []
-    if settings := list(_differing(saved.config, current.config)):
-        found["config"] = _first_of(settings, "; ")
+    if settings := list(_list_differences(saved.config, current.config)):
+        found["config"] = _first_item(settings, "; ")
     if not are_shapes_same:
         dtypes = [f"{name} was {old}, is {new}" for name, (old, new) in cast.items()]
         found["shapes"] = "frozen parameters have other names or shapes"
-        found["shapes"] += f": {_first_of(dtypes, '; ')}" if dtypes else ""
+        found["shapes"] += f": {_first_item(dtypes, '; ')}" if dtypes else ""
     else:
         if values := [name for name, (old, new) in pairs.items() if name not in cast and old != new]:
-            found["values"] = f"of {len(pairs)} tensors sampled, {len(values)} differ: {_first_of(values, ', ')}"
+            found["values"] = f"of {len(pairs)} tensors sampled, {len(values)} differ: {_first_item(values, ', ')}"
         notes.append(f"samples of {len(pairs) - len(cast)} tensors compared")
         if cast:
             old, new = next(iter(cast.values()))
@@ -127,16 +127,16 @@ def compare_bases(
     return BaseMatch(refused, "; ".join([verdict, *notes]))
 
 
-def _first_of(items: Sequence[str], separator: str) -> str:
+def _first_item(items: Sequence[str], separator: str) -> str:
     more = [f"and {len(items) - _MAX_SHOWN} more"] if len(items) > _MAX_SHOWN else []
     return separator.join([*items[:_MAX_SHOWN], *more])
 
 
-def _differing(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _list_differences(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key in sorted(saved.keys() & current.keys()):
         old, new = saved[key], current[key]
         if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differing(old, new, f"{prefix}{key}.")
+            yield from _list_differences(old, new, f"{prefix}{key}.")
         elif old != new:
             yield f"{prefix}{key} was {old!r:.80}, is {new!r:.80}"
 
@@ -151,18 +151,18 @@ def base_config(model: nn.Module) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         return {}
     text = json.dumps(dict(values), default=lambda value: type(value).__name__, skipkeys=True)
-    return _of_the_base(json.loads(text, parse_constant=str))  # JSON elsewhere has no infinite numbers
+    return _base_settings(json.loads(text, parse_constant=str))  # JSON elsewhere has no infinite numbers
 
 
-def _of_the_base(config: Mapping[str, Any]) -> dict[str, Any]:
+def _base_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _of_the_base(value) if isinstance(value, dict) else value
+        key: _base_settings(value) if isinstance(value, dict) else value
         for key, value in config.items()
         if not _IGNORED_KEYS.fullmatch(key)
     }
 
 
-def base_of(held: Sequence[TensorRef], stored: Mapping[str, object]) -> list[TensorRef]:
+def select_base(held: Sequence[TensorRef], stored: Mapping[str, object]) -> list[TensorRef]:
     """Return the parameters that a checkpoint with these tensors does not store."""
     return [
         item
@@ -192,7 +192,7 @@ class BaseSamples:
     local: Mapping[tuple[str, Box], tuple[torch.Tensor, Any]]
 
     @classmethod
-    def of(cls, model: nn.Module, base: Sequence[TensorRef]) -> Self:
+    def select(cls, model: nn.Module, base: Sequence[TensorRef]) -> Self:
         """Choose samples. Collective: no."""
         chosen = heapq.nsmallest(
             _MAX_TENSORS,
@@ -208,12 +208,12 @@ class BaseSamples:
             sizes = (*(1 for _ in shape[:-2]), *(min(size, limit) for size in shape[-2:]))
             corner = Box((0,) * len(sizes), sizes)
             numels[item.fqn] = corner.numel
-            weights = lane_weights()[: corner.numel].reshape(sizes)
+            weights = word_weights()[: corner.numel].reshape(sizes)
             held = () if item.tensor.is_meta else local_boxes(item.tensor, item.fqn)
             for placed in held:
                 if box := placed.box.intersect(corner):
                     at = tuple(slice(a, a + size) for a, size in zip(box.offsets, box.sizes, strict=True))
-                    view = strided_view(local_tensor(item.tensor), place_of(box, held))
+                    view = strided_view(local_tensor(item.tensor), locate_box(box, held))
                     local[item.fqn, box] = view, weights[at]
         dtypes = {item.fqn: str(item.tensor.dtype).removeprefix("torch.") for item in chosen}
         return cls(base_config(model), dtypes, numels, local)

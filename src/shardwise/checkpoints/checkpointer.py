@@ -14,7 +14,7 @@ import torch
 
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
-from shardwise.checkpoints.facts import Facts
+from shardwise.checkpoints.facts import CheckpointHeader
 from shardwise.checkpoints.state import (
     CheckpointerOptions,
     CollectedState,
@@ -23,19 +23,19 @@ from shardwise.checkpoints.state import (
     StateSummary,
     TrainState,
     adapter_settings,
+    collect_contents,
     collect_state,
-    contents_of,
+    dcp_key,
     describe_selection,
-    key_of,
 )
-from shardwise.engines.arguments import hints_of, require_meant
+from shardwise.engines.arguments import check_options, get_hints
 from shardwise.errors import ConfigError, RankMismatchError, StorageError, answer_keywords
 from shardwise.execution.checksums import as_bytes
-from shardwise.execution.distributed_chunks import ChunkStaging, TensorsPlan, Views, plan_tensors, views_of
-from shardwise.execution.memory import collected_later
+from shardwise.execution.distributed_chunks import ChunkStaging, TensorsPlan, Views, chunk_views, plan_tensors
+from shardwise.execution.memory import gc_disabled
 from shardwise.execution.replicas import Replicas, compare_replicas
-from shardwise.execution.state_values import reject_meta
-from shardwise.execution.tensor_facts import facts_by_name
+from shardwise.execution.state_values import require_values
+from shardwise.execution.tensor_metadata import metadata_by_name
 from shardwise.execution.world import Clock, MismatchedRanks, World
 from shardwise.models.optimizer_parsing import class_name
 from shardwise.models.selection import AdapterOnly, Selection
@@ -92,7 +92,7 @@ class Checkpointer:
         options: CheckpointerOptions = CheckpointerOptions(),  # noqa: B008
     ) -> None:
         given = {"mode": mode, "only": only, "on_differing_buffers": on_differing_buffers, "options": options}
-        require_meant(hints_of(Checkpointer.__init__), given)
+        check_options(get_hints(Checkpointer.__init__), given)
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep!r}: pass the number of checkpoints to keep, 1 or more; None keeps all")
         self._root = folder.require_local(directory)
@@ -105,7 +105,7 @@ class Checkpointer:
         self._collected: CollectedState | None = None
         self._executor = futures.ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
         self._on_its_way: tuple[int, futures.Future[CheckpointReport]] | None = None
-        self._newest = folder.newest_in(self._root)
+        self._newest = folder.find_latest(self._root)
 
     @property
     def directory(self) -> Path:
@@ -120,7 +120,7 @@ class Checkpointer:
     def latest(self) -> int | None:
         """Return the newest step whose checkpoint has no missing or truncated file, or None. Collective: yes."""
         with self._world("latest") as world:
-            return world.broadcast(folder.newest_in, self._root)
+            return world.broadcast(folder.find_latest, self._root)
 
     @torch.no_grad()
     def save(self, step: int, state: TrainState) -> CheckpointReport:
@@ -205,12 +205,12 @@ class Checkpointer:
         new state: that of optimizers, and a model that was on meta.
 
         Args:
-            state: a state with the same parts as the saved one.
+            state: a state with the same components as the saved one.
             step: step of the checkpoint. None restores the newest.
-            on_missing: ``Ignore(only=...)`` for parts that the checkpoint may not have: FQNs, "FQN: entry" of
-                optimizers, or "optimizers", "schedulers", "scaler", "data" for a whole part.
-            on_unexpected: ``Ignore(only=...)`` for additional parts of the checkpoint.
-            on_mismatched: ``Ignore(only=...)`` for parts of another shape or kind.
+            on_missing: ``Ignore(only=...)`` for entries that the checkpoint may not have: FQNs, "FQN: entry" of
+                optimizers, or a component: "optimizers", "schedulers", "scaler", "data".
+            on_unexpected: ``Ignore(only=...)`` for additional entries of the checkpoint.
+            on_mismatched: ``Ignore(only=...)`` for entries of another shape or kind.
             on_other_base: ``Ignore()`` allows an adapter to resume on a base other than its own.
                 ``Ignore(only=...)`` allows differences in "config", "shapes" (and names) or "values".
 
@@ -230,11 +230,11 @@ class Checkpointer:
         given = {"on_missing": on_missing, "on_unexpected": on_unexpected}
         given |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
         with self._world("restore") as world:
-            world.run_all(require_meant, hints_of(Checkpointer.restore), given)
+            world.run_all(check_options, get_hints(Checkpointer.restore), given)
             call = repr((step, tolerance, self._only))
             world.require_equal(call, "the list of arguments (step, only, on_...)")
             report = restoring.restore(world, self._root, state, step, self._only, tolerance, self._options)
-            self._newest = world.broadcast(folder.newest_in, self._root)
+            self._newest = world.broadcast(folder.find_latest, self._root)
         return report
 
     def discard_after(self, step: int) -> list[int]:
@@ -248,7 +248,7 @@ class Checkpointer:
         self.wait()
         with self._world("discard_after") as world:
             removed = world.broadcast(folder.remove_after, self._root, step)
-            self._newest = world.broadcast(folder.newest_in, self._root)
+            self._newest = world.broadcast(folder.find_latest, self._root)
         return removed
 
     def close(self) -> None:
@@ -289,7 +289,7 @@ class Checkpointer:
         with clock.phase("look"):
             contents = self._collect(world, step, state)
             collected, base = contents.collected, None
-            alike, data = world.all_reduce_object(contents.summary, agreed_state)
+            alike, data = world.all_reduce_object(contents.summary, compare_summaries)
             if isinstance(self._only, AdapterOnly):
                 samples = collected.base
                 base = world.map_reduce(samples.fingerprints, samples.identity)
@@ -297,7 +297,7 @@ class Checkpointer:
             plan, chunks, replicas = _plan(world, collected)
         with clock.phase("compare"):
             differing = compare_replicas(world, replicas, self._on_differing_buffers)
-        facts = Facts(
+        facts = CheckpointHeader(
             step=step,
             world_size=world.size,
             holds=describe_selection(self._only),
@@ -312,7 +312,7 @@ class Checkpointer:
         report = CheckpointReport(
             rank=world.rank,
             world_size=world.size,
-            directory=str(self._root / folder.name_of(step)),
+            directory=str(self._root / folder.step_folder_name(step)),
             step=step,
             is_complete=False,
             tensors=len(plan.tensors),
@@ -333,7 +333,7 @@ class Checkpointer:
             report,
         )
 
-    @collected_later()
+    @gc_disabled()
     def _copy(self, chunks: Views) -> Views:
         """Copy the chunks to host memory, because the training may change them while they are written."""
         return self._staging.copy(chunks)
@@ -344,23 +344,23 @@ class Checkpointer:
         world.require_equal(call, "the list of arguments (step, keep, mode, only)")
         return world.run_all(self._contents, step, state, world.rank)
 
-    @collected_later()
+    @gc_disabled()
     def _contents(self, step: int, state: TrainState, rank: int) -> StateContents:
         if type(step) is not int or not 0 <= step < _MAX_STEP:
             raise ConfigError(f"step={step!r} is not a number of optimizer steps")
         write.require_after(self._root, step, self._newest)
         collected = collect_state(state, self._only, self._collected)
-        reject_meta({key_of(path): tensor for path, tensor in collected.tensors.items()}, "the state")
+        require_values({dcp_key(path): tensor for path, tensor in collected.tensors.items()}, "the state")
         self._collected = collected
-        return contents_of(collected, state, rank)
+        return collect_contents(collected, state, rank)
 
 
 def _plan(world: World, collected: CollectedState) -> tuple[TensorsPlan, Views, Replicas]:
     """Plan the writes of all ranks. Return also this rank's chunks, and its replicated tensors. Collective: yes."""
-    tensors = {key_of(path): tensor for path, tensor in collected.tensors.items()}
-    facts = world.all_gather(facts_by_name, tensors)
-    plan = world.run_all(plan_tensors, collected.tensors, facts, collected.buffers, collected.others_of)
-    chunks = world.run_all(views_of, plan.by_rank[world.rank], tensors, collected.local)
+    tensors = {dcp_key(path): tensor for path, tensor in collected.tensors.items()}
+    facts = world.all_gather(metadata_by_name, tensors)
+    plan = world.run_all(plan_tensors, collected.tensors, facts, collected.buffers, collected.alias_keys)
+    chunks = world.run_all(chunk_views, plan.by_rank[world.rank], tensors, collected.local)
     common = in_common({key: tuple(own[key].boxes for own in facts) for key in tensors}, world.rank)
     numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
     if world.size > 1:  # every rank has the numbers of optimizers
@@ -369,7 +369,7 @@ def _plan(world: World, collected: CollectedState) -> tuple[TensorsPlan, Views, 
     return plan, chunks, replicas
 
 
-def agreed_state(summaries: Sequence[StateSummary]) -> tuple[list[str], str]:
+def compare_summaries(summaries: Sequence[StateSummary]) -> tuple[list[str], str]:
     """Compare the state of all ranks.
 
     Return the random generators in the same state on all ranks, and "none", "one" or "each" for data positions.
@@ -380,7 +380,7 @@ def agreed_state(summaries: Sequence[StateSummary]) -> tuple[list[str], str]:
     if odd := MismatchedRanks.among([item.settings for item in summaries]):
         own, first = (", ".join(map(str, summaries[rank].rates[:4])) or "none" for rank in (odd.first, 0))
         raise RankMismatchError(
-            f"the settings of the optimizers on rank {odd.shown} are not those of rank 0 (learning rates {own} "
+            f"the settings of the optimizers on rank {odd.text} are not those of rank 0 (learning rates {own} "
             f"against {first}), because their schedules differ. Give all ranks the same settings"
         )
     generators = summaries[0].random

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.checkpoints.base_identity import ALLOW_OTHER_BASE, BaseMatch
-from shardwise.checkpoints.folder import Opened
+from shardwise.checkpoints.folder import OpenCheckpoint
 from shardwise.checkpoints.state import (
     REDUCED,
     CollectedState,
@@ -16,7 +16,7 @@ from shardwise.checkpoints.state import (
     describe_selection,
 )
 from shardwise.errors import FormatError, KeyMismatchError
-from shardwise.execution.memory import collected_later
+from shardwise.execution.memory import gc_disabled
 from shardwise.formats.joining import KeyPath
 from shardwise.models.optimizer_parsing import by_parameter, scheduler_mismatch, unlike
 from shardwise.models.selection import Selection
@@ -26,29 +26,29 @@ from shardwise.planning.matching import STATE_REMEDIES, Tolerance
 
 
 class Comparison:
-    """Tensors and parts of a checkpoint that match the current training, and those that do not.
+    """Tensors and components of a checkpoint that match the current training, and those that do not.
 
     Attributes:
         model: keys in the checkpoint of matched tensors, by FQN.
-        parts: matched parts.
-        faults: names of the tensors and parts that do not match, by kind.
+        components: names of the matched ones ("optimizers", "schedulers", "scaler", "data", "rng").
+        faults: names of the tensors and components that do not match, by kind.
     """
 
     def __init__(self, tolerance: Tolerance, wanted: set[str], stored: set[str]) -> None:
         self.model: dict[str, str] = {}
-        self.parts = wanted & stored
+        self.components = wanted & stored
         self.faults: dict[str, list[str]] = {"mismatched": [], "missing": [], "unexpected": []}
         self._tolerance = tolerance
         self._refused: dict[str, list[str]] = {kind: [] for kind in self.faults}
-        for part in sorted(wanted - stored):
-            self.add("missing", part)
-        for part in sorted(stored - wanted):
-            self.add("unexpected", part)
+        for component in sorted(wanted - stored):
+            self.add("missing", component)
+        for component in sorted(stored - wanted):
+            self.add("unexpected", component)
 
     def add(self, kind: str, name: str, sentence: str = "") -> None:
-        """Record that a tensor, or a part, does not match."""
+        """Record that a tensor, or a component, does not match."""
         self.faults[kind].append(name)
-        self.parts.discard(name)
+        self.components.discard(name)
         if not allows(getattr(self._tolerance, kind), name):
             self._refused[kind].append(sentence or name)
 
@@ -58,9 +58,9 @@ class Comparison:
             raise KeyMismatchError(describe_faults(head, self._refused, STATE_REMEDIES))
 
 
-@collected_later()
+@gc_disabled()
 def compare(
-    opened: Opened,
+    opened: OpenCheckpoint,
     collected: CollectedState,
     state: TrainState,
     common: Mapping[KeyPath, Any],
@@ -73,30 +73,31 @@ def compare(
         KeyMismatchError: the checkpoint does not match. The message has all faults.
     """
     sequences = {"optimizers": state.all_optimizers, "schedulers": state.all_schedulers}
-    wanted = {"rng", *(part for part, items in sequences.items() if items)}
-    wanted |= {part for part in ("scaler", "data") if getattr(state, part) is not None}
-    found = Comparison(tolerance, wanted, opened.parts)
+    wanted = {"rng", *(component for component, items in sequences.items() if items)}
+    wanted |= {component for component in ("scaler", "data") if getattr(state, component) is not None}
+    found = Comparison(tolerance, wanted, opened.components)
     _compare_model(opened, collected, found)
-    if "schedulers" in found.parts and (fault := _scheduler_fault(state.all_schedulers, common["schedulers",])):
+    matched, schedulers = found.components, state.all_schedulers
+    if "schedulers" in matched and (fault := _check_schedulers(schedulers, common["schedulers",])):
         found.add("mismatched", "schedulers", f"schedulers: {fault}")
-    if "optimizers" in found.parts:
+    if "optimizers" in found.components:
         stored = _settings(opened, collected, common["optimizer", "param_groups"])
         if faults := unlike(by_parameter(collected.bounds), stored):
             found.add("mismatched", "optimizers", f"optimizers: {'; '.join(faults)}")
-        elif REDUCED in common and (fault := _reduced_fault(opened, collected, common[REDUCED], world_size)):
+        elif REDUCED in common and (fault := _check_reduced(opened, collected, common[REDUCED], world_size)):
             found.add(
                 "mismatched", "optimizers", f"optimizer: its 8-bit, 4-bit or factored state was saved {fault}"
             )
     saved = opened.facts.world_size
-    if "data" in found.parts and opened.facts.data == "each" and saved != world_size:
+    if "data" in found.components and opened.facts.data == "each" and saved != world_size:
         sentence = f"data: a position for each of {saved} ranks, and now there are {world_size}"
         found.add("mismatched", "data", sentence)
     found.raise_refused(f"{opened.folder} does not fit:")
-    found.parts.add("model")
+    found.components.add("model")
     return found
 
 
-def _reduced_fault(opened: Opened, collected: CollectedState, layout: Any, world_size: int) -> str | None:
+def _check_reduced(opened: OpenCheckpoint, collected: CollectedState, layout: Any, world_size: int) -> str | None:
     """Return the reason why reduced state, which belongs to one rank each, is not for these ranks, or None."""
     saved = opened.facts.world_size
     if saved != world_size:
@@ -112,7 +113,9 @@ def _reduced_fault(opened: Opened, collected: CollectedState, layout: Any, world
     return None
 
 
-def require_same_tuning(opened: Opened, collected: CollectedState, only: Selection, base: BaseMatch) -> None:
+def require_same_tuning(
+    opened: OpenCheckpoint, collected: CollectedState, only: Selection, base: BaseMatch
+) -> None:
     """Raises KeyMismatchError for a checkpoint of another selection, adapter config, or base."""
     facts, current = opened.facts, describe_selection(only)
     if facts.holds != current:
@@ -135,7 +138,7 @@ def require_same_tuning(opened: Opened, collected: CollectedState, only: Selecti
         raise KeyMismatchError(f"{opened.folder}: belongs to another base model:\n  {faults}\n{ALLOW_OTHER_BASE}")
 
 
-def _compare_model(opened: Opened, collected: CollectedState, found: Comparison) -> None:
+def _compare_model(opened: OpenCheckpoint, collected: CollectedState, found: Comparison) -> None:
     """Match each stored tensor of the model with a key of the checkpoint."""
     keys = opened.model
     stored = {item.key: item for item in opened.index.tensors()}
@@ -159,7 +162,9 @@ def _compare_model(opened: Opened, collected: CollectedState, found: Comparison)
             found.add("unexpected", name)
 
 
-def _settings(opened: Opened, collected: CollectedState, groups: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+def _settings(
+    opened: OpenCheckpoint, collected: CollectedState, groups: Any
+) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return the class of the optimizer that each parameter had, and the parameter's settings, by FQN."""
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
@@ -178,7 +183,7 @@ def _settings(opened: Opened, collected: CollectedState, groups: Any) -> dict[st
     }
 
 
-def _scheduler_fault(schedulers: Sequence[Stateful], stored: Any) -> str | None:
+def _check_schedulers(schedulers: Sequence[Stateful], stored: Any) -> str | None:
     """Return the reason why stored states are not of these schedulers, or None."""
     if not isinstance(stored, list) or len(stored) != len(schedulers):
         return f"{len(stored) if isinstance(stored, list) else 'no list'} stored, there are {len(schedulers)}"

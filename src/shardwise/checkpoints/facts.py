@@ -31,7 +31,7 @@ _SEAL: Final = "sha256"
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class CheckpointHeader:
     """Header of a training checkpoint.
 
     Attributes:
@@ -69,7 +69,7 @@ class Facts:
         return json.dumps({**content, _SEAL: _seal(content)}, indent=1).encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes, what: str) -> Facts:
+    def from_bytes(cls, content: bytes, what: str) -> CheckpointHeader:
         """Parse the header of a checkpoint. ``what`` names the file.
 
         Raises:
@@ -107,7 +107,7 @@ class Facts:
         """
         if (self.base is None) != (self.holds == "everything"):
             raise TypeError("base")
-        if not all([type(part) for part in item] == [str, int] for item in self.optimizers):
+        if not all([type(value) for value in item] == [str, int] for item in self.optimizers):
             raise TypeError("optimizers")
         sizes = self.files.values()
         if self.checksums.keys() != self.files.keys() or any(
@@ -165,7 +165,7 @@ def to_pickle(value: object, what: str) -> bytes:
     return buffer.getvalue()
 
 
-def digest_of(value: object) -> str:
+def compute_digest(value: object) -> str:
     """Return a digest that is equal for equal values. Objects that are not plain data count by their class."""
     found = hashlib.sha256()
     _digest(value, found)
@@ -229,8 +229,8 @@ class BlockSums:
 
     def add(self, start: int, content: memoryview) -> None:
         """Add bytes that are written at byte ``start`` of the file."""
-        for block, first, (part,) in _cut(start, [content], BLOCK_BYTES):
-            found = fingerprint(part, first - block * BLOCK_BYTES)
+        for block, first, (chunk,) in _cut(start, [content], BLOCK_BYTES):
+            found = fingerprint(chunk, first - block * BLOCK_BYTES)
             self._sums[block] = (self._sums[block] + found) % MODULUS
 
     def to_bytes(self) -> bytes:
@@ -274,9 +274,9 @@ class CheckedReader(LocalReader):
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         for _, at, run in _cut(start, buffers, _BLOCKS_PER_READ * BLOCK_BYTES):
             super().read_vectored(file, at, run)
-            for block, first, parts in _cut(at, run, BLOCK_BYTES):
-                if (first, first + sum(part.nbytes for part in parts)) == self._span(file, block):
-                    self._compare(file, block, parts)
+            for block, first, chunks in _cut(at, run, BLOCK_BYTES):
+                if (first, first + sum(chunk.nbytes for chunk in chunks)) == self._span(file, block):
+                    self._compare(file, block, chunks)
                 elif (file, block) not in self._sound:
                     self._read_block(file, block)
 
@@ -312,12 +312,12 @@ class CheckedReader(LocalReader):
         super().read_vectored(file, start, [content])
         self._compare(file, block, [content])
 
-    def _compare(self, file: str, block: int, parts: Sequence[memoryview]) -> None:
+    def _compare(self, file: str, block: int, chunks: Sequence[memoryview]) -> None:
         total = at = 0
-        for part in parts:
-            total += fingerprint(part, at)
-            at += part.nbytes
-        sums = self._sums_of(file)
+        for chunk in chunks:
+            total += fingerprint(chunk, at)
+            at += chunk.nbytes
+        sums = self._get_sums(file)
         found = (total % MODULUS).to_bytes(_SUM_BYTES, "little")
         if found != sums[block * _SUM_BYTES : (block + 1) * _SUM_BYTES]:
             raise FormatError(
@@ -326,7 +326,7 @@ class CheckedReader(LocalReader):
             )
         self._sound.add((file, block))
 
-    def _sums_of(self, file: str) -> bytes:
+    def _get_sums(self, file: str) -> bytes:
         if file not in self._sums:
             content = memoryview(bytearray(with_checksums(self._content[file]) - self._content[file]))
             super().read_vectored(file, self._content[file], [content])
@@ -353,19 +353,19 @@ def gaps(runs: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
 def _cut(start: int, buffers: Sequence[memoryview], size: int) -> Iterator[tuple[int, int, list[memoryview]]]:
     """Cut the memory of a range that begins at byte ``start`` at multiples of ``size`` bytes.
 
-    Yield the number of each part, its first byte, and its memory.
+    Yield the number of each block, its first byte, and its memory.
     """
-    parts: list[memoryview] = []
+    chunks: list[memoryview] = []
     first = position = start
     for buffer in buffers:
         content = buffer.cast("B")
         while content.nbytes:
             room = size - position % size
-            parts.append(content[:room])
-            position += parts[-1].nbytes
+            chunks.append(content[:room])
+            position += chunks[-1].nbytes
             content = content[room:]
             if position % size == 0:
-                yield first // size, first, parts
-                parts, first = [], position
-    if parts:
-        yield first // size, first, parts
+                yield first // size, first, chunks
+                chunks, first = [], position
+    if chunks:
+        yield first // size, first, chunks

@@ -18,11 +18,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoints.facts import FACTS, MAX_FACTS_BYTES, CheckedReader, Facts, content_nbytes, digest, gaps
+from shardwise.checkpoints.facts import (
+    FACTS,
+    MAX_FACTS_BYTES,
+    CheckedReader,
+    CheckpointHeader,
+    content_nbytes,
+    digest,
+    gaps,
+)
 from shardwise.conversion.expression import Expression
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.memory import WorkerPool, collected_later
+from shardwise.execution.memory import WorkerPool, gc_disabled
 from shardwise.execution.rename_journal import remove_unnamed
 from shardwise.execution.torch_saves import loaded
 from shardwise.formats.contract import CheckpointIndex
@@ -40,7 +48,7 @@ _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 _INTERIM = re.compile(rf"\.(?:{re.escape(METADATA)}|{re.escape(FACTS)})(?:\.[0-9a-f]+)?{re.escape(INCOMPLETE)}")
 
 
-def name_of(step: int) -> str:
+def step_folder_name(step: int) -> str:
     """Return the name of the folder of a step."""
     return f"step-{step}"
 
@@ -62,23 +70,25 @@ def require_local(directory: str | os.PathLike[str]) -> Path:
 
 def steps_in(root: Path) -> list[int]:
     """Return the steps with a complete checkpoint, in order."""
-    return folders_of(root, StepKind.COMPLETE)
+    return list_steps(root, StepKind.COMPLETE)
 
 
-def newest_in(root: Path) -> int | None:
+def find_latest(root: Path) -> int | None:
     """Return the newest step with all files in their recorded sizes, or None.
 
     A checkpoint with missing or truncated files cannot be restored, so the previous one is used.
     """
-    return next((step for step in reversed(steps_in(root)) if is_whole(root / name_of(step))), None)
+    return next(
+        (step for step in reversed(steps_in(root)) if is_complete_folder(root / step_folder_name(step))), None
+    )
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete_folder(folder: Path) -> bool:
     """Return whether all recorded files of a checkpoint exist in their recorded sizes."""
     try:
         if (folder / FACTS).stat().st_size > MAX_FACTS_BYTES:
             return False
-        facts = Facts.from_bytes((folder / FACTS).read_bytes(), FACTS)
+        facts = CheckpointHeader.from_bytes((folder / FACTS).read_bytes(), FACTS)
         return all(
             _DATA.fullmatch(file) is not None and (folder / file).stat().st_size == nbytes
             for file, nbytes in facts.files.items()
@@ -95,7 +105,7 @@ class StepKind(Enum):
     FOREIGN = "a checkpoint in torch's format, without our header"
 
 
-def folders_of(root: Path, kind: StepKind) -> list[int]:
+def list_steps(root: Path, kind: StepKind) -> list[int]:
     """Return the steps whose folders are of this kind, in order. Links are not followed.
 
     Raises:
@@ -106,7 +116,7 @@ def folders_of(root: Path, kind: StepKind) -> list[int]:
         with os.scandir(root) as entries:
             for entry in entries:
                 name = _STEP.fullmatch(entry.name)
-                if name and entry.is_dir(follow_symlinks=False) and _kind_of(Path(entry.path)) is kind:
+                if name and entry.is_dir(follow_symlinks=False) and _get_kind(Path(entry.path)) is kind:
                     found.append(int(name[1]))
     except FileNotFoundError:
         return []
@@ -115,7 +125,7 @@ def folders_of(root: Path, kind: StepKind) -> list[int]:
     return sorted(found)
 
 
-def _kind_of(folder: Path) -> StepKind:
+def _get_kind(folder: Path) -> StepKind:
     if not _is_file(folder / METADATA):
         return StepKind.LEFT
     return StepKind.COMPLETE if _is_file(folder / FACTS) else StepKind.FOREIGN
@@ -138,7 +148,7 @@ def remove(root: Path, steps: Sequence[int]) -> list[int]:
     """
     removed: list[int] = []
     for step in steps:
-        with open_writer(root / name_of(step)) as writer:
+        with open_writer(root / step_folder_name(step)) as writer:
             _remove_files(writer)
         if _remove_folder(root, step):
             removed.append(step)
@@ -156,7 +166,7 @@ def remove_left(root: Path) -> None:
     Raises:
         StorageError: a file cannot be removed.
     """
-    for step in folders_of(root, StepKind.LEFT):
+    for step in list_steps(root, StepKind.LEFT):
         remove_incomplete(root, step)
 
 
@@ -168,7 +178,7 @@ def remove_incomplete(root: Path, step: int) -> None:
     Raises:
         StorageError: a file cannot be removed.
     """
-    with open_writer(root / name_of(step)) as writer:
+    with open_writer(root / step_folder_name(step)) as writer:
         remove_unnamed(writer, [name for name in writer.list() if _INTERIM.fullmatch(name)])
         if METADATA not in writer.list():
             _remove_files(writer)
@@ -177,7 +187,7 @@ def remove_incomplete(root: Path, step: int) -> None:
 
 def _remove_folder(root: Path, step: int) -> bool:
     try:
-        (root / name_of(step)).rmdir()
+        (root / step_folder_name(step)).rmdir()
     except OSError:  # not empty: it has files of others
         return False
     return True
@@ -195,7 +205,7 @@ def _remove_files(writer: StorageWriter) -> None:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenCheckpoint:
     """A complete checkpoint whose header and ``.metadata`` have been read. The same on every rank.
 
     Attributes:
@@ -204,7 +214,7 @@ class Opened:
     """
 
     folder: Path
-    facts: Facts
+    facts: CheckpointHeader
     index: CheckpointIndex
     objects: Mapping[KeyPath, ChunkPlace]
     shapes: Mapping[KeyPath, tuple[int, ...]]
@@ -250,8 +260,8 @@ class Opened:
         return {path[1]: ".".join(path) for path in self.shapes if path[0] == "model"}
 
     @property
-    def parts(self) -> set[str]:
-        """Names of the parts in addition to the model."""
+    def components(self) -> set[str]:
+        """Names of the components in addition to the model."""
         found = {path[0] for path in [*self.objects, *self.shapes]} - {"model", "optimizer"}
         return found | ({"optimizers"} if ("optimizer", "param_groups") in self.objects else set())
 
@@ -265,7 +275,7 @@ def resolve(root: Path, requested: int | None) -> tuple[int, tuple[int, ...]]:
         StorageError: there is no complete checkpoint.
     """
     steps = steps_in(root)
-    left, foreign = folders_of(root, StepKind.LEFT), folders_of(root, StepKind.FOREIGN)
+    left, foreign = list_steps(root, StepKind.LEFT), list_steps(root, StepKind.FOREIGN)
     if requested is not None:
         if requested in steps:
             return requested, ()
@@ -279,31 +289,31 @@ def resolve(root: Path, requested: int | None) -> tuple[int, tuple[int, ...]]:
         raise StorageError(
             f"{root}: no complete checkpoint{cause}. Start the training from the beginning, or pass another folder"
         )
-    newest = newest_in(root)
+    newest = find_latest(root)
     if newest is None:
         return steps[-1], ()  # opening it raises the error that names the files
     return newest, tuple(step for step in steps if step > newest)
 
 
-@collected_later()
-def open_checkpoint(root: Path, step: int) -> Opened:
+@gc_disabled()
+def open_checkpoint(root: Path, step: int) -> OpenCheckpoint:
     """Read the header of a checkpoint, and check that its files are the recorded ones. No pickle is executed.
 
     Raises:
         FormatError: the files contradict each other or their formats.
         StorageError: a file cannot be read.
     """
-    folder = root / name_of(step)
+    folder = root / step_folder_name(step)
     opened = open_folder(folder)
     if opened.facts.step != step:
         raise FormatError(f"{folder}/{FACTS}: is of step {opened.facts.step}. The folder was renamed or mixed up")
     return opened
 
 
-def open_folder(folder: Path) -> Opened:
+def open_folder(folder: Path) -> OpenCheckpoint:
     """Open the folder of one checkpoint, whatever its name, as :func:`open_checkpoint` does."""
     with LocalReader(folder) as reader:
-        facts = Facts.from_bytes(_small(reader, FACTS, MAX_FACTS_BYTES), f"{folder}/{FACTS}")
+        facts = CheckpointHeader.from_bytes(_read_limited(reader, FACTS, MAX_FACTS_BYTES), f"{folder}/{FACTS}")
         content = reader.read(METADATA, 0, reader.size(METADATA))
         if digest(content) != facts.metadata_sha256:
             raise FormatError(
@@ -324,7 +334,7 @@ def open_folder(folder: Path) -> Opened:
     shapes = {path: tensor.shape for path, tensor in metadata.tensors.items()}
     if unknown := [path for path in [*shapes, *metadata.objects] if not _is_known(path)]:
         raise FormatError(f"{folder}/{METADATA}: has {'.'.join(unknown[0])}, which no checkpoint of shardwise has")
-    return Opened(folder, facts, index, metadata.objects, shapes)
+    return OpenCheckpoint(folder, facts, index, metadata.objects, shapes)
 
 
 def _is_known(path: KeyPath) -> bool:
@@ -336,7 +346,7 @@ def _is_known(path: KeyPath) -> bool:
     return False
 
 
-def _small(reader: LocalReader, file: str, max_nbytes: int) -> bytes:
+def _read_limited(reader: LocalReader, file: str, max_nbytes: int) -> bytes:
     nbytes = reader.size(file)
     if nbytes > max_nbytes:
         raise FormatError(f"{reader.root}/{file}: has {nbytes} bytes, {max_nbytes} is the limit")
@@ -359,7 +369,7 @@ def _require_size(reader: LocalReader, file: str, nbytes: int) -> None:
         )
 
 
-def value_of(reader: StorageReader, opened: Opened, path: KeyPath) -> Any:
+def read_value(reader: StorageReader, opened: OpenCheckpoint, path: KeyPath) -> Any:
     """Read a value that is not a tensor.
 
     Raises:
@@ -395,7 +405,7 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     if opened is None:
         return verify_files(directory)
     facts = opened.facts
-    parts = ", ".join(["model", *sorted(opened.parts)])
+    components = ", ".join(["model", *sorted(opened.components)])
     with opened.reader() as reader:
         compared, damaged = len(reader.blocks), _damaged(reader)
     return ReopenReport(
@@ -407,11 +417,11 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
         compared=compared,
         damaged=damaged,
         seconds=time.perf_counter() - start,
-        holds=f"a training after {facts.step} steps, saved by {facts.world_size} ranks: {parts}",
+        holds=f"a training after {facts.step} steps, saved by {facts.world_size} ranks: {components}",
     )
 
 
-def _open_training(directory: str | os.PathLike[str]) -> Opened | None:
+def _open_training(directory: str | os.PathLike[str]) -> OpenCheckpoint | None:
     """Open a training's checkpoint, or the newest in a folder of them. None for other directories."""
     if is_url(directory):
         return None
@@ -420,7 +430,7 @@ def _open_training(directory: str | os.PathLike[str]) -> Opened | None:
         return open_folder(folder)
     if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return None
-    if not (steps := steps_in(folder) or folders_of(folder, StepKind.LEFT)):
+    if not (steps := steps_in(folder) or list_steps(folder, StepKind.LEFT)):
         return None
     # The newest one, even if a restore would skip it because files are missing: verify is to report that.
     return open_checkpoint(folder, resolve(folder, steps[-1])[0])

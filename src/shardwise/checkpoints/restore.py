@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoints.base_identity import BaseMatch, compare_bases
 from shardwise.checkpoints.comparison import Comparison, compare, require_same_tuning
 from shardwise.checkpoints.facts import CheckedReader
-from shardwise.checkpoints.folder import Opened, open_checkpoint, resolve, value_of
+from shardwise.checkpoints.folder import OpenCheckpoint, open_checkpoint, read_value, resolve
 from shardwise.checkpoints.state import (
     REDUCED,
     CheckpointerOptions,
     CollectedState,
     TrainState,
     collect_state,
-    key_of,
+    dcp_key,
     restore_generators,
     seed_generators,
 )
@@ -30,16 +30,16 @@ from shardwise.conversion.expression import Expression
 from shardwise.engines.arguments import OpenSource
 from shardwise.engines.load_plan import Load, LoadOptions, LoadRequest, prepare_load
 from shardwise.engines.loading import execute_load
-from shardwise.engines.optimizer_fit import Fitting, OptimizerTargets, fit
+from shardwise.engines.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
 from shardwise.errors import KeyMismatchError, ShardingError
-from shardwise.execution.memory import collected_later
+from shardwise.execution.memory import gc_disabled
 from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
 from shardwise.execution.replicas import require_alike_models
 from shardwise.execution.world import Clock, World
 from shardwise.formats.joining import KeyPath
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.optimizer_parsing import ParsedState, read
-from shardwise.models.rebind import Key, made_again
+from shardwise.models.rebind import Key, rebuild_state_tensor
 from shardwise.models.selection import Selection
 from shardwise.models.torch_api import in_memory, to_torch
 from shardwise.models.view import collect_tensors, local_boxes, local_tensor
@@ -62,10 +62,10 @@ class RestorePlan:
     """
 
     collected: CollectedState
-    values: StoredParts
+    values: NonTensorValues
     base: BaseMatch
     matched: Comparison
-    fitting: Fitting | None
+    fitting: OptimizerMatch | None
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def restore(
             optimizers, targets = _read_tensors(world, opened, executor, plan, options)
         with clock.phase("finish"):
             without_state = _restore_optimizers(world, plan, optimizers, targets)
-            notes = world.run_all(_restore_parts, opened, state, plan, world)
+            notes = world.run_all(_restore_components, opened, state, plan, world)
     collected, matched, fitting = plan.collected, plan.matched, plan.fitting
     held = [item.fqn for item in collected.held if item.kind.is_saved]
     return RestoreReport(
@@ -102,7 +102,7 @@ def restore(
         passed_over=skipped,
         saved_by=opened.facts.world_size,
         user=opened.facts.user,
-        restored=tuple(part for part in _PARTS if part in matched.parts),
+        restored=tuple(component for component in _COMPONENTS if component in matched.components),
         model=tuple(matched.model),
         optimizers=tuple(key.label for key in targets),
         not_stored=tuple(fqn for fqn in held if fqn not in collected.stored),
@@ -121,7 +121,7 @@ def restore(
 
 def _plan(
     world: World,
-    opened: Opened,
+    opened: OpenCheckpoint,
     executor: ReadExecutor,
     reader: CheckedReader,
     state: TrainState,
@@ -132,18 +132,18 @@ def _plan(
     collected = world.run_all(collect_state, state, only)
     require_alike_models(world, collected.held, collected.bounds)
     common = world.broadcast(_common_values, reader, opened)
-    values = StoredParts(common, world.run_all(_own_values, reader, opened, world))
+    values = NonTensorValues(common, world.run_all(_local_values, reader, opened, world))
     base = _match_bases(world, opened, collected, tolerance)
     world.run_all(require_same_tuning, opened, collected, only, base)
     matched = world.run_all(compare, opened, collected, state, common, world.size, tolerance)
     fitting = None
-    if "optimizers" in matched.parts:
-        fitting = _fit_optimizers(world, opened, executor, collected, common, tolerance)
+    if "optimizers" in matched.components:
+        fitting = _match_optimizers(world, opened, executor, collected, common, tolerance)
     return RestorePlan(collected, values, base, matched, fitting)
 
 
 def _read_tensors(
-    world: World, opened: Opened, executor: ReadExecutor, plan: RestorePlan, options: CheckpointerOptions
+    world: World, opened: OpenCheckpoint, executor: ReadExecutor, plan: RestorePlan, options: CheckpointerOptions
 ) -> tuple[OptimizerTargets, dict[Key, torch.Tensor]]:
     """Read all tensors. Return the optimizers, rebound if the model was on meta, and their state.
 
@@ -151,21 +151,23 @@ def _read_tensors(
     """
     collected = plan.collected
     tensors = {key: collected.stored[fqn].tensor for fqn, key in plan.matched.model.items()}
-    optimizers = OptimizerTargets.of(collected.held, collected.bounds)
+    optimizers = OptimizerTargets.from_optimizers(collected.held, collected.bounds)
     if any(item.tensor.is_meta for item in collected.held):
-        executor.read_bytes += _bring_up(world, opened, executor.reader, collected, plan.matched, options)
+        executor.read_bytes += _materialize(world, opened, executor.reader, collected, plan.matched, options)
         optimizers = _rebound(collected)
         tensors = {}
     targets = {} if plan.fitting is None else world.run_all(plan.fitting.targets, optimizers)
-    states = {key_of(("optimizer", "state", key.parameter, key.entry)): target for key, target in targets.items()}
-    world.run_all(_place, executor, opened, {**tensors, **states})
+    states = {dcp_key(("optimizer", "state", key.parameter, key.entry)): target for key, target in targets.items()}
+    world.run_all(_read_into, executor, opened, {**tensors, **states})
     return optimizers, targets
 
 
-_PARTS = ("model", "optimizers", "schedulers", "scaler", "data", "rng")
+_COMPONENTS = ("model", "optimizers", "schedulers", "scaler", "data", "rng")
 
 
-def _match_bases(world: World, opened: Opened, collected: CollectedState, tolerance: Tolerance) -> BaseMatch:
+def _match_bases(
+    world: World, opened: OpenCheckpoint, collected: CollectedState, tolerance: Tolerance
+) -> BaseMatch:
     """Compare the base of a checkpoint with the current one. Collective: yes, if the checkpoint has a base."""
     if opened.facts.base is None:
         return BaseMatch()
@@ -178,7 +180,7 @@ def _match_bases(world: World, opened: Opened, collected: CollectedState, tolera
 
 
 @dataclass(frozen=True, slots=True)
-class StoredParts:
+class NonTensorValues:
     """Values of a checkpoint that are not tensors, as one rank needs them.
 
     Attributes:
@@ -191,16 +193,16 @@ class StoredParts:
     own: Mapping[str, Any]
 
 
-def _common_values(reader: CheckedReader, opened: Opened) -> dict[KeyPath, Any]:
+def _common_values(reader: CheckedReader, opened: OpenCheckpoint) -> dict[KeyPath, Any]:
     names = {"optimizer", "schedulers", "scaler"}
     return {
-        path: value_of(reader, opened, path)
+        path: read_value(reader, opened, path)
         for path in opened.objects
         if (path[0] in names and (path[:2] != REDUCED[:2] or path == REDUCED)) or path == ("rng", "rank_0")
     }
 
 
-def _own_values(reader: CheckedReader, opened: Opened, world: World) -> dict[str, Any]:
+def _local_values(reader: CheckedReader, opened: OpenCheckpoint, world: World) -> dict[str, Any]:
     opened.require_gaps(reader, world.rank, world.size)
     own = f"rank_{world.rank}"
     paths: dict[str, KeyPath] = {}
@@ -212,28 +214,30 @@ def _own_values(reader: CheckedReader, opened: Opened, world: World) -> dict[str
             paths["data"] = "data", own
     if opened.facts.data == "one":
         paths["data"] = "data", "rank_0"
-    return {part: value_of(reader, opened, path) for part, path in paths.items()}
+    return {component: read_value(reader, opened, path) for component, path in paths.items()}
 
 
-def _restore_parts(opened: Opened, state: TrainState, plan: RestorePlan, world: World) -> dict[str, str]:
+def _restore_components(
+    opened: OpenCheckpoint, state: TrainState, plan: RestorePlan, world: World
+) -> dict[str, str]:
     """Restore schedulers, scaler, data position and generators. Return notes on the last two."""
     notes = {"rng": "", "data": ""}
-    parts, values = plan.matched.parts, plan.values
-    if "schedulers" in parts:
+    components, values = plan.matched.components, plan.values
+    if "schedulers" in components:
         for scheduler, stored in zip(state.all_schedulers, values.common["schedulers",], strict=True):
             scheduler.load_state_dict(stored)
-    if "scaler" in parts and state.scaler is not None:
+    if "scaler" in components and state.scaler is not None:
         state.scaler.load_state_dict(values.common["scaler",])
-    if "data" in parts and state.data is not None:
+    if "data" in components and state.data is not None:
         state.data.load_state_dict(values.own["data"])
         is_common = opened.facts.data == "one"
         notes["data"] = "one position for all ranks" if is_common else "each rank's own position"
-    if "rng" in parts:
+    if "rng" in components:
         notes["rng"] = _restore_generators(opened, values, world)
     return notes
 
 
-def _restore_generators(opened: Opened, values: StoredParts, world: World) -> str:
+def _restore_generators(opened: OpenCheckpoint, values: NonTensorValues, world: World) -> str:
     facts, what = opened.facts, f"{opened.folder}: rng"
     if "rng" in values.own:
         missing = restore_generators(values.own["rng"], what)
@@ -248,27 +252,27 @@ def _restore_generators(opened: Opened, values: StoredParts, world: World) -> st
 # The optimizers
 
 
-def _fit_optimizers(
+def _match_optimizers(
     world: World,
-    opened: Opened,
+    opened: OpenCheckpoint,
     executor: ReadExecutor,
     collected: CollectedState,
     common: Mapping[KeyPath, Any],
     tolerance: Tolerance,
-) -> Fitting:
+) -> OptimizerMatch:
     """Match the stored optimizer state with the current optimizers. Collective: yes."""
-    optimizers = OptimizerTargets.of(collected.held, collected.bounds)
+    optimizers = OptimizerTargets.from_optimizers(collected.held, collected.bounds)
     parsed = world.run_all(_optimizer_state, opened, executor, optimizers, common)
     stored = {
         name: Brought(tuple(tensor.shape), in_memory(tensor.dtype), (Box.whole(tuple(tensor.shape)),))
         for name, tensor in parsed.tensors.items()
     }
-    return fit(world, optimizers, parsed, [stored] + [{}] * (world.size - 1), tolerance)
+    return match_optimizer_state(world, optimizers, parsed, [stored] + [{}] * (world.size - 1), tolerance)
 
 
-@collected_later()
+@gc_disabled()
 def _optimizer_state(
-    opened: Opened, executor: ReadExecutor, optimizers: OptimizerTargets, common: Mapping[KeyPath, Any]
+    opened: OpenCheckpoint, executor: ReadExecutor, optimizers: OptimizerTargets, common: Mapping[KeyPath, Any]
 ) -> ParsedState:
     """Return the state of the optimizers: one-element tensors with their values, others on meta."""
     values: dict[str, dict[str, Any]] = {}
@@ -280,19 +284,19 @@ def _optimizer_state(
         if path[0] == "model":
             continue
         if Box.whole(shape).numel == 1:
-            numbers.append((path, opened.expressions[key_of(path)]))
+            numbers.append((path, opened.expressions[dcp_key(path)]))
         else:
-            dtype = _dtype_of(opened, path)
+            dtype = _get_dtype(opened, path)
             values.setdefault(path[2], {})[path[3]] = torch.empty(shape, dtype=dtype, device="meta")
-    wanted = [(item, Box.whole(item.shape), _dtype_of(opened, path)) for path, item in numbers]
-    for (path, _), value in zip(numbers, executor.values_of(wanted), strict=True):
+    wanted = [(item, Box.whole(item.shape), _get_dtype(opened, path)) for path, item in numbers]
+    for (path, _), value in zip(numbers, executor.read_values(wanted), strict=True):
         values.setdefault(path[2], {})[path[3]] = value
     groups = common["optimizer", "param_groups"]
     return read({"state": values, "param_groups": groups}, optimizers.first_names, optimizers.shapes)
 
 
-def _dtype_of(opened: Opened, path: KeyPath) -> torch.dtype:
-    key, index = key_of(path), opened.index
+def _get_dtype(opened: OpenCheckpoint, path: KeyPath) -> torch.dtype:
+    key, index = dcp_key(path), opened.index
     return to_torch(index.composed[key].dtype if key in index.composed else index.entries[key].dtype)
 
 
@@ -312,19 +316,19 @@ def _restore_reduced(
 ) -> None:
     """Set the optimizer state that belongs to this rank alone."""
     for fqn, entries in values.items():
-        if fqn in optimizers.optimizer_of:
+        if fqn in optimizers.optimizer_indices:
             optimizer, parameter = (
-                optimizers.bounds[optimizers.optimizer_of[fqn]].optimizer,
+                optimizers.bounds[optimizers.optimizer_indices[fqn]].optimizer,
                 optimizers.parameters[fqn],
             )
             for entry, inner in entries.items():
-                optimizer.state[parameter][entry] = made_again(optimizer, parameter, entry, inner)
+                optimizer.state[parameter][entry] = rebuild_state_tensor(optimizer, parameter, entry, inner)
 
 
 # Reading into the model and the optimizers
 
 
-def _place(executor: ReadExecutor, opened: Opened, wanted: Mapping[str, torch.Tensor]) -> None:
+def _read_into(executor: ReadExecutor, opened: OpenCheckpoint, wanted: Mapping[str, torch.Tensor]) -> None:
     """Read tensors, by key, into this rank's memory, and check that every element was read."""
     items = [
         ReadTarget(
@@ -342,7 +346,7 @@ def _place(executor: ReadExecutor, opened: Opened, wanted: Mapping[str, torch.Te
     before = dict(executor.written)
     executor.place(arrangement, [local_tensor(wanted[item.fqn]) for item in arrangement.destinations])
     for item in items:
-        held = sum(part.box.numel for part in item.boxes)
+        held = sum(component.box.numel for component in item.boxes)
         count = executor.written.get(item.fqn, 0) - before.get(item.fqn, 0)
         if count != held:
             raise KeyMismatchError(
@@ -350,9 +354,9 @@ def _place(executor: ReadExecutor, opened: Opened, wanted: Mapping[str, torch.Te
             )
 
 
-def _bring_up(
+def _materialize(
     world: World,
-    opened: Opened,
+    opened: OpenCheckpoint,
     reader: StorageReader,
     collected: CollectedState,
     matched: Comparison,
@@ -396,4 +400,4 @@ def _rebound(collected: CollectedState) -> OptimizerTargets:
         bound.unbind()
         bound.rebind(parameters, tensors, scalars)
         bound.tensors = tensors
-    return OptimizerTargets.of(held, collected.bounds)
+    return OptimizerTargets.from_optimizers(held, collected.bounds)

@@ -19,19 +19,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoints.base_identity import BaseSamples, base_of
-from shardwise.checkpoints.facts import as_json, digest_of, to_pickle
+from shardwise.checkpoints.base_identity import BaseSamples, select_base
+from shardwise.checkpoints.facts import as_json, compute_digest, to_pickle
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.state_values import StateOptions
 from shardwise.formats.joining import KeyPath
 from shardwise.layout import TensorKind
 from shardwise.models.optimizer_parsing import labeled, written_out
-from shardwise.models.rebind import Bound, bind_optimizers, inner_tensors, layout_of
+from shardwise.models.rebind import Bound, bind_optimizers, describe_sharding, inner_tensors
 from shardwise.models.selection import AdapterOnly, Selection, names_outside
 from shardwise.models.view import TensorRef, collect_tensors, local_tensor, without_compile
 
 
-def key_of(path: KeyPath) -> str:
+def dcp_key(path: KeyPath) -> str:
     """Return the key in DCP of the value at a path such as ``("optimizer", "state", FQN, "exp_avg")``."""
     return ".".join(path)
 
@@ -112,10 +112,10 @@ class CollectedState:
     @cached_property
     def base(self) -> BaseSamples:
         """Samples of the parameters that are not stored."""
-        return BaseSamples.of(self.model, base_of(self.held, self.stored))
+        return BaseSamples.select(self.model, select_base(self.held, self.stored))
 
     @cached_property
-    def others_of(self) -> dict[KeyPath, KeyPath]:
+    def alias_keys(self) -> dict[KeyPath, KeyPath]:
         """Further names of tied tensors, each with the first name."""
         return {
             ("model", name): ("model", fqn)
@@ -126,16 +126,16 @@ class CollectedState:
 
     @cached_property
     def buffers(self) -> dict[str, str]:
-        """FQNs of the model's buffers, by :func:`key_of`."""
+        """FQNs of the model's buffers, by :func:`dcp_key`."""
         kinds = {fqn: item.kind for fqn, item in self.stored.items()}
-        return {key_of(("model", fqn)): fqn for fqn, kind in kinds.items() if kind is not TensorKind.PARAMETER}
+        return {dcp_key(("model", fqn)): fqn for fqn, kind in kinds.items() if kind is not TensorKind.PARAMETER}
 
     @cached_property
     def numbers(self) -> dict[str, object]:
         """Values of optimizer state that are not tensors, by their keys."""
         values = [(key, value) for bound in self.bounds for key, value in bound.scalars.items()]
         return {
-            key_of(("optimizer", "state", key.parameter, key.entry)): value
+            dcp_key(("optimizer", "state", key.parameter, key.entry)): value
             for key, value in values
             if not isinstance(value, torch.Tensor)
         }
@@ -154,12 +154,14 @@ class CollectedState:
         """Return a digest of the sharding of trained parameters and of their reduced state, equal on all ranks."""
         parameters = {item.fqn: item.tensor for item in self.held if item.tensor.requires_grad}
         blocks = [getattr(bound.optimizer, "block_size", 0) for bound in self.bounds]
-        return digest_of([blocks, sorted(parameters), layout_of(parameters[name] for name in sorted(parameters))])
+        return compute_digest(
+            [blocks, sorted(parameters), describe_sharding(parameters[name] for name in sorted(parameters))]
+        )
 
     @cached_property
     def local(self) -> dict[str, torch.Tensor]:
-        """This rank's shards, by :func:`key_of`."""
-        return {key_of(path): local_tensor(tensor) for path, tensor in self.tensors.items()}
+        """This rank's shards, by :func:`dcp_key`."""
+        return {dcp_key(path): local_tensor(tensor) for path, tensor in self.tensors.items()}
 
 
 def collect_state(state: TrainState, only: Selection, before: CollectedState | None = None) -> CollectedState:
@@ -178,7 +180,7 @@ def collect_state(state: TrainState, only: Selection, before: CollectedState | N
     if before is not None and before.model is model and before.facts == facts:
         chosen = set(before.stored)
     else:
-        chosen = chosen_names(model, held, only)
+        chosen = selected_names(model, held, only)
     stored = {item.fqn: item for item in held if item.fqn in chosen}
     return CollectedState(model, held, bounds, stored, _tensors(stored, bounds), facts)
 
@@ -192,7 +194,7 @@ def _tensors(stored: Mapping[str, TensorRef], bounds: Sequence[Bound]) -> dict[K
     return found
 
 
-def chosen_names(model: nn.Module, held: Sequence[TensorRef], only: Selection) -> set[str]:
+def selected_names(model: nn.Module, held: Sequence[TensorRef], only: Selection) -> set[str]:
     """Return the FQNs that a checkpoint stores: all, or an adapter and all other trained parameters."""
     saved = {item.fqn for item in held if item.kind.is_saved}
     if only is None:
@@ -272,11 +274,11 @@ class StateContents:
 _NAMES = frozenset({"params", "param_names"})
 
 
-def contents_of(collected: CollectedState, state: TrainState, rank: int) -> StateContents:
+def collect_contents(collected: CollectedState, state: TrainState, rank: int) -> StateContents:
     """Collect the values that are not tensors.
 
     Raises:
-        ConfigError: a part has no ``state_dict``, or the user's state is not JSON.
+        ConfigError: a component has no ``state_dict``, or the user's state is not JSON.
     """
     found = StateContents(collected, as_json(state.user))
     summary = found.summary
@@ -289,7 +291,7 @@ def contents_of(collected: CollectedState, state: TrainState, rank: int) -> Stat
         groups = written_out(collected.bounds, without_state)["param_groups"]
         found.common["optimizer", "param_groups"] = groups
         settings = [{key: value for key, value in group.items() if key not in _NAMES} for group in groups]
-        summary.settings = digest_of(settings)
+        summary.settings = compute_digest(settings)
         summary.rates = [float(group["lr"]) for group in groups if "lr" in group]
     if reduced := collected.reduced:
         found.common[REDUCED] = collected.layout
@@ -302,23 +304,24 @@ def contents_of(collected: CollectedState, state: TrainState, rank: int) -> Stat
     if state.scaler is not None:
         found.common["scaler",] = _state_dict(state.scaler, "scaler")
     generators = generator_states()
-    summary.random = {name: digest_of(value) for name, value in generators.items()}
+    summary.random = {name: compute_digest(value) for name, value in generators.items()}
     found.own["rng", f"rank_{rank}"] = generators
     if state.data is not None:
         position = _state_dict(state.data, "data")
-        summary.data = digest_of(position)
+        summary.data = compute_digest(position)
         found.own["data", f"rank_{rank}"] = position
-    found.common = {} if rank else {path: to_pickle(value, key_of(path)) for path, value in found.common.items()}
-    found.own = {path: to_pickle(value, key_of(path)) for path, value in found.own.items()}
+    found.common = {} if rank else {path: to_pickle(value, dcp_key(path)) for path, value in found.common.items()}
+    found.own = {path: to_pickle(value, dcp_key(path)) for path, value in found.own.items()}
     return found
 
 
-def _state_dict(part: Any, what: str) -> dict[str, Any]:
-    if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
-        raise ConfigError(f"{what} is a {type(part).__name__}, which has no state_dict and load_state_dict")
-    found = part.state_dict()
+def _state_dict(component: Any, what: str) -> dict[str, Any]:
+    kind = type(component).__name__
+    if not all(callable(getattr(component, name, None)) for name in ("state_dict", "load_state_dict")):
+        raise ConfigError(f"{what} is a {kind}, which has no state_dict and load_state_dict")
+    found = component.state_dict()
     if not isinstance(found, dict):
-        raise ConfigError(f"{what}: state_dict() of {type(part).__name__} is a {type(found).__name__}, not a dict")
+        raise ConfigError(f"{what}: state_dict() of {kind} is a {type(found).__name__}, not a dict")
     return found
 
 
@@ -363,7 +366,7 @@ def seed_generators(
     for name, state in first.items():
         if name in alike:
             continue
-        text = f"{digest_of(state)} {rank} of {world_size}"
+        text = f"{compute_digest(state)} {rank} of {world_size}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
         if name == "python":
             random.seed(seed)

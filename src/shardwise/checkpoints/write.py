@@ -4,17 +4,17 @@ Each rank creates, fills and syncs its own file. The ranks synchronize. The firs
 See [Note: When a checkpoint is complete].
 """
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from shardwise.checkpoints import folder
-from shardwise.checkpoints.facts import FACTS, BlockSums, Facts, digest, with_checksums
+from shardwise.checkpoints.facts import FACTS, BlockSums, CheckpointHeader, digest, with_checksums
 from shardwise.errors import StorageError
 from shardwise.execution.committing import publish
-from shardwise.execution.distributed_chunks import ChunkWriter, TensorsPlan, Views, data_file, metadata_of
+from shardwise.execution.distributed_chunks import ChunkWriter, TensorsPlan, Views, build_metadata, data_file
 from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank
 from shardwise.execution.world import World
 from shardwise.formats.joining import METADATA, KeyPath
@@ -45,13 +45,13 @@ class Job:
     plan: TensorsPlan
     chunks: Views
     values: Mapping[KeyPath, bytes]
-    facts: Facts
+    facts: CheckpointHeader
     budget_bytes: int
     report: CheckpointReport
 
     @property
     def folder(self) -> Path:
-        return self.root / folder.name_of(self.step)
+        return self.root / folder.step_folder_name(self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,17 @@ def carry_out(world: World, job: Job) -> CheckpointReport:
             checkpoint is not committed then, unless the message states otherwise.
         RankLostError: a rank has been lost.
     """
-    with locked_by_first_rank(world, job.root, partial(_begin, job), partial(_undo, job)) as saving:
-        written: list[WrittenFile] = []  # of all ranks, on the first
-        world.map_reduce(_write_own, written.extend, world, job, saving)
-        removed, checkpoint_bytes = world.broadcast(_commit, job, saving, written)
+    written: list[WrittenFile] = []  # of all ranks, on the first
+    with locked_by_first_rank(world, job.root) as saving:
+        try:
+            world.broadcast(_begin, job)
+            world.map_reduce(_write_local, written.extend, world, job, saving)
+            removed, checkpoint_bytes = world.broadcast(_commit, job, saving, written)
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                if saving.is_locked_here:
+                    _undo(job, saving.locked)
+            raise
     return replace(
         job.report,
         is_complete=True,
@@ -110,11 +117,11 @@ def _content_nbytes(job: Job, rank: int) -> int:
     return job.plan.nbytes(rank) + sum(map(len, job.values.values()))
 
 
-def _begin(job: Job, marked: LockedFolder) -> None:  # noqa: ARG001 - as of any folder that is marked
+def _begin(job: Job) -> None:
     """Remove remains of earlier saves, and check that the step is a new one."""
     root, step, newest = job.root, job.step, job.newest
     folder.remove_left(root)  # before the steps are listed; see [Note: Checked twice]
-    present = folder.newest_in(root)
+    present = folder.find_latest(root)
     if present is not None and present != newest and (newest is None or present > newest):
         raise StorageError(
             f"{root}: another run has saved step {present} there since this one began. Give every run a "
@@ -122,8 +129,8 @@ def _begin(job: Job, marked: LockedFolder) -> None:  # noqa: ARG001 - as of any 
         )
     require_after(root, step, present)
     if step in folder.steps_in(root):
-        folder.remove(root, [step])  # incomplete: newest_in has skipped it
-    with open_writer(root / folder.name_of(step)) as inner:
+        folder.remove(root, [step])  # incomplete: find_latest has skipped it
+    with open_writer(root / folder.step_folder_name(step)) as inner:
         if there := inner.list():
             raise StorageError(
                 f"{inner.root}: holds {there[0]}, which no Checkpointer put there. Move it elsewhere"
@@ -132,9 +139,9 @@ def _begin(job: Job, marked: LockedFolder) -> None:  # noqa: ARG001 - as of any 
 
 def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile]) -> tuple[list[int], int]:
     """Commit the checkpoint and remove old ones. Return the removed steps, and the size of all data files."""
-    marked = saving.locked
+    locked = saving.locked
     files = {data_file(rank): file.nbytes for rank, file in enumerate(written)}
-    metadata = metadata_of(job.plan, [file.values for file in written])
+    metadata = build_metadata(job.plan, [file.values for file in written])
     facts = replace(
         job.facts,
         files=files,
@@ -142,24 +149,24 @@ def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile]) -> tuple[l
         checksums={data_file(rank): file.digest for rank, file in enumerate(written)},
     )
     with open_writer(job.folder) as writer:
-        publish(writer, marked, METADATA, metadata, files, {FACTS: facts.to_bytes()})
+        publish(writer, locked, METADATA, metadata, files, {FACTS: facts.to_bytes()})
     removed: list[int] = []
-    if job.keep is not None and marked.is_held():
+    if job.keep is not None and locked.is_held():
         removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep])
-    marked.release()
+    locked.release()
     return removed, sum(files.values())
 
 
-def _undo(job: Job, marked: LockedFolder) -> None:
+def _undo(job: Job, locked: LockedFolder) -> None:
     """Remove the files written for the step, unless it is committed or the folder belongs to another save."""
-    if marked.is_held():
+    if locked.is_held():
         folder.remove_incomplete(job.root, job.step)
     elif job.folder.is_dir():
         with open_writer(job.folder) as inner:
-            inner.remove(on_its_way(METADATA, marked.save_id))
+            inner.remove(on_its_way(METADATA, locked.save_id))
 
 
-def _write_own(world: World, job: Job, saving: Saving) -> WrittenFile:
+def _write_local(world: World, job: Job, saving: Saving) -> WrittenFile:
     """Write and sync this rank's file."""
     saving.require()
     nbytes = _content_nbytes(job, world.rank)

@@ -16,7 +16,7 @@ from shardwise.formats.contract import CheckpointIndex, StoredTensor
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardwise.report.names import collapse, in_bytes, table_lines
-from shardwise.storage.names import HubOptions, is_local, is_url, local_place, shown
+from shardwise.storage.names import HubOptions, is_local, is_url, local_path, shown
 from shardwise.storage.remote import resolve
 
 
@@ -49,7 +49,7 @@ def generate_command(model: str, prompt: str, max_new_tokens: int) -> None:
     process. PROMPT is a user's message if there is a chat template, otherwise a text to continue.
     """
     if is_local(model):  # before the imports
-        local_place(model, HubOptions())
+        local_path(model, HubOptions())
     from shardwise.engines.generating import generate
 
     click.echo(generate(model, prompt, max_new_tokens=max_new_tokens))
@@ -138,7 +138,7 @@ def inspect_command(path: str, *, as_json: bool, with_tensors: bool, revision: s
         _show(open_checkpoint(path), {}, as_json=as_json, with_tensors=with_tensors)
         return
     place = resolve(path, HubOptions(revision=revision, local_files_only=True), download=False)
-    config = read_config_facts(place if place.is_dir() else place.parent)
+    config = read_config_summary(place if place.is_dir() else place.parent)
     named = config.get("transformers_weights") or _adapter_in(place) if place.is_dir() else None
     index = open_checkpoint(place, weights_name=named if isinstance(named, str) else None)
     _show(index, config, as_json=as_json, with_tensors=with_tensors)
@@ -163,7 +163,7 @@ def _adapter_in(folder: Path) -> str | None:
 # Facts
 
 
-def read_config_facts(folder: Path) -> dict[str, object]:
+def read_config_summary(folder: Path) -> dict[str, object]:
     """Read facts from the top level of ``config.json`` and ``adapter_config.json``. Empty without them.
 
     Raises:
@@ -247,8 +247,8 @@ def _parameters(tensors: Iterable[StoredTensor]) -> int:
 
 def _natural(key: str) -> list[tuple[str, int]]:
     """Return a sort key by which layer 2 comes before layer 10."""
-    parts = _DIGITS.split(shown(key))
-    return [(word, int(number)) for word, number in zip(parts[::2], [*parts[1::2], "0"], strict=True)]
+    words = _DIGITS.split(shown(key))
+    return [(word, int(number)) for word, number in zip(words[::2], [*words[1::2], "0"], strict=True)]
 
 
 # Rendering

@@ -14,7 +14,7 @@ import click
 
 from shardwise.cli.launch import run_ranks
 from shardwise.errors import ConfigError
-from shardwise.storage.names import HubOptions, is_local, local_place
+from shardwise.storage.names import HubOptions, is_local, local_path
 
 if TYPE_CHECKING:
     from shardwise.engines.estimating import PlanOptions
@@ -55,7 +55,7 @@ def train_command(
     \b
     A small config.yaml:
       model_name_or_path: Qwen/Qwen3-0.6B   # a folder, a name on the hub, or a URL
-      dataset_name: chats.jsonl             # a file, or a data set on the hub
+      dataset_name: chats.jsonl             # a file, or a dataset on the hub
       output_dir: out
       assistant_only_loss: true
       learning_rate: 1e-5
@@ -71,7 +71,7 @@ def train_command(
             return
         os.environ.update({name: str(value) for name, value in (config.own["env"] or {}).items()})
         config = without_token(config)
-        ranks = nproc_per_node or _ranks_of(config)
+        ranks = nproc_per_node or _num_ranks(config)
         outcomes = run_ranks(ranks, train_on_rank, config, observe)
     except KeyboardInterrupt:
         click.echo("interrupted: all ranks have ended. Earlier checkpoints are complete.", err=True)
@@ -96,11 +96,11 @@ def _read(arguments: Sequence[str]) -> RunConfig:
         read_tenants(config)
     model = str(config.values.get("model_name_or_path", ""))
     if model and is_local(model) and "RANK" not in os.environ:  # ranks of a launcher check it together
-        local_place(model, HubOptions())
+        local_path(model, HubOptions())
     return config
 
 
-def _ranks_of(config: RunConfig) -> int:
+def _num_ranks(config: RunConfig) -> int:
     """Return the number of ranks to start, as for ``trl sft``. It is 1 under a launcher, which has started them.
 
     Raises:
@@ -128,14 +128,14 @@ def without_token(config: RunConfig) -> RunConfig:
 def train_on_rank(config: RunConfig, observe: bool = False) -> TrlOutcome:  # noqa: FBT001, FBT002 - runs on a rank
     """Train on one rank, with the environment variables of accelerate. Collective: yes."""
     from shardwise.engines.observe import observe as observed
-    from shardwise.execution.processes import this_place
+    from shardwise.execution.processes import get_rank_and_size
     from shardwise.training.run_config import has_tenants
 
     if has_tenants(config):
         from shardwise.training.tenants import train_tenants_on_rank as train
     else:
         from shardwise.training.run import train_on_rank as train
-    rank, size = this_place()
+    rank, size = get_rank_and_size()
     if size > 1:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
             os.environ.setdefault(name, str(value))
@@ -215,18 +215,18 @@ def plan_command(
     training, as for ``shardwise train``, with --KEY VALUE overrides. Exits with 2 if the model cannot be loaded so,
     or does not fit into --memory.
     """
-    from shardwise.tensors import in_bytes_of
+    from shardwise.tensors import parse_size
 
-    limit = None if memory is None else in_bytes_of(memory)
+    limit = None if memory is None else parse_size(memory)
     if sys.stderr.isatty():
         click.echo("planning; importing torch and transformers takes some seconds ...", err=True)
     placed: PlanOptions = {"nodes": nodes, "device": device}
     if limit is not None:
         placed["memory_bytes"] = limit
     if model.endswith((".yaml", ".yml")):
-        made = _of_config(model, overrides, ranks, placed, given)
+        made = _estimate_config(model, overrides, ranks, placed, given)
     else:
-        made = _of_model(model, overrides, ranks, {**given, **placed})
+        made = _estimate_model(model, overrides, ranks, {**given, **placed})
     if limit is not None and not as_json:
         click.echo(made.verdict(limit))
     click.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
@@ -234,7 +234,7 @@ def plan_command(
         raise ConfigError(f"--memory: the plan {made.verdict(limit)}. See docs/out_of_memory.md.")
 
 
-def _of_config(
+def _estimate_config(
     file: str, overrides: tuple[str, ...], ranks: int | None, placed: PlanOptions, given: dict[str, Any]
 ) -> Estimate:
     """Plan the training of a configuration."""
@@ -250,7 +250,7 @@ def _of_config(
     return plan_run(config, ranks, placed)
 
 
-def _of_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: dict[str, Any]) -> Estimate:
+def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: dict[str, Any]) -> Estimate:
     """Plan a load, and a training if there is a tuning."""
     if overrides:
         raise ConfigError(f"{overrides[0]}: is not an option for a model. See shardwise plan --help.")
@@ -259,10 +259,11 @@ def _of_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: 
     found = {name: value for name, value in given.items() if value is not None}
     if "tuning" not in found and {"per_device_train_batch_size", "max_length"} & found.keys():
         raise ConfigError("--batch and --seq need --tuning. Give that, too.")
+    _require_known(found)
     if "mesh" in found:
         found["mesh"] = parse_mesh(found["mesh"])
     if is_local(model):
-        local_place(model, HubOptions())
+        local_path(model, HubOptions())
     from shardwise.engines.estimating import plan, tuning_named
     from shardwise.engines.sharding import sharding_named
 
@@ -274,6 +275,22 @@ def _of_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: 
     return plan(model, ranks=ranks, **{"dtype": "auto", **found})
 
 
+def _require_known(given: dict[str, Any]) -> None:
+    """Name a fault in an option before torch is imported.
+
+    Raises:
+        ConfigError: an option has a value that is not known.
+    """
+    from shardwise.planning.option_syntax import parse_tuning, parse_wrap, require_floating_dtype
+
+    parse_wrap(given.get("wrap", "auto"))
+    parse_tuning(given.get("tuning", "full"))
+    if given.get("dtype", "auto") != "auto":
+        require_floating_dtype("dtype", given["dtype"])
+    if "param_dtype" in given:
+        require_floating_dtype("param_dtype", given["param_dtype"])
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """Parse the axes and sizes of ``replicate=2,shard=4``.
 
@@ -281,11 +298,11 @@ def parse_mesh(text: str) -> dict[str, int]:
         ConfigError: the text has another form, or an axis twice.
     """
     axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.strip().partition("=")
+    for item in text.split(","):
+        name, _, size = item.strip().partition("=")
         if not (name and size.isascii() and size.isdigit()) or name in axes:
             raise ConfigError(
-                f"--mesh={text!r}: {part.strip()!r} is not a new AXIS=SIZE. Write replicate=2,shard=4."
+                f"--mesh={text!r}: {item.strip()!r} is not a new AXIS=SIZE. Write replicate=2,shard=4."
             )
         axes[name] = int(size)
     return axes

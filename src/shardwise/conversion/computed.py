@@ -9,11 +9,12 @@ the target's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shardwise.conversion.expression import Expression, Leaf, Shape, Stored, leaves_of
+from shardwise.conversion.expression import Expression, Leaf, Shape, Stored, iter_leaves
 from shardwise.conversion.regions import Region
 from shardwise.errors import FormatError
 from shardwise.tensors import Box, DType, Strided, contiguous_strides, numel
@@ -86,7 +87,7 @@ class Computed(Leaf):
     sources: tuple[Expression, ...]
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "computed", self.operation, self.output, self.shape
 
     def over(self, sources: Sequence[Expression]) -> Expression:
@@ -97,16 +98,15 @@ class Computed(Leaf):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WholeOperation:
-    """An operation that is evaluated once, on its full inputs, and computes all of its outputs in full.
+class FullOperation(ABC):
+    """Base class of operations that are evaluated once, on full inputs, and compute all of their outputs in full.
 
-    ``function`` maps the inputs to the outputs, by name. ``nbytes`` is the memory that it needs.
+    ``nbytes`` is the memory that the operation needs.
     """
 
     label: str
     inputs: tuple[Shape, ...]
     outputs: Mapping[str, Shape]
-    function: Callable[[Sequence[Any]], Mapping[str, Any]]
     nbytes: int
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
@@ -114,8 +114,8 @@ class WholeOperation:
             outputs = {name: Box.whole(shape) for name, shape in self.outputs.items()}
             yield ComputedBlock(tuple(map(Box.whole, self.inputs)), outputs, self.nbytes)
 
-    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        return self.function(values)
+    @abstractmethod
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +154,14 @@ class ComputeTask:
             raise FormatError(f"{self.inputs[error.source]}: {self.operation.label}: {error}") from error
 
 
-def compute_tasks(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int) -> Iterator[ComputeTask]:
-    """Yield the computations that fill parts of targets, given as (number of the target, leaf, region of it).
+def compute_tasks(items: Iterable[tuple[int, Computed, Region]], most_bytes: int) -> Iterator[ComputeTask]:
+    """Yield the computations that fill regions of targets, given as (number of the target, leaf, region of it).
 
     Each block is computed once.
     """
     groups: dict[tuple[Operation, tuple[Expression, ...]], list[tuple[int, Computed, Region]]] = {}
-    for part in parts:
-        groups.setdefault((part[1].operation, part[1].sources), []).append(part)
+    for item in items:
+        groups.setdefault((item[1].operation, item[1].sources), []).append(item)
     for (operation, inputs), group in groups.items():
         wanted: dict[str, list[Box]] = {}
         for _, leaf, region in group:
@@ -195,7 +195,7 @@ class SmallestBlocks:
 
 def computed_leaves(expression: Expression) -> Iterator[Computed]:
     """Yield the outermost computed nodes of an expression, without the nodes that they are computed from."""
-    return (leaf for leaf in leaves_of(expression) if isinstance(leaf, Computed))
+    return (leaf for leaf in iter_leaves(expression) if isinstance(leaf, Computed))
 
 
 def computes(expression: Expression) -> bool:
@@ -267,7 +267,7 @@ class Copy:
         return self.source.numel
 
     def blocks(self, max_span: int) -> Iterator[Copy]:
-        """Yield the same copy in parts that span at most ``max_span`` (at least 1) elements of the leaf each."""
+        """Yield the same copy in pieces that span at most ``max_span`` (at least 1) elements of the leaf each."""
         span = self.source.stop - self.source.offset
         if span <= max_span:
             yield self
@@ -284,7 +284,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class ComputedPart:
+class ComputedRegion:
     """Elements of a computed tensor, and their location in the target."""
 
     leaf: Computed
@@ -293,8 +293,8 @@ class ComputedPart:
 
 def copies_and_computed(
     expression: Expression, box: Box, into: Strided | None = None
-) -> tuple[list[Copy], list[ComputedPart]]:
-    """Return the copies and computed parts that fill ``box``: each element exactly once, except for holes.
+) -> tuple[list[Copy], list[ComputedRegion]]:
+    """Return the copies and computed regions that fill ``box``: each element exactly once, except for holes.
 
     ``into`` is the box's layout in the target's memory, by default a contiguous tensor of the box's sizes. Nothing
     fills an empty box.
@@ -305,12 +305,12 @@ def copies_and_computed(
     if into.sizes != box.sizes:
         raise ValueError(f"{into} does not have the sizes of {box}")
     copied: list[Copy] = []
-    computed: list[ComputedPart] = []
+    computed: list[ComputedRegion] = []
     if box.numel == 0:
         return copied, computed
     last: tuple[object, ...] = ()  # stacked experts have equal layouts one after the other
     source = target = into
-    for leaf, region in expression.leaves(Region.of(box, into)):
+    for leaf, region in expression.leaves(Region.from_box(box, into)):
         if isinstance(leaf, Stored):
             layout = (region.axes, region.origin, leaf.shape)
             if layout != last:
@@ -319,7 +319,7 @@ def copies_and_computed(
             copied.append(Copy(leaf, source, Strided(region.target, target.sizes, target.strides)))
         else:
             assert isinstance(leaf, Computed)
-            computed.append(ComputedPart(leaf, region))
+            computed.append(ComputedRegion(leaf, region))
     return copied, computed
 
 
@@ -344,7 +344,7 @@ def copies_from_shards(
     elements of a row-major tensor of the box's sizes. Ranks that together hold a leaf fill all that comes from it.
 
     Args:
-        expression: of stored tensors. Computed parts are skipped.
+        expression: of stored tensors. Computed regions are skipped.
         held: by key, disjoint boxes of the leaf, each with its layout in memory.
         box: of the expression. None for all of it.
     """
@@ -353,11 +353,11 @@ def copies_from_shards(
         raise ValueError(f"{box} is not within {expression.shape}")
     if box.numel == 0:
         return
-    for leaf, region in expression.leaves(Region.of(box, Strided.contiguous(box.sizes))):
+    for leaf, region in expression.leaves(Region.from_box(box, Strided.contiguous(box.sizes))):
         if not isinstance(leaf, Stored):
             continue
-        for part, memory in held.get(leaf.key, ()):
-            for piece in region.within(part):
+        for shard, memory in held.get(leaf.key, ()):
+            for piece in region.within(shard):
                 yield Copy(leaf, *piece.strided(memory.strides, memory.offset))
 
 

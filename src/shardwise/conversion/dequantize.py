@@ -69,10 +69,10 @@ class Dequantize:
     label: str = "dequantizing"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted[_OUT], self.shape, self._whole_bytes, self._max_elements(most_bytes)):
+        for box in aligned_blocks(wanted[_OUT], self.shape, self._byte_aligned, self._max_elements(most_bytes)):
             inputs = [every_nth(box, self.code.per_byte)]
             if self.unit:
-                inputs.append(self._scales_of(box))
+                inputs.append(self._get_scales(box))
             if self.overall:
                 inputs.append(Box((0,), (1,)))
             if self.has_zeros:
@@ -81,11 +81,11 @@ class Dequantize:
             yield ComputedBlock(tuple(inputs), {_OUT: box}, self._nbytes(box.numel, scales))
 
     @property
-    def _whole_bytes(self) -> Shape:
+    def _byte_aligned(self) -> Shape:
         """The smallest box whose codes are whole bytes."""
         return (*(1 for _ in self.shape[:-1]), self.code.per_byte)
 
-    def _scales_of(self, box: Box) -> Box:
+    def _get_scales(self, box: Box) -> Box:
         starts = (at // size for at, size in zip(box.offsets, self.unit, strict=True))
         return Box.between(starts, (-(-stop // size) for stop, size in zip(box.stops, self.unit, strict=True)))
 
@@ -120,16 +120,16 @@ class Dequantize:
         box = block.outputs[_OUT]
         stored, factors, zeros = self._inputs(values)
         table = _values_by_byte(self.code, stored)
-        for strip in aligned_blocks([box], self.shape, self._whole_bytes, _STRIP_ELEMENTS):
-            part = _part(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
-            numbers = table.index_select(0, part.int().view(-1)).view(strip.sizes)
+        for strip in aligned_blocks([box], self.shape, self._byte_aligned, _STRIP_ELEMENTS):
+            codes = _slice(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
+            numbers = table.index_select(0, codes.int().view(-1)).view(strip.sizes)
             if zeros is not None:
-                by_block, spread = self._spread(numbers, self._of_strip(zeros, strip, box), strip)
+                by_block, spread = self._spread(numbers, self._strip_scales(zeros, strip, box), strip)
                 by_block.sub_(spread)
             if factors is not None:
-                by_block, spread = self._spread(numbers, self._of_strip(factors, strip, box), strip)
+                by_block, spread = self._spread(numbers, self._strip_scales(factors, strip, box), strip)
                 by_block.mul_(spread)
-            _part(outputs[_OUT], strip, box).copy_(cast(numbers, self.rounds_to))
+            _slice(outputs[_OUT], strip, box).copy_(cast(numbers, self.rounds_to))
 
     def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Return the codes, and scales and zero points as float32 or None."""
@@ -155,8 +155,8 @@ class Dequantize:
             _require_finite(zeros, "a zero point", 2 + bool(self.overall))
         return stored, factors, zeros
 
-    def _of_strip(self, scales: Any, strip: Box, box: Box) -> Any:
-        return _part(scales, self._scales_of(strip), self._scales_of(box))
+    def _strip_scales(self, scales: Any, strip: Box, box: Box) -> Any:
+        return _slice(scales, self._get_scales(strip), self._get_scales(box))
 
     def _spread(self, numbers: Any, scales: Any, box: Box) -> tuple[Any, Any]:
         """Return numbers and their scales (or zero points) in shapes that broadcast."""
@@ -185,7 +185,7 @@ POWERS = (*(2.0 ** (byte - _EXPONENT_BIAS) for byte in range(255)), float("nan")
 """Values of the 256 codes of E8M0."""
 
 
-def _part(tensor: Any, box: Box, whole: Box) -> Any:
+def _slice(tensor: Any, box: Box, whole: Box) -> Any:
     """Return a box of the tensor that holds the box ``whole``."""
     for dim, (at, start, size) in enumerate(zip(box.offsets, whole.offsets, box.sizes, strict=True)):
         if size != tensor.shape[dim]:
@@ -304,7 +304,7 @@ class AddToWords:
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenRows:
+class GatherRows:
     """``out[i, j] = rows[numbers[i], j]``. Floats are float32, integers are unchanged.
 
     Attributes:
@@ -346,13 +346,13 @@ class ChosenRows:
 
 
 def _rows(source: Expression, numbers: Expression) -> Expression:
-    """Return the chosen rows (see :class:`ChosenRows`).
+    """Return the chosen rows (see :class:`GatherRows`).
 
     ``source`` is (count, columns), ``numbers`` are integers (rows,).
     """
     shape = (numbers.shape[0], source.shape[1])
     dtype = DType.F32 if source.dtype.kind == "float" else source.dtype
-    return Computed(ChosenRows(source.shape[0], shape), _OUT, shape, dtype, (source, numbers))
+    return Computed(GatherRows(source.shape[0], shape), _OUT, shape, dtype, (source, numbers))
 
 
 def columns_in_words(

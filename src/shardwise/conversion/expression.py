@@ -18,7 +18,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise.conversion.regions import Axis, Region, clip, flatten, parts_touched, unflatten, without_dim
+from shardwise.conversion.regions import Axis, Region, clip, flatten, overlapped_ranges, unflatten, without_dim
 from shardwise.tensors import DType, Strided, numel
 
 Shape: TypeAlias = tuple[int, ...]
@@ -27,8 +27,8 @@ Shape: TypeAlias = tuple[int, ...]
 class Expression(ABC):
     """A tensor composed of stored tensors. Base class of all nodes.
 
-    A node moves elements of its ``sources``, or is a leaf. ``form`` is the node without its sources: nodes of equal
-    forms over sources of equal shapes are equivalent. The form of a stored tensor does not contain its key.
+    A node moves elements of its ``sources``, or is a leaf. ``signature`` is the node without its sources: nodes
+    with equal signatures over sources of equal shapes are equivalent. A stored tensor's does not contain its key.
     """
 
     __slots__ = ()
@@ -47,7 +47,7 @@ class Expression(ABC):
 
     @property
     @abstractmethod
-    def form(self) -> Hashable: ...
+    def signature(self) -> Hashable: ...
 
     def over(self, sources: Sequence[Expression]) -> Expression:
         """The same node over other sources, of the same shapes."""
@@ -55,18 +55,18 @@ class Expression(ABC):
         return self
 
     @abstractmethod
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         """Yield the regions of the sources that a region of this node consists of (see [Note: Regions])."""
 
     def leaves(self, region: Region) -> Iterator[tuple[Leaf, Region]]:
         """Yield the regions of the leaves that a region of this expression consists of."""
-        for source, part in self.moved(region):
-            yield from source.leaves(part)
+        for source, piece in self.source_regions(region):
+            yield from source.leaves(piece)
 
     def __str__(self) -> str:
-        parts = [str(part) for part in self.sources]
-        middle = [f"... {len(parts) - 2} more ..."] if len(parts) > 3 else parts[1:-1]
-        return f"{type(self).__name__}({', '.join([*parts[:1], *middle, *parts[1:][-1:]])})"
+        sources = [str(source) for source in self.sources]
+        middle = [f"... {len(sources) - 2} more ..."] if len(sources) > 3 else sources[1:-1]
+        return f"{type(self).__name__}({', '.join([*sources[:1], *middle, *sources[1:][-1:]])})"
 
 
 class Leaf(Expression):
@@ -74,7 +74,7 @@ class Leaf(Expression):
 
     __slots__ = ()
 
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         yield self, region
 
     def leaves(self, region: Region) -> Iterator[tuple[Leaf, Region]]:
@@ -94,7 +94,7 @@ class Stored(Leaf):
         return ()
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "stored", self.shape, self.dtype.label
 
     def __str__(self) -> str:
@@ -122,13 +122,13 @@ class Concat(_Combined):
     """``torch.cat`` of the sources."""
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "concat", self.dim
 
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         dim = self.dim
-        starts = [0, *accumulate(part.shape[dim] for part in self.sources)]
-        for index in parts_touched(region, dim, starts):
+        starts = [0, *accumulate(source.shape[dim] for source in self.sources)]
+        for index in overlapped_ranges(region, dim, starts):
             for piece in clip(region, dim, starts[index], starts[index + 1]):
                 yield self.sources[index], piece.with_origin(dim, piece.origin[dim] - starts[index])
 
@@ -138,10 +138,10 @@ class Stack(_Combined):
     """``torch.stack`` of the sources: ``dim`` is the new dimension."""
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "stack", self.dim
 
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         along = [axis for axis in region.axes if axis.dim == self.dim]
         if len(along) < 2:  # fast path for hundreds of experts
             bare = without_dim(region, self.dim)
@@ -150,13 +150,13 @@ class Stack(_Combined):
                 source = self.sources[region.origin[self.dim] + axis.step * number]
                 yield source, Region(bare.origin, bare.target + axis.stride * number, bare.axes)
             return
-        for index in parts_touched(region, self.dim, range(len(self.sources) + 1)):
+        for index in overlapped_ranges(region, self.dim, range(len(self.sources) + 1)):
             for piece in clip(region, self.dim, index, index + 1):
                 yield self.sources[index], without_dim(piece, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
-class _Moved(Expression):
+class _Rearranged(Expression):
     """All or some elements of one source, in another order."""
 
     source: Expression
@@ -176,7 +176,7 @@ class _Moved(Expression):
 
 
 @dataclass(frozen=True, slots=True)
-class Slice(_Moved):
+class Slice(_Rearranged):
     """The indices ``start, start + step, ...`` of ``dim``, of which there are ``shape[dim]``."""
 
     dim: int
@@ -184,10 +184,10 @@ class Slice(_Moved):
     step: int
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "slice", self.dim, self.start, self.step, self.shape
 
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         dim, step = self.dim, self.step
         axes = tuple(replace(a, step=a.step * step) if a.dim == dim else a for a in region.axes)
         moved = region.with_origin(dim, self.start + step * region.origin[dim])
@@ -195,16 +195,16 @@ class Slice(_Moved):
 
 
 @dataclass(frozen=True, slots=True)
-class Permute(_Moved):
+class Permute(_Rearranged):
     """Dimension ``d`` of the result is dimension ``dims[d]`` of the source."""
 
     dims: tuple[int, ...]
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "permute", self.dims
 
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         origin = [0] * len(self.dims)
         for dim, source_dim in enumerate(self.dims):
             origin[source_dim] = region.origin[dim]
@@ -213,14 +213,14 @@ class Permute(_Moved):
 
 
 @dataclass(frozen=True, slots=True)
-class Reshape(_Moved):
+class Reshape(_Rearranged):
     """The same elements in row-major order under another shape."""
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "reshape", self.shape
 
-    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         for piece in unflatten(flatten(region, self.shape), self.source.shape):
             yield self.source, piece
 
@@ -240,35 +240,35 @@ class Hole(Expression):
         return ()
 
     @property
-    def form(self) -> Hashable:
+    def signature(self) -> Hashable:
         return "hole", self.shape
 
-    def moved(self, _region: Region) -> Iterator[tuple[Expression, Region]]:
+    def source_regions(self, _region: Region) -> Iterator[tuple[Expression, Region]]:
         return iter(())
 
 
-def concat(parts: Sequence[Expression], dim: int) -> Expression:
+def concat(sources: Sequence[Expression], dim: int) -> Expression:
     """Build ``torch.cat``. All shapes are equal except in ``dim``."""
-    if not parts:
+    if not sources:
         raise ValueError("nothing to concatenate")
-    first = parts[0].shape
-    if len({(len(part.shape), *part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) > 1:
-        raise ValueError(f"cannot concatenate shapes {[part.shape for part in parts]} along {dim}")
-    if len(parts) == 1:
-        return parts[0]
-    size = sum(part.shape[dim] for part in parts)
-    return Concat(tuple(parts), dim, (*first[:dim], size, *first[dim + 1 :]))
+    first = sources[0].shape
+    if len({(len(source.shape), *source.shape[:dim], *source.shape[dim + 1 :]) for source in sources}) > 1:
+        raise ValueError(f"cannot concatenate shapes {[source.shape for source in sources]} along {dim}")
+    if len(sources) == 1:
+        return sources[0]
+    size = sum(source.shape[dim] for source in sources)
+    return Concat(tuple(sources), dim, (*first[:dim], size, *first[dim + 1 :]))
 
 
-def stack(parts: Sequence[Expression], dim: int) -> Expression:
+def stack(sources: Sequence[Expression], dim: int) -> Expression:
     """Build ``torch.stack``. All shapes are equal."""
-    if not parts:
+    if not sources:
         raise ValueError("nothing to stack")
-    first = parts[0].shape
-    if any(part.shape != first for part in parts):
-        raise ValueError(f"cannot stack different shapes {sorted({p.shape for p in parts})}")
-    shape = (*first[:dim], len(parts), *first[dim:])
-    return reshape(parts[0], shape) if len(parts) == 1 else Stack(tuple(parts), dim, shape)
+    first = sources[0].shape
+    if any(source.shape != first for source in sources):
+        raise ValueError(f"cannot stack different shapes {sorted({p.shape for p in sources})}")
+    shape = (*first[:dim], len(sources), *first[dim:])
+    return reshape(sources[0], shape) if len(sources) == 1 else Stack(tuple(sources), dim, shape)
 
 
 def slice_dim(source: Expression, dim: int, start: int, size: int, step: int = 1) -> Expression:
@@ -310,16 +310,16 @@ def stored_leaves(expression: Expression) -> Iterator[Stored]:
         yield from stored_leaves(source)
 
 
-def leaves_of(expression: Expression) -> Iterator[Leaf]:
+def iter_leaves(expression: Expression) -> Iterator[Leaf]:
     """Yield the leaves in order, without the inputs of computed ones."""
     if isinstance(expression, Leaf):
         yield expression
         return
     for source in expression.sources:
-        yield from leaves_of(source)
+        yield from iter_leaves(source)
 
 
-def key_of(expression: Expression) -> str | None:
+def stored_key(expression: Expression) -> str | None:
     """Return the key of an expression that is one unchanged stored tensor, or None."""
     return expression.key if isinstance(expression, Stored) else None
 
@@ -349,8 +349,8 @@ def skeleton(expression: Expression) -> tuple[Hashable, tuple[str, ...]]:
 
 def _without_keys(node: Expression, numbers: dict[str, int]) -> Hashable:
     if isinstance(node, Stored):
-        return numbers.setdefault(node.key, len(numbers)), node.form
-    return node.form, *(_without_keys(source, numbers) for source in node.sources)
+        return numbers.setdefault(node.key, len(numbers)), node.signature
+    return node.signature, *(_without_keys(source, numbers) for source in node.sources)
 
 
 def view(source: Expression, strided: Strided) -> Expression:

@@ -114,10 +114,10 @@ def quantize_rows(values: Any, block: int, form: Form4, packed_out: Any, absmax_
         ValueError: shapes, dtypes or the block size do not match.
     """
     _check(values, block, packed_out, absmax_out)
-    dtype = _dtype_of(values)
+    dtype = _get_dtype(values)
     flat, packed = values.detach().view(-1), packed_out.detach().view(-1).numpy()
     absmax = absmax_out.detach().view(-1).numpy()
-    stored = _bits_of(flat, dtype)
+    stored = _view_bits(flat, dtype)
     scratch = _Scratch(flat, dtype, block, form)
     with np.errstate(all="ignore"):  # values that are not finite are found by their scales
         for start in range(0, stored.size, CHUNK):
@@ -232,15 +232,15 @@ def dequantize_rows(packed: Any, absmax: Any, block: int, form: FourBitForm, out
         ValueError: shapes, dtypes or the block size do not match.
     """
     _check(out, block, packed, absmax)
-    _dtype_of(out)
+    _get_dtype(out)
     keys, scales, flat = packed.detach().view(-1).numpy(), absmax.detach().view(-1).numpy(), out.detach().view(-1)
     numbers = absmax.new_empty(min(CHUNK, flat.numel()))
     products = numbers.numpy()
     for start in range(0, flat.numel(), CHUNK):
         stop = min(start + CHUNK, flat.numel())
-        part = products[: stop - start]
-        np.take(_pairs(form), keys[start // 2 : stop // 2], out=part.view(np.uint64), mode="clip")
-        by_block = part.reshape(-1, block)
+        chunk = products[: stop - start]
+        np.take(_pairs(form), keys[start // 2 : stop // 2], out=chunk.view(np.uint64), mode="clip")
+        by_block = chunk.reshape(-1, block)
         with np.errstate(all="ignore"):  # overflow is infinite
             np.multiply(by_block, scales[start // block : stop // block, None], out=by_block)
         flat[start:stop].copy_(numbers[: stop - start])
@@ -261,14 +261,14 @@ def _check(numbers: Any, block: int, packed: Any, absmax: Any) -> None:
         raise ValueError(f"numbers of {shape}, their codes and scales are contiguous")
 
 
-def _dtype_of(values: Any) -> DType:
+def _get_dtype(values: Any) -> DType:
     found = {cast(values.new_empty(0), dtype).dtype: dtype for dtype in _BITS}
     if values.dtype not in found:
         raise ValueError(f"weights in 4 bits are made of float32, bfloat16 and float16, not of {values.dtype}")
     return found[values.dtype]
 
 
-def _bits_of(values: Any, dtype: DType) -> NDArray[Any]:
+def _view_bits(values: Any, dtype: DType) -> NDArray[Any]:
     """Return the bits of a contiguous tensor as a flat view, because numpy has no bfloat16."""
     none = values.new_empty(0)
     integers = none.int() if dtype is DType.F32 else none.short()
@@ -298,7 +298,7 @@ NESTED_BLOCK = 256
 _NESTED_INDICES = 65536
 
 
-def offset_of(absmax: Any) -> Any:
+def compute_offset(absmax: Any) -> Any:
     """Return the mean of all scales of a weight, float32 without dimensions.
 
     Raises:
@@ -310,7 +310,7 @@ def offset_of(absmax: Any) -> Any:
     return absmax.detach().reshape(-1).mean()
 
 
-def nest_about(absmax: Any, offset: Any) -> tuple[Any, Any]:
+def quantize_scales(absmax: Any, offset: Any) -> tuple[Any, Any]:
     """Quantize all scales of a weight (CPU, float32, finite, any shape) to 8 bits. See [Note: Nested scales].
 
     Returns:

@@ -114,12 +114,12 @@ def stored_rows(numbers: Expression) -> StoredRows | None:
             ):
                 return StoredRows(Code.E2M1, block, *numbers.sources)
         return None
-    parts = [stored_rows(source) for source in numbers.sources]
-    found = [part for part in parts if part is not None]
-    if not found or len(found) < len(parts) or len({(part.form, part.block_size) for part in found}) > 1:
+    matrices = [stored_rows(source) for source in numbers.sources]
+    found = [rows for rows in matrices if rows is not None]
+    if not found or len(found) < len(matrices) or len({(rows.form, rows.block_size) for rows in found}) > 1:
         return None
-    values = _over_rows(numbers, [part.values for part in found])
-    scales = _over_rows(numbers, [part.scales for part in found])
+    values = _over_rows(numbers, [rows.values for rows in found])
+    scales = _over_rows(numbers, [rows.scales for rows in found])
     if values is None or scales is None:
         return None
     return StoredRows(found[0].form, found[0].block_size, values, scales)
@@ -239,19 +239,19 @@ class DequantizeRows:
         return {_NUMBERS: out[..., :columns]}
 
 
-def stored_form(numbers: Expression) -> tuple[Form4, int] | None:
+def find_quant_type(numbers: Expression) -> tuple[Form4, int] | None:
     """Return the 4-bit data type and the block size of a matrix stored in 4 bits, otherwise None."""
     operation = numbers.operation if isinstance(numbers, Computed) else None
     return (operation.form, operation.block_size) if isinstance(operation, DequantizeRows) else None
 
 
 def nested_as_stored(numbers: Expression, form: Form4, block_size: int) -> tuple[Expression, ...] | None:
-    """Return the stored parts of a matrix with nested scales, or None if it is stored in another form.
+    """Return the stored tensors of a matrix with nested scales, or None if it is stored in another form.
 
-    The parts are packed codes (out, in / 2), codes of scales (out, in / block), a float32 for 256 of these, and the
+    They are packed codes (out, in / 2), codes of scales (out, in / block), a float32 for 256 of these, and the
     offset (1,). Scales of another code table than bitsandbytes' are another form.
     """
-    if stored_form(numbers) != (form, block_size):
+    if find_quant_type(numbers) != (form, block_size):
         return None
     values, scales = numbers.sources
     inner = scales.source if isinstance(scales, Reshape) else scales

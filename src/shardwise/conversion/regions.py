@@ -47,7 +47,7 @@ class Region:
     axes: tuple[Axis, ...]
 
     @classmethod
-    def of(cls, box: Box, into: Strided) -> Region:
+    def from_box(cls, box: Box, into: Strided) -> Region:
         """Return the region of a box whose elements are copied to ``into``."""
         axes = tuple(
             Axis(size, stride, dim, 1)
@@ -66,12 +66,12 @@ class Region:
 
     def within(self, box: Box) -> Iterator[Region]:
         """Yield the part of the region that is in a box, relative to the box's first element."""
-        parts = [self]
+        regions = [self]
         for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            parts = [piece for part in parts for piece in clip(part, dim, start, start + size)]
-        for part in parts:
+            regions = [piece for region in regions for piece in clip(region, dim, start, start + size)]
+        for region in regions:
             yield replace(
-                part, origin=tuple(at - first for at, first in zip(part.origin, box.offsets, strict=True))
+                region, origin=tuple(at - first for at, first in zip(region.origin, box.offsets, strict=True))
             )
 
     def strided(self, strides: Sequence[int], start: int = 0) -> tuple[Strided, Strided]:
@@ -103,8 +103,8 @@ class Region:
         return Region(moved.origin, self.target + axis.stride * first, axes)
 
 
-def parts_touched(region: Region, dim: int, starts: Sequence[int]) -> range:
-    """Return the indices of the parts between which a region lies. Part i is ``starts[i] <= x < starts[i + 1]``."""
+def overlapped_ranges(region: Region, dim: int, starts: Sequence[int]) -> range:
+    """Return the indices of the ranges that a region overlaps. Range i is ``starts[i] <= x < starts[i + 1]``."""
     first = region.origin[dim]
     last = first + sum(axis.span for axis in region.axes if axis.dim == dim)
     return range(bisect_right(starts, first) - 1, bisect_right(starts, last))
@@ -159,7 +159,7 @@ def unflatten(region: Region, shape: tuple[int, ...]) -> Iterator[Region]:
         return
     pieces = [region]
     for size in reversed(shape[1:]):
-        pieces = [part for piece in pieces for part in _split(piece, size)]
+        pieces = [inner for piece in pieces for inner in _split(piece, size)]
     yield from pieces
 
 

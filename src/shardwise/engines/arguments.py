@@ -13,14 +13,14 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Union, cast, get
 import torch
 
 from shardwise.errors import ConfigError, RankMismatchError, StorageError, unknown_keyword
-from shardwise.execution.reading import identities_of
+from shardwise.execution.reading import read_identities
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import dequantized_index, open_checkpoint
-from shardwise.report.names import shown_ranks
+from shardwise.report.names import format_ranks
 from shardwise.storage.contract import FilePlaces, StorageReader
-from shardwise.storage.machine import file_space
-from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url, local_place
+from shardwise.storage.machine import mount_namespace
+from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url, local_path
 from shardwise.storage.reading import OpenStorage, open_storage
 
 T = TypeVar("T")
@@ -60,13 +60,13 @@ def require_known(call: str, given: Mapping[str, object], kind: type) -> None:
         ConfigError: an unknown keyword. The message has the options object that takes it, the alternative, or the
             nearest keyword.
     """
-    known = hints_of(kind)
+    known = get_hints(kind)
     for name, value in given.items():
         if name not in known and not (name in _INSTEAD and value is None):
             raise unknown_keyword(call, name, known, _INSTEAD, kind)
 
 
-def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: str = "") -> None:
+def check_options(hints: Mapping[str, Any], given: Mapping[str, Any], inside: str = "") -> None:
     """Reject values of the wrong type for arguments that take our option types, nested ones included.
 
     Args:
@@ -86,15 +86,15 @@ def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: st
             classes = [f"{kind.__name__}(...)" for kind in kinds if kind is not types.NoneType]
             known = [*map(repr, choices), *classes]
             raise ConfigError(f"{where}={value!r:.80} is not known. Pass one of {', '.join(known)}.")
-        if kinds and not _is_of(value, kinds):
-            raise ConfigError(_not_meant(where, value, kinds))
+        if kinds and not _is_instance(value, kinds):
+            raise ConfigError(_type_error(where, value, kinds))
         if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_ours(type(value)):
             attributes = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-            require_meant(hints_of(type(value)), attributes, where)
+            check_options(get_hints(type(value)), attributes, where)
 
 
 @functools.cache
-def hints_of(described: Any) -> Mapping[str, Any]:
+def get_hints(described: Any) -> Mapping[str, Any]:
     """Return the annotations of a function or class.
 
     Empty if they refer to names imported for type checkers only.
@@ -105,7 +105,7 @@ def hints_of(described: Any) -> Mapping[str, Any]:
         return {}
 
 
-def world_of(options: object, call: str) -> World:
+def get_world(options: object, call: str) -> World:
     """Return the ranks of the options, or the default ones if the options have the wrong type.
 
     ``call`` is the public name of the call.
@@ -136,9 +136,8 @@ def _difference(settings_by_rank: Sequence[Mapping[str, str]]) -> str | None:
     for name in dict.fromkeys(name for settings in settings_by_rank for name in settings):
         if odd := [rank for rank, each in enumerate(settings_by_rank) if each.get(name) != first.get(name)]:
             values = f"{settings_by_rank[odd[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
-            return (
-                f"{name} on rank {shown_ranks(odd)} is not that of rank 0 ({values:.500}). Give every rank the same"
-            )
+            given = f"{name} on rank {format_ranks(odd)} is not that of rank 0 ({values:.500})"
+            return f"{given}. Give every rank the same"
     return None
 
 
@@ -151,22 +150,22 @@ def comparable_text(value: object) -> str:
 
 def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """Return the classes and the strings that an annotation allows. No classes if none of them is checked."""
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    choices = tuple(value for part in parts if get_origin(part) is Literal for value in get_args(part))
-    others = [part for part in parts if get_origin(part) is not Literal]
-    kinds = tuple(types.NoneType if part is None else get_origin(part) or part for part in others)
-    if not all(isinstance(kind, type) for kind in kinds) or not any(map(_is_meant_strictly, kinds)):
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
+    others = [member for member in members if get_origin(member) is not Literal]
+    kinds = tuple(types.NoneType if member is None else get_origin(member) or member for member in others)
+    if not all(isinstance(kind, type) for kind in kinds) or not any(map(_is_strict, kinds)):
         kinds = ()
     return kinds, choices
 
 
-def _is_of(value: object, kinds: tuple[Any, ...]) -> bool:
+def _is_instance(value: object, kinds: tuple[Any, ...]) -> bool:
     if isinstance(value, type) and type not in kinds:  # a class has the attributes of a protocol, too
         return False
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 
-def _is_meant_strictly(kind: type) -> bool:
+def _is_strict(kind: type) -> bool:
     return _is_ours(kind) or kind in (torch.device, torch.dtype) or kind.__module__.startswith(_OTHER_KINDS)
 
 
@@ -174,7 +173,7 @@ def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith("shardwise.")
 
 
-def _not_meant(name: str, value: object, kinds: tuple[Any, ...]) -> str:
+def _type_error(name: str, value: object, kinds: tuple[Any, ...]) -> str:
     names = [kind.__name__ for kind in kinds if kind is not types.NoneType]
     given = value if isinstance(value, str) else type(value).__name__  # "lora" and a LoraConfig both mean Lora
     names.sort(key=lambda kind: not given.lower().startswith(kind.lower()))
@@ -267,7 +266,7 @@ def read_index(
 def _read_headers(reader: StorageReader, **names: Any) -> tuple[CheckpointIndex, dict[str, str]]:
     """Return the index of a checkpoint, and the identities of the files of a remote one."""
     index = dequantized_index(reader, open_checkpoint(reader, **names))
-    return index, identities_of(reader, list(index.files)) if reader.policy.is_remote else {}
+    return index, read_identities(reader, list(index.files)) if reader.policy.is_remote else {}
 
 
 def resolve_everywhere(
@@ -282,28 +281,28 @@ def resolve_everywhere(
 
     Collective: yes.
     """
-    found = world.all_gather(local_place, name_or_path, hub)
+    found = world.all_gather(local_path, name_or_path, hub)
     # One rank decides: what exists on some machines only must not send the ranks different ways.
     if found[0] is not None:
         if absent := [rank for rank, path in enumerate(found) if path is None]:
             raise StorageError(
                 f"{os.fspath(name_or_path)}: is a directory on rank 0, but not on rank "
-                f"{shown_ranks(absent)}. "
+                f"{format_ranks(absent)}. "
                 "Put it on every machine, or on a file system that all of them share"
             )
         return cast(Path, found[world.rank])
-    from shardwise.storage.remote import commit_of, note_commit, place_of_cache, resolve
+    from shardwise.storage.remote import get_cache_folder, record_commit, resolve, resolve_commit
 
     repo_id = os.fspath(name_or_path)
-    commit = world.broadcast(commit_of, repo_id, hub)
+    commit = world.broadcast(resolve_commit, repo_id, hub)
     pinned = replace(hub, revision=commit)
-    downloads = world.is_first_of(f"{file_space()} {place_of_cache(hub)}")
+    downloads = world.is_first_at(f"{mount_namespace()} {get_cache_folder(hub)}")
 
     def download() -> Path | None:
         if not downloads:
             return None
         folder = resolve(repo_id, pinned, wanted=wanted)
-        note_commit(repo_id, hub, commit)
+        record_commit(repo_id, hub, commit)
         return folder
 
     downloaded = world.run_all(download)

@@ -6,20 +6,18 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardwise.engines import outline as outlines
-from shardwise.engines.load_plan import LoadOptions, facts_of_plan, origin_of, plan_initial_values, rules_of
+from shardwise.engines.load_plan import LoadOptions, find_origin, get_rules, plan_fields, plan_initial_values
 from shardwise.engines.pretrained_loading import Located, find
 from shardwise.errors import ConfigError, ShardingError
-from shardwise.execution.memory import collected_later
+from shardwise.execution.memory import gc_disabled
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
-from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.layout import Activations, MeshShape, ModelLayout, TensorKind, WorldLayout
 from shardwise.models.estimate_layout import predict_layout, trace_activations
 from shardwise.models.initialize import Initializers
@@ -30,13 +28,14 @@ from shardwise.models.wrap import Sharding, prepare_blocks
 from shardwise.planning import estimates
 from shardwise.planning.load_memory import Homes, largest_computation
 from shardwise.planning.load_plan import LoadPlan, plan_load
+from shardwise.planning.option_syntax import parse_tuning
 from shardwise.report.estimate import Estimate, GroupEstimate, TrainingEstimate
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.names import is_url
 from shardwise.tensors import DType
 from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Tuned
-from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning
+from shardwise.tuning.tunings import ExistingLora, Freeze, Full, Lora, Tuning
 
 _STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keeps both if they differ"
 
@@ -97,8 +96,8 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         KeyMismatchError: checkpoint and model do not cover each other, as for a load.
         FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """
-    options = outlines.checked("plan", options, PlanOptions)
-    mesh = mesh_of(ranks, options)
+    options = outlines.check_keywords("plan", options, PlanOptions)
+    mesh = build_mesh(ranks, options)
     given: Any = options
     if not is_url(name_or_path):
         given = {**options, "hub": replace(options["hub"], local_files_only=True)}
@@ -108,7 +107,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         return estimate(found, mesh, options)
 
 
-@collected_later()
+@gc_disabled()
 def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
     """Forecast a checkpoint whose headers have been read."""
     index, reader = found.source.index, found.source.reader
@@ -120,7 +119,7 @@ def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
     tuned = outlines.prepare_for_training(built, set(), options, adapters=found.adapters, casts_to=param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
     world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
-    homes = Homes.of(
+    homes = Homes.from_plan(
         plan,
         options.get("read_policy") or reader.policy,
         device=options.get("device", "cuda"),
@@ -148,7 +147,7 @@ def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
         bytes_per_dtype=_bytes_per_dtype(world.first),
         file_bytes=estimates.file_bytes(plan, world, index),
         whole=world.whole,
-        **facts_of_plan(plan),
+        **plan_fields(plan),
         device=homes.device,
         mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
         nodes=options.get("nodes", 1),
@@ -165,7 +164,7 @@ def _dtype(of_policy: torch.dtype | None) -> DType | None:
     return None if of_policy is None else from_torch(of_policy, "mp_policy")
 
 
-def mesh_of(ranks: int, options: PlanOptions) -> MeshShape:
+def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
     """Return the requested mesh.
 
     Raises:
@@ -182,7 +181,7 @@ def mesh_of(ranks: int, options: PlanOptions) -> MeshShape:
             'sharding: has a mesh of real ranks. Give its axes as mesh={"replicate": 2, "shard": 4} instead.'
         )
     axes = options.get("mesh")
-    return MeshShape.flat(ranks) if axes is None else MeshShape.of(ranks, axes)
+    return MeshShape.flat(ranks) if axes is None else MeshShape.from_axes(ranks, axes)
 
 
 # Training
@@ -270,10 +269,12 @@ def _plan(
     held = collect_tensors(model)
     initializers = Initializers(model, held, additions)
     buffers = initializers.buffers(options.get("buffers", {}), seed=0)
-    origins = partial(origin_of, initializers, buffers)
+    origins = partial(find_origin, initializers, buffers)
     world = predict_layout(model, wrap_policy, mesh, origins, root=tuned.base, kept_whole=tuned.whole)
-    rules = rules_of(tuned.base)
-    found = plan_load(index, world.first, tuned.bindings, rules, outlines.consent_of(options), additions.known_as)
+    rules = get_rules(tuned.base)
+    found = plan_load(
+        index, world.first, tuned.bindings, rules, outlines.get_consent(options), additions.base_names
+    )
     plan_initial_values(initializers, found, LoadOptions(budget_bytes=budget_bytes))
     return world, found
 
@@ -286,34 +287,14 @@ def _bytes_per_dtype(layout: ModelLayout) -> dict[str, int]:
 
 
 def tuning_named(text: str) -> Tuning:
-    """Return a tuning from text, as the command line has it.
-
-    ``full``, ``freeze=N`` with ``,modules=A+B`` and ``,extra=A+B``, ``lora=R`` with ``,alpha=X`` and
-    ``,targets=A+B`` (default ``all-linear``), or a folder with an ``adapter_config.json``.
-
-    Raises:
-        ConfigError: the text is none of these.
-    """
-    if (Path(text) / ADAPTER_CONFIG).is_file():
-        return ExistingLora(text)
-    found = dict(part.partition("=")[::2] for part in text.split(","))
-    try:
-        match [*found]:
-            case ["full"]:
-                return Full()
-            case ["freeze", *rest] if {"modules", "extra"}.issuperset(rest):
-                modules, extra = (
-                    tuple(filter(None, found.get(name, "").split("+"))) for name in ("modules", "extra")
-                )
-                return Freeze(int(found["freeze"] or 0), modules, extra)
-            case ["lora", *rest] if {"alpha", "targets"}.issuperset(rest):
-                rank, targets = int(found["lora"]), found.get("targets", "all-linear")
-                names = targets if targets == "all-linear" else targets.split("+")
-                alpha = int(found.get("alpha", rank))
-                return Lora(peft_compat.lora_config(r=rank, lora_alpha=alpha, target_modules=names))
-    except ValueError:
-        pass
-    raise ConfigError(
-        f"tuning={text!r} is not known. Pass full, freeze=N[,modules=A+B][,extra=A+B], "
-        "lora=R[,alpha=X][,targets=A+B], or a folder with an adapter of PEFT."
-    )
+    """Return a tuning from text. See :func:`~shardwise.planning.option_syntax.parse_tuning`."""
+    kind, settings = parse_tuning(text)
+    match kind:
+        case "full":
+            return Full()
+        case "freeze":
+            return Freeze(**settings)
+        case "lora":
+            return Lora(peft_compat.lora_config(**settings))
+        case "adapter":
+            return ExistingLora(**settings)

@@ -10,7 +10,7 @@ from shardwise.engines.pretrained_loading import from_pretrained
 from shardwise.errors import FormatError
 from shardwise.formats.contract import parse_object
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
-from shardwise.tuning.modes import ExistingLora, Full, Tuning
+from shardwise.tuning.tunings import ExistingLora, Full, Tuning
 
 
 def generate(name_or_path: str, prompt: str, *, max_new_tokens: int) -> str:

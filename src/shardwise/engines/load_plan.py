@@ -22,7 +22,7 @@ from shardwise.execution.reading import ReadSchedule, ReadTarget, plan_reads
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import initialize, pretrained, torch_api
-from shardwise.models.view import TensorRef, collect_tensors, layout_of, padded_numels, reject_subclasses
+from shardwise.models.view import TensorRef, build_layout, collect_tensors, padded_numels, require_plain_tensors
 from shardwise.planning.load_memory import Available, Homes, estimate_rank
 from shardwise.planning.load_plan import Consent, Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
 from shardwise.report.reports import RankEstimate
@@ -127,7 +127,7 @@ class BaseForm:
         """Return the layout of the tensors that a checkpoint's keys are bound to."""
         return layout
 
-    def offered(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
+    def update_bindings(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
         """Return the bindings of the stored tensors."""
         return bindings
 
@@ -165,30 +165,30 @@ def comparable_load_settings(
     }
 
 
-@memory.collected_later()
+@memory.gc_disabled()
 def prepare_load(world: World, model: nn.Module, source: OpenSource, request: LoadRequest) -> Load:
     """Decide how a model is filled, on this rank alone, before anything is read."""
     options, additions, policy = request.options, request.additions, source.reader.policy
     held = collect_tensors(model)
-    reject_subclasses(held)
+    require_plain_tensors(held)
     initializers = initialize.Initializers(model, held, additions)
     computed = initializers.buffers(request.buffers, seed=options.seed)
-    layout = layout_of(held, partial(origin_of, initializers, computed))
-    rules = rules_of(additions.base or model)
-    plan = plan_load(source.index, layout, request.bindings, rules, request.consent, additions.known_as)
+    layout = build_layout(held, partial(find_origin, initializers, computed))
+    rules = get_rules(additions.base or model)
+    plan = plan_load(source.index, layout, request.bindings, rules, request.consent, additions.base_names)
     require_within_budget(plan, options.budget_bytes)
     programs = plan_initial_values(initializers, plan, options)
-    home, managers = memory.home_of(held, options.device), torch_api.fsdp_params(model)
+    home, managers = memory.compute_device(held, options.device), torch_api.fsdp_params(model)
     by_name = {item.fqn: item for item in held}
-    items = read_targets(plan, by_name, memory.devices_of(held, managers, home))
+    items = read_targets(plan, by_name, memory.target_devices(held, managers, home))
     shared: Mapping[str, tuple[Boxes, ...]] = {}
-    parts, mode = items, options.shared_reads
+    targets, mode = items, options.shared_reads
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
-        from shardwise.execution.shared_reads import shared_boxes, shared_parts
+        from shardwise.execution.shared_reads import local_targets, shared_boxes
 
         shared = shared_boxes(world, by_name, items)
-        parts = shared_parts(world, shared, items)
-    homes = Homes.of(
+        targets = local_targets(world, shared, items)
+    homes = Homes.from_plan(
         plan,
         policy,
         device=home.type,
@@ -207,18 +207,18 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
         managers,
         items,
         shared,
-        own=plan_reads(parts, source.index, policy, options.budget_bytes, world.rank / world.size),
+        own=plan_reads(targets, source.index, policy, options.budget_bytes, world.rank / world.size),
         estimate=estimate_rank(plan, world.rank, homes, padded_numels(held, managers)),
         available=memory.available_memory(home) if needs_memory else Available(),
-        settings=pretrained.settings_of(additions.base or model),
+        settings=pretrained.get_settings(additions.base or model),
     )
 
 
-def origin_of(
+def find_origin(
     initializers: initialize.Initializers, computed: Mapping[str, initialize.ComputedBuffer], item: TensorRef
 ) -> Origin:
     """Return what gives a tensor its value if no checkpoint does."""
-    return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.origin_of(item)
+    return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.find_origin(item)
 
 
 def require_within_budget(plan: LoadPlan, budget_bytes: int) -> None:
@@ -237,7 +237,7 @@ def require_within_budget(plan: LoadPlan, budget_bytes: int) -> None:
                 )
 
 
-def rules_of(model: nn.Module) -> ModelRules:
+def get_rules(model: nn.Module) -> ModelRules:
     """Return the keys that a model's class ignores, if they are missing or unexpected."""
     return ModelRules(*pretrained.ignore_patterns(model))
 
@@ -300,7 +300,7 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
     pretrained.tie(model, set(by_name) - set(bindings.offers), set())
 
 
-def facts_of_plan(plan: LoadPlan) -> dict[str, Any]:
+def plan_fields(plan: LoadPlan) -> dict[str, Any]:
     """Fields of a report, or of an estimate, that describe how a model is filled."""
     reads = plan.reads()
     kinds = {

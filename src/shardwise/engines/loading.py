@@ -13,7 +13,7 @@ from shardwise.engines import arguments, load_plan
 from shardwise.errors import KeyMismatchError, ShardingError, answer_keywords
 from shardwise.execution.agreement import agree_on
 from shardwise.execution.audit import audit, find_unequal_tied, require_equal_buffers
-from shardwise.execution.memory import collected_later, materialize
+from shardwise.execution.memory import gc_disabled, materialize
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.world import Clock, World
 from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
@@ -62,7 +62,7 @@ def execute_load(
             with clock.phase("share"):
                 exchange_shared(world, load.shared, {item.fqn: item for item in load.held}, load.items, executor)
     with clock.phase("fill"):
-        completed = form_of(model).complete(world, model, budget_bytes=options.budget_bytes)
+        completed = get_base_form(model).complete(world, model, budget_bytes=options.budget_bytes)
     attributes = world.run_all(finish, model, load, means, {**executor.written, **completed}, clock)
     with clock.phase("audit"):
         require_equal_buffers(world, load.held)
@@ -71,7 +71,7 @@ def execute_load(
 
 def materialize_and_read(load: load_plan.Load, executor: ReadExecutor, clock: Clock) -> None:
     """Give this rank's tensors memory, and read their values."""
-    with clock.phase("materialize"), collected_later():
+    with clock.phase("materialize"), gc_disabled():
         local = materialize(load.held, load.managers, load.home)
     executor.place(load.own, [local[item.fqn] for item in load.own.destinations])
 
@@ -101,7 +101,7 @@ def make_report(
     clock: Clock,
 ) -> LoadReport:
     plan, index, request = load.plan, source.index, load.request
-    facts = load_plan.facts_of_plan(plan)
+    facts = load_plan.plan_fields(plan)
     reads = plan.reads()
     order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -147,7 +147,7 @@ def make_report(
 _NORM_BLOCK_NUMEL = 1 << 22
 
 
-@collected_later()
+@gc_disabled()
 def finish(
     model: nn.Module, load: load_plan.Load, means: Mapping[str, torch.Tensor], read: Mapping[str, int], clock: Clock
 ) -> tuple[str, ...]:
@@ -177,18 +177,18 @@ def average_rows(world: World, load: load_plan.Load) -> dict[str, torch.Tensor]:
 
     def sums() -> dict[tuple[str, Box], torch.Tensor]:
         return {
-            (name, part.box): view.strided_view(by_name[name].local, part.local).double().sum(0).cpu()
+            (name, piece.box): view.strided_view(by_name[name].local, piece.local).double().sum(0).cpu()
             for name, count in rows.items()
-            for part in first_rows(load.plan.layout.by_name[name].boxes, count)
+            for piece in first_rows(load.plan.layout.by_name[name].boxes, count)
         }
 
     def add_up(sums_by_rank: Sequence[Mapping[tuple[str, Box], torch.Tensor]]) -> dict[str, torch.Tensor]:
-        found = {part: total for sums in sums_by_rank for part, total in sums.items()}  # replicas have equal boxes
+        found = {box: total for sums in sums_by_rank for box, total in sums.items()}  # replicas have equal boxes
         means = {
             name: torch.zeros(by_name[name].tensor.shape[1:], dtype=torch.float64, device="cpu") for name in rows
         }
         for (name, box), total in sorted(found.items(), key=_first_offsets):
-            means[name][columns_of(box)] += total / rows[name]
+            means[name][column_slices(box)] += total / rows[name]
         return means
 
     return world.map_reduce(sums, add_up)
@@ -198,7 +198,7 @@ def _first_offsets(entry: tuple[tuple[str, Box], torch.Tensor]) -> tuple[int, ..
     return entry[0][1].offsets
 
 
-def columns_of(box: Box) -> tuple[slice, ...]:
+def column_slices(box: Box) -> tuple[slice, ...]:
     """Return the slices of a box in all dimensions but the first."""
     return tuple(slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True))
 
@@ -210,21 +210,21 @@ def fill(load: load_plan.Load, means: Mapping[str, torch.Tensor], written: dict[
     for item in load.held:
         tensor = layout.by_name[item.fqn]
         if item.fqn in load.programs:
-            from shardwise.models.initial_programs import fill_from_program, program_of
+            from shardwise.models.initial_programs import copy_program, fill_from_program
 
             program = load.programs[item.fqn]
             first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy gets the values of its original
             if not program.is_elementwise:
                 whole = load.initializers.whole(first, seed=seed)
-                program = program_of(whole)
+                program = copy_program(whole)
             boxes = boxes_to_fill(load.plan, item.fqn)
             fill_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn)
-            written[item.fqn] = written.get(item.fqn, 0) + sum(part.box.numel for part in boxes)
+            written[item.fqn] = written.get(item.fqn, 0) + sum(piece.box.numel for piece in boxes)
         elif item.fqn in means:
-            for part in boxes_to_fill(load.plan, item.fqn):
-                mean = means[item.fqn][columns_of(part.box)]
-                view.strided_view(item.local, part.local).copy_(mean.expand(part.box.sizes))
-                written[item.fqn] = written.get(item.fqn, 0) + part.box.numel
+            for piece in boxes_to_fill(load.plan, item.fqn):
+                mean = means[item.fqn][column_slices(piece.box)]
+                view.strided_view(item.local, piece.local).copy_(mean.expand(piece.box.sizes))
+                written[item.fqn] = written.get(item.fqn, 0) + piece.box.numel
         elif item.fqn in additions.norms and isinstance(load.plan.fills[item.fqn], Init):
             norms = additions.norms[item.fqn]
             fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)
@@ -273,7 +273,7 @@ def set_value(item: view.TensorRef, value: torch.Tensor) -> None:
         item.local.copy_(value)
 
 
-def form_of(model: nn.Module) -> load_plan.BaseForm:
+def get_base_form(model: nn.Module) -> load_plan.BaseForm:
     """Return how the layers of a model keep their weights."""
     if any(hasattr(type(module), "kept_as") for module in model.modules()):
         form: load_plan.BaseForm = found_at("shardwise.engines.nesting:FOUR_BITS")
@@ -281,7 +281,7 @@ def form_of(model: nn.Module) -> load_plan.BaseForm:
     return load_plan.BaseForm()
 
 
-def prepare_whole(
+def prepare_checkpoint(
     world: World,
     model: nn.Module,
     source: arguments.OpenSource,
@@ -291,12 +291,12 @@ def prepare_whole(
     key_mapping: Mapping[str, str] | None,
 ) -> load_plan.Load:
     """Bind a checkpoint's keys to a model by its own conversions, and plan its load on this rank."""
-    form, transforms = form_of(model), pretrained.conversion_transforms(model, key_mapping)
+    form, transforms = get_base_form(model), pretrained.conversion_transforms(model, key_mapping)
     held = view.collect_tensors(model)
-    layout = form.logical_layout(view.layout_of(held), held)
+    layout = form.logical_layout(view.build_layout(held), held)
     bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare_tensors(source.index))
     load_plan.tie_declared(model, held, bindings)
-    bindings = form.allocate_staging(model, form.offered(model, bindings))
+    bindings = form.allocate_staging(model, form.update_bindings(model, bindings))
     additions = Additions(nested=form.deferred_names(model))
     request = load_plan.LoadRequest(bindings, consent, buffers, options, transforms, additions=additions)
     return load_plan.prepare_load(world, model, source, request)
@@ -321,11 +321,11 @@ def load_checkpoint(
         try:
             with clock.phase("plan"):
                 load = world.run_all(
-                    prepare_whole, world, model, source, consent, buffers or {}, options, key_mapping
+                    prepare_checkpoint, world, model, source, consent, buffers or {}, options, key_mapping
                 )
             report = execute_load(world, model, source, load, clock)
         finally:
-            form_of(model).rollback(model)
+            get_base_form(model).rollback(model)
     pretrained.record_conversions(model, load.request.transforms)
     return report
 
@@ -388,7 +388,7 @@ def load(
     Every error is the same on every rank.
     """
     consent, clock = Consent(on_missing, on_mismatched, on_unexpected), Clock()
-    with arguments.world_of(options, "load") as world:
+    with arguments.get_world(options, "load") as world:
         arguments.require_same_arguments(
             world, _check_load, model, checkpoint, key_mapping, buffers or {}, consent, hub, options
         )
@@ -417,7 +417,7 @@ def _check_load(
     """Check the arguments of :func:`load` on this rank. Return those that ranks must have in common."""
     given = {"model": model, "checkpoint": checkpoint, "hub": hub, "options": options}
     given |= {f"on_{fault}": getattr(consent, fault) for fault in ("missing", "mismatched", "unexpected")}
-    arguments.require_meant(arguments.hints_of(load), given)
+    arguments.check_options(arguments.get_hints(load), given)
     kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
     return {
         "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,

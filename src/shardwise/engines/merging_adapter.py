@@ -9,10 +9,16 @@ from functools import cache
 from pathlib import Path
 from typing import Unpack
 
-from shardwise.conversion.expression import Expression, Stored, key_of
+from shardwise.conversion.expression import Expression, Stored, stored_key
 from shardwise.engines import offline
-from shardwise.engines.offline import companions_of, config_content, small_file, templates_of, write_templates
-from shardwise.engines.outline import ModelOptions, Outline, checked, config_of, outline
+from shardwise.engines.offline import (
+    config_content,
+    read_companions,
+    read_config_file,
+    read_templates,
+    write_templates,
+)
+from shardwise.engines.outline import ModelOptions, Outline, check_keywords, load_config, outline
 from shardwise.engines.pretrained_loading import stored_prefix, weights_in
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.errors import FormatError, KeyMismatchError
@@ -26,7 +32,7 @@ from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.pretrained import assign_keys
 from shardwise.models.revert import Output
-from shardwise.models.selection import modules_of_columns, parameters_by_module
+from shardwise.models.selection import find_transposed_modules, parameters_by_module
 from shardwise.planning import merge_plan
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import MergeAdapterReport
@@ -34,14 +40,14 @@ from shardwise.storage.names import HubOptions, shown, unsafe_name_reason
 from shardwise.storage.reading import CombinedReader, LocalReader, open_storage
 from shardwise.storage.remote import resolve
 from shardwise.storage.writing import LocalWriter
-from shardwise.tensors import DType, in_bytes_of
+from shardwise.tensors import DType, parse_size
 
 ADAPTER = stored_prefix("merged")
 """What the names of the adapter's files and keys begin with, beside those of the base."""
 
 
 @dataclass(frozen=True)
-class _OpenedAdapter:
+class _AdapterSource:
     """An adapter that has been opened."""
 
     config: LoraConfig
@@ -64,7 +70,7 @@ def adapter_folder(given: Path, adapter_name: str) -> Path:
     raise FormatError(f"{given}: has no {ADAPTER_CONFIG}. {remedy}")
 
 
-def open_for_merging(folder: Path, stack: ExitStack) -> _OpenedAdapter:
+def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
     """Read an adapter's config and headers, without PEFT. Readers are closed with ``stack``.
 
     Raises:
@@ -72,24 +78,24 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _OpenedAdapter:
         FormatError, StorageError: a file is not there, contradicts its format, or cannot be read.
     """
     path = folder / ADAPTER_CONFIG
-    config = parse_adapter_config(small_file(path), what=str(path))
+    config = parse_adapter_config(read_config_file(path), what=str(path))
     file = weights_in(folder)
     reader = stack.enter_context(LocalReader(folder))
     index = open_checkpoint(reader, weights_name=file)
-    executor = offline.executor_of(reader, index)
+    executor = offline.create_executor(reader, index)
     tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
     if not tensors:
         raise FormatError(f"{folder / file}: holds no tensors. Save the adapter again")
-    return _OpenedAdapter(config, executor, tensors)
+    return _AdapterSource(config, executor, tensors)
 
 
-def untied_by(lora: _OpenedAdapter, built: Outline, adapter_name: str) -> set[str]:
+def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> set[str]:
     """Return declared ties that an adapter unties: it has values for one of the names only, or two values."""
     if lora.config.ensure_weight_tying:
         return set()
-    whole = merge_plan.tensors_trained_whole(lora.config, lora.tensors, adapter_name=adapter_name)
+    whole = merge_plan.fully_trained_tensors(lora.config, lora.tensors, adapter_name=adapter_name)
     expressions = stored_tensors(lora.executor.index)
-    apart: set[str] = set()
+    untied: set[str] = set()
     for target, origin in pretrained.declared_ties(built.model).items():
         ours = [whole[name] for name in (target, origin) if name in whole]
         if not ours or target not in built.layout.by_name:
@@ -99,8 +105,8 @@ def untied_by(lora: _OpenedAdapter, built: Outline, adapter_name: str) -> set[st
         if len(ours) < 2 or not are_equal(
             expressions[one], expressions[other], dtype, lora.executor, rank=0, size=1
         ):
-            apart.add(target)
-    return apart
+            untied.add(target)
+    return untied
 
 
 def merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -> merge_plan.MergeTargets:
@@ -114,7 +120,7 @@ def merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -
         tensors={name: tensor.shape for name, tensor in names.items() if tensor.fqn in source.expressions},
         keys={key: output.shape for key, output in outputs.items()},
         parameters=parameters_by_module(source.built.model),
-        columns=modules_of_columns(source.built.model),
+        columns=find_transposed_modules(source.built.model),
         renamed=renamed,
     )
 
@@ -132,20 +138,22 @@ def merged_tensors(
         edits = tuple(edit for name in tensor.names for edit in plan.tensors.get(name, ()))
         if edits and tensor.fqn in source.expressions:
             base = source.expressions[tensor.fqn]
-            merged = edited(tensor.fqn, base, [_beside(edit, joined) for edit in edits], tensor.dtype, changed)
+            merged = edited(
+                tensor.fqn, base, [_with_unique_keys(edit, joined) for edit in edits], tensor.dtype, changed
+            )
             expressions |= dict.fromkeys(tensor.names, merged)
     made = offline.merged_outputs(source, outputs, expressions)
     for key, edits in plan.keys.items():
         dtype, base = made[key]
-        made[key] = dtype, edited(key, base, [_beside(edit, joined) for edit in edits], dtype, changed)
+        made[key] = dtype, edited(key, base, [_with_unique_keys(edit, joined) for edit in edits], dtype, changed)
     return made
 
 
-def _beside(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_plan.Edit:
+def _with_unique_keys(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_plan.Edit:
     """Return an edit with keys of leaves that are unique among those of the base."""
 
     def found(leaf: Expression) -> Expression:
-        key = key_of(leaf)
+        key = stored_key(leaf)
         assert key is not None
         return joined[f"{ADAPTER}/{key}"]
 
@@ -203,8 +211,8 @@ def merge_adapter(
     If it raises, an older model in ``out`` is unchanged.
     """
     start = time.perf_counter()
-    options = checked("merge_adapter", options, ModelOptions)
-    max_shard_bytes, in_cache = in_bytes_of(max_shard_size), HubOptions(local_files_only=True)
+    options = check_keywords("merge_adapter", options, ModelOptions)
+    max_shard_bytes, in_cache = parse_size(max_shard_size), HubOptions(local_files_only=True)
     found = resolve(base, in_cache, download=False)
     lora_folder = adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
     folder, out = found if found.is_dir() else found.parent, Path(out)
@@ -212,7 +220,7 @@ def merge_adapter(
     with ExitStack() as stack:
         merge = _plan(found, folder, lora_folder, adapter_name, options, stack)
         source, plan = merge.source, merge.plan
-        companions = companions_of(folder, lora_folder)
+        companions = read_companions(folder, lora_folder)
         dtype = options.get("dtype", "auto")
         named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
         companions["config.json"] = config_content(folder, dtype=named, untied=bool(source.untied))
@@ -226,7 +234,7 @@ def merge_adapter(
                 companions=companions,
                 check=lambda _: merge.require_effect(lora_folder),
             )
-        write_templates(out, templates_of([lora_folder, folder]))
+        write_templates(out, read_templates([lora_folder, folder]))
     return MergeAdapterReport(
         base=str(found),
         adapter=str(lora_folder),
@@ -269,19 +277,19 @@ def _plan(
 ) -> _PlannedEdits:
     """Open both, read headers and configs, and plan the edits."""
     lora = open_for_merging(lora_folder, stack)
-    opened, config = open_storage(found), config_of(folder, options)
+    opened, config = open_storage(found), load_config(folder, options)
     reader = stack.enter_context(opened.reader)
-    index = offline.index_of(opened, config)
-    executor = offline.executor_of(reader, index)
+    index = offline.read_index(opened, config)
+    executor = offline.create_executor(reader, index)
     built = outline(folder, config, index, options)
-    apart = untied_by(lora, built, adapter_name)
-    source = offline.bind_offline(config, index, built, executor, apart)
+    untied = untied_by(lora, built, adapter_name)
+    source = offline.bind_offline(config, index, built, executor, untied)
     pretrained.record_conversions(built.model, built.transforms)
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
     joined = merged_index(index, lora.executor.index, ADAPTER)
-    both = offline.executor_of(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
+    both = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed: set[str] = set()
     outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
     return _PlannedEdits(source, plan, outgoing, changed)

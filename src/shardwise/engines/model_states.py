@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.engines.loading import set_value
 from shardwise.errors import FormatError, answer_keywords
 from shardwise.execution import state_values
@@ -21,7 +21,7 @@ from shardwise.layout import TensorKind
 from shardwise.models.initialize import Initializers
 from shardwise.models.selection import Selection, names_outside
 from shardwise.models.torch_api import fsdp_params, in_memory
-from shardwise.models.view import TensorRef, canonical, collect_tensors, reject_subclasses, without_compile
+from shardwise.models.view import TensorRef, canonical, collect_tensors, require_plain_tensors, without_compile
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import OnFault, StateSlot, Tolerance, match
@@ -72,8 +72,8 @@ class CollectedModel:
 
     def by_name(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return tensors under the names of the state: one object for all names of a tied tensor."""
-        first_of = {name: item.fqn for item in self.held for name in item.names}
-        return {name: found[first_of[fqn]] for name, fqn in self.names.items() if first_of[fqn] in found}
+        first_names = {name: item.fqn for item in self.held for name in item.names}
+        return {name: found[first_names[fqn]] for name, fqn in self.names.items() if first_names[fqn] in found}
 
 
 def collect_model(
@@ -94,7 +94,7 @@ def collect_model(
     names = world.broadcast(names_outside, model, held, only)
     wanted = set(names.values())
     chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
-    world.run_all(state_values.reject_meta, chosen, "the model")
+    world.run_all(state_values.require_values, chosen, "the model")
     home = staging_device(held, chosen.values())
     buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
     budget = options.budget_bytes
@@ -124,11 +124,11 @@ def set_model_values(
         require_alike_models(world, held, [])
         names = world.broadcast(names_outside, model, held, only)
         brought = values.describe(world)
-        places = _places(held, names)
+        places = _target_slots(held, names)
         of = {place.names[0]: item for place, item in places}
         matched = world.run_all(lambda: match([place for place, _ in places], brought, tolerance))
         taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
-        world.run_all(reject_subclasses, list(taking.values()))
+        world.run_all(require_plain_tensors, list(taking.values()))
         # Computed while all is on meta, so that a model is filled as by a load.
         initializers = Initializers(model, held)
         computed = world.run_all(_computed, initializers, only)
@@ -175,7 +175,7 @@ def _fill(
     return (*(item.fqn for item, _ in computed), *attributes)
 
 
-def _places(held: list[TensorRef], names: Mapping[str, str]) -> list[tuple[StateSlot, TensorRef]]:
+def _target_slots(held: list[TensorRef], names: Mapping[str, str]) -> list[tuple[StateSlot, TensorRef]]:
     """Return the tensors that take values, tied ones once, with all their names in states."""
     outside: dict[str, list[str]] = {}
     for name, fqn in names.items():
@@ -233,8 +233,8 @@ def get_model_state_dict(
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    with world_of(options, "get_model_state_dict") as world, torch.device("cpu"):
-        world.run_all(require_meant, hints_of(get_model_state_dict), {"form": form})
+    with get_world(options, "get_model_state_dict") as world, torch.device("cpu"):
+        world.run_all(check_options, get_hints(get_model_state_dict), {"form": form})
         state_values.require_same_call(world, form, only, on_differing_buffers, options=options)
         taken = collect_model(world, model, only, on_differing_buffers, options)
         if form == "sharded":
@@ -290,7 +290,7 @@ def set_model_state_dict(
     model = without_compile(model)
     clock = Clock()
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
-    with world_of(options, "set_model_state_dict") as world, torch.device("cpu"):
+    with get_world(options, "set_model_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
             state_values.require_same_call(world, only, tolerance, options=options)
             given = world.run_all(state_values.by_canonical_names, state, "state")

@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.conversion.computed import Bindings
-from shardwise.conversion.four_bit import nest_about, nested_codes, offset_of
+from shardwise.conversion.four_bit import compute_offset, nested_codes, quantize_scales
 from shardwise.engines.load_plan import BaseForm
 from shardwise.execution.moving import gather
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout
-from shardwise.models.four_bit_base import offered_in_four_bits
+from shardwise.models.four_bit_base import quantize_bindings
 from shardwise.models.four_bit_files import dequantized_layout
 from shardwise.models.four_bit_layers import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
 from shardwise.models.view import TensorRef, canonical, local_boxes, local_tensor
@@ -29,34 +29,34 @@ _AT_ONCE_BYTES = 32 << 20
 """Of scales that are whole on every rank."""
 
 
-def _nest_batch(world: World, layers: Mapping[str, Any], budget_bytes: int) -> dict[str, int]:
+def _quantize_batch(world: World, layers: Mapping[str, Any], budget_bytes: int) -> dict[str, int]:
     """Nest the scales of a few layers. Collective: yes."""
     raw = {name: layer.weight_whole_scales.detach() for name, layer in layers.items()}
     home = next(iter(raw.values())).device
-    bytes_of = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=home)
-    wholes = {name: found.view(torch.float32) for name, found in bytes_of.items()}
-    offsets = world.broadcast(lambda: {name: float(offset_of(whole)) for name, whole in wholes.items()})
-    return world.run_all(_nest_layers, layers, wholes, offsets)
+    gathered = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=home)
+    wholes = {name: found.view(torch.float32) for name, found in gathered.items()}
+    offsets = world.broadcast(lambda: {name: float(compute_offset(whole)) for name, whole in wholes.items()})
+    return world.run_all(_quantize_layers, layers, wholes, offsets)
 
 
-def _nest_layers(
+def _quantize_layers(
     layers: Mapping[str, Any], wholes: dict[str, torch.Tensor], offsets: Mapping[str, float]
 ) -> dict[str, int]:
     """Nest the scales of layers, and free the whole ones. Return the number of elements written by name."""
     written: dict[str, int] = {}
     for name, layer in layers.items():
-        counts = _nest(layer, wholes.pop(name), offsets[name])
+        counts = _quantize_scales(layer, wholes.pop(name), offsets[name])
         written |= {f"{name}.{local}": count for local, count in counts.items()}
-        _free_whole_scales(layer)
+        _free_full_scales(layer)
     return written
 
 
-def _free_whole_scales(layer: Any) -> None:
+def _free_full_scales(layer: Any) -> None:
     layer._parameters.pop(WHOLE_SCALES, None)
     layer.whole_scales = ()
 
 
-def _to_nest(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _unquantized_scales(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return (
         (canonical(name), module)
         for name, module in model.named_modules()
@@ -78,18 +78,18 @@ def _batches(layers: Sequence[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
         yield batch
 
 
-def _nest(layer: Any, whole: torch.Tensor, offset: float) -> dict[str, int]:
+def _quantize_scales(layer: Any, whole: torch.Tensor, offset: float) -> dict[str, int]:
     """Write codes, their scales, and the offset. Return the number of elements of each."""
     mean = torch.tensor(offset, dtype=torch.float32)
-    _, nested = nest_about(whole, mean)
+    _, nested = quantize_scales(whole, mean)
     layer.weight_nested_scales.copy_(nested)
     layer.weight_nested_offset.fill_(offset)
     local, count = local_tensor(layer.weight_scales), 0
-    for part in local_boxes(layer.weight_scales, SCALES):
-        rows = slice(part.box.offsets[0], part.box.offsets[0] + part.box.sizes[0])
+    for piece in local_boxes(layer.weight_scales, SCALES):
+        rows = slice(piece.box.offsets[0], piece.box.offsets[0] + piece.box.sizes[0])
         codes = nested_codes(whole[rows], rows.start * whole.shape[1], nested, mean)
-        local.copy_(codes[:, part.box.offsets[1] : part.box.offsets[1] + part.box.sizes[1]])
-        count += part.box.numel
+        local.copy_(codes[:, piece.box.offsets[1] : piece.box.offsets[1] + piece.box.sizes[1]])
+        count += piece.box.numel
     return {SCALES: count, NESTED: nested.numel(), OFFSET: 1}
 
 
@@ -99,13 +99,13 @@ class _FourBitBases(BaseForm):
     def logical_layout(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:
         return dequantized_layout(layout, held)
 
-    def offered(self, model: nn.Module, bindings: Bindings) -> Bindings:
-        return offered_in_four_bits(model, bindings)
+    def update_bindings(self, model: nn.Module, bindings: Bindings) -> Bindings:
+        return quantize_bindings(model, bindings)
 
     def allocate_staging(self, model: nn.Module, bindings: Bindings) -> Bindings:
         """Add a parameter to each layer for its scales as stored, sharded like its codes, and bind it."""
         offers = dict(bindings.offers)
-        for name, layer in _to_nest(model):
+        for name, layer in _unquantized_scales(model):
             codes = layer.weight_scales
             columns = 4 * codes.shape[1]
             local = torch.empty(local_tensor(codes).shape[0], columns, dtype=torch.uint8, device="meta")
@@ -120,7 +120,9 @@ class _FourBitBases(BaseForm):
         return replace(bindings, offers=offers)
 
     def deferred_names(self, model: nn.Module) -> frozenset[str]:
-        return frozenset(f"{name}.{local}" for name, _ in _to_nest(model) for local in (SCALES, NESTED, OFFSET))
+        return frozenset(
+            f"{name}.{local}" for name, _ in _unquantized_scales(model) for local in (SCALES, NESTED, OFFSET)
+        )
 
     def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
         """Nest the scales that have been read, and free them. Return the numbers of written elements by name.
@@ -129,13 +131,13 @@ class _FourBitBases(BaseForm):
         Memory: ``budget_bytes``, and all scales of the larger of one matrix and 32 MiB.
         """
         written: dict[str, int] = {}
-        for batch in _batches(list(_to_nest(model))):
-            written |= _nest_batch(world, batch, budget_bytes)
+        for batch in _batches(list(_unquantized_scales(model))):
+            written |= _quantize_batch(world, batch, budget_bytes)
         return written
 
     def rollback(self, model: nn.Module) -> None:
-        for _, layer in list(_to_nest(model)):
-            _free_whole_scales(layer)
+        for _, layer in list(_unquantized_scales(model)):
+            _free_full_scales(layer)
 
 
 FOUR_BITS: Final = _FourBitBases()

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 
 from shardwise.conversion.computed import computes
 from shardwise.conversion.expression import Expression, stored_leaves, substitute
-from shardwise.engines.load_plan import rules_of
-from shardwise.engines.outline import Outline, find_differing
+from shardwise.engines.load_plan import get_rules
+from shardwise.engines.outline import Outline, compare_ties
 from shardwise.engines.save_plan import main_dtype
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.reading import ReadExecutor
@@ -30,7 +30,7 @@ from shardwise.models import pretrained
 from shardwise.models.pretrained import progress_bar
 from shardwise.models.revert import Output, revert
 from shardwise.models.torch_api import to_torch
-from shardwise.models.view import collect_tensors, layout_of
+from shardwise.models.view import build_layout, collect_tensors
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import Consent, Ignore, LoadPlan, Tie, plan_load
 from shardwise.planning.save_plan import plan_save
@@ -94,7 +94,7 @@ class OfflineModel:
         }
 
 
-def executor_of(reader: StorageReader, index: CheckpointIndex) -> ReadExecutor:
+def create_executor(reader: StorageReader, index: CheckpointIndex) -> ReadExecutor:
     """Return an executor that reads a checkpoint's tensors in this process only, without a progress bar."""
     return ReadExecutor(reader, index, BUDGET_BYTES, World(0, 1))
 
@@ -114,33 +114,36 @@ def bind_offline(
         KeyMismatchError: with every tensor that is missing or does not fit. Tensors that the model does not have
             are carried along.
     """
-    apart = tuple(sorted(_settle_ties(built, executor, untied)))
-    layout = layout_of(collect_tensors(built.model), Origin.INIT_WEIGHTS)
+    separate = tuple(sorted(_resolve_ties(built, executor, untied)))
+    layout = build_layout(collect_tensors(built.model), Origin.INIT_WEIGHTS)
     consent = Consent("error", "error", Ignore(only=("*",)))
-    plan = plan_load(index, layout, built.bindings_less_ties(), rules_of(built.model), consent)
+    plan = plan_load(index, layout, built.bindings_less_ties(), get_rules(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}
-    notes = [*_notes_on(plan, index), *(f"{name} is not tied any more: it has its own values" for name in apart)]
+    notes = [
+        *_list_notes(plan, index),
+        *(f"{name} is not tied any more: it has its own values" for name in separate),
+    ]
     stored = stored_tensors(index)
-    return OfflineModel(config, index, built, layout, stored, expressions, plan.ignored_keys, apart, notes)
+    return OfflineModel(config, index, built, layout, stored, expressions, plan.ignored_keys, separate, notes)
 
 
-def _settle_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
+def _resolve_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
     """Tie declared ties with equal values. Return the names with values of their own."""
     offers, twice = built.bindings.offers, built.ties_stored_twice()
-    differing = set(find_differing(built, twice, executor))
+    differing = set(compare_ties(built, twice, executor))
     built.equal_ties = frozenset(name for name, _ in twice) - differing
-    apart = differing | set(untied)
+    separate = differing | set(untied)
     sources = pretrained.declared_ties(built.model)
     # A name that loses its tie starts as a copy of the tensor that it was tied to.
-    begun = {name: offers.get(name) or offers.get(sources.get(name, name)) for name in apart}
+    begun = {name: offers.get(name) or offers.get(sources.get(name, name)) for name in separate}
     copies = {name: offered for name, offered in begun.items() if offered}
     built.bindings = replace(built.bindings, offers={**offers, **copies})
-    built.equal_ties -= apart
-    built.tie(apart)
-    return apart
+    built.equal_ties -= separate
+    built.tie(separate)
+    return separate
 
 
-def _notes_on(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
+def _list_notes(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
     tied = [(name, fill.source) for name, fill in plan.fills.items() if isinstance(fill, Tie)]
     kinds = {name: tensor.kind for name, tensor in plan.layout.by_name.items()}
     parameters = [pair for pair in tied if kinds[pair[0]] is TensorKind.PARAMETER]
@@ -192,7 +195,7 @@ def write_out(
     return streamed, plan.names
 
 
-def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
+def read_index(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
     """Return the index of the checkpoint in a model's folder."""
     index = open_checkpoint(
         opened.reader,
@@ -233,7 +236,7 @@ _TEMPLATES = "additional_chat_templates"
 _MAX_COMPANION_BYTES = 256 << 20
 
 
-def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
+def read_companions(base: Path, own: Path | None = None) -> dict[str, bytes]:
     """Return the small files of a model by name.
 
     Configs, tokenizer, chat template, and the code that they refer to.
@@ -254,14 +257,14 @@ def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
     """Return the output's ``config.json``: its dtype and ties, no quantization, no ``transformers_weights``."""
     content = _parsed_config(folder)
     content.pop("transformers_weights", None)
-    parts = [content, *(value for value in content.values() if isinstance(value, dict))]
-    for part in parts:
-        part.pop("quantization_config", None)  # the output is not quantized
+    sections = [content, *(value for value in content.values() if isinstance(value, dict))]
+    for section in sections:
+        section.pop("quantization_config", None)  # the output is not quantized
         for name in ("dtype", "torch_dtype"):
-            if dtype is not None and name in part:
-                part[name] = dtype
-        if untied and "tie_word_embeddings" in part:
-            part["tie_word_embeddings"] = False
+            if dtype is not None and name in section:
+                section[name] = dtype
+        if untied and "tie_word_embeddings" in section:
+            section["tie_word_embeddings"] = False
     if dtype is not None and "torch_dtype" not in content:
         content["dtype"] = dtype
     if untied:
@@ -269,7 +272,7 @@ def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def templates_of(folders: Sequence[Path]) -> dict[str, bytes]:
+def read_templates(folders: Sequence[Path]) -> dict[str, bytes]:
     """Return additional chat templates, from the first folder that has any."""
     for folder in folders:
         found = _files(folder / _TEMPLATES, ("*.jinja",))
@@ -311,7 +314,7 @@ def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     return found
 
 
-def small_file(path: Path) -> bytes:
+def read_config_file(path: Path) -> bytes:
     """Return the content of a small file, such as a config."""
     found = _files(path.parent, (path.name,))
     if path.name not in found:

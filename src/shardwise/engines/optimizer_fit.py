@@ -35,7 +35,7 @@ class OptimizerTargets:
     keys: dict[str, Key]
 
     @classmethod
-    def of(cls, held: Sequence[TensorRef], bounds: list[Bound]) -> OptimizerTargets:
+    def from_optimizers(cls, held: Sequence[TensorRef], bounds: list[Bound]) -> OptimizerTargets:
         return cls(
             held,
             bounds,
@@ -54,7 +54,7 @@ class OptimizerTargets:
         return [names for bound in self.bounds for names in bound.groups]
 
     @property
-    def optimizer_of(self) -> dict[str, int]:
+    def optimizer_indices(self) -> dict[str, int]:
         return {name: bound.index for bound in self.bounds for names in bound.groups for name in names}
 
     def tensor(self, name: str) -> torch.Tensor | None:
@@ -63,7 +63,7 @@ class OptimizerTargets:
         return None if key is None else self.bounds[key.optimizer].tensors.get(key)
 
 
-def _agreed(world: World, given: ParsedState) -> tuple[ParsedState, tuple[int, ...]]:
+def _first_state(world: World, given: ParsedState) -> tuple[ParsedState, tuple[int, ...]]:
     """Return the groups and numbers of the first rank with a state, and the ranks that have one. Collective: yes.
 
     Raises:
@@ -147,7 +147,7 @@ def _shape_and_dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class Fitting:
+class OptimizerMatch:
     """A state and the optimizers that take it, all that is decided before anything is changed."""
 
     agreed: ParsedState
@@ -165,7 +165,7 @@ class Fitting:
 
     def targets(self, targets: OptimizerTargets) -> dict[Key, torch.Tensor]:
         """Return the target tensors: those that the optimizers already have, otherwise new memory."""
-        optimizer_of = targets.optimizer_of
+        optimizer_indices = targets.optimizer_indices
         found: dict[Key, torch.Tensor] = {}
         for item in self.matched.taken:
             parameter, entry = self.agreed.keys[item.name]
@@ -173,19 +173,19 @@ class Fitting:
             target = targets.tensor(item.name)
             if target is None:
                 target = state_like(own, dtype)
-            found[Key(optimizer_of[parameter], parameter, entry)] = target
+            found[Key(optimizer_indices[parameter], parameter, entry)] = target
         return found
 
     def bind(self, targets: OptimizerTargets, tensors: Mapping[Key, torch.Tensor]) -> list[str]:
         """Set the optimizers' settings and state. Return the trained parameters that then have no state."""
-        optimizer_of, forgotten = targets.optimizer_of, _forgotten(self.agreed)
+        optimizer_indices, forgotten = targets.optimizer_indices, _forgotten(self.agreed)
         scalars = {
-            Key(optimizer_of[parameter], parameter, entry): self.agreed.scalars[name]
+            Key(optimizer_indices[parameter], parameter, entry): self.agreed.scalars[name]
             for name, (parameter, entry) in self.agreed.keys.items()
-            if name in self.agreed.scalars and parameter in optimizer_of
+            if name in self.agreed.scalars and parameter in optimizer_indices
         }
         present = [group for bound in targets.bounds for group in bound.optimizer.param_groups]
-        for group, giver in zip(present, self.groups.giver_of, strict=True):
+        for group, giver in zip(present, self.groups.source_groups, strict=True):
             if giver is not None:
                 set_group(group, self.agreed.settings[giver])
         for bound in targets.bounds:
@@ -194,16 +194,18 @@ class Fitting:
                 bound.optimizer.state.pop(targets.parameters[name], None)
         kept = {key.parameter for key in targets.keys.values()} - forgotten
         stepped = {key.parameter for key in [*tensors, *scalars]} | kept
-        return [name for name in optimizer_of if name not in stepped and targets.parameters[name].requires_grad]
+        return [
+            name for name in optimizer_indices if name not in stepped and targets.parameters[name].requires_grad
+        ]
 
 
-def fit(
+def match_optimizer_state(
     world: World,
     targets: OptimizerTargets,
     given: ParsedState,
     brought_by_rank: Sequence[Mapping[str, matching.Brought]],
     tolerance: matching.Tolerance,
-) -> Fitting:
+) -> OptimizerMatch:
     """Match entries of a state, described by ``brought_by_rank``, with entries of the optimizers.
 
     Collective: yes.
@@ -213,18 +215,18 @@ def fit(
             group has no counterpart in the state.
         RankMismatchError: ranks bring different states.
     """
-    agreed, brought_by = _agreed(world, given)
-    return world.run_all(_fit, targets, agreed, brought_by, brought_by_rank, tolerance)
+    agreed, brought_by = _first_state(world, given)
+    return world.run_all(_match_all, targets, agreed, brought_by, brought_by_rank, tolerance)
 
 
-def _fit(
+def _match_all(
     targets: OptimizerTargets,
     agreed: ParsedState,
     brought_by: tuple[int, ...],
     brought_by_rank: Sequence[Mapping[str, matching.Brought]],
     tolerance: matching.Tolerance,
-) -> Fitting:
+) -> OptimizerMatch:
     _require_same_kind(targets, agreed)
     stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
     groups = matching.match_groups(targets.groups, agreed.groups, stateful, tolerance)
-    return Fitting(agreed, brought_by, groups, _match(targets, agreed, groups, brought_by_rank, tolerance))
+    return OptimizerMatch(agreed, brought_by, groups, _match(targets, agreed, groups, brought_by_rank, tolerance))

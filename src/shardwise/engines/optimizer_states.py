@@ -10,18 +10,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.engines.model_states import state_report
-from shardwise.engines.optimizer_fit import KEEP_IT_APART, OptimizerTargets, fit
+from shardwise.engines.optimizer_fit import KEEP_IT_APART, OptimizerTargets, match_optimizer_state
 from shardwise.errors import ShardingError, answer_keywords
 from shardwise.execution.checksums import as_bytes
 from shardwise.execution.memory import staging_device
 from shardwise.execution.moving import gather
 from shardwise.execution.replicas import equal_on_all, require_alike_models
-from shardwise.execution.state_values import BroughtValues, StateOptions, Values, reject_meta, require_same_call
+from shardwise.execution.state_values import BroughtValues, StateOptions, Values, require_same_call, require_values
 from shardwise.execution.world import Clock, World
 from shardwise.models.optimizer_parsing import ParsedState, class_name, copied, read, written_out
-from shardwise.models.rebind import Bound, Scalar, bind_optimizers, keeps_reduced
+from shardwise.models.rebind import Bound, Scalar, bind_optimizers, has_reduced_state
 from shardwise.models.view import TensorRef, collect_tensors, without_compile
 from shardwise.planning import matching
 from shardwise.planning.matching import digest
@@ -57,7 +57,7 @@ def collect_optimizers(
     """
     held, bounds = _bound(world, model, optimizers)
     tensors, scalars = _state_by_label(world, bounds)
-    world.run_all(reject_meta, tensors, what)
+    world.run_all(require_values, tensors, what)
     home = staging_device(held, tensors.values())
     numbers = {
         name: value if isinstance(value, torch.Tensor) else as_bytes(value) for name, value in scalars.items()
@@ -75,7 +75,7 @@ def optimizer_targets(
     Raises:
         ConfigError, ShardingError, RankMismatchError: as of :func:`set_optimizer_state_dict`.
     """
-    return OptimizerTargets.of(*_bound(world, model, optimizers))
+    return OptimizerTargets.from_optimizers(*_bound(world, model, optimizers))
 
 
 def set_optimizer_values(
@@ -94,7 +94,7 @@ def set_optimizer_values(
     Memory, errors: as of :func:`set_optimizer_state_dict`.
     """
     with clock.phase("agree"):
-        fitting = fit(world, targets, given, values.describe(world), tolerance)
+        fitting = match_optimizer_state(world, targets, given, values.describe(world), tolerance)
         matched = fitting.matched
     with clock.phase("exchange"):
         tensors = world.run_all(fitting.targets, targets)
@@ -125,15 +125,15 @@ def _bound(
     several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
     held = world.run_all(collect_tensors, model)
     bounds = world.run_all(bind_optimizers, several, held, KEEP_IT_APART)
-    world.run_all(_reject_reduced, bounds)
+    world.run_all(_require_no_reduced, bounds)
     require_alike_models(world, held, bounds)
     return held, bounds
 
 
-def _reject_reduced(bounds: Sequence[Bound]) -> None:
+def _require_no_reduced(bounds: Sequence[Bound]) -> None:
     """Raises :class:`ShardingError` for optimizers whose state would not be their own if it were set."""
     for bound in bounds:
-        if keeps_reduced(bound.optimizer):
+        if has_reduced_state(bound.optimizer):
             raise ShardingError(
                 f"{class_name(bound.optimizer)}: its state is reduced (8-bit, 4-bit or factored) and belongs "
                 "to each rank. Save and restore it with a Checkpointer, on the same number of ranks."
@@ -195,8 +195,8 @@ def get_optimizer_state_dict(
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    with world_of(options, "get_optimizer_state_dict") as world, torch.device("cpu"):
-        world.run_all(require_meant, hints_of(get_optimizer_state_dict), {"form": form})
+    with get_world(options, "get_optimizer_state_dict") as world, torch.device("cpu"):
+        world.run_all(check_options, get_hints(get_optimizer_state_dict), {"form": form})
         require_same_call(world, form, options=options)
         taken = collect_optimizers(world, model, optimizers, "the optimizers", options)
         if form == "sharded":
@@ -256,7 +256,7 @@ def set_optimizer_state_dict(
     model = without_compile(model)
     clock = Clock()
     tolerance = matching.Tolerance(on_missing, on_unexpected, on_mismatched)
-    with world_of(options, "set_optimizer_state_dict") as world, torch.device("cpu"):
+    with get_world(options, "set_optimizer_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
             require_same_call(world, tolerance, options=options)
             targets = optimizer_targets(world, model, optimizers)

@@ -11,31 +11,31 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
 from shardwise.conversion.computed import Bindings
-from shardwise.engines.arguments import comparable_text, hints_of, require_known, require_meant
+from shardwise.engines.arguments import check_options, comparable_text, get_hints, require_known
 from shardwise.engines.load_plan import LoadOptions
-from shardwise.engines.loading import form_of as base_form_of
+from shardwise.engines.loading import get_base_form
 from shardwise.errors import ConfigError
 from shardwise.execution.audit import are_equal
-from shardwise.execution.memory import collected_later
+from shardwise.execution.memory import gc_disabled
 from shardwise.execution.reading import ReadExecutor
 from shardwise.formats.contract import CheckpointIndex
-from shardwise.formats.opening import form_of
+from shardwise.formats.opening import find_form
 from shardwise.layout import ModelLayout
 from shardwise.models import build, pretrained
 from shardwise.models.build import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
 from shardwise.models.four_bit_base import convert_base_to_four_bits
 from shardwise.models.initialize import BufferRules
 from shardwise.models.pretrained import bind
-from shardwise.models.quantization import Fp4, Mxfp4, Nf4, Quantization, is_mxfp4, of_transformers
+from shardwise.models.quantization import Fp4, Mxfp4, Nf4, Quantization, from_transformers, is_mxfp4
 from shardwise.models.torch_api import to_torch
-from shardwise.models.view import collect_tensors, layout_of
+from shardwise.models.view import build_layout, collect_tensors
 from shardwise.models.wrap import Sharding, TrainedDtype, require_trainable_dtype
 from shardwise.planning.load_memory import spare_tensors, stored_tensors
 from shardwise.planning.load_plan import Consent, OnMissing, OnUnexpected
 from shardwise.storage.names import HubOptions
 from shardwise.tensors import DType
 from shardwise.tuning.lora import Adapter, Tuned
-from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning, tune
+from shardwise.tuning.tunings import ExistingLora, Freeze, Full, Lora, Tuning, tune
 
 
 class ModelOptions(TypedDict, total=False):
@@ -107,7 +107,7 @@ def settled(options: Options) -> Options:
             "Leave it out"
         )
     if "quantization_config" in given:
-        found = of_transformers(given.pop("quantization_config"))
+        found = from_transformers(given.pop("quantization_config"))
         if given.setdefault("quantization", found) != found:
             raise ConfigError(
                 f"quantization={given['quantization']} and quantization_config contradict each other. Pass the "
@@ -123,7 +123,7 @@ def settled(options: Options) -> Options:
     return cast(Options, {**given, "hub": hub})
 
 
-def checked(call: str, options: Options, kind: type) -> Options:
+def check_keywords(call: str, options: Options, kind: type) -> Options:
     """Return the keyword arguments of a call after a check, with transformers' put where their meaning is.
 
     ``kind`` declares the keywords that the call has.
@@ -133,7 +133,7 @@ def checked(call: str, options: Options, kind: type) -> Options:
     """
     require_known(call, options, kind)
     found = settled(options)
-    require_meant(hints_of(kind), found)
+    check_options(get_hints(kind), found)
     require_trainable(cast(TunedOptions, found))
     return found
 
@@ -180,7 +180,7 @@ class Outline:
         pretrained.tie(self.model, saved - offered, untied)
 
 
-def find_differing(built: Outline, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
+def compare_ties(built: Outline, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
     """Return the first names of pairs whose stored values differ in this rank's part of the rows."""
     offers, tensors, world = built.bindings.offers, built.layout.by_name, executor.world
     return [
@@ -190,7 +190,7 @@ def find_differing(built: Outline, pairs: Sequence[tuple[str, str]], executor: R
     ]
 
 
-def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:
+def load_config(directory: Path, options: ModelOptions) -> PreTrainedConfig:
     """The config given, or that of the checkpoint with the overrides applied."""
     given = options.get("config")
     overrides = options.get("config_overrides", {})
@@ -207,12 +207,12 @@ def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:
             trust_remote_code=options.get("trust_remote_code", False),
             overrides=overrides,
         )
-    _forget_quantizer(config)
-    build.choose_implementations(config, options.get("attn_implementation"), options.get("experts_implementation"))
+    _remove_quantizer(config)
+    build.set_implementations(config, options.get("attn_implementation"), options.get("experts_implementation"))
     return config
 
 
-def _forget_quantizer(config: PreTrainedConfig) -> None:
+def _remove_quantizer(config: PreTrainedConfig) -> None:
     """Replace the config of a quantized checkpoint by that of its dequantized model, which is the one to build.
 
     The bitsandbytes 4-bit config stays, because a model may be kept in that form.
@@ -220,16 +220,16 @@ def _forget_quantizer(config: PreTrainedConfig) -> None:
     Raises:
         ConfigError: the quantization method is not supported.
     """
-    for part in pretrained.quantized_parts(config):
-        found = part.quantization_config
+    for section in pretrained.quantized_configs(config):
+        found = section.quantization_config
         content = found if isinstance(found, Mapping) else found.to_dict()
-        if form_of(content).is_kept:
-            part.quantization_config = dict(content)
+        if find_form(content).is_kept:
+            section.quantization_config = dict(content)
         else:
-            del part.quantization_config
+            del section.quantization_config
 
 
-def class_of(
+def get_model_class(
     directory: Path, config: PreTrainedConfig, options: ModelOptions
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """The model class and the config it takes."""
@@ -237,7 +237,7 @@ def class_of(
     return build.resolve_class(config, options.get("model_class"), _folder(directory), trust_remote_code=trust)
 
 
-@collected_later()
+@gc_disabled()
 def outline(
     directory: Path,
     config: PreTrainedConfig,
@@ -246,17 +246,17 @@ def outline(
     resize: ResizeVocab | None = None,
 ) -> Outline:
     """Build the model on meta, nothing tied yet, and bind the checkpoint's keys to it."""
-    model_class, config = class_of(directory, config, options)
+    model_class, config = get_model_class(directory, config, options)
     if resize is not None:
         set_vocab_size(config, resize.size)
     named = index.metadata.get("dtype") if index.layout.startswith("indexed") else None
     dtype = build.resolve_dtype(options.get("dtype", "auto"), config, _dtypes_in_order(index), named)
     model = build.build_on_meta(model_class, config, dtype, _folder(directory))
     transforms = pretrained.conversion_transforms(model, options.get("key_mapping"))
-    return outline_of(model, index, dtype, transforms, resize)
+    return build_outline(model, index, dtype, transforms, resize)
 
 
-def outline_of(
+def build_outline(
     model: PreTrainedModel,
     index: CheckpointIndex,
     dtype: torch.dtype,
@@ -268,13 +268,13 @@ def outline_of(
     Tensors that its class keeps in another dtype get that.
     """
     held = collect_tensors(model)
-    layout = layout_of(held)
+    layout = build_layout(held)
     kept = pretrained.kept_dtypes(model, dtype)
 
-    def dtype_of(name: str) -> torch.dtype:
+    def get_dtype(name: str) -> torch.dtype:
         return kept(name) or to_torch(layout.by_name[name].dtype)
 
-    bindings = bind(model, stored_tensors(index), layout, transforms, dtype_of, spare_tensors(index))
+    bindings = bind(model, stored_tensors(index), layout, transforms, get_dtype, spare_tensors(index))
     if resize is not None:
         bindings = resized(bindings, vocabulary_tensors(model, held), resize.size)
     build.keep_dtypes(model, dtype, bindings.leaders)
@@ -301,7 +301,7 @@ class TunedOptions(ModelOptions, total=False):
 
     Attributes:
         tuning: the trained parameters: ``Full()``, ``Freeze(...)``, ``Lora(...)``, ``ExistingLora(...)``, or any
-            other :class:`~shardwise.tuning.modes.Tuning`. With a LoRA the model is PEFT's, and the transformers
+            other :class:`~shardwise.tuning.tunings.Tuning`. With a LoRA the model is PEFT's, and the transformers
             model inside it is sharded.
         trained: dtype of trained parameters. With ``tuning``, ``torch.float32`` by default, otherwise
             ``"unchanged"``. Frozen parameters keep the stored dtype.
@@ -340,7 +340,7 @@ def comparable_tuning(options: TunedOptions, adapters: Mapping[str, Adapter]) ->
     return repr((tuning.comparable_text(adapters), trained_dtype(options), resizing(options)))
 
 
-@collected_later()
+@gc_disabled()
 def prepare_for_training(
     built: Outline,
     untied: set[str],
@@ -359,7 +359,7 @@ def prepare_for_training(
         casts_to: the compute dtype of all modules, or None for each parameter's own.
     """
     built.tie(untied)
-    bindings, notes = four_bit_base_of(built.model, built.bindings_less_ties(), options)
+    bindings, notes = convert_four_bit_base(built.model, built.bindings_less_ties(), options)
     tuned = tune(
         built.model,
         bindings,
@@ -368,11 +368,11 @@ def prepare_for_training(
         adapters=adapters,
         casts_to=casts_to,
     )
-    additions = replace(tuned.additions, nested=base_form_of(tuned.model).deferred_names(tuned.model))
+    additions = replace(tuned.additions, nested=get_base_form(tuned.model).deferred_names(tuned.model))
     return replace(tuned, additions=additions, notes=(*notes, *tuned.notes))
 
 
-def four_bit_base_of(
+def convert_four_bit_base(
     model: PreTrainedModel, bindings: Bindings, options: TunedOptions
 ) -> tuple[Bindings, tuple[str, ...]]:
     """Convert a base on meta to 4 bits, as the options request. Return the new bindings, and notes.
@@ -394,12 +394,12 @@ def four_bit_base_of(
         stored = None  # dequantized by default
     is_stored = (wanted is None or keeps_experts) and stored is not None
     if is_stored:
-        wanted = of_transformers(stored)
+        wanted = from_transformers(stored)
         require_trainable({**options, "quantization": wanted})
     if not isinstance(wanted, (Nf4, Fp4)):
         return bindings, ()
     has_bytes = any(item.dtype is DType.U8 for claims in bindings.offers.values() for item in claims)
-    if has_bytes and stored is not None and (kind := _kind(of_transformers(stored))) != _kind(wanted):
+    if has_bytes and stored is not None and (kind := _kind(from_transformers(stored))) != _kind(wanted):
         raise ConfigError(
             f"quantization={_kind(wanted)}: the checkpoint has bytes of {kind}, as saved with names='internal'. "
             "Pass that, or leave it out."
@@ -439,7 +439,7 @@ class FilledOptions(TunedOptions, total=False):
     on_unexpected: OnUnexpected
 
 
-def consent_of(options: FilledOptions) -> Consent:
+def get_consent(options: FilledOptions) -> Consent:
     """Return the tensors that may be missing, mismatched or unexpected."""
     return Consent(
         options.get("on_missing", "error"),

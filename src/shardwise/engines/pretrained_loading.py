@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise.engines import arguments
 from shardwise.engines import outline as outlines
 from shardwise.engines.load_plan import Load, LoadOptions, LoadRequest, comparable_load_settings, prepare_load
-from shardwise.engines.loading import execute_load, form_of, sorted_union
+from shardwise.engines.loading import execute_load, get_base_form, sorted_union
 from shardwise.errors import ConfigError, FormatError, RankMismatchError, StorageError
 from shardwise.execution.agreement import require_same_settings
 from shardwise.execution.reading import ReadExecutor
@@ -27,12 +27,12 @@ from shardwise.models.wrap import Sharding
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.machine import file_space
+from shardwise.storage.machine import mount_namespace
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
 from shardwise.storage.reading import CombinedReader, LocalReader, OpenStorage, open_storage
 from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Adapter, Tuned
-from shardwise.tuning.modes import Full
+from shardwise.tuning.tunings import Full
 
 _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000
@@ -64,7 +64,7 @@ def check_call(
         "quantization": repr(given.get("quantization")),
         "load_weights": repr(given.get("load_weights", True)),
         **comparable_load_settings(
-            outlines.consent_of(given), given.get("buffers", {}), given.get("options", LoadOptions())
+            outlines.get_consent(given), given.get("buffers", {}), given.get("options", LoadOptions())
         ),
     }
 
@@ -101,7 +101,7 @@ def build_and_load(
                 load = world.run_all(prepare_tuned, world, found.source, tuned, keywords, already_read_bytes)
             report = execute_load(world, tuned.model, found.source, load, clock)
         else:
-            require_same_settings(world, pretrained.settings_of(tuned.base))
+            require_same_settings(world, pretrained.get_settings(tuned.base))
     pretrained.record_conversions(tuned.base, built.transforms)
     if report is not None and sharding.mesh is not None:
         average_replicated_gradients(tuned.model, sharding.mesh)
@@ -125,8 +125,8 @@ def prepare_tuned(
     """Plan the load of a model that has been wrapped, on this rank."""
     resize = outlines.resizing(keywords)
     request = LoadRequest(
-        bindings=form_of(tuned.model).allocate_staging(tuned.model, tuned.bindings),
-        consent=outlines.consent_of(keywords),
+        bindings=get_base_form(tuned.model).allocate_staging(tuned.model, tuned.bindings),
+        consent=outlines.get_consent(keywords),
         buffers=keywords.get("buffers", {}),
         options=keywords.get("options", LoadOptions()),
         already_read_bytes=already_read_bytes,
@@ -165,10 +165,10 @@ def find(
     named = os.fspath(name_or_path)
     is_remote = is_url(name_or_path)
     if is_remote:
-        directory = stack.enter_context(small_files(world, named, hub))
+        directory = stack.enter_context(downloaded_configs(world, named, hub))
     else:
         directory = arguments.resolve_everywhere(world, name_or_path, hub, wanted)
-    config = world.run_all(outlines.config_of, directory, keywords)
+    config = world.run_all(outlines.load_config, directory, keywords)
     config.name_or_path = without_secrets(named)
     extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
     if extra and not is_remote:
@@ -220,7 +220,7 @@ def _with_adapter(
 
 
 @contextmanager
-def small_files(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
+def downloaded_configs(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
     """Return a temporary folder with the configs that are next to the weights at a URL. Collective: yes.
 
     One rank reads them. The weights themselves are never on disk.
@@ -234,10 +234,10 @@ def small_files(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
 
 def _read_configs(url: str, hub: HubOptions) -> dict[str, bytes]:
     with open_storage(url, hub).reader as reader:
-        return {name: content for name in _CONFIGS if (content := _read_small(reader, name)) is not None}
+        return {name: content for name in _CONFIGS if (content := _read_config_file(reader, name)) is not None}
 
 
-def _read_small(reader: StorageReader, name: str) -> bytes | None:
+def _read_config_file(reader: StorageReader, name: str) -> bytes | None:
     try:
         nbytes = reader.size(name)
     except StorageError as error:
@@ -257,15 +257,15 @@ def build_together(
     A checkpoint's own code is first copied to the cache by one rank for all that see the same files.
     """
     if keywords.get("trust_remote_code", False) and world.size > 1:
-        first = world.is_first_of(file_space())
-        world.run_all(lambda: first and outlines.class_of(found.directory, found.config, keywords))
+        first = world.is_first_at(mount_namespace())
+        world.run_all(lambda: first and outlines.get_model_class(found.directory, found.config, keywords))
     built = world.run_all(
         outlines.outline, found.directory, found.config, found.index, keywords, outlines.resizing(keywords)
     )
     pairs = world.all_gather(built.ties_stored_twice)
     if odd := MismatchedRanks.among(pairs):
         raise RankMismatchError(
-            f"the list of declared ties that are stored twice on rank {odd.shown} is not that of rank 0"
+            f"the list of declared ties that are stored twice on rank {odd.text} is not that of rank 0"
         )
     return built, pairs[0]
 
@@ -284,7 +284,7 @@ def decide_ties(
     if not pairs:
         return set(), 0
     executor = ReadExecutor(source.reader, source.index, options.budget_bytes, world)
-    untied = set(world.map_reduce(outlines.find_differing, sorted_union, built, pairs, executor))
+    untied = set(world.map_reduce(outlines.compare_ties, sorted_union, built, pairs, executor))
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
     return untied, executor.read_bytes
 
@@ -333,8 +333,8 @@ def from_pretrained(
             :func:`~shardwise.engines.loading.load`.
     """
     clock = Clock()
-    with arguments.world_of(keywords.get("options", LoadOptions()), "from_pretrained") as world:
-        keywords = world.run_all(outlines.checked, "from_pretrained", keywords, outlines.PretrainedOptions)
+    with arguments.get_world(keywords.get("options", LoadOptions()), "from_pretrained") as world:
+        keywords = world.run_all(outlines.check_keywords, "from_pretrained", keywords, outlines.PretrainedOptions)
         arguments.require_same_arguments(
             world, check_call, name_or_path, keywords, asks_for_report=output_loading_info
         )

@@ -13,17 +13,17 @@ from torch import nn
 
 from shardwise.conversion.computed import computes
 from shardwise.errors import ConfigError, KeyMismatchError
-from shardwise.execution.memory import collected_later
+from shardwise.execution.memory import gc_disabled
 from shardwise.execution.replicas import Shares
 from shardwise.execution.state_values import StateOptions
 from shardwise.execution.world import World
-from shardwise.layout import ModelLayout, TensorKind, place_of
+from shardwise.layout import ModelLayout, TensorKind, locate_box
 from shardwise.models import four_bit_files
 from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.torch_api import from_torch, saved_dtype
-from shardwise.models.view import TensorRef, collect_tensors, layout_of
-from shardwise.planning.load_memory import ReadRequest, Staging, staging_within
+from shardwise.models.view import TensorRef, build_layout, collect_tensors
+from shardwise.planning.load_memory import ReadRequest, Staging, plan_staging
 from shardwise.planning.save_plan import ADAPTER, MODEL, Saved, SavedTraining, SavePlan, arrange_writes, plan_save
 from shardwise.report.names import few_names
 from shardwise.storage.contract import WritePolicy
@@ -60,7 +60,7 @@ MAX_SHARD_SIZE = "50GB"
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingBeside:
+class AdapterTrainingState:
     """Training state of an adapter: tensors as parameters of a module, by name, and the rest as JSON."""
 
     module: nn.Module
@@ -77,7 +77,7 @@ class SaveRequest:
     dtype: torch.dtype | None = None
     max_shard_bytes: int = sys.maxsize
     tokenizer: Any = None
-    training: TrainingBeside | None = None
+    training: AdapterTrainingState | None = None
 
     @property
     def stem(self) -> str:
@@ -137,11 +137,11 @@ def collect_for_files(model: nn.Module, names: WrittenNames) -> list[TensorRef]:
         ShardingError: tensors in four bits have no scales.
     """
     held = collect_tensors(model)
-    four_bit_files.reject_without_scales(held)
-    return four_bit_files.held_in_files(held) if names == "hub" else four_bit_files.held_as_stored(held)
+    four_bit_files.require_scales(held)
+    return four_bit_files.file_tensors(held) if names == "hub" else four_bit_files.checkpoint_tensors(held)
 
 
-@collected_later()
+@gc_disabled()
 def prepare(
     request: SaveRequest,
     save_id: str,
@@ -157,8 +157,8 @@ def prepare(
     ``places`` are an adapter's names, ``shares`` the parts that each rank contributes.
     """
     _require_possible(request, policy)
-    layout = layout_of(held)
-    outputs = four_bit_files.in_shapes_of_files(held, outputs_of(request, layout, places))
+    layout = build_layout(held)
+    outputs = four_bit_files.with_file_shapes(held, build_outputs(request, layout, places))
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
     beside = {} if request.training is None else _training_outputs(layout, places)
     own = [item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in beside]
@@ -173,20 +173,20 @@ def prepare(
         training=_saved_training(request, beside),
     )
     is_on_host = all(item.local.device.type == "cpu" for item in held)
-    staging = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host)
+    staging = plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
     cast = {
         key: (output.dtype.label, saved[key][1].label)
         for key, output in outputs.items()
         if output.dtype != saved[key][1]
     }
     outputs = {**outputs, **beside}
-    places_of = {
-        name: [(box, place_of(box, layout.by_name[name].boxes)) for box in boxes[rank]]
+    places_by_key = {
+        name: [(box, locate_box(box, layout.by_name[name].boxes)) for box in boxes[rank]]
         for name, boxes in shares.by_name.items()
     }
     requests = arrange_writes(
         [(entry, outputs[key].expression) for key, entry in plan.entries.items()],
-        places_of,
+        places_by_key,
         {name: number for number, item in enumerate(held) for name in item.names},
         {name for item in held if _is_staged(item, request.dtype) for name in item.names},
         policy,
@@ -217,10 +217,10 @@ def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
         )
 
 
-def outputs_of(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
+def build_outputs(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
     """Return the tensors of the files, and their expressions."""
     if isinstance(request.names, PeftNames):
-        return {key: Output.of(key, layout.by_name[name]) for key, name in places.items()}
+        return {key: Output.unchanged(key, layout.by_name[name]) for key, name in places.items()}
     return reverted(request.model, layout, request.names)
 
 
@@ -243,7 +243,9 @@ def _training_outputs(layout: ModelLayout, places: Mapping[str, str]) -> dict[st
     """Return the outputs of a training state, under their own names and dtypes."""
     adapter = set(places.values())
     return {
-        tensor.fqn: Output.of(tensor.fqn, tensor) for tensor in layout.tensors if adapter.isdisjoint(tensor.names)
+        tensor.fqn: Output.unchanged(tensor.fqn, tensor)
+        for tensor in layout.tensors
+        if adapter.isdisjoint(tensor.names)
     }
 
 

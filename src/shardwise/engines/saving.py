@@ -16,10 +16,10 @@ from torch import nn
 from tqdm import tqdm
 
 from shardwise.engines import save_plan
-from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.errors import ConfigError, StorageError, answer_keywords
 from shardwise.execution.committing import CommitState, begin_save, commit_save, undo_save
-from shardwise.execution.memory import home_of
+from shardwise.execution.memory import compute_device
 from shardwise.execution.replicas import ShardSender, agree_on_shares
 from shardwise.execution.saving_lock import new_save_id, require_lock
 from shardwise.execution.world import Clock, World
@@ -36,7 +36,7 @@ from shardwise.storage import machine
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading import open_storage
 from shardwise.storage.writing import open_writer
-from shardwise.tensors import in_bytes_of
+from shardwise.tensors import parse_size
 from shardwise.tuning import peft_compat
 
 
@@ -69,7 +69,7 @@ def execute_save(
 
 
 @dataclass
-class _FolderOfFirstRank:
+class _SaveFolder:
     """The folder of a save, which the first rank locks, commits, and restores on errors."""
 
     writer: StorageWriter
@@ -78,7 +78,7 @@ class _FolderOfFirstRank:
     small_files: Mapping[str, bytes] = field(default_factory=dict)
 
     def begin(self, request: save_plan.SaveRequest, *, creates_files: bool) -> None:
-        self.small_files = _small_files(request, self.plan)
+        self.small_files = _config_files(request, self.plan)
         self.state = begin_save(self.writer, self.plan)
         for file in self.plan.files if creates_files else ():
             self.writer.create(file.name, file.nbytes)
@@ -103,7 +103,7 @@ def _write_and_commit(
     verify: bool,
 ) -> SaveReport:
     """Create, write, sync, compare and commit: the same steps for every model and every world size."""
-    plan, folder = ready.plan, _FolderOfFirstRank(writer, ready.plan)
+    plan, folder = ready.plan, _SaveFolder(writer, ready.plan)
     try:
         with clock.phase("create"):
             has_owners = _has_owners(world, writer)
@@ -169,7 +169,7 @@ def _has_owners(world: World, writer: StorageWriter) -> bool:
     which would undo each other's bytes in the blocks that they share.
     """
     policy = writer.policy
-    facts = world.all_gather_object((policy.has_random_writes, policy.block_bytes > 1, machine.boot()))
+    facts = world.all_gather_object((policy.has_random_writes, policy.block_bytes > 1, machine.boot_id()))
     takes_ranges, has_blocks, hosts = zip(*facts, strict=True)
     return not all(takes_ranges) or (any(has_blocks) and len(set(hosts)) > 1)
 
@@ -189,20 +189,20 @@ def _write_by_owners(
         {key: output.expression for key, output in ready.outputs.items()},
         ShardSender({name: item for item in ready.held for name in item.names}, ready.shares.by_name, world.rank),
         budget_bytes=options.budget_bytes,
-        device=home_of(ready.held, None),
+        device=compute_device(ready.held, None),
         progress=progress,
     )
     emitter.written_bytes.update(written.bytes_by_file)
     emitter.sums.update(written.fingerprints)
 
 
-def _small_files(request: save_plan.SaveRequest, plan: SavePlan) -> dict[str, bytes]:
+def _config_files(request: save_plan.SaveRequest, plan: SavePlan) -> dict[str, bytes]:
     """Return the small files that are saved with weights: configs, code, and the tokenizer's files."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         if isinstance(request.names, save_plan.PeftNames):
             peft_compat.save_config(request.model, request.names.adapter, folder)
         else:
-            revert.save_small_files(request.model, _main_dtype(request, plan), Path(folder))
+            revert.save_configs(request.model, _main_dtype(request, plan), Path(folder))
         tokenizer = request.tokenizer
         if tokenizer is not None:
             if not hasattr(tokenizer, "save_pretrained"):
@@ -324,7 +324,7 @@ def save(
     Every error is the same on every rank. Until the save is committed, an error leaves the older save as it was.
     """
     model, clock = without_compile(model), Clock()
-    with world_of(options, "save") as world:
+    with get_world(options, "save") as world:
         given: dict[str, Any] = {"model": model, "names": names, "verify": verify, "options": options}
         given["on_differing_buffers"] = on_differing_buffers
         request = world.run_all(_request, given, directory, names, dtype, max_shard_size, tokenizer)
@@ -340,8 +340,8 @@ def _request(
     tokenizer: Any,
 ) -> save_plan.SaveRequest:
     """Check the arguments ``given`` to a save on this rank. Return its request."""
-    require_meant(hints_of(save), given)
-    max_shard_bytes = in_bytes_of(max_shard_size)
+    check_options(get_hints(save), given)
+    max_shard_bytes = parse_size(max_shard_size)
     wanted = save_plan.resolved_dtype(dtype)
     return save_plan.SaveRequest(given["model"], directory, names, wanted, max_shard_bytes, tokenizer)
 
@@ -392,7 +392,7 @@ def save_adapter(
     Every error is the same on every rank. Until the save is committed, an error leaves the older adapter as it was.
     """
     model, clock = without_compile(model), Clock()
-    with world_of(options, "save_adapter") as world:
+    with get_world(options, "save_adapter") as world:
         given = {"model": model, "verify": verify, "options": options, "on_differing_buffers": on_differing_buffers}
         names = save_plan.PeftNames(adapter)
         request = world.run_all(_request, given, directory, names, dtype, sys.maxsize, tokenizer)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.errors import ConfigError, answer_keywords
 from shardwise.execution.moving import distribute
 from shardwise.execution.replicas import require_alike_models
@@ -19,11 +19,12 @@ from shardwise.execution.state_values import StateOptions
 from shardwise.execution.world import Clock, World
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
-from shardwise.models.policies import Classes, MinSize, NamedPolicy, WrapPolicy, group_parameters
+from shardwise.models.policies import Classes, MinSize, WrapPolicy, group_parameters
 from shardwise.models.rebind import Bound, bind_optimizers, require_steps_shards
 from shardwise.models.view import TensorRef, collect_tensors, is_sharded, without_compile
-from shardwise.models.wrap import Sharding, TrainedDtype, reject_unmovable, require_trainable_dtype
+from shardwise.models.wrap import Sharding, TrainedDtype, require_movable, require_trainable_dtype
 from shardwise.planning.matching import ValuesFrom
+from shardwise.planning.option_syntax import parse_wrap
 from shardwise.report.reports import ShardReport
 
 
@@ -80,15 +81,10 @@ def wrap_named(text: str) -> WrapPolicy:
     Raises:
         ConfigError: there is none of this name.
     """
-    word, _, value = text.partition("=")
-    if word == "classes" and all(value.split(",")):
-        return Classes(tuple(value.split(",")))
-    if word == "min-size" and value.isdecimal():
-        return MinSize(int(value))
-    if text in get_args(NamedPolicy):
-        return cast(NamedPolicy, text)
-    known = ", ".join([*get_args(NamedPolicy), "classes=NAME,NAME", "min-size=ELEMENTS"])
-    raise ConfigError(f"wrap={text!r} is not known. Pass one of {known}.")
+    found = parse_wrap(text)
+    if isinstance(found, int):
+        return MinSize(found)
+    return Classes(found) if isinstance(found, tuple) else found
 
 
 @answer_keywords(
@@ -139,7 +135,7 @@ def shard(
     Every error is the same on every rank. All but the last come before anything is changed.
     """
     model, clock = without_compile(model), Clock()
-    with world_of(options, "shard") as world, torch.device("cpu"):
+    with get_world(options, "shard") as world, torch.device("cpu"):
         with clock.phase("agree"):
             given = {"model": model, "sharding": sharding, "values_from": values_from, "options": options}
             world.run_all(_check_arguments, given, trained_dtype)
@@ -161,14 +157,14 @@ def shard(
 
 
 def _check_arguments(given: Mapping[str, Any], trained_dtype: TrainedDtype) -> None:
-    require_meant(hints_of(shard), {**given, "trained_dtype": trained_dtype})
+    check_options(get_hints(shard), {**given, "trained_dtype": trained_dtype})
     require_trainable_dtype(trained_dtype)
 
 
 def _require_shardable(
     model: nn.Module, held: Sequence[TensorRef], sharding: Sharding, optimizers: Sequence[Optimizer]
 ) -> None:
-    reject_unmovable(held)
+    require_movable(held)
     if sharding.mesh is not None:
         require_steps_shards(optimizers)
         group_parameters(model, sharding.wrap)

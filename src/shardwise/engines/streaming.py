@@ -13,17 +13,17 @@ from torch import nn
 from shardwise.engines.save_plan import WrittenNames, collect_for_files, resolved_dtype, reverted
 from shardwise.errors import ConfigError, answer_keywords
 from shardwise.execution import Timeouts
-from shardwise.execution.memory import home_of
-from shardwise.execution.moving import Exchange, part_of
+from shardwise.execution.memory import compute_device
+from shardwise.execution.moving import Exchange, box_view
 from shardwise.execution.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares, logical_boxes
 from shardwise.execution.world import World
 from shardwise.models import four_bit_files, selection
 from shardwise.models.four_bit_layers import SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.revert import Output
 from shardwise.models.torch_api import saved_dtype, to_torch
-from shardwise.models.view import TensorRef, collect_tensors, layout_of, without_compile
+from shardwise.models.view import TensorRef, build_layout, collect_tensors, without_compile
 from shardwise.planning.load_plan import OnDiffering
-from shardwise.planning.moves import Move, Round, plan_rounds, whole_on
+from shardwise.planning.moves import Move, Round, full_on_ranks, plan_rounds
 from shardwise.tensors import Box
 
 _SMALLEST_BUCKET_BYTES = 4096
@@ -66,20 +66,20 @@ def walk_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     with World.current(options.process_group, options.timeouts, call="iter_hf_tensors") as world:
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
-        held, outputs, sender = _agreed_supply(world, model, names, only, arguments, on_differing_buffers, options)
+        held, outputs, sender = _prepare_sender(world, model, names, only, arguments, on_differing_buffers, options)
         targets = range(1) if to == "first_rank" else range(world.size)
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         shapes = {key: output.shape for key, output in outputs.items()}
         moves = [
-            Move(key, item.expression, dtypes[key].itemsize, whole_on(targets, item.shape, world.size))
+            Move(key, item.expression, dtypes[key].itemsize, full_on_ranks(targets, item.shape, world.size))
             for key, item in outputs.items()
         ]
         rounds = world.run_all(plan_rounds, [moves], sender.shares, options.bucket_bytes // 2)
         home = _home(held)
         device = (options.device or home) if world.rank in targets else torch.device("meta")
         received = _ReceivedTensors(shapes, dtypes, device)
-        arrivals = Exchange(world, rounds, sender.share, received.memory_of, dtypes, home).run()
-        with contextlib.closing(arrivals), _reason_of_leaving():
+        arrivals = Exchange(world, rounds, sender.share, received.get_memory, dtypes, home).run()
+        with contextlib.closing(arrivals), _report_exit():
             yield from received.completed_by(arrivals)
 
 
@@ -92,9 +92,9 @@ class _ReceivedTensors:
     device: torch.device
     begun: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def memory_of(self, key: str, box: Box) -> torch.Tensor:
+    def get_memory(self, key: str, box: Box) -> torch.Tensor:
         self.begun[key] = self.take(key)
-        return part_of(self.begun[key], box)
+        return box_view(self.begun[key], box)
 
     def take(self, key: str) -> torch.Tensor:
         if key in self.begun:
@@ -116,7 +116,7 @@ class _ReceivedTensors:
             yield key, self.take(key)
 
 
-def _agreed_supply(
+def _prepare_sender(
     world: World,
     model: nn.Module,
     names: WrittenNames,
@@ -137,10 +137,12 @@ def _agreed_supply(
     by_name = {name: item for item in held for name in item.names}
     sender = ShardSender(by_name, shares, world.rank)
     if isinstance(only, selection.AdapterOnly):
-        layout = layout_of(held)
-        outputs: Mapping[str, Output] = {key: Output.of(key, layout.by_name[name]) for key, name in chosen.items()}
+        layout = build_layout(held)
+        outputs: Mapping[str, Output] = {
+            key: Output.unchanged(key, layout.by_name[name]) for key, name in chosen.items()
+        }
     else:
-        outputs, adapted = world.run_all(_wanted, model, held, names, only)
+        outputs, adapted = world.run_all(_select_outputs, model, held, names, only)
         if adapted is not None:
             sender = _merging(world, held, sender, adapted, options)
     world.require_equal(list(outputs), "the list of keys")
@@ -154,9 +156,11 @@ def _merging(
 
     Collective: yes.
     """
-    layout, shares = layout_of(held), sender.shares
+    layout, shares = build_layout(held), sender.shares
     needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
-    matrices = _whole(world, [Output.of(name, layout.by_name[name]) for name in needed], sender, options)
+    matrices = _gather_full(
+        world, [Output.unchanged(name, layout.by_name[name]) for name in needed], sender, options
+    )
     base_held = {name: sender.held[fqn] for name, fqn in adapted.inside.items()}
     packed = world.run_all(packed_rows, base_held)
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
@@ -171,11 +175,11 @@ def _collect(
         return collect_for_files(model, names)
     held = collect_tensors(model)
     if isinstance(only, selection.MergedAdapter):
-        four_bit_files.reject_without_scales(held)
+        four_bit_files.require_scales(held)
     return held
 
 
-def _wanted(
+def _select_outputs(
     model: nn.Module, held: list[TensorRef], names: WrittenNames, only: selection.MergedAdapter | None
 ) -> tuple[Mapping[str, Output], selection.Adapted | None]:
     """Return the outputs. For a merged adapter, return also the model without it.
@@ -183,7 +187,7 @@ def _wanted(
     Raises:
         ConfigError, KeyMismatchError: they cannot be streamed.
     """
-    layout = layout_of(held)
+    layout = build_layout(held)
     if only is None:
         if names == "hub" and selection.has_adapters(model):
             raise ConfigError(
@@ -191,8 +195,8 @@ def _wanted(
                 "only=MergedAdapter() or only=AdapterOnly(), or names='internal' for all tensors as the model "
                 "names them"
             )
-        return four_bit_files.in_shapes_of_files(held, reverted(model, layout, names)), None
-    four_bit_files.reject_experts(held, _NOT_MERGED)
+        return four_bit_files.with_file_shapes(held, reverted(model, layout, names)), None
+    four_bit_files.require_no_experts(held, _NOT_MERGED)
     adapted = selection.without_adapter(model, [name for item in held for name in item.names], only.adapter)
     layout = adapted.layout(four_bit_files.dequantized_layout(layout, held))
     return reverted(adapted.base, layout, names), adapted
@@ -219,20 +223,22 @@ def tensors_to_come(
     Raises:
         ConfigError, KeyMismatchError, ShardingError: as for going through them.
     """
-    outputs, _ = _wanted(model, _collect(model, names, only), names, only)
+    outputs, _ = _select_outputs(model, _collect(model, names, only), names, only)
     return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in outputs.items()}
 
 
 def _home(held: Sequence[TensorRef]) -> torch.device:
-    return home_of(held, held[0].local.device if held else None)
+    return compute_device(held, held[0].local.device if held else None)
 
 
-def _whole(
+def _gather_full(
     world: World, outputs: Sequence[Output], sender: ShardSender, options: StreamOptions
 ) -> dict[str, torch.Tensor]:
     """Return tensors of the model, whole on every rank. Collective: yes."""
     moves = [
-        Move(item.key, item.expression, item.dtype.itemsize, whole_on(range(world.size), item.shape, world.size))
+        Move(
+            item.key, item.expression, item.dtype.itemsize, full_on_ranks(range(world.size), item.shape, world.size)
+        )
         for item in outputs
     ]
     dtypes = {item.key: to_torch(item.dtype) for item in outputs}
@@ -240,12 +246,12 @@ def _whole(
     received = _ReceivedTensors({item.key: item.shape for item in outputs}, dtypes, home)
     rounds = world.run_all(plan_rounds, [moves], sender.shares, options.bucket_bytes)
     return dict(
-        received.completed_by(Exchange(world, rounds, sender.share, received.memory_of, dtypes, home).run())
+        received.completed_by(Exchange(world, rounds, sender.share, received.get_memory, dtypes, home).run())
     )
 
 
 @contextlib.contextmanager
-def _reason_of_leaving() -> Iterator[None]:
+def _report_exit() -> Iterator[None]:
     """Tell waiting ranks that the caller has left its loop."""
     try:
         yield

@@ -13,7 +13,7 @@ from shardwise.errors import FormatError
 from shardwise.execution.memory import WorkerPool
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_training_file, training_beside
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, find_training_file, is_training_file
 from shardwise.planning import fingerprints
 from shardwise.planning.fingerprints import MODULUS, RecordedSave, fingerprint
 from shardwise.planning.save_plan import ADAPTER, MODEL
@@ -46,7 +46,7 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
     start = time.perf_counter()
     with open_storage(directory).reader as reader:
         adapter = _adapter_in(reader)
-        training = None if adapter is None else training_beside(reader, adapter)
+        training = None if adapter is None else find_training_file(reader, adapter)
         index = open_checkpoint(reader, weights_name=adapter, extra_files=[training] if training else [])
         model_class = ""
         if _CONFIG_FILE in reader.list():
@@ -102,7 +102,7 @@ def _compare_files(
 ) -> ComparedFiles:
     saves: list[RecordedSave] = []
     broken: list[str] = []
-    for file in map(fingerprints.file_beside, stems):
+    for file in map(fingerprints.fingerprint_file, stems):
         recorded = _recorded(reader, file)
         saves += recorded or ()
         if recorded is None:
@@ -111,7 +111,7 @@ def _compare_files(
     if not candidates:
         return ComparedFiles(damaged_files=tuple(broken))
     # During a commit, two saves may be on record, even of the same sizes. Small files are of either.
-    files = _FilesAsRead.of(reader, index)
+    files = _FilesAsRead.read(reader, index)
     found = min(map(files.compare, candidates), key=attrgetter("faults"))
     beside = {name for save in saves for name in save.beside} - {ADAPTER_CONFIG}
     present = set(reader.list())
@@ -133,7 +133,7 @@ class _FilesAsRead:
     config: str
 
     @classmethod
-    def of(cls, reader: StorageReader, index: CheckpointIndex) -> "_FilesAsRead":
+    def read(cls, reader: StorageReader, index: CheckpointIndex) -> "_FilesAsRead":
         """Read all files."""
         ends = dict(index.files)
         for entry in index.entries.values():
@@ -173,7 +173,7 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
     """
     index = open_checkpoint(reader, weights_name=adapter, extra_files=[training] if training else [])
     found = _compare_files(reader, index, [ADAPTER])
-    record = fingerprints.file_beside(ADAPTER)
+    record = fingerprints.fingerprint_file(ADAPTER)
     if found.faults:
         files = {key: entry.file for key, entry in index.entries.items()}
         damaged = (f"{files.get(key, adapter)}: {shown(key)}" for key in found.damaged)
@@ -223,9 +223,9 @@ def _fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, in
         entry, start, stop = block
         view = memoryview(memory)[: stop - start]
         reader.read_into(entry.file, start, view)
-        part = fingerprint(view, start - entry.start)
+        value = fingerprint(view, start - entry.start)
         with lock:
-            found[entry.key] = (found[entry.key] + part) % MODULUS
+            found[entry.key] = (found[entry.key] + value) % MODULUS
 
     memories = [bytearray(_VERIFIED_BYTES) for _ in range(reader.policy.concurrency)]
     WorkerPool(add, memories).run(blocks)

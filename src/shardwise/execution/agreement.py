@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeAlias
 
 from shardwise.errors import RankMismatchError
-from shardwise.execution.world import MismatchedRanks, World, digest_of
+from shardwise.execution.world import MismatchedRanks, World, repr_digest
 from shardwise.planning.load_memory import Available, require_fits
 from shardwise.planning.load_plan import LoadPlan
 from shardwise.report.names import few_names
@@ -37,13 +37,13 @@ def agree_on(
         RankMismatchError: naming the settings in which configs differ, or the tensors that ranks plan differently.
         ShardingError: a rank has too little memory. The message has the rank, its need, and its free memory.
     """
-    container = machine.group_space() + machine.text_of(machine.OWN_GROUP)
-    own = (plan.digest, digest_of(settings)), container, estimate, available
+    container = machine.cgroup_namespace() + machine.read_text(machine.OWN_GROUP)
+    own = (plan.digest, repr_digest(settings)), container, estimate, available
     found = world.all_reduce_object(own, partial(_count_ranks, check_memory=check_memory))
     if isinstance(found, int):
         return found
     require_same_settings(world, settings)
-    differing = _differing(world, found, plan.fingerprints)
+    differing = _find_differences(world, found, plan.fingerprints)
     raise RankMismatchError(
         f"ranks plan {len(differing)} tensors differently: {few_names(differing)}. Give every rank the same "
         "model, config, arguments, and versions of torch and transformers"
@@ -68,15 +68,17 @@ def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
     Raises:
         RankMismatchError: naming the settings that differ.
     """
-    if mismatched := world.map_reduce(digest_of, MismatchedRanks.among, settings):
-        differing = _differing(world, mismatched, settings)
+    if mismatched := world.map_reduce(repr_digest, MismatchedRanks.among, settings):
+        differing = _find_differences(world, mismatched, settings)
         shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
         raise RankMismatchError(
-            f"the config on rank {mismatched.shown} is not that of rank 0: {shown}. Give every rank the same"
+            f"the config on rank {mismatched.text} is not that of rank 0: {shown}. Give every rank the same"
         )
 
 
-def _differing(world: World, mismatched: MismatchedRanks, own: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def _find_differences(
+    world: World, mismatched: MismatchedRanks, own: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
     """Return by name the values of rank 0 and of the first other rank, if they differ. Collective: yes."""
     values = world.all_gather_object(own if world.rank in (0, mismatched.first) else {})
     first, other = values[0], values[mismatched.first]

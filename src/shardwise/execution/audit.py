@@ -19,16 +19,16 @@ import torch
 from shardwise.conversion.expression import Expression
 from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.execution.checksums import checksums
-from shardwise.execution.reading import ReadExecutor, identities_of
-from shardwise.execution.world import MismatchedRanks, World, digest_of
+from shardwise.execution.reading import ReadExecutor, read_identities
+from shardwise.execution.world import MismatchedRanks, World, repr_digest
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import TensorKind
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import TensorRef, raw_bytes
 from shardwise.planning.load_plan import LoadPlan, Tie
-from shardwise.report.names import collapse, shown_ranks
+from shardwise.report.names import collapse, format_ranks
 from shardwise.storage.contract import FilePlaces, StorageReader
-from shardwise.storage.machine import process_space
+from shardwise.storage.machine import pid_namespace
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, DType, numel
 
@@ -72,7 +72,7 @@ def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
         name: (tuple(tensor.shape), tensor.dtype, value)
         for (name, tensor), value in zip(buffers.items(), checksums(list(buffers.values())), strict=True)
     }
-    if world.all_reduce_object(digest_of(sorted(sums.items())), MismatchedRanks.among) is None:
+    if world.all_reduce_object(repr_digest(sorted(sums.items())), MismatchedRanks.among) is None:
         return
     first = world.broadcast(lambda: sums)
     differing = [name for name in sums if first.get(name) != sums[name]]
@@ -145,7 +145,7 @@ def require_one_checkpoint(
     def place() -> bytes:
         if isinstance(reader, FilePlaces):
             identities.update({file: reader.identity(file) for file in files})
-        return _digest(place_of(reader, file).encode(errors="surrogatepass") for file in files)
+        return _digest(content_identity(reader, file).encode(errors="surrogatepass") for file in files)
 
     places = world.all_gather(place)
     firsts = [places.index(place) for place in places]
@@ -154,8 +154,8 @@ def require_one_checkpoint(
 
     def sample() -> list[tuple[object, ...]]:
         if not identities:
-            identities.update(identities_of(reader, files, world.check))
-        return [_facts(world, reader, index, file) for file in files] if world.rank in firsts else []
+            identities.update(read_identities(reader, files, world.check))
+        return [_file_identity(world, reader, index, file) for file in files] if world.rank in firsts else []
 
     world.map_reduce(sample, partial(_compare_copies, index.root, files, firsts))
     count = len(set(firsts))
@@ -174,13 +174,13 @@ def _compare_copies(
             ranks = [rank for rank, first in enumerate(firsts) if facts[first][number][column] != expected]
             if ranks:
                 raise RankMismatchError(
-                    f"{shown(file)} in {root}: its {what} on rank {shown_ranks(ranks)} is not that on rank 0. Copy "
-                    "the checkpoint to the machines of these ranks again, or put it on a file system that all "
+                    f"{shown(file)} in {root}: its {what} on rank {format_ranks(ranks)} is not that on rank 0. "
+                    "Copy the checkpoint to the machines of these ranks again, or put it on a file system that all "
                     "machines share"
                 )
 
 
-def place_of(reader: StorageReader, file: str) -> str:
+def content_identity(reader: StorageReader, file: str) -> str:
     """Return a string that is equal on two ranks only if they read the same bytes.
 
     For remote storage, this is the root: the identities of its files are the same on every rank, and each read
@@ -190,10 +190,10 @@ def place_of(reader: StorageReader, file: str) -> str:
         return reader.place(file)
     if reader.policy.is_remote:
         return f"at {reader.root}"
-    return f"in process {os.getpid()} of {process_space()}"
+    return f"in process {os.getpid()} of {pid_namespace()}"
 
 
-def _facts(world: World, reader: StorageReader, index: CheckpointIndex, file: str) -> tuple[object, ...]:
+def _file_identity(world: World, reader: StorageReader, index: CheckpointIndex, file: str) -> tuple[object, ...]:
     """Return size, digest of the header, and digest of blocks of the tensors of a file."""
     nbytes, size = index.files[file], reader.size(file)
     if size != nbytes:
@@ -215,8 +215,8 @@ def _contents(world: World, reader: StorageReader, file: str, ranges: Sequence[t
         yield reader.read(file, start, stop)
 
 
-def _digest(parts: Iterable[bytes]) -> bytes:
+def _digest(contents: Iterable[bytes]) -> bytes:
     found = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        found.update(part + b"\n")
+    for content in contents:
+        found.update(content + b"\n")
     return found.digest()

@@ -8,10 +8,17 @@ from functools import cache
 import numpy as np
 import torch
 
-from shardwise.execution.memory import HostStaging, memory_of, row_slices
-from shardwise.models.torch_api import sent, settle
+from shardwise.execution.memory import HostStaging, as_memoryview, row_slices
+from shardwise.models.torch_api import sent, synchronize_streams
 from shardwise.models.view import raw_bytes
-from shardwise.planning.fingerprints import LANES, MODULUS, SPAN_BYTES, block_weight, fingerprint, lane_weights
+from shardwise.planning.fingerprints import (
+    BLOCK_BYTES,
+    BLOCK_WORDS,
+    MODULUS,
+    block_weight,
+    fingerprint,
+    word_weights,
+)
 
 
 def as_bytes(value: object) -> torch.Tensor:
@@ -19,7 +26,7 @@ def as_bytes(value: object) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(repr(value).encode(), dtype=np.uint8).copy())
 
 
-_BLOCK_BYTES = 64 << 20
+_CHUNK_BYTES = 64 << 20
 """Bytes that are copied, or processed at once on an accelerator: a multiple of a fingerprint's block."""
 
 
@@ -44,32 +51,32 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def _on_host(tensor: torch.Tensor) -> int:
     total, start = 0, 0
-    for run in _runs(tensor, tensor.nbytes if tensor.is_contiguous() else _BLOCK_BYTES):
-        total += fingerprint(memory_of(run), start)
+    for run in _runs(tensor, tensor.nbytes if tensor.is_contiguous() else _CHUNK_BYTES):
+        total += fingerprint(as_memoryview(run), start)
         start += run.numel()
     return total
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:
     """Return a scalar on the tensor's device. Overflow of int64 is arithmetic modulo 2**64."""
-    lanes = _lanes(tensor.device)
+    weights_in_block = _word_weights(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 0
-    for run in _runs(tensor, _BLOCK_BYTES):
-        first, head = divmod(start, SPAN_BYTES)
-        padded = torch.nn.functional.pad(run, (head, -(head + run.numel()) % SPAN_BYTES))
-        words = padded.view(torch.int64).view(-1, LANES)
+    for run in _runs(tensor, _CHUNK_BYTES):
+        first, head = divmod(start, BLOCK_BYTES)
+        padded = torch.nn.functional.pad(run, (head, -(head + run.numel()) % BLOCK_BYTES))
+        words = padded.view(torch.int64).view(-1, BLOCK_WORDS)
         weights = [_signed(block_weight(first + number)) for number in range(len(words))]
-        total += ((words * lanes).sum(1) * sent(torch.tensor(weights), words.device)).sum()
+        total += ((words * weights_in_block).sum(1) * sent(torch.tensor(weights), words.device)).sum()
         start += run.numel()
     return total
 
 
 @cache
-def _lanes(device: torch.device) -> torch.Tensor:
-    lanes = sent(torch.from_numpy(lane_weights().view("<i8")), device)
-    settle([lanes])  # other streams use it
-    return lanes
+def _word_weights(device: torch.device) -> torch.Tensor:
+    weights = sent(torch.from_numpy(word_weights().view("<i8")), device)
+    synchronize_streams([weights])  # other streams use it
+    return weights
 
 
 def _signed(weight: int) -> int:
@@ -78,5 +85,5 @@ def _signed(weight: int) -> int:
 
 def _runs(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
     """Yield the elements in order, as flat bytes, in runs of at most ``nbytes``."""
-    for part in row_slices(tensor.shape, nbytes // tensor.element_size()):
-        yield raw_bytes(tensor[part])
+    for rows in row_slices(tensor.shape, nbytes // tensor.element_size()):
+        yield raw_bytes(tensor[rows])

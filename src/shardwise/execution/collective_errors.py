@@ -71,7 +71,7 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
     except ShardwiseError:
         raise
     except Exception as error:
-        is_out, is_broken = is_out_of_memory(error), is_of_a_collective(error)
+        is_out, is_broken = is_out_of_memory(error), is_collective_error(error)
         cause = _out_of_memory(error) if is_out else f"{type(error).__name__}: {error}"
         if channel is None:
             if is_out:
@@ -112,11 +112,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True if this process, or its device, has no memory left."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, dist.DistError)
-    return is_of_torch and _MEMORY.search(str(error)) is not None
+    is_torch_error = isinstance(error, RuntimeError) and not isinstance(error, dist.DistError)
+    return is_torch_error and _MEMORY.search(str(error)) is not None
 
 
-def is_of_a_collective(error: BaseException) -> bool:
+def is_collective_error(error: BaseException) -> bool:
     """Return True if ranks could not communicate. The cause may be on another rank."""
     is_known = isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error)) is not None
     return is_known or isinstance(error, dist.DistError)

@@ -56,7 +56,7 @@ def commit_files(
     for name, content in commit.ready.items():
         make_file(writer, name, content)
     locked.require()
-    _require_there(writer, {**commit.files, **{name: len(content) for name, content in commit.ready.items()}})
+    _require_files(writer, {**commit.files, **{name: len(content) for name, content in commit.ready.items()}})
     with _restoring(writer, locked, commit, small_files):
         for name, content in small_files.items():
             if writer.read(name) != content:
@@ -68,7 +68,7 @@ def commit_files(
             if isinstance(step, commit_plan.Remove) or step in commit.aside:
                 locked.require()  # the step changes files of other saves, and is not fenced by one of this save's
             if isinstance(step, commit_plan.Remove):
-                _require_there(writer, commit.then)
+                _require_files(writer, commit.final_files)
             _execute(writer, step)
         if not is_committed(writer, commit):
             raise StorageError(
@@ -99,10 +99,10 @@ def publish(
     commit = commit_plan.Commit(
         files,
         steps=(commit_plan.Publish(ready, name),),
-        then=files,
+        final_files=files,
         ready={ready: content},
-        says={**small_files, name: content},
-        without=frozenset({ready}),
+        final_contents={**small_files, name: content},
+        absent_files=frozenset({ready}),
     )
     commit_files(writer, locked, commit, small_files)
 
@@ -111,12 +111,12 @@ def is_committed(writer: StorageWriter, commit: commit_plan.Commit) -> bool:
     """Return True if this save is the committed one, and complete."""
     sizes = writer.sizes()
     return (
-        all(sizes.get(name) == nbytes for name, nbytes in commit.then.items())
-        and not commit.without & sizes.keys()
+        all(sizes.get(name) == nbytes for name, nbytes in commit.final_files.items())
+        and not commit.absent_files & sizes.keys()
         and all(
             writer.read(name) == content
-            for name, content in commit.says.items()
-            if name in sizes or name not in commit.carried_out
+            for name, content in commit.final_contents.items()
+            if name in sizes or name not in commit.journals
         )
     )
 
@@ -131,7 +131,7 @@ def make_file(writer: StorageWriter, name: str, content: bytes) -> None:
     writer.sync(name)
 
 
-def _require_there(writer: StorageWriter, files: Mapping[str, int]) -> None:
+def _require_files(writer: StorageWriter, files: Mapping[str, int]) -> None:
     sizes = writer.sizes()
     for name, nbytes in files.items():
         if sizes.get(name) != nbytes:
@@ -164,7 +164,7 @@ def _restoring(
     writer: StorageWriter, locked: LockedFolder, commit: commit_plan.Commit, small_files: Mapping[str, bytes]
 ) -> Iterator[None]:
     """If the block fails and this save is not committed, restore the files that it set aside or replaced."""
-    before = {name: writer.read(name) for name in {**small_files, **commit.says}}
+    before = {name: writer.read(name) for name in {**small_files, **commit.final_contents}}
     try:
         yield
     except BaseException:
@@ -186,10 +186,10 @@ def _restore(
     asides = [step for step in commit.aside if step.name in there]
     if any(step.file in there for step in asides):
         return  # another save's weights have the name
-    if any(writer.read(name) not in (content, before[name]) for name, content in commit.says.items()):
+    if any(writer.read(name) not in (content, before[name]) for name, content in commit.final_contents.items()):
         return  # another save's index, or config
     if locked.is_held():
-        for name, content in {**small_files, **commit.says}.items():
+        for name, content in {**small_files, **commit.final_contents}.items():
             old = before[name]
             if old == content or writer.read(name) != content:
                 continue
@@ -198,9 +198,11 @@ def _restore(
                 writer.sync_names()
             else:
                 writer.replace(name, old)
-    is_mixed = any(writer.read(name) != before[name] for name in commit.says)
+    is_mixed = any(writer.read(name) != before[name] for name in commit.final_contents)
     for step in asides:
-        if not (is_mixed and step.file in commit.then):  # weights must not be read with another save's config
+        if not (
+            is_mixed and step.file in commit.final_files
+        ):  # weights must not be read with another save's config
             writer.rename(step.name, step.file)
 
 
@@ -249,7 +251,7 @@ class CommitState:
     """A save that holds the lock of its folder, the folder's state before it, and its records."""
 
     locked: LockedFolder
-    standing: commit_plan.FolderState
+    folder_state: commit_plan.FolderState
     recorded: Sequence[fingerprints.RecordedSave]
 
 
@@ -264,23 +266,23 @@ def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> CommitState:
         by_name = commit_plan.FolderState(frozenset(writer.list()), weights=frozenset())
         remains = commit_plan.obsolete(plan, by_name)
         remove_unnamed(writer, remains)
-        standing = commit_plan.look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
-        standing = replace(standing, named=standing.named | _trainings_named(writer, plan))
-        recorded = fingerprints.from_bytes(writer.read(fingerprints.file_beside(plan.stem)))
-        if standing.weights:
+        folder_state = commit_plan.get_folder_state(writer.list(), writer.read(plan.index_file), plan.single_file)
+        folder_state = replace(folder_state, named=folder_state.named | _trainings_named(writer, plan))
+        recorded = fingerprints.from_bytes(writer.read(fingerprints.fingerprint_file(plan.stem)))
+        if folder_state.weights:
             writer.sync_names()  # the committed weights must last before those that were set aside are removed
         kept = (
-            standing.weights | standing.named | {plan.index_file}
+            folder_state.weights | folder_state.named | {plan.index_file}
         )  # a save that has lost the lock may commit them
-        for name in sorted(standing.files.intersection(remains) - kept):
+        for name in sorted(folder_state.files.intersection(remains) - kept):
             # Older weights that were set aside are the only ones until a save is committed.
-            if standing.weights or not name.endswith(commit_plan.OLDER):
+            if folder_state.weights or not name.endswith(commit_plan.OLDER):
                 writer.remove(name)  # its space may be needed
     except BaseException:
         with contextlib.suppress(StorageError):
             locked.release()
         raise
-    return CommitState(locked, standing, recorded)
+    return CommitState(locked, folder_state, recorded)
 
 
 def undo_save(writer: StorageWriter, plan: save_plan.SavePlan, begun: CommitState) -> None:
@@ -334,10 +336,10 @@ def commit_save(
     headers = {name: fingerprints.digest(file.header) for name, file in zip(plan.names, plan.files, strict=True)}
     recorded = fingerprints.RecordedSave(sizes, sums, digests, headers)
     both = fingerprints.to_bytes([*begun.recorded, recorded])
-    fingerprints_file = fingerprints.file_beside(plan.stem)
+    fingerprints_file = fingerprints.fingerprint_file(plan.stem)
     bound = _bound(writer, plan, small_files)
     free = {name: content for name, content in small_files.items() if name not in bound}
-    commit = commit_plan.commit_of(plan, begun.standing, can_rename=writer.policy.can_rename, bound=bound)
+    commit = commit_plan.plan_commit(plan, begun.folder_state, can_rename=writer.policy.can_rename, bound=bound)
     removed = commit_files(writer, begun.locked, commit, {**free, fingerprints_file: both})
     if begun.locked.is_held():
         writer.replace(fingerprints_file, fingerprints.to_bytes([recorded]))

@@ -24,10 +24,10 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from shardwise.errors import RankLostError, RankMismatchError
 from shardwise.execution import Timeouts
-from shardwise.execution.failure_detection import KeyStore, detector_of, heartbeat_keys
+from shardwise.execution.failure_detection import KeyStore, get_detector, heartbeat_keys
 from shardwise.execution.outcomes import Failure
-from shardwise.report.names import shown_ranks
-from shardwise.storage.machine import ProcessPlace
+from shardwise.report.names import format_ranks
+from shardwise.storage.machine import ProcessId
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -79,7 +79,7 @@ class ControlChannel:
         self._is_closed = False
         self._joining = threading.Lock()
         self._joined_s = self._warn_at = math.inf
-        self._detector = detector_of(store, global_ranks[rank])
+        self._detector = get_detector(store, global_ranks[rank])
 
     @property
     def is_interrupted(self) -> bool:
@@ -151,7 +151,7 @@ class ControlChannel:
     def abort(self, cause: str) -> None:
         """Announce that this rank leaves the call and will not reach another meeting."""
         number = self.global_ranks[self.rank]
-        text = f"rank {number} ({ProcessPlace.here()}) has left the call: {cause}"
+        text = f"rank {number} ({ProcessId.here()}) has left the call: {cause}"
         with contextlib.suppress(Exception):
             self._start(self._announce, RankLostError(text)).result(timeout=self.timeouts.heartbeat_interval_s)
 
@@ -310,11 +310,11 @@ class ControlChannel:
             beat = heartbeats.get(number)
             if beat and self._verdict is None and (cause := beat.loss(self.timeouts.heartbeat_timeout_s)):
                 advice = "Check its output, and the kernel log (dmesg) for the OOM killer"
-                self._announce(keys, RankLostError(f"rank {number} ({beat.place}) is lost: {cause}. {advice}"))
+                self._announce(keys, RankLostError(f"rank {number} ({beat.process}) is lost: {cause}. {advice}"))
         if self._step == 0 and self._verdict is None:
-            self._look_for_absent(keys, [number for number in watched if number not in heartbeats])
+            self._find_absent(keys, [number for number in watched if number not in heartbeats])
 
-    def _look_for_absent(self, keys: KeyStore, unknown: list[int]) -> None:
+    def _find_absent(self, keys: KeyStore, unknown: list[int]) -> None:
         now = time.monotonic()
         if unknown and now > self._warn_at:
             self._warn_at = now + WARN_AGAIN_S
@@ -331,4 +331,4 @@ def waiting_for(ranks: Sequence[int], size: int, store: Any) -> str:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     address = f"{store.host}:{store.port}" if hasattr(store, "port") else getattr(store, "path", "one store")
-    return f"waiting for rank{'s' * (len(ranks) > 1)} {shown_ranks(ranks)} of {size} at {address}"
+    return f"waiting for rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)} of {size} at {address}"

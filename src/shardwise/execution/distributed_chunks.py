@@ -20,18 +20,18 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from shardwise.execution.memory import (
     HostStaging,
-    collected_later,
+    as_memoryview,
+    gc_disabled,
     in_background,
-    memory_of,
     pinned_bytes,
     row_slices,
 )
-from shardwise.execution.tensor_facts import TensorFacts, held_by_rank
+from shardwise.execution.tensor_metadata import TensorMetadata, held_by_rank
 from shardwise.formats.torch_files import read_torch_tensor
-from shardwise.layout import place_of
+from shardwise.layout import locate_box
 from shardwise.models.torch_api import copy_all, save_without_data, stored_at
 from shardwise.models.view import local_boxes, raw_bytes, strided_view
-from shardwise.planning.moves import Boxes, shares_by_rank, shares_of_first
+from shardwise.planning.moves import Boxes, first_holder_shares, shares_by_rank
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading import LocalReader
 from shardwise.tensors import Box, ByteRange, Strided, numel
@@ -57,7 +57,7 @@ def data_file(rank: int, number: int = 0) -> str:
     return f"__{rank}_{number}.distcp"
 
 
-def key_of(path: StatePath) -> str:
+def flat_key(path: StatePath) -> str:
     """Return torch's name for the value at this path."""
     return ".".join(map(str, path))
 
@@ -122,10 +122,10 @@ class TensorsPlan:
         return chunks[-1].stop if chunks else 0
 
 
-@collected_later()
+@gc_disabled()
 def plan_tensors(
     tensors: Mapping[StatePathT, torch.Tensor],
-    facts: Sequence[Mapping[str, TensorFacts]],
+    metadata: Sequence[Mapping[str, TensorMetadata]],
     buffers: Collection[str] = (),
     aliases: Mapping[StatePathT, StatePathT] | None = None,
 ) -> TensorsPlan:
@@ -133,7 +133,7 @@ def plan_tensors(
 
     Args:
         tensors: by path, DTensors or full tensors.
-        facts: the tensors that each rank holds, by key.
+        metadata: of the tensors that each rank holds, by key.
         buffers: keys of tensors that the first rank that holds them writes, see [Note: Patchworks].
         aliases: further names of tensors, with their first ones.
 
@@ -141,20 +141,20 @@ def plan_tensors(
         RankMismatchError: the ranks have different tensors.
         ShardingError: together they do not hold all of one.
     """
-    held = held_by_rank(facts)
-    ends = [0] * len(facts)
-    files: list[list[ArchivedChunk]] = [[] for _ in facts]
+    held = held_by_rank(metadata)
+    ends = [0] * len(metadata)
+    files: list[list[ArchivedChunk]] = [[] for _ in metadata]
     planned: dict[str, tuple[StatePath, tuple[int, ...], torch.dtype]] = {}
     for number, (path, tensor) in enumerate(tensors.items()):
-        key, shape, dtype = key_of(path), tuple(tensor.shape), tensor.dtype
+        key, shape, dtype = flat_key(path), tuple(tensor.shape), tensor.dtype
         planned[key] = path, shape, dtype
         boxes = held[key]
-        shares = shares_of_first(boxes) if key in buffers else shares_by_rank(boxes, number, dtype.itemsize)
+        shares = first_holder_shares(boxes) if key in buffers else shares_by_rank(boxes, number, dtype.itemsize)
         if not numel(shape):  # one rank writes the empty tensor
-            shares = ((Box.whole(shape),), *((),) * (len(facts) - 1))
+            shares = ((Box.whole(shape),), *((),) * (len(metadata) - 1))
         _lay_out(key, dtype, shares, files, ends)
     return TensorsPlan(
-        planned, tuple(map(tuple, files)), {path: key_of(first) for path, first in (aliases or {}).items()}
+        planned, tuple(map(tuple, files)), {path: flat_key(first) for path, first in (aliases or {}).items()}
     )
 
 
@@ -168,8 +168,8 @@ def _lay_out(
             files[rank].append(chunk)
 
 
-@collected_later()
-def metadata_of(
+@gc_disabled()
+def build_metadata(
     plan: TensorsPlan, values: Sequence[Mapping[StatePathT, int]], name: Callable[[int], str] = data_file
 ) -> bytes:
     """Return the file ``.metadata``.
@@ -202,13 +202,13 @@ def metadata_of(
     for index in places:
         indices.setdefault(index.fqn, []).append(index)
     for path, first in plan.aliases.items():
-        key = key_of(path)
+        key = flat_key(path)
         described[key], paths[key] = described[first], path
         places |= {replace(index, fqn=key): places[index] for index in indices[first]}
     for rank, sizes in enumerate(values):
         position = plan.nbytes(rank)
         for path, nbytes in sizes.items():
-            key = key_of(path)
+            key = flat_key(path)
             described[key], paths[key] = dcp.BytesStorageMetadata(), path
             places[dcp.MetadataIndex(key)] = stored_at(name(rank), position, nbytes)
             position += nbytes
@@ -219,17 +219,17 @@ Views = Mapping[ArchivedChunk, torch.Tensor]
 """The elements of each of a rank's chunks, in its memory."""
 
 
-def views_of(
+def chunk_views(
     chunks: Sequence[ArchivedChunk], tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]
 ) -> Views:
     """Return views of each chunk in this rank's memory. ``local`` are the local tensors of ``tensors``."""
     held = {key: local_boxes(tensors[key], key) for key in dict.fromkeys(chunk.key for chunk in chunks)}
     nothing = Strided(0, (0,), (1,))
-    places = {chunk: place_of(chunk.box, held[chunk.key]) if chunk.box.numel else nothing for chunk in chunks}
+    places = {chunk: locate_box(chunk.box, held[chunk.key]) if chunk.box.numel else nothing for chunk in chunks}
     return {chunk: strided_view(local[chunk.key], place) for chunk, place in places.items()}
 
 
-def slabs_of(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+def pack_slabs(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """Pack blocks of bytes into slabs whose sizes are powers of two.
 
     torch rounds pinned memory up to a power of two, so that one slab for all blocks might take twice their bytes.
@@ -275,7 +275,7 @@ class ChunkStaging:
         return self._copies
 
     def _laid_out(self, views: Views, *, is_pinned: bool) -> Views:
-        sizes, places = slabs_of([_aligned(view.nbytes) for view in views.values()])
+        sizes, places = pack_slabs([_aligned(view.nbytes) for view in views.values()])
         if [slab.nbytes for slab in self._slabs] != sizes or any(
             slab.is_pinned() != is_pinned for slab in self._slabs
         ):
@@ -344,14 +344,14 @@ class ChunkWriter:
     def _add_tensor(self, view: torch.Tensor, staging: HostStaging) -> None:
         """Add a tensor's bytes: its own memory if that is possible, otherwise staged copies of blocks."""
         is_plain = _is_plain(view)
-        for part in row_slices(view.shape, (view.nbytes if is_plain else staging.nbytes) // view.element_size()):
-            block = view[part]
+        for rows in row_slices(view.shape, (view.nbytes if is_plain else staging.nbytes) // view.element_size()):
+            block = view[rows]
             if not is_plain:
                 if self._staged_nbytes + block.nbytes > staging.nbytes:
                     self._flush()
                 block = staging.stage(block, self._staged_nbytes)
                 self._staged_nbytes += _aligned(block.nbytes)
-            self._add(memory_of(raw_bytes(block)))
+            self._add(as_memoryview(raw_bytes(block)))
             if self._pending_nbytes >= self.writer.policy.request_bytes:
                 self._flush()
 

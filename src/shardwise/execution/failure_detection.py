@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.storage.machine import ProcessPlace
+from shardwise.storage.machine import ProcessId
 
 _ENDED = b"ended"
 """The heartbeat of a process that has ended in order."""
@@ -85,16 +85,16 @@ def heartbeat_keys(store: Any) -> KeyStore:
 class Heartbeat:
     """The last heartbeat of a process, and when it was first seen, by the monotonic clock."""
 
-    place: ProcessPlace
+    process: ProcessId
     value: bytes
     since_s: float
 
     def loss(self, timeout_s: float) -> str | None:
         """Return why the process counts as lost, or None if it does not."""
         silent_s = time.monotonic() - self.since_s
-        if self.value == _ENDED or self.place.has_ended():
+        if self.value == _ENDED or self.process.has_ended():
             return "its process has ended"
-        if silent_s > timeout_s and not self.place.is_running():
+        if silent_s > timeout_s and not self.process.is_running():
             return f"no sign of life for {silent_s:.0f} s (killed, ended or stopped)"
         return None
 
@@ -148,8 +148,8 @@ class Detector:
         for rank, value in zip(known, keys.get([f"beat/{rank}" for rank in known]), strict=True):
             beat = self.heartbeats.get(rank)
             if beat is None:
-                [place] = keys.get([f"place/{rank}"])
-                self.heartbeats[rank] = Heartbeat(ProcessPlace(**json.loads(place)), value, time.monotonic())
+                [content] = keys.get([f"process/{rank}"])
+                self.heartbeats[rank] = Heartbeat(ProcessId(**json.loads(content)), value, time.monotonic())
             elif value != beat.value:
                 beat.value, beat.since_s = value, time.monotonic()
 
@@ -158,7 +158,7 @@ class Detector:
             store: Any = self._store()
             store = store.clone() if hasattr(store, "clone") else store
             keys, count = heartbeat_keys(store), 0
-            keys.set(f"place/{self._rank}", json.dumps(asdict(ProcessPlace.here())).encode())
+            keys.set(f"process/{self._rank}", json.dumps(asdict(ProcessId.here())).encode())
             while self._store() is not None and not self._has_ended:
                 count += 1
                 keys.set(f"beat/{self._rank}", str(count).encode())
@@ -176,7 +176,7 @@ class Detector:
 _detectors: weakref.WeakKeyDictionary[Any, dict[int, Detector]] = weakref.WeakKeyDictionary()
 
 
-def detector_of(store: Any, rank: int) -> Detector:
+def get_detector(store: Any, rank: int) -> Detector:
     """Return the detector of this process, which is ``rank`` among all that use the store. Starts the heartbeat."""
     own = _detectors.setdefault(store, {})
     if rank not in own or own[rank].process != os.getpid():

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import TypeAlias
 
 from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
@@ -64,10 +63,6 @@ class LockedFolder:
                 saving_lock.renew_lock(self.writer, self.save_id, count)
 
 
-OnFirst: TypeAlias = Callable[[LockedFolder], None]
-"""An action of the first rank in a locked folder."""
-
-
 @dataclass(slots=True)
 class Saving:
     """A save of all ranks: its id, the folder, and, on the first rank alone, its lock."""
@@ -75,6 +70,16 @@ class Saving:
     save_id: str
     folder: str
     _locked: LockedFolder | None
+
+    def lock(self, stack: ExitStack) -> str:
+        """Lock the folder on this rank, and return the id of the save. Its writer is closed with ``stack``."""
+        self._locked = LockedFolder(stack.enter_context(open_writer(self.folder)), new_save_id())
+        return self._locked.save_id
+
+    @property
+    def is_locked_here(self) -> bool:
+        """True on the first rank."""
+        return self._locked is not None
 
     @property
     def locked(self) -> LockedFolder:
@@ -91,7 +96,7 @@ class Saving:
         with open_writer(self.folder) as writer:
             saving_lock.require_lock(writer, self.save_id)
 
-    def cause_of(self, failure: Exception) -> Exception:
+    def find_cause(self, failure: Exception) -> Exception:
         """Return the cause of a failure on this rank: the loss of the lock, or else the failure itself."""
         try:
             self.require()
@@ -102,38 +107,23 @@ class Saving:
 
 
 @contextmanager
-def locked_by_first_rank(
-    world: World, folder: str | PathLike[str], tidy: OnFirst | None = None, undo: OnFirst | None = None
-) -> Iterator[Saving]:
-    """Lock a folder on the first rank for the time of the block.
-
-    ``tidy`` reads the folder and removes remains, once the lock is held. If ``tidy`` or the block fails, ``undo``
-    removes this save's files, and the lock is released. Otherwise the block has released it.
+def locked_by_first_rank(world: World, folder: str | PathLike[str]) -> Iterator[Saving]:
+    """Lock a folder on the first rank for the time of the block, which releases it at its end, if it does not fail.
 
     Collective: yes, at the beginning.
 
     Raises:
-        StorageError: another save holds the lock, the folder is not writable, or ``tidy`` failed.
+        StorageError: another save holds the lock, or the folder is not writable.
     """
-    locked: list[LockedFolder] = []
+    saving = Saving("", fspath(folder), None)
     with ExitStack() as stack:
-
-        def begin() -> str:
-            locked.append(LockedFolder(stack.enter_context(open_writer(folder)), new_save_id()))
-            if tidy is not None:
-                tidy(locked[0])
-            return locked[0].save_id
-
         try:
-            save_id = world.broadcast(begin)
-            yield Saving(save_id, fspath(folder), locked[0] if locked else None)
+            saving.save_id = world.broadcast(saving.lock, stack)
+            yield saving
         except BaseException:
-            for first in locked:
-                with contextlib.suppress(StorageError):
-                    if undo is not None:
-                        undo(first)
-                with contextlib.suppress(StorageError):
-                    first.release()
+            with contextlib.suppress(StorageError):
+                if saving.is_locked_here:
+                    saving.locked.release()
             raise
 
 

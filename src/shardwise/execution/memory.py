@@ -22,15 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError
 from shardwise.models import torch_api
-from shardwise.models.torch_api import module_of, take_after, to_torch
+from shardwise.models.torch_api import accelerator_module, take_after, to_torch
 from shardwise.models.view import TensorRef, local_tensor, strided_view
-from shardwise.planning.load_memory import Available, Segment, staging_within
+from shardwise.planning.load_memory import Available, Segment, plan_staging
 from shardwise.storage.contract import ReadPolicy
-from shardwise.storage.machine import GROUPS, OWN_GROUP, control_groups, number_in, text_of
+from shardwise.storage.machine import GROUPS, OWN_GROUP, control_groups, number_in, read_text
 from shardwise.tensors import Strided, row_blocks
 
 
-def home_of(held: Sequence[TensorRef], default: torch.device | None) -> torch.device:
+def compute_device(held: Sequence[TensorRef], default: torch.device | None) -> torch.device:
     """Return the device that a model computes on: that of its mesh, otherwise ``default``, otherwise the CPU.
 
     Unsharded tensors (buffers, full parameters) belong there too.
@@ -47,26 +47,26 @@ def home_of(held: Sequence[TensorRef], default: torch.device | None) -> torch.de
 def staging_device(held: Sequence[TensorRef], tensors: Iterable[torch.Tensor]) -> torch.device:
     """Return the device of staging buffers: the mesh's, otherwise that of the tensors with values."""
     live = next((tensor for tensor in tensors if not tensor.is_meta), None)
-    return home_of(held, None if live is None else local_tensor(live).device)
+    return compute_device(held, None if live is None else local_tensor(live).device)
 
 
 Managers: TypeAlias = Mapping[nn.Parameter, Any]
 """FSDP2's own object for each parameter that it shards. Valid for meta tensors until they are materialized."""
 
 
-def devices_of(held: Sequence[TensorRef], managers: Managers, home: torch.device) -> dict[str, torch.device]:
+def target_devices(held: Sequence[TensorRef], managers: Managers, home: torch.device) -> dict[str, torch.device]:
     """Return the device of each tensor by FQN, or the device that it will be materialized on."""
-    return {item.fqn: _device_of(item, managers, home) for item in held}
+    return {item.fqn: _get_device(item, managers, home) for item in held}
 
 
-def _device_of(item: TensorRef, managers: Managers, home: torch.device) -> torch.device:
+def _get_device(item: TensorRef, managers: Managers, home: torch.device) -> torch.device:
     if not item.tensor.is_meta:
         return item.local.device
-    manager = _manager_of(item, managers)
+    manager = _find_fsdp_param(item, managers)
     return torch.device("cpu") if manager is not None and torch_api.is_offloaded(manager) else home
 
 
-def _manager_of(item: TensorRef, managers: Managers) -> Any:
+def _find_fsdp_param(item: TensorRef, managers: Managers) -> Any:
     return managers.get(item.tensor) if isinstance(item.tensor, nn.Parameter) else None
 
 
@@ -82,7 +82,7 @@ def materialize(held: Sequence[TensorRef], managers: Managers, home: torch.devic
 
 def _allocate(item: TensorRef, managers: Managers, home: torch.device) -> torch.Tensor:
     """Replace a tensor on meta by one with uninitialized memory. Return its local tensor."""
-    tensor, device, manager = item.tensor, _device_of(item, managers, home), _manager_of(item, managers)
+    tensor, device, manager = item.tensor, _get_device(item, managers, home), _find_fsdp_param(item, managers)
     if manager is None:
         local = torch.empty_like(local_tensor(tensor), device=device)
     else:
@@ -124,20 +124,20 @@ class HostStaging:
     def stage(self, values: torch.Tensor, start: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a row-major copy of a tensor at byte ``start`` of the buffer, cast to ``dtype`` if given."""
         dtype = values.dtype if dtype is None else dtype
-        part = self.buffer[start : start + values.numel() * dtype.itemsize]
-        return part.view(dtype).view(values.shape).copy_(values)
+        staged = self.buffer[start : start + values.numel() * dtype.itemsize]
+        return staged.view(dtype).view(values.shape).copy_(values)
 
     def copy(self, values: torch.Tensor, target: torch.Tensor) -> None:
         """Copy values to a tensor of the same shape, from an accelerator to the host through the buffer."""
         if target.device.type != "cpu" or values.device.type == "cpu":
             target.copy_(values)
             return
-        for part in row_slices(values.shape, self.nbytes // values.element_size()):
-            target[part].copy_(self.stage(values[part]))
+        for rows in row_slices(values.shape, self.nbytes // values.element_size()):
+            target[rows].copy_(self.stage(values[rows]))
 
     def begin(self) -> memoryview:
         """Return the buffer for the bytes of the next request."""
-        return memory_of(self.buffer)
+        return as_memoryview(self.buffer)
 
     def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
         """Copy a segment, read to byte ``start`` of the buffer, into its place in the tensor."""
@@ -168,7 +168,7 @@ class DeviceStaging:
         self._nbytes = nbytes
         self._pinned = HostStaging(nbytes, is_pinned=True), HostStaging(nbytes, is_pinned=True)
         self._device = device
-        self._module = module_of(device)
+        self._module = accelerator_module(device)
         self._stream = self._module.Stream(device)
         self._stream.wait_stream(self._module.current_stream(device))
         self._on_device: list[torch.Tensor] = []
@@ -197,9 +197,9 @@ class DeviceStaging:
                     self._on_device = [
                         torch.empty(self._nbytes, dtype=torch.uint8, device=self._device) for _ in self._pinned
                     ]
-            part = slice(start, start + segment.bytes.nbytes)
+            used = slice(start, start + segment.bytes.nbytes)
             buffer = self._on_device[self._turn]
-            buffer[part].copy_(pinned[part], non_blocking=True)
+            buffer[used].copy_(pinned[used], non_blocking=True)
             target.copy_(as_stored(buffer, segment, start))
 
     def end(self) -> None:
@@ -213,11 +213,11 @@ class DeviceStaging:
         if target.device.type == "cpu":
             target.copy_(values)
             return
-        for part in row_slices(target.shape, self._nbytes // target.element_size()):
+        for rows in row_slices(target.shape, self._nbytes // target.element_size()):
             self.begin()
-            staged = self._pinned[self._turn].stage(values[part], dtype=target.dtype)
+            staged = self._pinned[self._turn].stage(values[rows], dtype=target.dtype)
             with self._module.stream(self._stream):
-                target[part].copy_(staged, non_blocking=True)
+                target[rows].copy_(staged, non_blocking=True)
             self.end()
 
 
@@ -254,14 +254,14 @@ def staging_buffers(
     On an accelerator they are no larger than ``most_bytes``, the most that one request stages, rounded up to a
     power of two.
     """
-    staging = staging_within(budget_bytes, concurrency, on_device=device.type != "cpu")
+    staging = plan_staging(budget_bytes, concurrency, on_device=device.type != "cpu")
     if device.type == "cpu":
         return [HostStaging(staging.nbytes) for _ in range(staging.workers)]
     nbytes = staging.nbytes if most_bytes is None else min(staging.nbytes, 1 << max(most_bytes - 1, 0).bit_length())
     return [DeviceStaging(nbytes, device) for _ in range(staging.workers)]
 
 
-def memory_of(flat: torch.Tensor) -> memoryview:
+def as_memoryview(flat: torch.Tensor) -> memoryview:
     """Return the bytes of a flat CPU tensor."""
     array: Any = flat.numpy()
     return memoryview(array)
@@ -282,7 +282,7 @@ def available_memory(home: torch.device) -> Available:
 def host_memory(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> int | None:
     """Return free bytes of the machine, or of a control group that limits this process further. None if unknown."""
     found = [_free_bytes(group) for group in control_groups(own_group, groups)]
-    for line in text_of(meminfo).splitlines():
+    for line in read_text(meminfo).splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             found.append(int(value.split()[0]) * 1024)
@@ -293,7 +293,7 @@ def _free_bytes(group: Path) -> int | None:
     most, used = number_in(group / "memory.max"), number_in(group / "memory.current")
     if most is None or used is None:
         return None
-    statistics = dict(line.split() for line in text_of(group / "memory.stat").splitlines())
+    statistics = dict(line.split() for line in read_text(group / "memory.stat").splitlines())
     cache = sum(int(statistics.get(name, 0)) for name in ("inactive_file", "active_file"))
     return max(0, most - used + cache)  # the page cache is reclaimed
 
@@ -314,7 +314,7 @@ def require_budget(budget_bytes: int) -> None:
 
 
 @contextmanager
-def collected_later() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable automatic garbage collection during the block.
 
     The many objects of a plan trigger collections, each of which traverses all objects of torch and transformers:

@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 from shardwise.conversion.expression import Stored
 from shardwise.execution.memory import HostStaging, pinned_bytes, trim_heap
-from shardwise.execution.tensor_facts import facts_by_name, held_by_rank
+from shardwise.execution.tensor_metadata import held_by_rank, metadata_by_name
 from shardwise.execution.world import World
-from shardwise.layout import LocalBox, place_of
+from shardwise.layout import LocalBox, locate_box
 from shardwise.models.view import local_boxes, local_tensor, strided_view
 from shardwise.planning import moves
 from shardwise.tensors import Box, DType, Strided, numel
 
-ShareOf: TypeAlias = Callable[[str, int], torch.Tensor]
+GetShare: TypeAlias = Callable[[str, int], torch.Tensor]
 """Returns a share of a tensor that this rank sends, by name and number, as a row-major tensor."""
 
 BufferFor: TypeAlias = Callable[[str, Box], torch.Tensor]
@@ -64,7 +64,7 @@ class _LocalRound:
     receives: list[tuple[moves.Block, tuple[moves.Piece, ...], int, int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, blocks: moves.Round, rank: int, size: int) -> _LocalRound:
+    def from_blocks(cls, blocks: moves.Round, rank: int, size: int) -> _LocalRound:
         local = cls([0] * size, [0] * size)
         for block in blocks:
             for source, pieces in block.given:
@@ -89,18 +89,18 @@ class Exchange:
     Args:
         world: the ranks.
         rounds: the same on every rank.
-        share_of: this rank's shares.
+        get_share: this rank's shares.
         buffer_for: returns memory for each block that this rank receives, before the block's round is yielded. If
             None, blocks are put into ``received``, on ``device``, and the caller removes them after each round.
-        dtype_of: the dtype in which a tensor is sent, by key. Sources cast to it.
+        dtypes: the dtype in which a tensor is sent, by key. Sources cast to it.
         device: of staging memory: of the kind that the process group's backend moves.
     """
 
     world: World
     rounds: Sequence[moves.Round]
-    share_of: ShareOf
+    get_share: GetShare
     buffer_for: BufferFor | None
-    dtype_of: Mapping[str, torch.dtype]
+    dtypes: Mapping[str, torch.dtype]
     device: torch.device
     traffic: Traffic = field(default_factory=Traffic)
     received: dict[tuple[str, Box], torch.Tensor] = field(default_factory=dict)
@@ -120,8 +120,8 @@ class Exchange:
             CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
             RankLostError: a rank has been lost, or has left.
         """
-        local = [_LocalRound.of(blocks, self.world.rank, self.world.size) for blocks in self.rounds]
-        self.traffic.staging_bytes = max((sum(part.sent) + sum(part.received) for part in local), default=0)
+        local = [_LocalRound.from_blocks(blocks, self.world.rank, self.world.size) for blocks in self.rounds]
+        self.traffic.staging_bytes = max((sum(own.sent) + sum(own.received) for own in local), default=0)
         arriving: _LocalRound | None = None
         try:
             for number, leaving in enumerate([*local, None]):
@@ -165,7 +165,7 @@ class Exchange:
     def _source_values(self, block: moves.Block, pieces: Sequence[moves.Piece]) -> Iterator[torch.Tensor]:
         for piece in pieces:
             self.world.check()
-            yield strided_view(self.share_of(block.leaves[piece.leaf], piece.share), piece.source)
+            yield strided_view(self.get_share(block.leaves[piece.leaf], piece.share), piece.source)
 
     def _put(self, block: moves.Block, pieces: Sequence[moves.Piece], values: Iterator[torch.Tensor]) -> None:
         memory = self._buffer(block.key, block.box)
@@ -177,25 +177,25 @@ class Exchange:
         if self.buffer_for is not None:
             return self.buffer_for(key, box)
         if (key, box) not in self.received:
-            self.received[key, box] = torch.empty(box.numel, dtype=self.dtype_of[key], device=self.device)
+            self.received[key, box] = torch.empty(box.numel, dtype=self.dtypes[key], device=self.device)
         return self.received[key, box]
 
     def _staged(self, block: moves.Block, pieces: Sequence[moves.Piece], start: int) -> Iterator[torch.Tensor]:
         """Yield the pieces in staging memory, which are at byte ``start`` of it."""
-        flat = self._staging[start : start + _nbytes(block, pieces)].view(self.dtype_of[block.key])
+        flat = self._staging[start : start + _nbytes(block, pieces)].view(self.dtypes[block.key])
         for piece in pieces:
             yield flat[: piece.target.numel].view(piece.target.sizes)
             flat = flat[piece.target.numel :]
 
-    def _send(self, part: _LocalRound) -> None:
+    def _send(self, own: _LocalRound) -> None:
         """Start the all-to-all of a round that all ranks have packed. Its errors are raised by :meth:`_wait`."""
-        sent = sum(part.sent)
+        sent = sum(own.sent)
         try:
             self._work = dist.all_to_all_single(
-                self._staging[sent : sent + sum(part.received)],
+                self._staging[sent : sent + sum(own.received)],
                 self._staging[:sent],
-                output_split_sizes=part.received,
-                input_split_sizes=part.sent,
+                output_split_sizes=own.received,
+                input_split_sizes=own.sent,
                 group=self.world.group,
                 async_op=True,
             )
@@ -219,7 +219,7 @@ def _nbytes(block: moves.Block, pieces: Sequence[moves.Piece]) -> int:
     return sum(piece.target.numel for piece in pieces) * block.itemsize
 
 
-def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def box_view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Return the elements of a box in its contiguous tensor as a view, if they are adjacent."""
     start = sum(at * stride for at, stride in zip(box.offsets, tensor.stride(), strict=True))
     return tensor.view(-1)[start : start + box.numel]
@@ -233,18 +233,18 @@ class LocalTensor:
     boxes: tuple[LocalBox, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, name: str) -> LocalTensor:
+    def from_tensor(cls, tensor: torch.Tensor, name: str) -> LocalTensor:
         return cls(local_tensor(tensor), local_boxes(tensor, name))
 
     @classmethod
-    def whole(cls, tensor: torch.Tensor) -> LocalTensor:
+    def full(cls, tensor: torch.Tensor) -> LocalTensor:
         """Return the local memory of a full tensor."""
         place = Strided(0, tuple(tensor.shape), tuple(tensor.stride()))
         return cls(tensor, (LocalBox(Box.whole(tuple(tensor.shape)), place),))
 
     def view(self, box: Box) -> torch.Tensor:
         """Return the elements of a box, which is within one of this rank's."""
-        return strided_view(self.local, place_of(box, self.boxes))
+        return strided_view(self.local, locate_box(box, self.boxes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,21 +277,21 @@ class Transfer:
     def move(self) -> moves.Move:
         """Return the elements to receive from other ranks, counted regardless of their dtype."""
         lacking = tuple(
-            tuple(box for box in wanted if not _is_held(box, held))
+            tuple(box for box in wanted if not _is_local(box, held))
             for wanted, held in zip(self.wanted, self.held, strict=True)
         )
         return moves.Move(self.name, Stored(self.name, tuple(self.shape), DType.U8), self.dtype.itemsize, lacking)
 
-    def copy_own(self, rank: int, staging: HostStaging) -> int:
+    def copy_local(self, rank: int, staging: HostStaging) -> int:
         """Copy this rank's own values. Return their bytes."""
-        own = [box for box in self.wanted[rank] if box.numel and _is_held(box, self.held[rank])]
+        own = [box for box in self.wanted[rank] if box.numel and _is_local(box, self.held[rank])]
         for box in own:
             staging.copy(_present(self.source).view(box), _present(self.target).view(box))
         return sum(box.numel for box in own) * self.dtype.itemsize
 
 
-def _is_held(box: Box, held: moves.Boxes) -> bool:
-    return any(part.intersect(box) == box for part in held)
+def _is_local(box: Box, held: moves.Boxes) -> bool:
+    return any(own.intersect(box) == box for own in held)
 
 
 def _present(local: LocalTensor | None) -> LocalTensor:
@@ -315,14 +315,14 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
     }
     last: dict[tuple[str, int], torch.Tensor] = {}
 
-    def share_of(name: str, number: int) -> torch.Tensor:
+    def get_share(name: str, number: int) -> torch.Tensor:
         if (name, number) not in last:
             last.clear()
             last[name, number] = _present(by_name[name].source).view(shares[name][world.rank][number]).contiguous()
         return last[name, number]
 
     rounds = world.run_all(lambda: moves.plan_rounds([[item.move() for item in items]], shares, budget_bytes))
-    exchange = Exchange(world, rounds, share_of, None, {item.name: item.dtype for item in items}, device)
+    exchange = Exchange(world, rounds, get_share, None, {item.name: item.dtype for item in items}, device)
     largest = max((item.nbytes for item in items), default=0)
     staging = HostStaging(pinned_bytes(budget_bytes, largest), is_pinned=True)
     for _ in exchange.run():
@@ -330,7 +330,7 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
             staging.copy(values.view(box.sizes), _present(by_name[name].target).view(box))
         exchange.received.clear()
     exchange.traffic.kept_bytes += sum(
-        world.run_all(lambda: [item.copy_own(world.rank, staging) for item in items])
+        world.run_all(lambda: [item.copy_local(world.rank, staging) for item in items])
     )
     return exchange.traffic
 
@@ -379,8 +379,8 @@ def gather(
         RankMismatchError: ranks have different tensors.
         ShardingError: ranks do not have, together, all of a tensor.
     """
-    facts = world.all_gather(facts_by_name, tensors)
-    held = world.run_all(held_by_rank, facts)
+    metadata = world.all_gather(metadata_by_name, tensors)
+    held = world.run_all(held_by_rank, metadata)
     ranks = moves.receivers(form, world.size)
     gathered: dict[str, torch.Tensor] = {}
     items: list[Transfer] = []
@@ -390,9 +390,9 @@ def gather(
             target = None
             if world.rank in ranks:
                 gathered[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                target = LocalTensor.whole(gathered[name])
-            wanted = moves.whole_on(ranks, tuple(tensor.shape), world.size)
-            source = LocalTensor.of(tensor, name)
+                target = LocalTensor.full(gathered[name])
+            wanted = moves.full_on_ranks(ranks, tuple(tensor.shape), world.size)
+            source = LocalTensor.from_tensor(tensor, name)
             items.append(Transfer(name, tensor.shape, tensor.dtype, held[name], wanted, source, target))
 
     world.run_all(prepare)

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from shardwise import errors
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.observing import current_step
+from shardwise.observing import current_phases
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -37,10 +37,10 @@ class Failure:
     cause: Exception | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def from_error(cls, error: Exception) -> Failure:
         own = [base for base in type(error).__mro__ if base is Stopped or base.__module__ == errors.__name__]
         message = str(error) if own else f"{type(error).__name__}: {error}"
-        step = getattr(error, "step", "") or current_step()
+        step = getattr(error, "step", "") or current_phases()
         return cls((own or [CheckpointError])[0].__name__, message, step, error)
 
     @classmethod
@@ -85,7 +85,7 @@ def attempt(function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T 
     try:
         return function(*args, **keywords)
     except Exception as error:
-        return Failure.of(error)
+        return Failure.from_error(error)
 
 
 def encode(value: object) -> bytes:

@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from shardwise.errors import RankLostError, ShardingError, ShardwiseError
 from shardwise.execution.control_channel import WARN_AGAIN_S, WARN_S, waiting_for
-from shardwise.execution.failure_detection import detector_of
+from shardwise.execution.failure_detection import get_detector
 from shardwise.execution.outcomes import Failure, decode, encode
 from shardwise.storage import machine
 
@@ -157,7 +157,7 @@ def _call(rank: int, size: int, folder: str, function: RankFunction, args: Seque
         try_collectives()
         outcome = function(*args)
     except ShardwiseError as error:
-        outcome = Failure.of(error)
+        outcome = Failure.from_error(error)
     except BaseException:
         text = "".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines())
         outcome = Failure(RankError.__name__, text.strip())
@@ -179,7 +179,7 @@ def select_accelerator(environment: Mapping[str, str], local_rank: int, local_si
     Raises:
         ShardingError: there are accelerators, but not one for each rank of this machine.
     """
-    from shardwise.models.torch_api import accelerator, both_backends, module_of
+    from shardwise.models.torch_api import accelerator, accelerator_module, both_backends
 
     kind = accelerator()
     if kind is None:
@@ -191,7 +191,7 @@ def select_accelerator(environment: Mapping[str, str], local_rank: int, local_si
             f"{size} ranks on a machine: each needs a device, and this process sees {count}. Start at most "
             f"{count}, or hide the devices to compute on the CPU ({_VISIBLE[0]}=)."
         )
-    module_of(kind).set_device(0 if shows_own else local_rank)
+    accelerator_module(kind).set_device(0 if shows_own else local_rank)
     return both_backends(kind)
 
 
@@ -203,7 +203,7 @@ def try_collectives() -> None:
     Raises:
         ShardingError: it failed.
     """
-    from shardwise.models.torch_api import accelerator, backend_of, has_collectives
+    from shardwise.models.torch_api import accelerator, get_backend, has_collectives
 
     kind = accelerator()
     if kind is None or not has_collectives(kind):
@@ -214,7 +214,7 @@ def try_collectives() -> None:
         ones.cpu()
     except RuntimeError as error:
         raise ShardingError(
-            f"{backend_of(kind)}: the first collective failed on rank {dist.get_rank()}: {error}. Each rank needs "
+            f"{get_backend(kind)}: the first collective failed on rank {dist.get_rank()}: {error}. Each rank needs "
             "a device of its own, and a network that all of them reach. NCCL_DEBUG=INFO shows more."
         ) from error
 
@@ -242,14 +242,14 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
     local_size = int(environment.get("LOCAL_WORLD_SIZE") or 1)
     backends = select_accelerator(environment, int(environment["LOCAL_RANK"]), local_size)
     try:
-        store, rank, size = _store_of_launched(environment)
+        store, rank, size = _launcher_store(environment)
         dist.init_process_group(backends, timeout=_RENDEZVOUS, store=store, rank=rank, world_size=size)
     except (RuntimeError, ValueError) as error:
         cause = str(error).partition("\n")[0]
         raise RankLostError(
             f"the ranks could not meet ({cause}). Start every rank, with one MASTER_ADDR and one free MASTER_PORT"
         ) from error
-    detector_of(default_store(), dist.get_rank())
+    get_detector(default_store(), dist.get_rank())
     try_collectives()
     own = function(*args)
     with World.current(call="run_launched") as world:
@@ -259,7 +259,7 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
     return values if world.rank == 0 else []
 
 
-def _store_of_launched(environment: Mapping[str, str]) -> tuple[Store, int, int]:
+def _launcher_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
     """Return the store of the ranks that a launcher started, once all have come, and this rank and their number.
 
     It is the store of torch's ``env://``, which waits without output. Here, missing ranks are logged.
@@ -283,16 +283,16 @@ def _store_of_launched(environment: Mapping[str, str]) -> tuple[Store, int, int]
     return store, rank, size
 
 
-def this_place() -> tuple[int, int]:
+def get_rank_and_size() -> tuple[int, int]:
     """Return this rank, and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def this_device() -> torch.device:
     """Return this rank's accelerator, or else the CPU."""
-    from shardwise.models.torch_api import accelerator, has_collectives, module_of
+    from shardwise.models.torch_api import accelerator, accelerator_module, has_collectives
 
     kind = accelerator()
     if kind is None or (dist.is_initialized() and not has_collectives(kind)):
         return torch.device("cpu")
-    return torch.device(kind.type, module_of(kind).current_device())
+    return torch.device(kind.type, accelerator_module(kind).current_device())

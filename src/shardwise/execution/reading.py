@@ -15,7 +15,7 @@ from shardwise.conversion.computed import Computed, ComputeTask, Copy, compute_t
 from shardwise.conversion.expression import Expression, stored_leaves
 from shardwise.conversion.regions import Region
 from shardwise.errors import StorageError
-from shardwise.execution.memory import StagingBuffer, WorkerPool, computing, memory_of, staging_buffers
+from shardwise.execution.memory import StagingBuffer, WorkerPool, as_memoryview, computing, staging_buffers
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import LocalBox
@@ -84,20 +84,20 @@ def plan_reads(
     computed: list[tuple[int, Computed, Region]] = []
     copied: dict[torch.device, list[tuple[int, Copy]]] = {item.device: [] for item in items}
     for number, item in enumerate(items):
-        for part in item.boxes:
-            copies, regions = copies_and_computed(item.expression, part.box, part.local)
+        for piece in item.boxes:
+            copies, regions = copies_and_computed(item.expression, piece.box, piece.local)
             copied[item.device] += ((number, copy) for copy in copies)
             computed += ((number, found.leaf, found.region) for found in regions)
     batches: list[tuple[torch.device, tuple[load_memory.ReadRequest, ...]]] = []
-    for device, copies_of_device in copied.items():
+    for device, device_copies in copied.items():
         is_on_host = device.type == "cpu"
-        staging = load_memory.staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host)
+        staging = load_memory.plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
         segments: list[tuple[str, load_memory.Segment]] = []
-        for number, copy in copies_of_device:
+        for number, copy in device_copies:
             entry = index.entries[copy.leaf.key]
             segments += (
                 (entry.file, segment)
-                for segment in load_memory.segments_of(
+                for segment in load_memory.iter_segments(
                     copy,
                     number,
                     entry,
@@ -109,7 +109,7 @@ def plan_reads(
         start = start_at if policy.is_remote else 0.0
         requests = load_memory.schedule(segments, policy, staging_bytes=staging.nbytes, start_at=start)
         batches.append((device, tuple(requests)))
-    most_bytes = load_memory.ComputingShare.of(budget_bytes, policy.concurrency).most_bytes
+    most_bytes = load_memory.ComputingShare.from_budget(budget_bytes, policy.concurrency).most_bytes
     return ReadSchedule(items, tuple(files), tuple(batches), tuple(compute_tasks(computed, most_bytes)))
 
 
@@ -139,10 +139,10 @@ class ReadExecutor:
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
         """
-        before = identities_of(self.reader, schedule.files, self.world.check)
+        before = read_identities(self.reader, schedule.files, self.world.check)
         self._require_same(self.identities, before)
-        self._place(schedule, tensors, self.budget_bytes)
-        self._require_same(before, identities_of(self.reader, schedule.files, self.world.check))
+        self._fill(schedule, tensors, self.budget_bytes)
+        self._require_same(before, read_identities(self.reader, schedule.files, self.world.check))
 
     def _require_same(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
         changed = [file for file, identity in now.items() if before.get(file, identity) != identity]
@@ -153,7 +153,7 @@ class ReadExecutor:
                 "again when no process writes to it"
             )
 
-    def _place(self, schedule: ReadSchedule, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
+    def _fill(self, schedule: ReadSchedule, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
         targets = TargetTensors(tensors, [item.fqn for item in schedule.destinations])
         for device, requests in schedule.batches:
             self._read_all(requests, targets, device, budget_bytes)
@@ -167,7 +167,7 @@ class ReadExecutor:
         device: torch.device,
         budget_bytes: int,
     ) -> None:
-        most_bytes = load_memory.most_staged(requests)
+        most_bytes = load_memory.max_staged_bytes(requests)
         buffers = staging_buffers(budget_bytes, self.reader.policy.concurrency, device, most_bytes)
         try:
             WorkerPool(partial(self._read, targets), buffers, self.world.check).run(requests)
@@ -177,13 +177,13 @@ class ReadExecutor:
 
     def values(self, expression: Expression, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """Return a box of an expression as a new contiguous CPU tensor."""
-        return self.values_of([(expression, box, dtype)])[0]
+        return self.read_values([(expression, box, dtype)])[0]
 
-    def values_of(self, wanted: Sequence[Wanted], budget_bytes: int | None = None) -> list[torch.Tensor]:
+    def read_values(self, wanted: Sequence[Wanted], budget_bytes: int | None = None) -> list[torch.Tensor]:
         """Return boxes of expressions as new contiguous CPU tensors, read together."""
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         schedule, values = self._planned_values(wanted, budget)
-        self._place(schedule, values, budget)
+        self._fill(schedule, values, budget)
         return values
 
     def _planned_values(
@@ -249,7 +249,7 @@ class ReadExecutor:
         and their inputs read by all workers. Pinned buffers for copies to an accelerator are half of the staging.
         """
         policy = self.reader.policy
-        share = load_memory.ComputingShare.of(budget_bytes, policy.concurrency)
+        share = load_memory.ComputingShare.from_budget(budget_bytes, policy.concurrency)
         device = next((tensor.device for tensor in targets.tensors if tensor.device.type != "cpu"), _CPU)
         staging_bytes = share.staging_bytes if device.type == "cpu" else share.staging_bytes // 2
         most_bytes = max(task.block.nbytes for task in tasks)
@@ -268,7 +268,7 @@ class ReadExecutor:
                 self.world.check()
                 if self._last is None or self._last[0] != task.key:
                     self._last = None  # freed before memory of the next is allocated
-                    self._last = task.key, evaluate(task, self.values_of(_inputs_of(task), staging_bytes))
+                    self._last = task.key, evaluate(task, self.read_values(_get_inputs(task), staging_bytes))
                 self._copy_outputs(task, self._last[1], targets, outputs[0])
         finally:
             for buffer in outputs:
@@ -282,12 +282,14 @@ class ReadExecutor:
         buffers: tuple[StagingBuffer, StagingBuffer],
     ) -> None:
         """Compute one block on a worker thread. ``budget_bytes`` bounds the inputs of all workers together."""
-        schedule, values = self._planned_values(_inputs_of(task), budget_bytes)
+        schedule, values = self._planned_values(_get_inputs(task), budget_bytes)
         inputs = TargetTensors(values, [""] * len(values))
         for _, requests in schedule.batches:
             for request in requests:
                 self._read(inputs, request, buffers[0])
-        inputs_bytes = load_memory.ComputingShare.of(budget_bytes, self.reader.policy.concurrency).staging_bytes
+        inputs_bytes = load_memory.ComputingShare.from_budget(
+            budget_bytes, self.reader.policy.concurrency
+        ).staging_bytes
         for inner in schedule.computed:
             self._compute_block(inputs, inputs_bytes, inner, buffers)
         self._copy_outputs(task, evaluate(task, values), targets, buffers[1])
@@ -296,12 +298,12 @@ class ReadExecutor:
         self, task: ComputeTask, outputs: Mapping[str, torch.Tensor], targets: TargetTensors, buffer: StagingBuffer
     ) -> None:
         """Copy the outputs of a block to their places."""
-        for part in task.moves:
-            values = strided_view(outputs[part.output].contiguous(), part.source)
-            buffer.upload(values, strided_view(targets.tensors[part.target], part.place))
+        for move in task.moves:
+            values = strided_view(outputs[move.output].contiguous(), move.source)
+            buffer.upload(values, strided_view(targets.tensors[move.target], move.place))
         with self._lock:
-            for part in task.moves:
-                self.count(targets.names[part.target], part.place.numel)
+            for move in task.moves:
+                self.count(targets.names[move.target], move.place.numel)
 
 
 @torch.no_grad()
@@ -310,13 +312,13 @@ def evaluate(task: ComputeTask, values: Sequence[torch.Tensor]) -> Mapping[str, 
     return task.evaluate(values)
 
 
-def _inputs_of(task: ComputeTask) -> list[Wanted]:
+def _get_inputs(task: ComputeTask) -> list[Wanted]:
     return [
         (source, box, to_torch(source.dtype)) for source, box in zip(task.inputs, task.block.inputs, strict=True)
     ]
 
 
-def identities_of(
+def read_identities(
     reader: StorageReader, files: Sequence[str], check: Callable[[], None] | None = None
 ) -> dict[str, str]:
     """Return the identity of each file, requested as concurrently as the storage allows.
@@ -343,14 +345,14 @@ class TargetTensors:
     def memory(self, target: int) -> memoryview:
         """Return the bytes of a tensor on the host."""
         if target not in self._memories:
-            self._memories[target] = bytes_of(self.tensors[target])
+            self._memories[target] = storage_bytes(self.tensors[target])
         return self._memories[target]
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def storage_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the CPU memory of a tensor, from its first element to the end of its storage."""
     if tensor.is_contiguous():
-        return memory_of(tensor.view(-1).view(torch.uint8))
+        return as_memoryview(tensor.view(-1).view(torch.uint8))
     storage = tensor.untyped_storage()
     start = tensor.storage_offset() * tensor.element_size()
-    return memory_of(torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,), (1,)))
+    return as_memoryview(torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,), (1,)))

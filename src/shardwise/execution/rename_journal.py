@@ -13,7 +13,8 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution.locked_folder import LockedFolder
+from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank
+from shardwise.execution.world import World
 from shardwise.formats.accelerate_saves import is_distributed_folder
 from shardwise.formats.distributed import read_metadata
 from shardwise.formats.joining import METADATA
@@ -55,7 +56,7 @@ def tidy(locked: LockedFolder) -> None:
     with FoldersWriter(root, folders) as writer:
         writer.sync_names()  # renames of a killed save must last before the replaced files are removed
         remove_unnamed(writer, writer.list())
-        for file in commit_plan.lists_among(writer.list()):
+        for file in commit_plan.find_journals(writer.list()):
             finish(root, file, locked)
         _remove_uncommitted(writer, folders)
     for entry in _entries(root):
@@ -78,6 +79,27 @@ def undo(locked: LockedFolder, also: Collection[str] = ()) -> None:
     remove_folder(work_folder(root, locked.save_id))
 
 
+@contextmanager
+def locked_and_tidied(world: World, folder: str | os.PathLike[str], also: Collection[str] = ()) -> Iterator[Saving]:
+    """Lock a folder for a save on the first rank, and tidy it. If the block fails, undo the save.
+
+    Collective: yes, at the beginning.
+
+    Raises:
+        FormatError, StorageError: as of :func:`~shardwise.execution.locked_folder.locked_by_first_rank` and
+            :func:`tidy`.
+    """
+    with locked_by_first_rank(world, folder) as saving:
+        try:
+            world.broadcast(lambda: tidy(saving.locked))
+            yield saving
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                if saving.is_locked_here:
+                    undo(saving.locked, also)
+            raise
+
+
 def _entries(root: str) -> list[os.DirEntry[str]]:
     with os.scandir(root) as entries:
         return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -88,16 +110,16 @@ def distributed_folders(root: str) -> list[str]:
     return sorted(entry.name for entry in _entries(root) if is_distributed_folder(entry.name))
 
 
-def remove_fresh(writer: StorageWriter, files: Collection[str], save_id: str | None = None) -> None:
+def remove_temporary(writer: StorageWriter, files: Collection[str], save_id: str | None = None) -> None:
     """Remove those of these files that saves (by default all) have written and not renamed."""
     for name in files:
-        if (found := commit_plan.save_id_of_fresh(name)) is not None and save_id in (None, found):
+        if (found := commit_plan.parse_temporary_name(name)) is not None and save_id in (None, found):
             writer.remove(name)
 
 
 def _remove_uncommitted(writer: FoldersWriter, folders: Collection[str], save_id: str | None = None) -> None:
     """Remove the files that saves (by default all) have written and not committed, also in these folders."""
-    remove_fresh(writer, writer.list(), save_id)
+    remove_temporary(writer, writer.list(), save_id)
     for folder in folders:
         for name in left_in(Path(writer.root, folder), save_id):
             writer.remove(f"{folder}/{name}")
@@ -121,10 +143,10 @@ def finish(root: str, file: str, locked: LockedFolder) -> None:
         return  # another save has finished it
     with FoldersWriter(root) as writer:
         for name in (*renames.names, *renames.older):
-            writer.add_folder_of(name)
+            writer.add_parent(name)
         there = set(writer.list())
         for name in renames.names:
-            if (new := commit_plan.fresh(name, renames.save_id)) in there:
+            if (new := commit_plan.temporary_name(name, renames.save_id)) in there:
                 try:
                     writer.rename(new, name)
                 except StorageError:
@@ -167,20 +189,20 @@ def read_list(folder: Path, file: str) -> commit_plan.Renames | None:
     renames = commit_plan.Renames.from_bytes(file, content)
     if renames is None:
         raise FormatError(f"{file} in {folder}: is not a list of renames of an interrupted save. Remove it")
-    if linked := [inner for inner in _folders_of(folder, renames) if (folder / inner).is_symlink()]:
+    if linked := [inner for inner in _existing_folders(folder, renames) if (folder / inner).is_symlink()]:
         raise FormatError(
             f"{file} in {folder}: lists files in {shown(linked[0])}, which is a link. Remove the list"
         )
     return renames
 
 
-def _folders_of(folder: Path, renames: commit_plan.Renames) -> list[str]:
+def _existing_folders(folder: Path, renames: commit_plan.Renames) -> list[str]:
     """Return the existing folders that contain listed names, parents first."""
     parents = {str(parent) for name in (*renames.names, *renames.older) for parent in PurePosixPath(name).parents}
     return sorted(inner for inner in parents - {"."} if (folder / inner).is_dir())
 
 
-def home_of(path: Path) -> Path:
+def journal_folder(path: Path) -> Path:
     """Return the folder whose lists concern a path: itself, or the parent of a file or of one model's folder."""
     return path.parent if not path.is_dir() or is_distributed_folder(path.name) else path
 
@@ -195,7 +217,7 @@ def lists_in(folder: Path) -> list[commit_plan.Renames]:
         names = os.listdir(folder) if folder.is_dir() else []
     except OSError as error:
         raise StorageError(f"{folder}: listing it failed, {error.strerror}. Check its permissions") from error
-    return [found for file in commit_plan.lists_among(names) if (found := read_list(folder, file)) is not None]
+    return [found for file in commit_plan.find_journals(names) if (found := read_list(folder, file)) is not None]
 
 
 @contextmanager
@@ -237,14 +259,14 @@ def leads_nowhere(place: Path) -> bool:
 
 def _link(folder: Path, pending: Sequence[commit_plan.Renames], place: Path) -> list[str]:
     """Link the files of a folder under their final names. Return the listed names that are missing."""
-    inner_folders = {inner for renames in pending for inner in _folders_of(folder, renames)}
+    inner_folders = {inner for renames in pending for inner in _existing_folders(folder, renames)}
     links: dict[str, str] = {}
     for inner in ("", *sorted(inner_folders)):
         (place / inner).mkdir(exist_ok=True)
         names = {(PurePosixPath(inner) / name).as_posix() for name in os.listdir(folder / inner)} - inner_folders
-        links |= {name: name for name in names if commit_plan.save_id_of_fresh(name) is None}
+        links |= {name: name for name in names if commit_plan.parse_temporary_name(name) is None}
     for renames in pending:
-        fresh = {name: commit_plan.fresh(name, renames.save_id) for name in renames.names}
+        fresh = {name: commit_plan.temporary_name(name, renames.save_id) for name in renames.names}
         links |= {name: new for name, new in fresh.items() if (folder / new).is_file()}
         for name in {renames.file, *renames.older} - {*renames.names}:
             links.pop(name, None)
@@ -264,7 +286,7 @@ def number_of(save_id: str) -> int:
     return _FIRST_NUMBER + int(save_id, 16)
 
 
-def older_in(folder: Path, files: Collection[str]) -> list[str]:
+def find_older(folder: Path, files: Collection[str]) -> list[str]:
     """Return data files of older checkpoints in a folder, other than these files."""
     with open_writer(folder) as writer:
         return [name for name in writer.list() if _DATA_FILE.fullmatch(name) and name not in files]

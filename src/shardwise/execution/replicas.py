@@ -19,17 +19,17 @@ from torch import nn
 from shardwise.errors import ConfigError, RankMismatchError, ShardingError
 from shardwise.execution.checksums import checksums
 from shardwise.execution.moving import LocalTensor, Transfer, transfer
-from shardwise.execution.tensor_facts import TensorFacts, facts_by_name, held_by_rank
-from shardwise.execution.world import World, digest_of
-from shardwise.layout import TensorKind, place_of
+from shardwise.execution.tensor_metadata import TensorMetadata, held_by_rank, metadata_by_name
+from shardwise.execution.world import World, repr_digest
+from shardwise.layout import TensorKind, locate_box
 from shardwise.models.rebind import Bound
 from shardwise.models.selection import Factors
 from shardwise.models.torch_api import sets_grad_dtype
 from shardwise.models.view import TensorRef, local_boxes, local_tensor, strided_view
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import Item, digest, require_alike
-from shardwise.planning.moves import Boxes, Common, in_common, shares_by_rank, shares_of_first
-from shardwise.report.names import few_names, shown_ranks
+from shardwise.planning.moves import Boxes, Common, first_holder_shares, in_common, shares_by_rank
+from shardwise.report.names import few_names, format_ranks
 from shardwise.tensors import Box
 
 T = TypeVar("T")
@@ -62,15 +62,15 @@ class Replicas:
         for name, boxes in common.items():
             local, places = local_tensor(tensors[name]), local_boxes(tensors[name], name)
             for box, holders in boxes:
-                group = ReplicaGroup(len(holders), name in buffers, digest_of(holders))
-                view = strided_view(local, place_of(box, places))
+                group = ReplicaGroup(len(holders), name in buffers, repr_digest(holders))
+                view = strided_view(local, locate_box(box, places))
                 by_group.setdefault(group, {}).setdefault(name, []).append(view)
         return cls(by_group)
 
     def digests(self) -> dict[ReplicaGroup, bytes]:
         """Return a digest for each group, equal on its ranks if the values are."""
         return {
-            group: digest_of(checksums([view for views in tensors.values() for view in views]))
+            group: repr_digest(checksums([view for views in tensors.values() for view in views]))
             for group, tensors in self.by_group.items()
         }
 
@@ -97,7 +97,7 @@ def compare_replicas(world: World, replicas: Replicas, on_differing_buffers: OnD
     if not mismatched:
         return ()
     return world.map_reduce(
-        replicas.checksums, partial(_differing_buffers, on_differing_buffers=on_differing_buffers), mismatched
+        replicas.checksums, partial(_find_differing_buffers, on_differing_buffers=on_differing_buffers), mismatched
     )
 
 
@@ -133,7 +133,7 @@ def _by_group(gathered: Sequence[Mapping[ReplicaGroup, T]]) -> dict[ReplicaGroup
     return groups
 
 
-def _differing_buffers(
+def _find_differing_buffers(
     gathered: Sequence[Mapping[ReplicaGroup, Mapping[str, list[int]]]], on_differing_buffers: OnDiffering
 ) -> tuple[str, ...]:
     """Return the names of buffers with differing checksums. Raises :class:`RankMismatchError` for other tensors."""
@@ -146,7 +146,7 @@ def _differing_buffers(
                 (buffers if group.has_buffers else parameters).setdefault(name, set()).update(differing)
     if parameters:
         raise RankMismatchError(
-            f"{_shown(parameters)}, and a save would mix them. Parameters "
+            f"{_describe_differing(parameters)}, and a save would mix them. Parameters "
             "stay equal if every rank begins with the same values and gradients are averaged. An adapter or a "
             "module that was added after sharding is not averaged: add it before (tuning=..., or before "
             "fully_shard), or give all ranks one rank's values (torch.distributed.broadcast) and average its "
@@ -154,14 +154,14 @@ def _differing_buffers(
         )
     if buffers and on_differing_buffers == "error":
         raise RankMismatchError(
-            f"{_shown(buffers)}. These are buffers, such as running statistics: average them over the ranks, "
-            "or pass on_differing_buffers='first_rank' for those of the first rank"
+            f"{_describe_differing(buffers)}. These are buffers, such as running statistics: average them over the "
+            "ranks, or pass on_differing_buffers='first_rank' for those of the first rank"
         )
     return tuple(buffers)
 
 
-def _shown(differing: Mapping[str, set[int]]) -> str:
-    names, ranks = few_names(differing), shown_ranks(sorted(set().union(*differing.values())))
+def _describe_differing(differing: Mapping[str, set[int]]) -> str:
+    names, ranks = few_names(differing), format_ranks(sorted(set().union(*differing.values())))
     count = f"{len(differing)} tensors have" if len(differing) > 1 else "one tensor has"
     return f"{count} other values on rank {ranks} than on the first rank that holds the same: {names}"
 
@@ -183,8 +183,8 @@ def equal_on_all(
     Raises:
         RankMismatchError: as in :func:`compare_replicas`, or ranks have different tensors.
     """
-    facts = world.all_gather(facts_by_name, tensors)
-    held = {name: tuple(found[name].boxes if name in found else () for found in facts) for name in tensors}
+    metadata = world.all_gather(metadata_by_name, tensors)
+    held = {name: tuple(found[name].boxes if name in found else () for found in metadata) for name in tensors}
     replicas = world.run_all(Replicas.among, tensors, in_common(held, world.rank), buffers)
     differing = compare_replicas(world, replicas, on_differing_buffers)
     copies = {name: torch.empty_like(tensors[name]) for name in differing}
@@ -195,10 +195,10 @@ def equal_on_all(
                 name,
                 tensors[name].shape,
                 tensors[name].dtype,
-                shares_of_first(held[name]),
+                first_holder_shares(held[name]),
                 held[name],
-                LocalTensor.of(tensors[name], name),
-                LocalTensor.of(copy, name),
+                LocalTensor.from_tensor(tensors[name], name),
+                LocalTensor.from_tensor(copy, name),
             )
             for name, copy in copies.items()
         ]
@@ -259,21 +259,21 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
     require_alike_models(world, held, ())
     saved = [item for item in held if item.kind.is_saved]
     tensors = {item.fqn: item.tensor for item in saved}
-    facts = world.all_gather(_facts_with_values, tensors)
-    boxes = world.run_all(held_by_rank, facts)
+    metadata = world.all_gather(_metadata_with_values, tensors)
+    boxes = world.run_all(held_by_rank, metadata)
     shares = world.run_all(_shares_by_name, saved, boxes)
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
     replicas = world.run_all(Replicas.among, tensors, in_common(boxes, world.rank), buffers)
     return Shares(shares, compare_replicas(world, replicas, on_differing_buffers))
 
 
-def _facts_with_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
-    """Return the facts of tensors. Raises :class:`ShardingError` for tensors on meta."""
+def _metadata_with_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorMetadata]:
+    """Return the metadata of tensors. Raises :class:`ShardingError` for tensors on meta."""
     if absent := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ShardingError(
             f"{few_names(absent)} on meta: without values, there is nothing to save. Load the model first"
         )
-    return facts_by_name(tensors)
+    return metadata_by_name(tensors)
 
 
 def _shares_by_name(
@@ -288,7 +288,7 @@ def _shares_by_name(
         turn = -1 if is_buffer else number % len(boxes)
         key = id(boxes), turn, itemsize
         if key not in known:
-            known[key] = shares_of_first(boxes) if is_buffer else shares_by_rank(boxes, turn, itemsize)
+            known[key] = first_holder_shares(boxes) if is_buffer else shares_by_rank(boxes, turn, itemsize)
         shares |= dict.fromkeys(item.names, known[key])
     return shares
 
@@ -312,7 +312,7 @@ class PackedRows:
         first = local_boxes(self.weight.tensor, self.weight.fqn)[0].box.offsets[0]
         start, count = box.offsets[0], box.sizes[0]
         rows = slice(start - first, start - first + count)
-        scales = self.layer.scales_of(self.scales.local[rows].contiguous(), start)
+        scales = self.layer.get_scales(self.scales.local[rows].contiguous(), start)
         packing = self.layer.packing
         whole: torch.Tensor = packing.dequantize(self.weight.local[rows].contiguous(), scales, packing.dtype)
         return whole[:, box.offsets[1] : box.offsets[1] + box.sizes[1]].contiguous()
@@ -345,7 +345,7 @@ class ShardSender:
     def values(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of a tensor, row-major."""
         item = self.held[name]
-        return strided_view(item.local, place_of(box, local_boxes(item.tensor, item.fqn))).contiguous()
+        return strided_view(item.local, locate_box(box, local_boxes(item.tensor, item.fqn))).contiguous()
 
 
 @dataclass

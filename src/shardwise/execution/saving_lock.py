@@ -35,11 +35,11 @@ import re
 import secrets
 import time
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from shardwise.errors import StorageError
 from shardwise.storage.contract import INCOMPLETE, StorageWriter
-from shardwise.storage.machine import ProcessPlace
+from shardwise.storage.machine import ProcessId
 
 LOCK_FILE = "shardwise.saving"
 
@@ -118,7 +118,7 @@ def release_lock(writer: StorageWriter, save_id: str) -> None:
 
 def holds_lock(writer: StorageWriter, save_id: str) -> bool:
     """Return True if the folder is locked by this save. On an object store others may be acquiring it as well."""
-    record = _LockRecord.of(writer.read(_lock_file(writer, save_id)))
+    record = _LockRecord.from_bytes(writer.read(_lock_file(writer, save_id)))
     return record is not None and record.save_id == save_id
 
 
@@ -135,7 +135,7 @@ def require_lock(writer: StorageWriter, save_id: str) -> None:
             f"{writer.root}: {file}, which the first rank created there, is not visible. Save to a directory that "
             "all ranks share, and leave that file alone during the save"
         )
-    record = _LockRecord.of(content)
+    record = _LockRecord.from_bytes(content)
     if record is None or record.save_id != save_id:
         raise _refusal(writer, file, record)
 
@@ -157,48 +157,56 @@ def _object_locks(files: Collection[str]) -> set[str]:
 class _LockRecord:
     """Content of a lock file. ``renewed_s`` is the interval of renewals, or 0 for none."""
 
-    place: ProcessPlace
+    process: ProcessId
     save_id: str
     renewed_s: float
 
     @classmethod
-    def of(cls, content: bytes | None) -> _LockRecord | None:
+    def from_bytes(cls, content: bytes | None) -> _LockRecord | None:
         """Parse a lock file. Return None if it is not one."""
         try:
             found = json.loads(content or b"")
-            process = int(found["process"])
-            place = ProcessPlace(str(found["host"]), process, str(found["born"]), str(found["space"]))
-            return cls(place, str(found["save_id"]), min(RENEWAL_S, float(found["renewed_s"])))
+            pid = int(found["process"])
+            process = ProcessId(str(found["host"]), pid, str(found["born"]), str(found["space"]))
+            return cls(process, str(found["save_id"]), min(RENEWAL_S, float(found["renewed_s"])))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
     def to_bytes(self) -> bytes:
-        others = {"save_id": self.save_id, "renewed_s": self.renewed_s, "since": time.time()}
-        return json.dumps(asdict(self.place) | others).encode()
+        content = {
+            "host": self.process.host,
+            "process": self.process.pid,
+            "born": self.process.start_time,
+            "space": self.process.pid_namespace,
+            "save_id": self.save_id,
+            "renewed_s": self.renewed_s,
+            "since": time.time(),
+        }
+        return json.dumps(content).encode()
 
     @property
     def is_stale(self) -> bool:
         """Return True if the process has certainly ended, or has finished this save."""
-        if not self.place.is_visible or self.place.process <= 0:
+        if not self.process.is_visible or self.process.pid <= 0:
             return False
-        is_over = self.place.process == os.getpid() and self.save_id not in _ACTIVE
-        return is_over or self.place.has_ended()
+        is_over = self.process.pid == os.getpid() and self.save_id not in _ACTIVE
+        return is_over or self.process.has_ended()
 
 
-def _own_content(save_id: str) -> bytes:
-    return _LockRecord(ProcessPlace.here(), save_id, RENEWAL_S).to_bytes()
+def _lock_content(save_id: str) -> bytes:
+    return _LockRecord(ProcessId.here(), save_id, RENEWAL_S).to_bytes()
 
 
 def _create(writer: StorageWriter, save_id: str) -> None:
     """Create the only lock file of a file system, after a stale one has been removed."""
     _take_over(writer)
-    content = _own_content(save_id)
+    content = _lock_content(save_id)
     try:
         writer.create(LOCK_FILE, len(content))
     except StorageError as error:
         found = writer.read(LOCK_FILE)
         if found is not None:
-            raise _refusal(writer, LOCK_FILE, _LockRecord.of(found)) from error
+            raise _refusal(writer, LOCK_FILE, _LockRecord.from_bytes(found)) from error
         raise
     try:
         writer.write(LOCK_FILE, 0, [memoryview(content)])
@@ -224,7 +232,7 @@ def _take_over(writer: StorageWriter) -> None:
     except StorageError as error:
         if writer.read(LOCK_FILE) is not None:
             raise
-        raise _refusal(writer, LOCK_FILE, _LockRecord.of(content)) from error  # another save was faster
+        raise _refusal(writer, LOCK_FILE, _LockRecord.from_bytes(content)) from error  # another save was faster
     if writer.read(aside) != content:
         writer.rename(aside, LOCK_FILE)
         raise _refusal(writer, LOCK_FILE, None)
@@ -242,7 +250,7 @@ def _create_object(writer: StorageWriter, save_id: str) -> None:
         _require_stale(writer, file)
     own = _lock_file(writer, save_id)
     try:
-        writer.replace(own, _own_content(save_id))
+        writer.replace(own, _lock_content(save_id))
         for file in sorted(_object_locks(writer.list()) - stale - {own}):
             _require_stale(writer, file, is_patient=False)
             stale.add(file)
@@ -264,12 +272,12 @@ def _require_stale(writer: StorageWriter, file: str, *, is_patient: bool = True)
         StorageError: the lock is not stale.
     """
     content, deadline = writer.read(file), time.monotonic() + _WRITTEN_S
-    while _is_exclusive(writer) and content is not None and _LockRecord.of(content) is None:
+    while _is_exclusive(writer) and content is not None and _LockRecord.from_bytes(content) is None:
         if time.monotonic() > deadline:
             return content
         time.sleep(_POLL_S)
         content = writer.read(file)
-    record = _LockRecord.of(content)
+    record = _LockRecord.from_bytes(content)
     is_stale = record is not None and (record.is_stale or (is_patient and _is_silent(writer, file, record)))
     if content is not None and not is_stale:
         raise _refusal(writer, file, record)
@@ -278,7 +286,7 @@ def _require_stale(writer: StorageWriter, file: str, *, is_patient: bool = True)
 
 def _is_silent(writer: StorageWriter, file: str, record: _LockRecord) -> bool:
     """Return True if a lock of another machine is not renewed during some of its intervals, and wait for these."""
-    if record.renewed_s <= 0 or record.place.is_visible:
+    if record.renewed_s <= 0 or record.process.is_visible:
         return False
     first, deadline = _changed_at(writer, file), time.monotonic() + _MAX_MISSED * record.renewed_s
     while first is not None and time.monotonic() < deadline:
@@ -302,7 +310,7 @@ def _changed_at(writer: StorageWriter, file: str) -> object:
 def _refusal(writer: StorageWriter, file: str, record: _LockRecord | None) -> StorageError:
     holder = "its lock file cannot be read"
     if record is not None:
-        holder = f"process {record.place.process} on {record.place.host}"
+        holder = f"process {record.process.pid} on {record.process.host}"
     return StorageError(
         f"{writer.root}: another save is writing here ({holder}). Wait for it, or save to another directory. If "
         f"that process is gone, remove {file} from the directory"

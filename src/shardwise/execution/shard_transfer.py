@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import RankMismatchError
 from shardwise.execution import moving
 from shardwise.execution.checksums import checksums
-from shardwise.execution.memory import home_of, materialize
+from shardwise.execution.memory import compute_device, materialize
 from shardwise.execution.world import World
 from shardwise.layout import TensorKind
 from shardwise.models import torch_api, wrap
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.rebind import Bound, Key, Scalar, state_like
-from shardwise.models.view import TensorRef, boxes_of_ranks, collect_tensors
+from shardwise.models.view import TensorRef, boxes_by_rank, collect_tensors
 from shardwise.models.wrap import Sharding
 from shardwise.planning import matching
 from shardwise.tensors import Box
@@ -28,9 +28,9 @@ class SourceTable:
     """The source ranks of every tensor, and its dtype, by name.
 
     Attributes:
-        keys: the optimizers' tensors, which follow the model's in ``source_of``.
+        keys: the optimizers' tensors, which follow the model's in ``source_ranks``.
         live: this rank's values, which are removed as they are sent.
-        source_of: by rank, the rank that sends it the values.
+        source_ranks: by rank, the rank that sends it the values.
         dtypes: those that the ranks have agreed on.
         cast: (old dtype, new dtype) of tensors whose dtype changes.
         differed: the rank whose values are used although others have different ones.
@@ -39,7 +39,7 @@ class SourceTable:
 
     keys: dict[str, Key]
     live: dict[str, torch.Tensor]
-    source_of: dict[str, tuple[int, ...]]
+    source_ranks: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     cast: dict[str, tuple[str, str]]
     differed: dict[str, int]
@@ -65,16 +65,16 @@ def agree_on_sources(
     }
     live = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
     names = [*(item.fqn for item in held), *keys]
-    own = [(_name_of(tensors[name].dtype) if name in tensors else "", name in live) for name in names]
+    own = [(_dtype_name(tensors[name].dtype) if name in tensors else "", name in live) for name in names]
     gathered = world.all_gather_object(own)
     is_live = [[found for _, found in facts] for facts in gathered]
-    chosen = world.run_all(matching.choose_sources, names, is_live, values_from)
+    chosen = world.run_all(matching.select_sources, names, is_live, values_from)
     stored = _with_source_dtypes([[dtype for dtype, _ in facts] for facts in gathered], chosen)
-    agreed = world.run_all(matching.choose_dtypes, names, chosen, stored)
+    agreed = world.run_all(matching.select_dtypes, names, chosen, stored)
     replicated = {
         name: live[name]
-        for name, source_of in zip(names, chosen, strict=True)
-        if len(set(source_of)) > 1 and source_of[world.rank] == world.rank
+        for name, source_ranks in zip(names, chosen, strict=True)
+        if len(set(source_ranks)) > 1 and source_ranks[world.rank] == world.rank
     }
     sums = world.all_gather(lambda: dict(zip(replicated, checksums(list(replicated.values())), strict=True)))
     counts = list(map(sum, is_live))
@@ -87,14 +87,14 @@ def agree_on_sources(
     dtypes = {name: getattr(torch, dtype) for name, dtype in zip(names, agreed, strict=True)}
     for item in held:
         if item.kind is TensorKind.PARAMETER:
-            dtypes[item.fqn] = wrap.trained_dtype_of(trained_dtype, dtypes[item.fqn], item.tensor.requires_grad)
+            dtypes[item.fqn] = wrap.get_trained_dtype(trained_dtype, dtypes[item.fqn], item.tensor.requires_grad)
     for name, key in keys.items():  # state in the parameter's dtype is cast with it, as when torch loads it
         if before[name][0] == before[key.parameter][0]:
             dtypes[name] = dtypes[key.parameter]
     cast = {
-        name: (other[0], _name_of(dtypes[name]))
+        name: (other[0], _dtype_name(dtypes[name]))
         for name in names
-        if (other := [dtype for dtype in before[name] if dtype != _name_of(dtypes[name])])
+        if (other := [dtype for dtype in before[name] if dtype != _dtype_name(dtypes[name])])
     }
     return SourceTable(keys, live, dict(zip(names, sources, strict=True)), dtypes, cast, differed, scalars)
 
@@ -152,14 +152,14 @@ def _with_source_dtypes(
     """Return the dtypes, with that of the source on ranks that do not have an optimizer's state."""
     return [
         [
-            dtype or (dtypes_by_rank[source_of[rank]][index] if source_of else "")
-            for index, (dtype, source_of) in enumerate(zip(dtypes, chosen, strict=True))
+            dtype or (dtypes_by_rank[source_ranks[rank]][index] if source_ranks else "")
+            for index, (dtype, source_ranks) in enumerate(zip(dtypes, chosen, strict=True))
         ]
         for rank, dtypes in enumerate(dtypes_by_rank)
     ]
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -193,7 +193,7 @@ class IncomingShards:
         self.managers = torch_api.fsdp_params(model)
         self.held = {item.fqn: item for item in collect_tensors(model)}
         live = next(iter(supply.live.values()), None)
-        self.home = home_of(list(self.held.values()), None if live is None else live.device)
+        self.home = compute_device(list(self.held.values()), None if live is None else live.device)
         self.state: dict[Key, torch.Tensor] = {}
 
     def transfers(self, world: World) -> list[moving.Transfer]:
@@ -201,16 +201,16 @@ class IncomingShards:
         supply = self.supply
         ranks = [0] if world.size == 1 else dist.get_process_group_ranks(world.group)
         transfers: list[moving.Transfer] = []
-        for name, source_of in supply.source_of.items():
+        for name, source_ranks in supply.source_ranks.items():
             live = supply.live.pop(name, None)
             is_buffer = name in self.held and self.held[name].kind is not TensorKind.PARAMETER
-            if source_of != matching.NOBODY and not (is_buffer and source_of == tuple(range(world.size))):
+            if source_ranks != matching.NOBODY and not (is_buffer and source_ranks == tuple(range(world.size))):
                 key = supply.keys.get(name)
                 tensor = self.held[key.parameter if key is not None else name].tensor
-                boxes = boxes_of_ranks(tensor, name, ranks)
+                boxes = boxes_by_rank(tensor, name, ranks)
                 whole = Box.whole(tensor.shape)
-                held = tuple((whole,) if sender == rank else () for rank, sender in enumerate(source_of))
-                source = moving.LocalTensor.whole(live) if live is not None and held[world.rank] else None
+                held = tuple((whole,) if sender == rank else () for rank, sender in enumerate(source_ranks))
+                source = moving.LocalTensor.full(live) if live is not None and held[world.rank] else None
                 dtype = supply.dtypes[name]
                 transfers.append(moving.Transfer(name, tensor.shape, dtype, held, boxes, source, None))
         return transfers
@@ -232,7 +232,7 @@ class IncomingShards:
                     shape, dtype = item.tensor.shape, self.supply.dtypes[name]
                     item.install(torch.empty(shape, dtype=dtype, device=self.home))
                 target = item.tensor
-            targets[name] = moving.LocalTensor.of(target, name)
+            targets[name] = moving.LocalTensor.from_tensor(target, name)
         return targets
 
     def finish(self, bounds: Sequence[Bound], sharding: Sharding) -> list[str]:

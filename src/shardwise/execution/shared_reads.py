@@ -14,8 +14,8 @@ from shardwise.conversion.expression import rows_stored
 from shardwise.execution.moving import LocalTensor, Transfer, transfer
 from shardwise.execution.reading import ReadExecutor, ReadTarget
 from shardwise.execution.world import World
-from shardwise.layout import LocalBox, place_of
-from shardwise.models.view import TensorRef, boxes_of_ranks
+from shardwise.layout import LocalBox, locate_box
+from shardwise.models.view import TensorRef, boxes_by_rank
 from shardwise.planning import moves
 
 
@@ -38,26 +38,28 @@ def shared_boxes(
         placement = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         form = tuple(tensor.shape), placement
         if form not in known:
-            known[form] = boxes_of_ranks(tensor, item.fqn, ranks)
-        if any(len(holders) > 1 for holders in moves.holders_of(known[form]).values()):
+            known[form] = boxes_by_rank(tensor, item.fqn, ranks)
+        if any(len(holders) > 1 for holders in moves.find_holders(known[form]).values()):
             shared[item.fqn] = known[form]
     return shared
 
 
-def shared_parts(
+def local_targets(
     world: World, shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[ReadTarget]
 ) -> list[ReadTarget]:
     """Return the destinations, with only this rank's share of the boxes of shared ones."""
-    shares = _shares_of_reads(shared, items)
+    shares = _read_shares(shared, items)
     return [
-        replace(item, boxes=tuple(LocalBox(box, place_of(box, item.boxes)) for box in shares[item.fqn][world.rank]))
+        replace(
+            item, boxes=tuple(LocalBox(box, locate_box(box, item.boxes)) for box in shares[item.fqn][world.rank])
+        )
         if item.fqn in shares
         else item
         for item in items
     ]
 
 
-def _shares_of_reads(
+def _read_shares(
     shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[ReadTarget]
 ) -> dict[str, tuple[moves.Boxes, ...]]:
     wanted = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
@@ -78,7 +80,7 @@ def exchange_shared(
     Collective: yes.
     Memory: the budget.
     """
-    shares = _shares_of_reads(shared, items)
+    shares = _read_shares(shared, items)
     members = sorted((item for item in items if item.fqn in shared), key=attrgetter("fqn"))
     transfers = []
     for item in members:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion.expression import Expression
 from shardwise.errors import ConfigError, KeyMismatchError, ShardingError, StorageError
-from shardwise.execution import Timeouts, moving, tensor_facts
+from shardwise.execution import Timeouts, moving, tensor_metadata
 from shardwise.execution.audit import are_equal, require_one_checkpoint
 from shardwise.execution.memory import require_budget
 from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
@@ -84,16 +84,16 @@ def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"{name} in the state is a {type(value).__name__}. Only tensors can be set")
-    reject_meta(tensors, "the state that was given")
+    require_values(tensors, "the state that was given")
     return {
         name: matching.Brought(
-            tuple(tensor.shape), torch_api.in_memory(tensor.dtype), tensor_facts.boxes_of(tensor, name)
+            tuple(tensor.shape), torch_api.in_memory(tensor.dtype), tensor_metadata.get_boxes(tensor, name)
         )
         for name, tensor in tensors.items()
     }
 
 
-def reject_meta(tensors: Mapping[str, torch.Tensor], what: str) -> None:
+def require_values(tensors: Mapping[str, torch.Tensor], what: str) -> None:
     """Raise for tensors without values.
 
     Raises:
@@ -123,7 +123,9 @@ class BroughtValues:
         world.run_all(self._require_ties, _pairs(ties, self.tensors))
 
     def _require_ties(self, pairs: Sequence[tuple[str, str]]) -> None:
-        _refuse_untied([(one, two) for one, two in pairs if not _is_same(self.tensors[one], self.tensors[two])])
+        _require_untied_equal(
+            [(one, two) for one, two in pairs if not _is_same(self.tensors[one], self.tensors[two])]
+        )
 
     def bring(
         self,
@@ -142,22 +144,26 @@ class BroughtValues:
         Raises:
             RankMismatchError: ranks have different targets.
         """
-        facts = world.all_gather(tensor_facts.facts_by_name, targets)
-        world.run_all(tensor_facts.require_same_tensors, facts)
-        items = world.run_all(lambda: [self._transfer(item, targets, facts) for item in match.taken])
+        metadata = world.all_gather(tensor_metadata.metadata_by_name, targets)
+        world.run_all(tensor_metadata.require_same_tensors, metadata)
+        items = world.run_all(lambda: [self._transfer(item, targets, metadata) for item in match.taken])
         return moving.transfer(world, items, budget_bytes=budget_bytes, device=device)
 
     def _transfer(
         self,
         item: matching.Taken,
         targets: Mapping[str, torch.Tensor],
-        facts: Sequence[Mapping[str, tensor_facts.TensorFacts]],
+        metadata: Sequence[Mapping[str, tensor_metadata.TensorMetadata]],
     ) -> moving.Transfer:
         name = item.place.names[0]
         target = targets[name]
-        source = moving.LocalTensor.of(self.tensors[item.name], item.name) if item.name in self.tensors else None
-        wanted = tuple(found[name].boxes for found in facts)
-        into = moving.LocalTensor.of(target, name)
+        source = (
+            moving.LocalTensor.from_tensor(self.tensors[item.name], item.name)
+            if item.name in self.tensors
+            else None
+        )
+        wanted = tuple(found[name].boxes for found in metadata)
+        into = moving.LocalTensor.from_tensor(target, name)
         return moving.Transfer(name, target.shape, target.dtype, item.held, wanted, source, into)
 
 
@@ -176,7 +182,7 @@ def _pairs(ties: Sequence[Sequence[str]], present: Collection[str]) -> list[tupl
     return [(names[0], other) for names in tied for other in names[1:]]
 
 
-def _refuse_untied(unequal: Sequence[tuple[str, str]]) -> None:
+def _require_untied_equal(unequal: Sequence[tuple[str, str]]) -> None:
     for first, other in unequal:
         raise KeyMismatchError(
             f"{first} and {other} are one tensor in the model, and two with different values in the state. "
@@ -218,7 +224,7 @@ class StoredValues:
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
         if pairs := _pairs(ties, self.expressions):
             unequal = world.all_gather(self._unequal, world, pairs)
-            _refuse_untied([pair for found in unequal for pair in found])
+            _require_untied_equal([pair for found in unequal for pair in found])
 
     def _unequal(self, world: World, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Return the pairs that differ in this rank's part of the rows."""
@@ -256,13 +262,13 @@ class StoredValues:
         items: list[ReadTarget] = []
         for item in match.taken:
             name = item.place.names[0]
-            boxes = tuple(part for part in local_boxes(targets[name], name) if part.box.numel)
+            boxes = tuple(piece for piece in local_boxes(targets[name], name) if piece.box.numel)
             local = local_tensor(targets[name])
             items.append(ReadTarget(name, self.expressions[item.name], boxes, local.dtype, local.device))
         schedule = plan_reads(items, self.index, self.reader.policy, budget_bytes, world.rank / world.size)
         placer.place(schedule, [local_tensor(targets[item.fqn]) for item in schedule.destinations])
         for destination in schedule.destinations:
-            wanted = sum(part.box.numel for part in destination.boxes)
+            wanted = sum(piece.box.numel for piece in destination.boxes)
             if (written := placer.written.get(destination.fqn, 0)) != wanted:
                 raise StorageError(
                     f"{destination.fqn}: {written} of {wanted} elements were read from "
@@ -274,7 +280,7 @@ class StoredValues:
         """Return full tensors, which are small. Collective: no."""
         wanted = [(self.expressions[name], Box.whole(self.expressions[name].shape)) for name in names]
         placer = self._placer(World(0, 1))
-        found = placer.values_of([(item, box, torch_api.to_torch(item.dtype)) for item, box in wanted])
+        found = placer.read_values([(item, box, torch_api.to_torch(item.dtype)) for item, box in wanted])
         self.read_bytes += placer.read_bytes
         return found
 

@@ -20,7 +20,7 @@ from shardwise.execution.committing import begin_save, commit_save, undo_save
 from shardwise.execution.memory import in_background, trim_heap
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.world import World
-from shardwise.execution.write import OwnFiles, WrittenTensors
+from shardwise.execution.write import LocalFiles, WrittenTensors
 from shardwise.models.torch_api import to_torch
 from shardwise.planning.merge_plan import Added, Edit, LowRank, Replaced, WeightForm
 from shardwise.planning.save_plan import Saved, SavePlan
@@ -29,7 +29,7 @@ from shardwise.storage.contract import StorageWriter
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, DType, numel, row_blocks
 
-Part = tuple[str, Box]
+TensorBox = tuple[str, Box]
 """A box of a tensor of the save, by its key."""
 
 BLOCK_BYTES = 8 << 20
@@ -65,10 +65,10 @@ def stream_out(
     Raises:
         StorageError: something could not be written.
     """
-    out = OwnFiles(World(0, 1), writer, plan.files, advance)
+    out = LocalFiles(World(0, 1), writer, plan.files, advance)
     begun = begin_save(writer, plan)
     try:
-        _write_blocks(out, parts_of(plan, BLOCK_BYTES), outgoing)
+        _write_blocks(out, plan_blocks(plan, BLOCK_BYTES), outgoing)
         if check is not None:
             check(out.written)
         commit_save(writer, plan, begun, companions, out.written.fingerprints)
@@ -78,9 +78,9 @@ def stream_out(
     return out.written
 
 
-def parts_of(plan: SavePlan, block_bytes: int) -> Iterator[list[Part]]:
+def plan_blocks(plan: SavePlan, block_bytes: int) -> Iterator[list[TensorBox]]:
     """Yield the boxes of a plan's tensors in order, about ``block_bytes`` at a time."""
-    block: list[Part] = []
+    block: list[TensorBox] = []
     used = 0
     for entry in plan.entries.values():
         for box in row_blocks(entry.shape, max(1, block_bytes // entry.dtype.itemsize)):
@@ -93,7 +93,7 @@ def parts_of(plan: SavePlan, block_bytes: int) -> Iterator[list[Part]]:
     yield block
 
 
-def _write_blocks(out: OwnFiles, blocks: Iterable[Sequence[Part]], outgoing: Outgoing) -> None:
+def _write_blocks(out: LocalFiles, blocks: Iterable[Sequence[TensorBox]], outgoing: Outgoing) -> None:
     """Write blocks, each while the next is computed."""
     computed: list[tuple[str, Box, torch.Tensor]] = []
     untrimmed = 0
@@ -144,13 +144,13 @@ class Outgoing:
                         "Do this with transformers, or PEFT, in memory"
                     )
 
-    def values(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+    def values(self, boxes: Sequence[TensorBox]) -> list[torch.Tensor]:
         """Return boxes of tensors in the dtype in which they are saved, contiguous, on the CPU.
 
         Memory: a few times the boxes.
         """
-        made = [(self.made[key], box) for key, box in parts]
-        return self.placer.values_of([(expression, box, to_torch(dtype)) for (dtype, expression), box in made])
+        made = [(self.made[key], box) for key, box in boxes]
+        return self.placer.read_values([(expression, box, to_torch(dtype)) for (dtype, expression), box in made])
 
 
 _ELEMENT_BYTES = 16
@@ -167,11 +167,11 @@ def edited(name: str, base: Expression, edits: Sequence[Edit], dtype: DType, cha
     computing = DType.F64 if base.dtype is DType.F64 else DType.F32
     inputs: list[Expression] = [base]
     for number, edit in enumerate(edits):
-        inputs += _leaves_of(edit)
+        inputs += _edit_leaves(edit)
         if isinstance(edit, LowRank) and edit.magnitude is not None:
             before = (*edits[:number], edit)
             norms = _Norms(shape, tuple(before), to_torch(computing))
-            needs = [leaf for item in before for leaf in _leaves_of(item)]
+            needs = [leaf for item in before for leaf in _edit_leaves(item)]
             kept = shape[_kept(edit)]
             inputs += [Computed(norms, "norms", (kept,), DType.F64, (base, *needs)), edit.magnitude]
     merge = _Merge(name, shape, tuple(edits), to_torch(computing), to_torch(dtype), changed)
@@ -195,7 +195,7 @@ class _Merge:
         for box in aligned_blocks(wanted["merged"], self.shape, unit, most_bytes // _ELEMENT_BYTES):
             needs = [box]
             for edit in self.edits:
-                needs += _boxes_of(edit, box, self.shape)
+                needs += _needed_boxes(edit, box, self.shape)
                 if isinstance(edit, LowRank) and edit.magnitude is not None:
                     kept = _kept(edit)
                     needs += 2 * [Box((box.offsets[kept],), (box.sizes[kept],))]
@@ -243,15 +243,15 @@ class _Norms:
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         kept = _kept(self.edits[-1])
         others = numel([size for dim, size in enumerate(self.shape) if dim != kept])
-        for part in aligned_blocks(
+        for rows in aligned_blocks(
             wanted["norms"], (self.shape[kept],), (1,), most_bytes // (_ELEMENT_BYTES * others)
         ):
-            offsets = [part.offsets[0] if dim == kept else 0 for dim in range(len(self.shape))]
-            sizes = [part.sizes[0] if dim == kept else size for dim, size in enumerate(self.shape)]
+            offsets = [rows.offsets[0] if dim == kept else 0 for dim in range(len(self.shape))]
+            sizes = [rows.sizes[0] if dim == kept else size for dim, size in enumerate(self.shape)]
             box = Box(tuple(offsets), tuple(sizes))
-            needs = [box, *(need for edit in self.edits for need in _boxes_of(edit, box, self.shape))]
+            needs = [box, *(need for edit in self.edits for need in _needed_boxes(edit, box, self.shape))]
             nbytes = _ELEMENT_BYTES * box.numel + 8 * sum(need.numel for need in needs[1:])
-            yield ComputedBlock(tuple(needs), {"norms": part}, nbytes)
+            yield ComputedBlock(tuple(needs), {"norms": rows}, nbytes)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         inputs = iter(values)
@@ -269,11 +269,11 @@ def _kept(edit: Edit) -> int:
     return 1 if isinstance(edit, LowRank) and edit.form is WeightForm.COLUMNS else 0
 
 
-def _leaves_of(edit: Edit) -> list[Expression]:
+def _edit_leaves(edit: Edit) -> list[Expression]:
     return [edit.a, edit.b] if isinstance(edit, LowRank) else [edit.leaf]
 
 
-def _boxes_of(edit: Edit, box: Box, shape: tuple[int, ...]) -> list[Box]:
+def _needed_boxes(edit: Edit, box: Box, shape: tuple[int, ...]) -> list[Box]:
     """Return the boxes of an edit's leaves that a box of the weight depends on."""
     if not isinstance(edit, LowRank):
         return [box]

@@ -21,21 +21,21 @@ from shardwise.errors import FormatError, ShardingError, StorageError
 from shardwise.execution.committing import make_file
 from shardwise.execution.distributed_chunks import (
     ChunkWriter,
+    build_metadata,
+    chunk_views,
     data_file,
-    key_of,
-    metadata_of,
+    flat_key,
     plan_tensors,
-    views_of,
 )
 from shardwise.execution.locked_folder import Saving
 from shardwise.execution.moving import gather
 from shardwise.execution.rename_journal import number_of
-from shardwise.execution.tensor_facts import facts_by_name
+from shardwise.execution.tensor_metadata import metadata_by_name
 from shardwise.execution.world import World
 from shardwise.formats.joining import METADATA
 from shardwise.formats.torch_files import reject_others
 from shardwise.models.view import local_boxes, local_tensor
-from shardwise.planning.commit_plan import WrittenFiles, fresh
+from shardwise.planning.commit_plan import WrittenFiles, temporary_name
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading import LocalReader
 from shardwise.storage.writing import open_writer
@@ -76,7 +76,7 @@ def write_whole_file(
         StorageError: the file could not be written.
     """
     first_keys: dict[int, str] = {}
-    keys = {path: first_keys.setdefault(id(tensor), key_of(path)) for path, tensor in tensors.items()}
+    keys = {path: first_keys.setdefault(id(tensor), flat_key(path)) for path, tensor in tensors.items()}
     unique = world.run_all(_by_key, keys, tensors)
     full = gather(world, unique, "full", budget_bytes=budget_bytes, device=device)
 
@@ -118,9 +118,9 @@ def write_torch_file(saving: Saving, name: str, state: Any) -> int:
     """
     saving.require()
     with open_writer(saving.folder) as writer:
-        file = fresh(name, saving.save_id)
+        file = temporary_name(name, saving.save_id)
         try:
-            nbytes = _size_of(state)
+            nbytes = _measure_size(state)
             writer.create(file, nbytes)
             stream = _FileStream(writer, file)
             pinned = _TORCH_CONFIG.patch("save.use_pinned_memory_for_d2h", True)
@@ -138,7 +138,7 @@ def write_torch_file(saving: Saving, name: str, state: Any) -> int:
         return nbytes
 
 
-def _size_of(state: Any) -> int:
+def _measure_size(state: Any) -> int:
     """Return the bytes of the file that ``torch.save`` writes. Memory: none, because this writes a sparse file."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         place = Path(folder, "archive")  # the name that torch gives to archives without one
@@ -236,7 +236,7 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
         for path, tensor in flattened(found):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            name = key_of(path)
+            name = flat_key(path)
             if "flat_param" in name.rpartition(".")[2] or "._flat_param" in name:
                 raise FormatError(
                     f"{file}: has {name}, a flattened run of several parameters without a list of them (FSDP1's "
@@ -294,7 +294,7 @@ def _require_sound(tensor: torch.Tensor, what: str) -> None:
         is_sound = (
             type(local) is torch.Tensor
             and local.dtype == tensor.dtype
-            and sum(part.box.numel for part in boxes) == local.numel()
+            and sum(piece.box.numel for piece in boxes) == local.numel()
             and (len(boxes) != 1 or tuple(local.shape) == boxes[0].box.sizes)
         )
     except ShardingError:
@@ -324,17 +324,17 @@ def write_distributed_folder(
         StorageError: the folder could not be written to, or another save writes there, or has since.
     """
     tensors, packed = world.run_all(_tensors_and_packed, state, is_packed=world.rank == 0)
-    by_key = {key_of(path): tensor for path, tensor in tensors.items()}
-    facts = world.all_gather(facts_by_name, by_key)
-    plan = world.run_all(plan_tensors, tensors, facts)
+    by_key = {flat_key(path): tensor for path, tensor in tensors.items()}
+    metadata = world.all_gather(metadata_by_name, by_key)
+    plan = world.run_all(plan_tensors, tensors, metadata)
     sizes = world.all_gather_object({path: len(value) for path, value in packed.items()})
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
     files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
 
-    def write_own() -> None:
+    def write_local() -> None:
         saving.require()
         file, chunks = data_file(world.rank, number), plan.by_rank[world.rank]
-        views = views_of(chunks, by_key, {key: local_tensor(tensor) for key, tensor in by_key.items()})
+        views = chunk_views(chunks, by_key, {key: local_tensor(tensor) for key, tensor in by_key.items()})
         with open_writer(folder) as writer:
             writer.create(file, files[file])
             ChunkWriter(writer, file, world.check).write(chunks, views, packed.values(), budget_bytes)
@@ -342,13 +342,13 @@ def write_distributed_folder(
             writer.sync_names()
 
     def write_metadata() -> int:
-        metadata = metadata_of(plan, sizes, partial(data_file, number=number))
+        metadata = build_metadata(plan, sizes, partial(data_file, number=number))
         with open_writer(folder) as writer:
-            make_file(writer, fresh(METADATA, saving.save_id), metadata)
+            make_file(writer, temporary_name(METADATA, saving.save_id), metadata)
             writer.sync_names()
         return len(metadata)
 
-    world.run_all(write_own)
+    world.run_all(write_local)
     named = {f"{name}/{METADATA}": world.broadcast(write_metadata)}
     return WrittenFiles(named, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
 
@@ -367,7 +367,7 @@ def _tensors_and_packed(
     for path, value in flattened(state, as_text=True):
         if isinstance(value, Mapping):
             continue  # an empty dict, which torch leaves out
-        if (key := key_of(path)) in keys:
+        if (key := flat_key(path)) in keys:
             raise ShardingError(f"{key}: two values have this name, with dots in other places. Rename one")
         keys.add(key)
         if isinstance(value, torch.Tensor):

@@ -25,8 +25,8 @@ from shardwise.errors import ConfigError, RankLostError, RankMismatchError, Shar
 from shardwise.execution import Timeouts
 from shardwise.execution.outcomes import Failure, Stopped, at_step, attempt, decode, encode
 from shardwise.models import torch_api
-from shardwise.observing import current_step, phase
-from shardwise.report.names import shown_ranks
+from shardwise.observing import current_phases, phase
+from shardwise.report.names import format_ranks
 
 if TYPE_CHECKING:
     from shardwise.execution.control_channel import ControlChannel
@@ -174,9 +174,9 @@ class World:
                 rank 0.
         """
         if mismatched := self.all_reduce_object(value, MismatchedRanks.among):
-            raise RankMismatchError(f"{what} on rank {mismatched.shown} is not that of rank 0")
+            raise RankMismatchError(f"{what} on rank {mismatched.text} is not that of rank 0")
 
-    def is_first_of(self, place: str) -> bool:
+    def is_first_at(self, place: str) -> bool:
         """Return True on the lowest of the ranks that pass this ``place``. Collective: yes."""
         return self.all_gather_object(place).index(place) == self.rank
 
@@ -237,7 +237,7 @@ class World:
                 result = decode(message)
         except RankLostError as error:
             if not channel.store_loss() or not isinstance(own, Failure) or own.is_stop:
-                raise at_step(error, current_step()) from error.__cause__
+                raise at_step(error, current_phases()) from error.__cause__
             # The first rank has ended, maybe because of this failure, of which this rank has the details.
             raise own.at_rank(channel.global_ranks[self.rank]).to_error() from own.cause
         if not isinstance(result, Failure):
@@ -262,20 +262,20 @@ class MismatchedRanks:
 
     Attributes:
         first: the lowest of them.
-        shown: all of them, abbreviated for messages.
+        text: all of them, abbreviated for messages.
     """
 
     first: int
-    shown: str
+    text: str
 
     @classmethod
     def among(cls, values: Sequence[object]) -> MismatchedRanks | None:
         """Return the ranks with differing values, or None if all are equal."""
         ranks = [rank for rank, value in enumerate(values) if value != values[0]]
-        return cls(ranks[0], shown_ranks(ranks)) if ranks else None
+        return cls(ranks[0], format_ranks(ranks)) if ranks else None
 
 
-def digest_of(value: object) -> bytes:
+def repr_digest(value: object) -> bytes:
     """Return the SHA-256 of a value's ``repr``, for comparison between ranks."""
     return hashlib.sha256(repr(value).encode(errors="surrogatepass")).digest()
 

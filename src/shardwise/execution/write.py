@@ -13,19 +13,26 @@ import torch
 from tqdm import tqdm
 
 from shardwise.conversion.expression import Expression
-from shardwise.execution.memory import HostStaging, WorkerPool, as_stored, in_background, memory_of, pinned_bytes
+from shardwise.execution.memory import (
+    HostStaging,
+    WorkerPool,
+    as_memoryview,
+    as_stored,
+    in_background,
+    pinned_bytes,
+)
 from shardwise.execution.moving import Exchange
-from shardwise.execution.reading import bytes_of
+from shardwise.execution.reading import storage_bytes
 from shardwise.execution.replicas import ShardSender
 from shardwise.execution.world import World
 from shardwise.formats.contract import TensorEntry
 from shardwise.formats.safetensors_files import NewFile
-from shardwise.models.torch_api import settle, to_torch
+from shardwise.models.torch_api import synchronize_streams, to_torch
 from shardwise.models.view import raw_bytes, strided_view
 from shardwise.planning.fingerprints import MODULUS, fingerprint
 from shardwise.planning.load_memory import ReadRequest, Staging, aligned
 from shardwise.planning.moves import plan_rounds
-from shardwise.planning.save_plan import choose_owners, wanted_by_owners
+from shardwise.planning.save_plan import assign_owners, moves_to_owners
 from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.tensors import Box, contiguous_strides
 
@@ -99,7 +106,7 @@ class Emitter:
 
     def _staging_buffers(self) -> list[HostStaging]:
         is_pinned = any(tensor.device.type != "cpu" for tensor in self.tensors)
-        settle(self.tensors)
+        synchronize_streams(self.tensors)
         return [HostStaging(self.staging.nbytes, is_pinned=is_pinned) for _ in range(self.staging.workers)]
 
     def _buffers(self, request: ReadRequest, staging: HostStaging) -> list[memoryview]:
@@ -110,10 +117,10 @@ class Emitter:
             tensor = self.tensors[segment.target]
             if segment.is_direct:
                 start = segment.copy.target.offset * tensor.element_size()
-                buffers.append(bytes_of(tensor)[start : start + segment.bytes.nbytes])
+                buffers.append(storage_bytes(tensor)[start : start + segment.bytes.nbytes])
             else:
                 as_stored(staging.buffer, segment, used).copy_(strided_view(tensor, segment.copy.target))
-                buffers.append(memory_of(staging.buffer)[used : used + segment.bytes.nbytes])
+                buffers.append(as_memoryview(staging.buffer)[used : used + segment.bytes.nbytes])
                 used += aligned(segment.bytes.nbytes)
         return buffers
 
@@ -182,13 +189,13 @@ def write_by_owners(
 
     Every error is the same on every rank.
     """
-    owners = choose_owners(files, world.size)
-    streams = wanted_by_owners(files, owners, expressions, world.size)
+    owners = assign_owners(files, world.size)
+    streams = moves_to_owners(files, owners, expressions, world.size)
     buffer_bytes = budget_bytes // _BUFFERS
     rounds = world.run_all(plan_rounds, streams, sender.shares, buffer_bytes)
     own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
-    out = OwnFiles(world, writer, own, progress.update, pinned_bytes(buffer_bytes, buffer_bytes))
+    out = LocalFiles(world, writer, own, progress.update, pinned_bytes(buffer_bytes, buffer_bytes))
     exchange = Exchange(world, rounds, sender.share, None, dtypes, device)
     with contextlib.closing(exchange.run()) as arrivals:
         for blocks in arrivals:
@@ -198,7 +205,7 @@ def write_by_owners(
     return out.written
 
 
-class OwnFiles:
+class LocalFiles:
     """Writes this rank's files, one after the other, with fingerprints of their tensors.
 
     Args:
@@ -244,9 +251,9 @@ class OwnFiles:
         """Write flat bytes from byte ``start`` of a tensor on. Their fingerprint is computed meanwhile."""
         is_on_host = values.device.type == "cpu"
         step = self._writer.policy.request_bytes
-        for part in values.split(step if is_on_host else min(step, self._staging.nbytes)):
+        for chunk in values.split(step if is_on_host else min(step, self._staging.nbytes)):
             self._world.check()
-            data = memory_of(part if is_on_host else self._staging.stage(part))
+            data = as_memoryview(chunk if is_on_host else self._staging.stage(chunk))
             with in_background(self.written.add, entry.key, start, data):
                 self._writer.write(entry.file, entry.start + start, [data])
             start += len(data)

@@ -36,7 +36,7 @@ class SavedKind:
         """Return the name of one rank's file."""
         return f"{self.stem}_{number}_rank{rank}.bin"
 
-    def rank_of(self, name: str, number: int) -> int | None:
+    def parse_rank(self, name: str, number: int) -> int | None:
         """Return the rank whose file has this name, or None for other files. FSDP1 omits the number 0."""
         middle = f"(?:_{number})?" if number == 0 else f"_{number}"
         match = re.fullmatch(rf"{re.escape(self.stem)}{middle}_rank(\d{{1,9}})\.bin", name)
@@ -62,7 +62,7 @@ _FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_[0-9]+")
 _IN_FOLDER = re.compile(rf"{re.escape(joining.METADATA)}|__[0-9]+_[0-9]+\.distcp")
 
 
-def is_of_accelerate(name: object) -> bool:
+def is_accelerate_file(name: object) -> bool:
     """Return whether this relative path is that of a file that accelerate saves under FSDP.
 
     Files of a model in the hub's layout do not count, although accelerate without FSDP writes them, too.
@@ -96,14 +96,14 @@ class Distributed:
 
 
 @dataclass(frozen=True, slots=True)
-class OfRanks:
+class FilePerRank:
     """One file per rank, in the order of ranks."""
 
     folder: str
     files: tuple[str, ...]
 
 
-AccelerateSave: TypeAlias = WholeFile | Distributed | OfRanks
+AccelerateSave: TypeAlias = WholeFile | Distributed | FilePerRank
 
 
 def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> AccelerateSave:
@@ -118,7 +118,7 @@ def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> Ac
     if place.is_file():
         numbered = re.fullmatch(rf"{re.escape(kind.stem)}(?:_(0|[1-9]\d{{0,8}}))?_rank\d{{1,9}}\.bin", place.name)
         if numbered:
-            return _of_ranks(place.parent, kind, int(numbered[1] or 0))
+            return _find_rank_files(place.parent, kind, int(numbered[1] or 0))
         return WholeFile(str(place.parent), place.name)
     names = _names_in(place)
     if joining.METADATA in names:
@@ -129,8 +129,8 @@ def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> Ac
     folder = place / kind.folder(number)
     if (folder / joining.METADATA).is_file():
         found.append(Distributed(str(folder)))
-    if any(kind.rank_of(name, number) is not None for name in names):
-        found.append(_of_ranks(place, kind, number))
+    if any(kind.parse_rank(name, number) is not None for name in names):
+        found.append(_find_rank_files(place, kind, number))
     if not found:
         raise _nothing(place, names, kind, number)
     if len(found) > 1:
@@ -150,11 +150,11 @@ def _names_in(folder: Path) -> list[str]:
         raise StorageError(f"{folder}: listing it failed, {error.strerror}") from error
 
 
-def _of_ranks(folder: Path, kind: SavedKind, number: int) -> OfRanks:
+def _find_rank_files(folder: Path, kind: SavedKind, number: int) -> FilePerRank:
     """Return the files of all ranks, or raise FormatError if one is missing."""
     by_rank: dict[int, str] = {}
     for name in _names_in(folder):
-        rank = kind.rank_of(name, number)
+        rank = kind.parse_rank(name, number)
         if rank is None:
             continue
         if rank in by_rank:
@@ -166,7 +166,7 @@ def _of_ranks(folder: Path, kind: SavedKind, number: int) -> OfRanks:
             f"{folder}: of {kind.what} {number} there are {len(by_rank)} files of ranks, and none of rank "
             f"{listed(map(str, absent))}. Every machine wrote its own: copy them all into one folder"
         )
-    return OfRanks(str(folder), tuple(by_rank[rank] for rank in sorted(by_rank)))
+    return FilePerRank(str(folder), tuple(by_rank[rank] for rank in sorted(by_rank)))
 
 
 def _name(found: AccelerateSave) -> str:
@@ -175,7 +175,7 @@ def _name(found: AccelerateSave) -> str:
             return file
         case Distributed(folder):
             return f"{Path(folder).name}/"
-        case OfRanks(_, files):
+        case FilePerRank(_, files):
             return f"{files[0]} (of {len(files)} ranks)"
 
 

@@ -176,7 +176,7 @@ class _Companions:
     entries: Mapping[str, contract.TensorEntry]
 
     @classmethod
-    def of(cls, index: contract.CheckpointIndex, key: str) -> Self | None:
+    def find(cls, index: contract.CheckpointIndex, key: str) -> Self | None:
         """Return the entries that accompany packed bytes, or None for other entries."""
         for form in Form4:
             state = index.entries.get(f"{key}{QUANT_STATE}{form.value}")
@@ -200,7 +200,7 @@ class _PackedFourBits:
 
     def dequantized(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
         faults, composed, used = contract.FormatFaults(index.root), dict[str, contract.Composed](), set[str]()
-        found = {key: own for key in index.entries if (own := _Companions.of(index, key)) is not None}
+        found = {key: own for key in index.entries if (own := _Companions.find(index, key)) is not None}
         texts = contract.contents(reader, [entry for own in found.values() for entry in own.small])
         for key, companions in found.items():
             used |= {companions.state.key, *(entry.key for entry in companions.entries.values())}
@@ -212,7 +212,7 @@ class _PackedFourBits:
             if key not in used and (key.endswith(_ENDS) or QUANT_STATE in key):
                 faults.add(_FOUR_BIT_FAULTS, f"{shown(key)} belongs to packed bytes that are missing or incomplete")
         faults.raise_if_any()
-        kept = {entry for item in composed.values() for entry in contract.entries_of(item.part)}
+        kept = {entry for item in composed.values() for entry in contract.iter_entry_keys(item.composition)}
         entries = {key: entry for key, entry in index.entries.items() if key not in used or key in kept}
         # Bytes, whatever dtype they are stored under (``bnb_4bit_quant_storage``).
         flat = {key: replace(entries[key], dtype=DType.U8, shape=(entries[key].nbytes,)) for key in composed}

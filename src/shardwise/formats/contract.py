@@ -1,7 +1,7 @@
 """Stored content of a checkpoint as plain data, and the interface of formats that read it.
 
 A tensor that is stored row-major in one byte range is an entry. Any other tensor is composed of entries, by a small
-tree whose leaves are entries, whole or strided views of them, and whose nodes concatenate parts.
+tree whose leaves are entries, whole or strided views of them, and whose nodes concatenate.
 
 A format is one object that implements :class:`CheckpointFormat`, and a line in the table of
 :mod:`shardwise.formats.opening`, which tries the formats in order. Entries that are read go into an
@@ -165,7 +165,7 @@ class QuantizedForm(Protocol):
         ...
 
     def dequantized(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-        """Return the same checkpoint with dequantized tensors, composed of ``Coded`` parts.
+        """Return the same checkpoint with dequantized tensors, composed of :class:`Coded` data.
 
         Raises:
             FormatError: entries do not belong together. The message names them.
@@ -269,9 +269,9 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Parts concatenated along a dimension."""
+    """Compositions concatenated along a dimension."""
 
-    parts: tuple[ComposedPart, ...]
+    pieces: tuple[Composition, ...]
     dim: int
 
 
@@ -286,7 +286,7 @@ class Coded(Protocol):
     def kind(self) -> str: ...
 
 
-ComposedPart: TypeAlias = Whole | View | Joined | Coded
+Composition: TypeAlias = Whole | View | Joined | Coded
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +295,7 @@ class Composed:
 
     dtype: DType
     shape: tuple[int, ...]
-    part: ComposedPart
+    composition: Composition
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,46 +355,48 @@ class CheckpointIndex:
 
     def is_scaled(self, key: str) -> bool:
         """Return whether a tensor is stored in few bits, with scales. Its dtype is that of the numbers."""
-        return key in self.composed and not isinstance(self.composed[key].part, Whole | View | Joined)
+        return key in self.composed and not isinstance(self.composed[key].composition, Whole | View | Joined)
 
     def tensors(self) -> list[StoredTensor]:
         """Return every tensor in the order of the entries, composed ones last."""
-        parts = {key for item in self.composed.values() for key in entries_of(item.part)}
+        composing = {key for item in self.composed.values() for key in iter_entry_keys(item.composition)}
         simple = [
             StoredTensor(key, entry.dtype, entry.shape, (entry,))
             for key, entry in self.entries.items()
-            if key not in parts and key not in self.spare
+            if key not in composing and key not in self.spare
         ]
         return simple + [
-            StoredTensor(key, item.dtype, item.shape, tuple(self.entries[part] for part in entries_of(item.part)))
+            StoredTensor(
+                key, item.dtype, item.shape, tuple(self.entries[name] for name in iter_entry_keys(item.composition))
+            )
             for key, item in self.composed.items()
         ]
 
 
-def entries_of(part: object) -> Iterator[str]:
-    """Yield the keys of the entries of a composed part."""
-    match part:
+def iter_entry_keys(composition: object) -> Iterator[str]:
+    """Yield the keys of the entries of a composition."""
+    match composition:
         case Whole(key) | View(key):
             yield key
         case tuple():
-            for inner in part:
-                yield from entries_of(inner)
-        case _ if is_dataclass(part):
-            for item in fields(part):
-                yield from entries_of(getattr(part, item.name))
+            for inner in composition:
+                yield from iter_entry_keys(inner)
+        case _ if is_dataclass(composition):
+            for item in fields(composition):
+                yield from iter_entry_keys(getattr(composition, item.name))
 
 
-def prefixed(part: T, prefix: str) -> T:
-    """Return the same composed part of entries whose keys begin with a prefix."""
-    found: Any = part
-    match part:
+def prefixed(composition: T, prefix: str) -> T:
+    """Return the same composition of entries whose keys begin with a prefix."""
+    found: Any = composition
+    match composition:
         case Whole(key) | View(key):
-            found = replace(part, key=prefix + key)
+            found = replace(composition, key=prefix + key)
         case tuple():
-            found = tuple(prefixed(inner, prefix) for inner in part)
-        case _ if is_dataclass(part) and not isinstance(part, type):
-            values = {item.name: prefixed(getattr(part, item.name), prefix) for item in fields(part)}
-            found = replace(part, **values)
+            found = tuple(prefixed(inner, prefix) for inner in composition)
+        case _ if is_dataclass(composition) and not isinstance(composition, type):
+            values = {item.name: prefixed(getattr(composition, item.name), prefix) for item in fields(composition)}
+            found = replace(composition, **values)
     return cast(T, found)
 
 
@@ -420,7 +422,7 @@ def parse_object(text: bytes, *, what: str) -> dict[str, object]:
     """
     try:
         value = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_object_of_distinct_keys, parse_constant=_refuse_constant
+            text.decode("utf-8"), object_pairs_hook=_require_distinct_keys, parse_constant=_refuse_constant
         )
     except (ValueError, RecursionError) as error:  # not UTF-8, too deep, our own refusals, integers of many digits
         raise invalid_file(what, f"it is not valid JSON ({error})") from error
@@ -434,7 +436,7 @@ def invalid_file(what: str, cause: str) -> FormatError:
     return FormatError(f"{what}: {cause}. The file is damaged or of another format: download or write it again")
 
 
-def _object_of_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _require_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:

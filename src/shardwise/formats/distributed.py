@@ -84,7 +84,7 @@ def _add_chosen(
         FormatError: the metadata and the files contradict each other, or a chunk holds objects that are not data.
         StorageError: bytes cannot be read.
     """
-    wanted = {path: tensor for path, tensor in metadata.tensors.items() if choice.key_of(path) is not None}
+    wanted = {path: tensor for path, tensor in metadata.tensors.items() if choice.model_key(path) is not None}
     found.files.update(_sizes(reader, wanted.values(), f"{shown(folder + joining.METADATA)} in {reader.root}"))
     known: dict[bytes, object] = {}
 
@@ -285,7 +285,7 @@ class _Parser:
         """
         if not isinstance(recorded, tuple) or not 0 < len(recorded) <= joining.MAX_DEPTH:
             return (key,)
-        names = tuple(str(part) for part in recorded if isinstance(part, str | int))
+        names = tuple(str(item) for item in recorded if isinstance(item, str | int))
         return names if ".".join(names) == key else (key,)
 
 

@@ -54,40 +54,42 @@ class _LayersInWords:
         found = {key: dict[str, contract.TensorEntry]() for key in index.entries if _last(key) == _VALUES}
         faults, composed, entries = contract.FormatFaults(index.root), dict(index.composed), dict(index.entries)
         for key, entry in index.entries.items():
-            layer = f"{key.removesuffix(_last(key))}{_VALUES}"
-            if layer in found:
-                found[layer][_last(key)] = entry
+            values = f"{key.removesuffix(_last(key))}{_VALUES}"
+            if values in found:
+                found[values][_last(key)] = entry
             elif _last(key) in (_ZEROS, _GROUPS):
                 faults.add(_FAULTS, f"{shown(key)}: its {_VALUES} is missing")
-        stored = [parts[_GROUPS] for parts in found.values() if _GROUPS in parts]
+        stored = [layer[_GROUPS] for layer in found.values() if _GROUPS in layer]
         groups = contract.contents(
             reader, [item for item in stored if item.dtype is DType.I32 and 0 < item.nbytes <= _MAX_GROUP_BYTES]
         )
-        for key, parts in found.items():
+        for key, layer in found.items():
             try:
-                part = self._part(parts, groups)
+                weight = self._weight(layer, groups)
             except FormatError as error:
                 faults.add(_FAULTS, f"{shown(key)}: {error}")
                 continue
-            composed[f"{key.removesuffix(_VALUES)}{_WEIGHT}"] = contract.Composed(part.dtype, part.shape, part)
+            composed[f"{key.removesuffix(_VALUES)}{_WEIGHT}"] = contract.Composed(
+                weight.dtype, weight.shape, weight
+            )
             for name in (_VALUES, _ZEROS):
-                entries[parts[name].key] = words_as_bytes(parts[name])
-            if part.numbers is None and _GROUPS in parts:
-                del entries[parts[_GROUPS].key]
+                entries[layer[name].key] = words_as_bytes(layer[name])
+            if weight.numbers is None and _GROUPS in layer:
+                del entries[layer[_GROUPS].key]
         faults.raise_if_any()
         return replace(index, entries=entries, composed=composed)
 
-    def _part(self, parts: Mapping[str, contract.TensorEntry], groups: Mapping[str, bytes]) -> GroupedIntegers:
+    def _weight(self, layer: Mapping[str, contract.TensorEntry], groups: Mapping[str, bytes]) -> GroupedIntegers:
         """Return the weight of a layer. Raises FormatError if its entries do not match."""
-        if _WEIGHT in parts:
+        if _WEIGHT in layer:
             raise FormatError(f"{_WEIGHT} is stored, too")
         for name, dtypes in ((_VALUES, (DType.I32,)), (_ZEROS, (DType.I32,)), (_SCALES, _SCALE_DTYPES)):
-            if name not in parts:
+            if name not in layer:
                 raise FormatError(f"{name} is not stored")
-            if parts[name].dtype not in dtypes or len(parts[name].shape) != 2 or not parts[name].numel:
+            if layer[name].dtype not in dtypes or len(layer[name].shape) != 2 or not layer[name].numel:
                 wanted = ", ".join(dtype.label for dtype in dtypes)
-                raise FormatError(f"{name} is {_describe(parts[name])}. It should be a matrix of {wanted}.")
-        values, zeros, scales = (parts[name] for name in (_VALUES, _ZEROS, _SCALES))
+                raise FormatError(f"{name} is {_describe(layer[name])}. It should be a matrix of {wanted}.")
+        values, zeros, scales = (layer[name] for name in (_VALUES, _ZEROS, _SCALES))
         candidates = (self._fitting(values.shape, zeros.shape, scales.shape, *size) for size in self.sizes)
         fitting = {found for found in candidates if found is not None}
         if len(fitting) != 1:
@@ -107,7 +109,7 @@ class _LayersInWords:
             bits,
             self.in_rows,
             self.is_less_one,
-            self._numbers(parts.get(_GROUPS), groups, shape[1], group),
+            self._numbers(layer.get(_GROUPS), groups, shape[1], group),
         )
 
     def _fitting(

@@ -47,7 +47,7 @@ def read_each(
 def add_ignored(others: Iterable[tuple[KeyPath, str]], choice: WrapperChoice, found: contract.IndexSoFar) -> None:
     """Record values that are not loaded: an optimizer as one, all others individually."""
     ignored = [f"{'.'.join(path)} (an optimizer's state)" for path in choice.others]
-    ignored += [f"{'.'.join(path)} ({kind})" for path, kind in others if choice.key_of(path) is not None]
+    ignored += [f"{'.'.join(path)} ({kind})" for path, kind in others if choice.model_key(path) is not None]
     found.ignored = list(dict.fromkeys([*found.ignored, *ignored]))
 
 
@@ -58,7 +58,7 @@ def add_tensors(
     found.wrapper = ".".join(choice.wrapper)
     keys: set[str] = set()
     for tensor in tensors:
-        key = choice.key_of(tensor.path)
+        key = choice.model_key(tensor.path)
         if key is None:
             continue
         if key in keys or key in found.entries or key in found.composed:
@@ -79,9 +79,9 @@ def add_tensor(key: str, tensor: FoundTensor, found: contract.IndexSoFar, faults
     chunks = [chunk for chunk in tensor.chunks if numel(chunk.view.shape)]  # some ranks may have had none of it
     boxes = [Box(chunk.offsets, chunk.view.shape) for chunk in chunks]
     if boxes == [Box.whole(tensor.shape)]:
-        part = _add_view(key, chunks[0].view, found, faults)
-        if not isinstance(part, contract.Whole):
-            found.composed[key] = contract.Composed(tensor.dtype, tensor.shape, part)
+        composition = _add_view(key, chunks[0].view, found, faults)
+        if not isinstance(composition, contract.Whole):
+            found.composed[key] = contract.Composed(tensor.dtype, tensor.shape, composition)
         return
     tiles = [
         (box, _add_view(_chunk_key(key, box), chunk.view, found, faults))
@@ -101,15 +101,15 @@ def _add_view(
     key: str, view: StoredView, found: contract.IndexSoFar, faults: contract.FormatFaults
 ) -> contract.Whole | contract.View:
     """Add the entry of a view. Return the view of that entry."""
-    part: contract.Whole | contract.View = contract.Whole(key)
+    composition: contract.Whole | contract.View = contract.Whole(key)
     shape = view.shape
     if not view.is_whole:
-        part = contract.View(f"{key} (storage)", view.strided)
+        composition = contract.View(f"{key} (storage)", view.strided)
         shape = (view.range.nbytes // view.dtype.itemsize,)
-    entry = contract.TensorEntry(part.key, view.dtype, shape, view.file, view.range.start, view.range.stop)
-    if found.entries.setdefault(part.key, entry) is not entry:
-        faults.add("keys held twice", f"{shown(part.key)}: as a tensor, and as a part of one")
-    return part
+    entry = contract.TensorEntry(composition.key, view.dtype, shape, view.file, view.range.start, view.range.stop)
+    if found.entries.setdefault(composition.key, entry) is not entry:
+        faults.add("keys held twice", f"{shown(composition.key)}: as a tensor, and as a part of one")
+    return composition
 
 
 def _chunk_key(key: str, box: Box) -> str:
@@ -129,7 +129,7 @@ def merged_index(
         for key, entry in second.entries.items()
     }
     composed = {
-        prefix + key: replace(item, part=contract.prefixed(item.part, prefix))
+        prefix + key: replace(item, composition=contract.prefixed(item.composition, prefix))
         for key, item in second.composed.items()
     }
     return replace(
@@ -204,7 +204,7 @@ class WrapperChoice:
     wrapper: KeyPath = ()
     others: tuple[KeyPath, ...] = ()
 
-    def key_of(self, path: KeyPath) -> str | None:
+    def model_key(self, path: KeyPath) -> str | None:
         """Return the key of a tensor of the model, or None for other tensors."""
         if any(path[: len(other)] == other for other in self.others):
             return None
@@ -241,8 +241,8 @@ MAX_DIMS = 64
 
 _MAX_CUTS = 32
 
-Tile: TypeAlias = tuple[Box, contract.ComposedPart]
-"""A box of a tensor, and the part that fills it."""
+Tile: TypeAlias = tuple[Box, contract.Composition]
+"""A box of a tensor, and the composition that fills it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ def strided_obstacle(strided: Strided, available: int) -> str | None:
     return None
 
 
-def tiling(shape: Sequence[int], boxes: Sequence[Tile]) -> contract.ComposedPart | None:
+def tiling(shape: Sequence[int], boxes: Sequence[Tile]) -> contract.Composition | None:
     """Return the tree that assembles boxes to a tensor of this shape, or None if they do not tile it.
 
     The boxes must form a grid, or a grid in a box of a grid, and so on, so that some cut through the whole leaves
@@ -309,7 +309,7 @@ def tiling(shape: Sequence[int], boxes: Sequence[Tile]) -> contract.ComposedPart
     return _tiling(Box.whole(shape), list(boxes), _MAX_CUTS)
 
 
-def _tiling(whole: Box, boxes: list[Tile], cuts: int) -> contract.ComposedPart | None:
+def _tiling(whole: Box, boxes: list[Tile], cuts: int) -> contract.Composition | None:
     if len(boxes) == 1:
         return boxes[0][1] if boxes[0][0] == whole else None
     if cuts == 0:
@@ -319,8 +319,10 @@ def _tiling(whole: Box, boxes: list[Tile], cuts: int) -> contract.ComposedPart |
         if groups is None:
             return None
         if len(groups) > 1:
-            parts = tuple(part for box, members in groups if (part := _tiling(box, members, cuts - 1)) is not None)
-            return contract.Joined(parts, dim) if len(parts) == len(groups) else None
+            pieces = tuple(
+                piece for box, members in groups if (piece := _tiling(box, members, cuts - 1)) is not None
+            )
+            return contract.Joined(pieces, dim) if len(pieces) == len(groups) else None
     return None
 
 
@@ -330,14 +332,14 @@ def _cut(whole: Box, dim: int, boxes: list[Tile]) -> list[tuple[Box, list[Tile]]
     groups: list[tuple[Box, list[Tile]]] = []
     start = stop = whole.offsets[dim]
     members: list[Tile] = []
-    for box, part in ordered:
+    for box, composition in ordered:
         first = box.offsets[dim]
         if first >= stop and members:
             groups.append((_slab(whole, dim, start, stop), members))
             start, members = stop, []
         if first > stop:
             return None
-        members.append((box, part))
+        members.append((box, composition))
         stop = max(stop, first + box.sizes[dim])
     groups.append((_slab(whole, dim, start, stop), members))
     return groups if stop == whole.offsets[dim] + whole.sizes[dim] else None

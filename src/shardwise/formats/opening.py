@@ -239,7 +239,7 @@ _ELEMENT_DTYPES: Final = (DType.F8_E4M3, DType.F8_E5M2, DType.U8, DType.I8, DTyp
 FormOf: TypeAlias = Callable[[Mapping[str, Any]], contract.QuantizedForm]
 """Function that returns the form of a ``quantization_config``, or raises a ConfigError for an invalid one."""
 
-_WITH_SCALES: Final = "shardwise.formats.quantized:form_of"
+_WITH_SCALES: Final = "shardwise.formats.quantized:parse_form"
 
 QUANTIZED: Final[dict[str, str]] = {
     "fp8": _WITH_SCALES,
@@ -255,7 +255,7 @@ QUANTIZED: Final[dict[str, str]] = {
 kind of :class:`~shardwise.formats.contract.Coded` as a line in ``planning.load_memory.NODES``."""
 
 
-def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
+def find_form(config: Mapping[str, Any]) -> contract.QuantizedForm:
     """Return the storage form of a ``quantization_config``.
 
     Raises:
@@ -268,14 +268,14 @@ def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
     return known(config)
 
 
-def quantization_config_of(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def find_quantization_config(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the ``quantization_config`` of a model's config, or of a part such as ``text_config``, or None.
 
     Raises:
         ConfigError: several parts have different ones.
     """
-    parts = [content, *(part for part in content.values() if isinstance(part, Mapping))]
-    configs = [part.get("quantization_config") for part in parts]
+    sections = [content, *(section for section in content.values() if isinstance(section, Mapping))]
+    configs = [section.get("quantization_config") for section in sections]
     found: list[Mapping[str, Any]] = [config for config in configs if isinstance(config, Mapping)]
     if any(config != found[0] for config in found):
         raise contract.unknown_form("several quantization_configs that differ")
@@ -285,7 +285,7 @@ def quantization_config_of(content: Mapping[str, Any]) -> Mapping[str, Any] | No
 def dequantized_index(reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
     """Return a checkpoint with dequantized tensors if it is quantized, otherwise unchanged.
 
-    The config is in ``config.json`` (see :func:`quantization_config_of`), or modelopt's ``hf_quant_config.json``.
+    The config is in ``config.json`` (see :func:`find_quantization_config`), or modelopt's ``hf_quant_config.json``.
 
     Raises:
         ConfigError, FormatError: the quantization is not supported, or tensors do not belong together.
@@ -293,12 +293,12 @@ def dequantized_index(reader: StorageReader, index: contract.CheckpointIndex) ->
     """
     if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):
         return index  # without opening a file
-    config = quantization_config_of(_json_in(reader, _CONFIG))
+    config = find_quantization_config(_json_in(reader, _CONFIG))
     if config is None and (content := _json_in(reader, _MODELOPT_CONFIG)):
         config = {"quant_method": "modelopt", **content}
     if config is None:
         return index
-    return replace(form_of(config).dequantized(reader, index), quantized=str(config.get("quant_method")))
+    return replace(find_form(config).dequantized(reader, index), quantized=str(config.get("quant_method")))
 
 
 def _json_in(reader: StorageReader, name: str) -> dict[str, Any]:

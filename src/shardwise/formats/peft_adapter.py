@@ -198,7 +198,7 @@ def named_training(adapter: FileHeader) -> str | None:
     return name
 
 
-def training_beside(reader: StorageReader, adapter: str) -> str | None:
+def find_training_file(reader: StorageReader, adapter: str) -> str | None:
     """Return the training file of the adapter in the file of this name, or None if it has none.
 
     Raises:

@@ -69,7 +69,11 @@ class _WithScales:
         pairing = _Pairing(replace(index, entries=entries), self, shapes, contract.FormatFaults(index.root))
         pairing.pair()
         pairing.faults.raise_if_any()
-        read = {item.part.values.key for item in pairing.composed.values() if isinstance(item.part, Scaled)}
+        read = {
+            item.composition.values.key
+            for item in pairing.composed.values()
+            if isinstance(item.composition, Scaled)
+        }
         entries = {key: replace(entry, dtype=DType.U8) if key in read else entry for key, entry in entries.items()}
         return replace(
             index,
@@ -80,7 +84,7 @@ class _WithScales:
         )
 
 
-def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
+def parse_form(config: Mapping[str, Any]) -> contract.QuantizedForm:
     """Return the form of a ``quantization_config`` with elements and scales as separate tensors.
 
     Raises:
@@ -96,7 +100,7 @@ def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
             groups = config.get("config_groups")
             if not isinstance(groups, Mapping) or not groups:
                 raise contract.unknown_form("compressed-tensors without config_groups")
-            found = {_of_group(group, config.get("format")) for group in groups.values()}
+            found = {_parse_group(group, config.get("format")) for group in groups.values()}
             if len(found) > 1:
                 raise contract.unknown_form("compressed-tensors with several kinds of weights in one checkpoint")
             return found.pop()
@@ -110,7 +114,7 @@ def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
     raise contract.unknown_form(f"quant_method {shown(repr(method))}")
 
 
-def _of_group(group: Any, form: object) -> _WithScales:
+def _parse_group(group: Any, form: object) -> _WithScales:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise contract.unknown_form("compressed-tensors without weights")
@@ -161,7 +165,7 @@ _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _SCALES_OF_WEIGHTS = ("scale", "qscale_weight")
 _ZERO_POINT, _GROUPS = "zero_point", "g_idx"
 
-_ScaledParts: TypeAlias = tuple[
+_ScaledEntries: TypeAlias = tuple[
     str, contract.TensorEntry, contract.TensorEntry | None, tuple[contract.TensorEntry, int] | None
 ]
 """A key, its elements, their scales, and the scale of the whole tensor with its power."""
@@ -183,9 +187,9 @@ class _Pairing:
 
     def pair(self) -> None:
         for entry in self.index.entries.values():
-            if (parts := self._parts_of(entry)) is not None:
-                key, values, scales, overall = parts
-                if (fault := self._fault_of(key, entry)) is not None:
+            if (found := self._scaled_entries(entry)) is not None:
+                key, values, scales, overall = found
+                if (fault := self._find_fault(key, entry)) is not None:
                     self.used |= set() if scales is None else {scales.key}
                     self.fault(fault)
                     continue
@@ -197,7 +201,7 @@ class _Pairing:
             if entry.key not in self.used and _is_scale(entry.key):
                 self.fault(f"{shown(entry.key)} is a scale of nothing that is stored")
 
-    def _fault_of(self, key: str, entry: contract.TensorEntry) -> str | None:
+    def _find_fault(self, key: str, entry: contract.TensorEntry) -> str | None:
         """Return the fault of an entry of elements, or None."""
         stored = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and"
         match self.form.kind:
@@ -209,7 +213,7 @@ class _Pairing:
             return f"{shown(key)} is stored as well as {shown(entry.key)}, and one of the two is expected"
         return None
 
-    def _parts_of(self, entry: contract.TensorEntry) -> _ScaledParts | None:
+    def _scaled_entries(self, entry: contract.TensorEntry) -> _ScaledEntries | None:
         """Return the key of the tensor whose elements an entry has, with its scales, or None."""
         key, entries = entry.key, self.index.entries
         if key.endswith(f"_{_ZERO_POINT}"):
@@ -219,24 +223,26 @@ class _Pairing:
                 whole = key.removesuffix("_blocks")
                 return whole, entry, entries.get(f"{whole}_scales"), None
             case "float8" | "bytes" if entry.dtype in (_FLOAT8 if self.form.kind == "float8" else (DType.I8,)):
-                return key, entry, self._scale_of(key), None
+                return key, entry, self._find_scale(key), None
             case "words" if key.endswith("_packed"):
                 whole = key.removesuffix("_packed")
                 return whole, entry, entries.get(f"{whole}_scale"), None
             case "nvfp4" if entry.dtype in _BYTES and key.endswith("weight_packed"):
                 whole = key.removesuffix("_packed")
-                return self._of_two_scales(entry, whole, f"{whole}_global_scale", -1)
+                return self._entries_with_two_scales(entry, whole, f"{whole}_global_scale", -1)
             case "nvfp4" if entry.dtype in _BYTES and key.endswith("weight"):
-                return self._of_two_scales(entry, key, f"{key}_scale_2", 1)
+                return self._entries_with_two_scales(entry, key, f"{key}_scale_2", 1)
         return None
 
-    def _of_two_scales(self, entry: contract.TensorEntry, whole: str, overall: str, power: int) -> _ScaledParts:
+    def _entries_with_two_scales(
+        self, entry: contract.TensorEntry, whole: str, overall: str, power: int
+    ) -> _ScaledEntries:
         found = self.index.entries.get(overall)
         if found is None:
             return whole, entry, None, None
         return whole, entry, self.index.entries.get(f"{whole}_scale"), (found, power)
 
-    def _scale_of(self, key: str) -> contract.TensorEntry | None:
+    def _find_scale(self, key: str) -> contract.TensorEntry | None:
         names = contract.companion_names(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
         found = [self.index.entries[name] for name in names if name in self.index.entries]
         if len(found) > 1:

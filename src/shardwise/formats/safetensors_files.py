@@ -194,7 +194,7 @@ def _add_headers(headers: Iterable[FileHeader], found: contract.IndexSoFar, faul
                     f"{shown(entry.key)}: in {shown(first.file)} and in {shown(entry.file)}. "
                     "Remove the file that does not belong",
                 )
-    for key, parts in chunks.items():
+    for key, pieces in chunks.items():
         if key in found.entries:
             whole = shown(found.entries[key].file)
             faults.add(
@@ -202,7 +202,7 @@ def _add_headers(headers: Iterable[FileHeader], found: contract.IndexSoFar, faul
             )
             continue
         try:
-            joining.add_tensor(key, from_chunks(key, parts), found, faults)
+            joining.add_tensor(key, from_chunks(key, pieces), found, faults)
         except FormatError as error:
             faults.add_error("damaged files", error)
 
@@ -290,7 +290,7 @@ def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int
     name = f"tensor {shown(key)}"
     if not isinstance(field, dict):
         raise ValueError(f"{name} is described by a {type(field).__name__}, not an object")
-    kind, shape, offsets = (field.get(part) for part in ("dtype", "shape", "data_offsets"))
+    kind, shape, offsets = (field.get(item) for item in ("dtype", "shape", "data_offsets"))
     dtype = dtype_named(kind) if isinstance(kind, str) else None
     if dtype is None:
         known = ", ".join(dtype.label for dtype in DType)

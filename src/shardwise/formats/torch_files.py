@@ -142,7 +142,7 @@ class Archive:
         """Offset of the next member, or of the directory, by name of a member."""
         self.members = self._directory()
 
-    def bytes_of(self, name: str) -> ByteRange:
+    def byte_range(self, name: str) -> ByteRange:
         """Return the byte range of a member's content in the archive.
 
         Raises :class:`FormatError` if it does not exist, is compressed or encrypted, or overlaps another.
@@ -175,7 +175,7 @@ class Archive:
 
     def content(self, name: str, *, max_nbytes: int) -> bytes:
         """Read a small member."""
-        found = self.bytes_of(name)
+        found = self.byte_range(name)
         if found.nbytes > max_nbytes:
             self.refuse(f"its member {shown(name)} has {found.nbytes} bytes, {max_nbytes} is the limit")
         return self._window.read_range(found.start - self._window.start, found.stop - self._window.start)
@@ -233,12 +233,12 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
     archive = TorchArchive(window, what, {})
     tensors, others = _walk(archive.value, archive.pickle_nbytes, what)
     storages = {tensor.storage.name: tensor.storage for _, tensor in tensors}
-    places = each(reader, archive.place_of, storages.values())
+    places = each(reader, archive.storage_range, storages.values())
     by_name = dict(zip(storages, places, strict=True))
     found = [
         joining.FoundTensor(path, tensor.dtype, view.shape, (joining.Chunk((0,) * len(view.shape), view),))
         for path, tensor in tensors
-        for view in (archive.view_of(tensor, by_name[tensor.storage.name], ".".join(path)),)
+        for view in (archive.tensor_view(tensor, by_name[tensor.storage.name], ".".join(path)),)
     ]
     return TorchFileContents(file, file_nbytes, tuple(found), tuple(others))
 
@@ -254,7 +254,7 @@ def read_torch_tensor(
     tensor = archive.value
     if not isinstance(tensor, PickledTensor):
         archive.refuse(f"it holds a {type(tensor).__name__}, not a tensor")
-    return archive.view_of(tensor, archive.place_of(tensor.storage), "the tensor")
+    return archive.tensor_view(tensor, archive.storage_range(tensor.storage), "the tensor")
 
 
 class TorchArchive(Archive):
@@ -281,15 +281,15 @@ class TorchArchive(Archive):
             known[pickle] = read_pickle(pickle, TORCH_FILE, what=f"{what}: {name}")
         self.value = known[pickle]
 
-    def place_of(self, storage: Storage) -> ByteRange:
+    def storage_range(self, storage: Storage) -> ByteRange:
         """Return the byte range of a storage."""
         name = f"{self._folder}data/{storage.name}"
-        place = self.bytes_of(name)
+        place = self.byte_range(name)
         if place.nbytes != storage.nbytes:
             self.refuse(f"its member {shown(name)} has {place.nbytes} bytes, and should have {storage.nbytes}")
         return place
 
-    def view_of(self, tensor: PickledTensor, place: ByteRange, name: str) -> joining.StoredView:
+    def tensor_view(self, tensor: PickledTensor, place: ByteRange, name: str) -> joining.StoredView:
         """Return a tensor as a view of its own bytes if they are contiguous, otherwise of its storage."""
         if tensor.storage.nbytes != place.nbytes:
             self.refuse(f"{shown(name)}: two different sizes are given for its storage")

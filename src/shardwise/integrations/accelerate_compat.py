@@ -34,7 +34,7 @@ Original: TypeAlias = Callable[..., Any]
 """A function of accelerate that is replaced."""
 
 
-def plugin_of(accelerator: Any) -> Any:
+def get_plugin(accelerator: Any) -> Any:
     """Return an accelerator's FSDP plugin, or None."""
     return getattr(accelerator.state, "fsdp_plugin", None)
 
@@ -107,7 +107,7 @@ def is_context_parallel(accelerator: Any) -> bool:
     return config is not None and bool(config.cp_size > 1)
 
 
-def context_of(accelerator: Any) -> Any:
+def get_context(accelerator: Any) -> Any:
     """Return the context of ``maybe_context_parallel``, or None before the first ``prepare``."""
     return getattr(accelerator, "_cp_context", None)
 

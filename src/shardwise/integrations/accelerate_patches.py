@@ -1,6 +1,6 @@
 """The switch under which accelerate accepts models that are sharded already, and saves their states.
 
-[Note: Doors] accelerate has no interface for models that are sharded already. So a handful of its functions is
+[Note: Patches] accelerate has no interface for models that are sharded already. So a handful of its functions is
 replaced while the switch is on, and never by an import. Each replacement delegates all other calls, so accelerate's
 DDP, DeepSpeed and FSDP1 are unaffected. When the switch is turned off, the functions are restored. A replacement
 that other code has wrapped meanwhile stays, and delegates all calls.
@@ -32,13 +32,13 @@ from shardwise.integrations.context_parallel import SplitSequences, require_spli
 from shardwise.interchange import accelerate_writing as writing
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
 from shardwise.interchange.accelerate_writing import LinkedFolder, WorkFolder
-from shardwise.models.build import loading_door, placing_door
+from shardwise.models.build import allocating_function, loading_function
 from shardwise.models.gradients import average_replicated_gradients, clip_gradients, require_synchronized
 from shardwise.models.rebind import bind_optimizers, plain_optimizer
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.models.view import collect_tensors, is_sharded, without_compile
 from shardwise.planning.matching import FileForm
-from shardwise.tuning.peft_compat import adapter_doors
+from shardwise.tuning.peft_compat import replaced_methods
 
 
 def accelerate() -> AccelerateSwitch:
@@ -74,7 +74,7 @@ class AccelerateSwitch:
             return
         if AccelerateSwitch._count == 0:
             with ExitStack() as stack, compat.known_names:
-                for owner, name, replacement in _doors():
+                for owner, name, replacement in _replacements():
                     if name not in vars(owner):
                         raise AttributeError(f"{owner.__name__} has no {name}")
                     stack.callback(_restore, owner, name, vars(owner)[name], _replace(owner, name, replacement))
@@ -99,7 +99,7 @@ class AccelerateSwitch:
         self.remove()
 
 
-def _doors() -> list[tuple[Any, str, Callable[..., Any]]]:
+def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
     """List the replaced functions: owner, name, and replacement, whose first argument is the function."""
     return [
         (compat.AcceleratorState, "__init__", begin_state),
@@ -115,9 +115,9 @@ def _doors() -> list[tuple[Any, str, Callable[..., Any]]]:
         (compat.accelerator_module, "load_fsdp_model", load_model),
         (compat.accelerator_module, "save_fsdp_optimizer", save_optimizer),
         (compat.accelerator_module, "load_fsdp_optimizer", load_optimizer),
-        (*loading_door(), pending.load_later),
-        (*placing_door(), pending.place_missing),
-        *((*door, pending.keep_adapter) for door in adapter_doors()),
+        (*loading_function(), pending.load_later),
+        (*allocating_function(), pending.place_missing),
+        *((*wrapper, pending.keep_adapter) for wrapper in replaced_methods()),
     ]
 
 
@@ -126,12 +126,12 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
     original = getattr(owner, name)
 
     @wraps(original)
-    def door(*args: Any, **keywords: Any) -> Any:
+    def wrapper(*args: Any, **keywords: Any) -> Any:
         if AccelerateSwitch._count == 0:
             return original(*args, **keywords)
         return replacement(original, *args, **keywords)
 
-    attribute = staticmethod(door) if isinstance(vars(owner)[name], staticmethod) else door
+    attribute = staticmethod(wrapper) if isinstance(vars(owner)[name], staticmethod) else wrapper
     setattr(owner, name, attribute)
     return attribute
 
@@ -162,10 +162,10 @@ def prepare_objects(
 
 def prepare_context_parallel(original: compat.Original, accelerator: Any, *objects: Any) -> Any:
     """Replace accelerate's preparation for context parallelism: its own, and checks of models and their inputs."""
-    split = compat.context_of(accelerator)
+    split = compat.get_context(accelerator)
     result = original(accelerator, *objects)
     if not isinstance(split, SplitSequences):
-        split = SplitSequences(compat.context_of(accelerator))
+        split = SplitSequences(compat.get_context(accelerator))
     compat.set_context(accelerator, split)
     for item in objects:
         if isinstance(item, nn.Module):
@@ -229,7 +229,7 @@ def _require_supported(
         raise ConfigError(
             f"device_placement has {len(device_placement)} values, and there are {len(objects)} objects"
         )
-    plugin = compat.plugin_of(accelerator)
+    plugin = compat.get_plugin(accelerator)
     if plugin is not None and plugin.fsdp_version != 2:
         raise ConfigError(
             "the accelerator's plugin is of FSDP1 (fsdp_version=1), and the model is sharded by FSDP2. Pass "
@@ -255,7 +255,7 @@ def _prepare_sharded(
     """Prepare everything except the model, and register the model. Collective: yes."""
     world.run_all(_require_supported, accelerator, objects, models, device_placement)
     if not accelerator.is_fsdp2:
-        compat.become_fsdp2(accelerator.state, compat.plugin_of(accelerator) or compat.fsdp2_plugin())
+        compat.become_fsdp2(accelerator.state, compat.get_plugin(accelerator) or compat.fsdp2_plugin())
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)
     result = compat.left_as_they_are(accelerator, objects, placement)
     model = without_compile(models[0])
@@ -272,19 +272,19 @@ def _prepare_sharded(
 T = TypeVar("T")
 
 
-def _of_fsdp2(replacement: Callable[..., T]) -> Callable[..., T]:
+def _only_for_fsdp2(replacement: Callable[..., T]) -> Callable[..., T]:
     """Delegate to accelerate's own function if the plugin is of FSDP1."""
 
     @wraps(replacement)
-    def door(original: Callable[..., T], fsdp_plugin: Any, accelerator: Any, *others: Any, **keywords: Any) -> T:
+    def wrapper(original: Callable[..., T], fsdp_plugin: Any, accelerator: Any, *others: Any, **keywords: Any) -> T:
         if fsdp_plugin.fsdp_version != 2:
             return original(fsdp_plugin, accelerator, *others, **keywords)
         return replacement(fsdp_plugin, *others, **keywords)
 
-    return door
+    return wrapper
 
 
-@_of_fsdp2
+@_only_for_fsdp2
 def save_model(
     fsdp_plugin: Any,
     model: nn.Module,
@@ -294,11 +294,14 @@ def save_model(
     **others: Any,
 ) -> Any:
     """Replace ``save_fsdp_model``: the same files, written by all ranks at once."""
-    only, place = _selection(model, adapter_only=adapter_only), _place(fsdp_plugin, output_dir, model_index, others)
+    only, place = (
+        _selection(model, adapter_only=adapter_only),
+        _files_place(fsdp_plugin, output_dir, model_index, others),
+    )
     return writing.save_model(model, place, only, "first_rank", StateOptions())
 
 
-@_of_fsdp2
+@_only_for_fsdp2
 def load_model(
     _fsdp_plugin: Any,
     model: nn.Module,
@@ -309,25 +312,25 @@ def load_model(
 ) -> Any:
     """Replace ``load_fsdp_model``: any of its forms, on any number of ranks."""
     only = _selection(model, adapter_only=adapter_only)
-    return load_accelerate_model(model, _folder_of(input_dir), number=model_index, only=only)
+    return load_accelerate_model(model, _input_folder(input_dir), number=model_index, only=only)
 
 
-@_of_fsdp2
+@_only_for_fsdp2
 def save_optimizer(
     fsdp_plugin: Any, optimizer: Any, model: nn.Module, output_dir: str, optimizer_index: int = 0, **others: Any
 ) -> Any:
     """Replace ``save_fsdp_optimizer``."""
-    place = _place(fsdp_plugin, output_dir, optimizer_index, others)
+    place = _files_place(fsdp_plugin, output_dir, optimizer_index, others)
     return writing.save_optimizer(model, plain_optimizer(optimizer), place, StateOptions())
 
 
-@_of_fsdp2
+@_only_for_fsdp2
 def load_optimizer(
     _fsdp_plugin: Any, optimizer: Any, model: nn.Module, input_dir: str, optimizer_index: int = 0, *_others: Any
 ) -> Any:
     """Replace ``load_fsdp_optimizer``."""
     return load_accelerate_optimizer(
-        model, plain_optimizer(optimizer), _folder_of(input_dir), number=optimizer_index
+        model, plain_optimizer(optimizer), _input_folder(input_dir), number=optimizer_index
     )
 
 
@@ -360,18 +363,18 @@ def clip_grad_norm(
     return torch.tensor(norm, device=accelerator.device)
 
 
-def _folder_of(input_dir: str) -> Path:
+def _input_folder(input_dir: str) -> Path:
     """Return the folder that accelerate loads from, the same on all ranks."""
     return input_dir.folder if isinstance(input_dir, LinkedFolder) else Path(input_dir)
 
 
-def _place(plugin: Any, output_dir: str, number: int, others: Mapping[str, Any]) -> writing.FilesPlace:
+def _files_place(plugin: Any, output_dir: str, number: int, others: Mapping[str, Any]) -> writing.FilesPlace:
     """Return the place of a model or an optimizer: in the state that is being saved, or by itself."""
     form: FileForm = "sharded" if others.get("use_dcp", True) else "local"
     if plugin.state_dict_type.name == "FULL_STATE_DICT":
         form = "full"
     if isinstance(output_dir, WorkFolder):
-        return writing.FilesPlace(output_dir.folder, number, form, output_dir.part)
+        return writing.FilesPlace(output_dir.folder, number, form, output_dir.state_save)
     return writing.FilesPlace(Path(output_dir), number, form)
 
 

@@ -13,7 +13,7 @@ from shardwise.execution.world import World
 from shardwise.formats.accelerate_saves import MODEL
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
-from shardwise.interchange.accelerate_writing import LinkedFolder, keep_newest, newest_in, state_saved
+from shardwise.interchange.accelerate_writing import LinkedFolder, find_latest, keep_latest, state_saved
 from shardwise.models.rebind import plain_optimizer
 
 T = TypeVar("T")
@@ -46,10 +46,10 @@ def save_state(
             finally:
                 config.automatic_checkpoint_naming = is_named
             if isinstance(saved, Exception):
-                saved = work.part.saving.cause_of(saved)
-            location = world.run_all(_value_of, saved)
+                saved = work.state_save.saving.find_cause(saved)
+            location = world.run_all(_unwrap, saved)
         if is_named:
-            world.broadcast(keep_newest, folder.parent, folder, config.total_limit)
+            world.broadcast(keep_latest, folder.parent, folder, config.total_limit)
     return type(location)(output_dir or folder) if str(location) == work else location
 
 
@@ -62,22 +62,22 @@ def load_state(
 ) -> Any:
     """Replace ``Accelerator.load_state``: a committed state is read as a whole, even if its save was killed."""
     is_numbered = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
-    is_ours = accelerator.is_fsdp2 or accelerator.distributed_type == compat.DistributedType.NO
-    if not is_ours or (input_dir is None and not is_numbered):
+    has_own_format = accelerator.is_fsdp2 or accelerator.distributed_type == compat.DistributedType.NO
+    if not has_own_format or (input_dir is None and not is_numbered):
         return original(accelerator, input_dir, *others, **keywords)
     with ExitStack() as stack:
         with World.current(call="load_state") as world:
             if accelerator.is_fsdp2:
                 world.run_all(_require_one_each, "load_state", *compat.prepared_counts(accelerator))
             if is_numbered:
-                newest = world.broadcast(newest_in, _numbered_folder(accelerator).parent)
+                newest = world.broadcast(find_latest, _numbered_folder(accelerator).parent)
                 if newest is None:
                     return _all_done("load_state", original, accelerator, None, *others, **keywords)
                 input_dir = str(newest)
             folder = Path(str(input_dir)).expanduser().resolve()
             seen = world.run_all(stack.enter_context, as_renamed(folder))
         if seen != folder:
-            input_dir = LinkedFolder.of(seen, folder)
+            input_dir = LinkedFolder.link(seen, folder)
 
         def load() -> Any:
             loaded = original(accelerator, input_dir, *others, **keywords)
@@ -117,7 +117,7 @@ def _attempted(function: Callable[P, T], *args: P.args, **keywords: P.kwargs) ->
         return error
 
 
-def _value_of(found: T | Exception) -> T:
+def _unwrap(found: T | Exception) -> T:
     if isinstance(found, Exception):
         raise found
     return found
@@ -127,7 +127,7 @@ def _all_done(call: str, function: Callable[P, T], *args: P.args, **keywords: P.
     """Call a function of accelerate on each rank. If one fails, all raise. Collective: yes."""
     found = _attempted(function, *args, **keywords)
     with World.current(call=call) as world:
-        return world.run_all(lambda: _value_of(found))
+        return world.run_all(lambda: _unwrap(found))
 
 
 def _numbered_folder(accelerator: Any) -> Path:

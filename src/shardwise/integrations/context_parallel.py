@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.models.pretrained import attention_of, outermost_pretrained
+from shardwise.models.pretrained import get_attention_implementation, outermost_pretrained
 from shardwise.models.view import without_compile
 
 
@@ -66,7 +66,7 @@ def require_split(model: nn.Module, split: SplitSequences) -> None:
         ConfigError: the attention is not torch's ``scaled_dot_product_attention``.
     """
     for _, inner in outermost_pretrained(without_compile(model)):
-        attention = attention_of(inner)
+        attention = get_attention_implementation(inner)
         if attention != "sdpa":
             raise ConfigError(
                 f"{type(inner).__name__} with attn_implementation={attention!r}: under context parallelism every "

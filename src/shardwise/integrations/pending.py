@@ -29,7 +29,7 @@ from shardwise.conversion.expression import Expression
 from shardwise.engines.arguments import read_index
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.model_states import set_model_values
-from shardwise.engines.outline import Outline, outline_of
+from shardwise.engines.outline import Outline, build_outline
 from shardwise.engines.pretrained_loading import decide_ties
 from shardwise.errors import ConfigError, KeyMismatchError, ShardingError
 from shardwise.execution.state_values import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
@@ -38,7 +38,7 @@ from shardwise.formats.contract import CheckpointIndex
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.models import build, pretrained
 from shardwise.models.rebind import Bound, bind_optimizers, plain_optimizer, require_steps_shards
-from shardwise.models.torch_api import buffers_of, parameters_of, writes_to
+from shardwise.models.torch_api import get_buffers, get_parameters, writes_to
 from shardwise.models.view import abbreviate, collect_tensors, without_compile
 from shardwise.planning.load_plan import Ignore
 from shardwise.planning.matching import Tolerance
@@ -62,7 +62,7 @@ class Pending:
     tensors: dict[int, tuple[torch.Tensor, Expression, int]]
     transforms: list[Any]
 
-    def expression_of(self, tensor: torch.Tensor) -> Expression | None:
+    def get_expression(self, tensor: torch.Tensor) -> Expression | None:
         """Return the expression of a tensor, or None if it is not an unchanged pending one."""
         recorded, expression, writes = self.tensors.get(id(tensor), (None, None, 0))
         if recorded is not tensor or expression is None or not tensor.is_meta:
@@ -91,7 +91,7 @@ def pending_tensors(model: nn.Module) -> list[PendingTensors]:
         by_name = {
             name: expression
             for item in held
-            if (expression := pending.expression_of(item.tensor)) is not None
+            if (expression := pending.get_expression(item.tensor)) is not None
             for name in item.names
         }
         of_copies = {
@@ -145,7 +145,7 @@ def load_later(
         if {*source.index.files} != {*names}:
             return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
         transforms = list(load_config.weight_mapping or ())
-        outline = outline_of(model, source.index, build.dtype_of_load(load_config), transforms)
+        outline = build_outline(model, source.index, build.get_load_dtype(load_config), transforms)
         for sentence in outline.bindings.faults:
             raise KeyMismatchError(f"{folder}: {sentence}")
         # Both names of a tie may be stored, and transformers would compare tensors on meta.
@@ -166,9 +166,9 @@ def keep_adapter(original: compat.Original, *given: Any, **keywords: Any) -> Any
 
     They are the first rank's, and would be lost on meta.
     """
-    layer: Any = peft_compat.layer_among(given)
+    layer: Any = peft_compat.find_adapter_layer(given)
     if layer is None or not any(
-        pending.expression_of(tensor) is not None
+        pending.get_expression(tensor) is not None
         for pending in _pending.values()
         for tensor in layer.get_base_layer().parameters()
     ):
@@ -180,9 +180,9 @@ def keep_adapter(original: compat.Original, *given: Any, **keywords: Any) -> Any
         if tensor is not None and not tensor.is_meta and moved.is_meta:
             kept = tensor.detach().to(moved.dtype)
             if isinstance(moved, nn.Parameter):
-                parameters_of(module)[name] = nn.Parameter(kept, requires_grad=moved.requires_grad)
+                get_parameters(module)[name] = nn.Parameter(kept, requires_grad=moved.requires_grad)
             else:
-                buffers_of(module)[name] = kept
+                get_buffers(module)[name] = kept
     return outcome
 
 
@@ -191,7 +191,7 @@ def _registered(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
     return {
         (module, name): tensor
         for module in model.modules()
-        for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]
+        for name, tensor in [*get_parameters(module).items(), *get_buffers(module).items()]
         if tensor is not None
     }
 
@@ -341,7 +341,7 @@ def _bind(
                 "would lose its state. Prepare it before its first step, and load its state afterwards"
             )
     found = pending_tensors(model)
-    if found and not compat.plugin_of(accelerator).cpu_ram_efficient_loading:
+    if found and not compat.get_plugin(accelerator).cpu_ram_efficient_loading:
         raise ConfigError(
             f"{type(model).__name__} was left on meta by from_pretrained, since FSDP_CPU_RAM_EFFICIENT_LOADING was "
             "set, but the plugin has cpu_ram_efficient_loading=False. Set both, or neither"

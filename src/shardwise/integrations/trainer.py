@@ -46,7 +46,7 @@ from shardwise.integrations.trainer_marks import (
 )
 from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerFacts
 from shardwise.interchange.trainer_restoring import load_trainer_checkpoint
-from shardwise.models.rebind import plain_optimizer, require_made_for_shards
+from shardwise.models.rebind import plain_optimizer, require_sharded_parameters
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.planning.matching import OnFault
 
@@ -132,7 +132,7 @@ class ShardwiseTrainer(_Trainer):
     def create_optimizer(self, *positional: Any, **keywords: Any) -> Any:
         """Create the optimizer like the Trainer, and reject one that cannot step shards."""
         optimizer = super().create_optimizer(*positional, **keywords)
-        require_made_for_shards(plain_optimizer(optimizer), dict(self._trained.named_parameters()))
+        require_sharded_parameters(plain_optimizer(optimizer), dict(self._trained.named_parameters()))
         return optimizer
 
     # Training
@@ -163,9 +163,9 @@ class ShardwiseTrainer(_Trainer):
             source, has_incomplete = world.broadcast(folders.resume_source, run, requested)
             self._events.best = None
             if source is not None:
-                facts = world.broadcast(folders.whole_facts_of, source)
+                facts = world.broadcast(folders.read_complete_facts, source)
                 world.run_all(self._require_same, facts, source)
-                self._events.best = world.broadcast(folders.best_of, source)
+                self._events.best = world.broadcast(folders.find_best, source)
             if has_incomplete:
                 world.broadcast(folders.remove_left, run)
         self._saved_step, self._on_other_base = None, on_other_base
@@ -252,16 +252,16 @@ class ShardwiseTrainer(_Trainer):
         if step == self._saved_step:  # at the end of a step, and again at the end of the epoch
             return
         run = Path(self._get_output_dir(trial=trial))
-        folder = folders.folder_of(run, step)
+        folder = folders.checkpoint_folder(run, step)
         with (
             World.current(call="Trainer._save_checkpoint") as world,
             folders.locked_for(world, run, step) as saving,
         ):
             limit = self.args.save_total_limit
             with patch.object(self.args, "save_total_limit", None):  # older ones are removed after the commit
-                failure = _failure_of(super()._save_checkpoint, model, trial)
+                failure = _catch(super()._save_checkpoint, model, trial)
             if failure is not None:
-                failure = saving.cause_of(failure)
+                failure = saving.find_cause(failure)
             raise_together(world, failure)
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
@@ -296,7 +296,7 @@ class ShardwiseTrainer(_Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        failure = _failure_of(super()._save, output_dir, state_dict)
+        failure = _catch(super()._save, output_dir, state_dict)
         with World.current(call="Trainer.save_model") as world:
             raise_together(world, failure)
 
@@ -315,7 +315,7 @@ class ShardwiseTrainer(_Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
         folder = Path(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
-            facts = world.broadcast(folders.facts_of, folder)
+            facts = world.broadcast(folders.read_facts, folder)
         if facts.holds == MODEL_ALONE:
             _log.warning("%s: holds the model alone (save_only_model). The optimizer starts from zero", folder)
             load_trainer_checkpoint(self._trained, folder)
@@ -373,7 +373,7 @@ def _requested_checkpoint(resume_from_checkpoint: Any) -> Path | Literal["newest
     return Path(resume_from_checkpoint) if resume_from_checkpoint else None
 
 
-def _failure_of(action: Callable[P, object], *args: P.args, **keywords: P.kwargs) -> Exception | None:
+def _catch(action: Callable[P, object], *args: P.args, **keywords: P.kwargs) -> Exception | None:
     try:
         action(*args, **keywords)
     except Exception as error:

@@ -35,7 +35,7 @@ REFERENCE = "ref"
 """TRL's name of the frozen copy of an adapter that it compares with."""
 
 
-def open_door(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
+def add_marks(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
     """Mark a model as sharded by transformers, so that the Trainer neither moves nor wraps it.
 
     ``_tp_size`` and ``_fsdp_size`` are not set, because PEFT's saving and generation read them, and the Trainer
@@ -48,14 +48,14 @@ def open_door(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
         setattr(model, _MANAGED, True)
 
 
-def close_door(model: PreTrainedModel) -> None:
-    """Remove the marks of :func:`open_door`, except the one that FSDP2 manages the model, which it does."""
+def remove_marks(model: PreTrainedModel) -> None:
+    """Remove the marks of :func:`add_marks`, except the one that FSDP2 manages the model, which it does."""
     vars(model).pop(_MARK, None)
     vars(model.config).pop(_CONFIG, None)
 
 
 def is_open(model: nn.Module) -> bool:
-    """Return whether a model has the marks of :func:`open_door`."""
+    """Return whether a model has the marks of :func:`add_marks`."""
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
@@ -69,7 +69,7 @@ def require_before_trainer(kind: type, mixin: type) -> None:
         )
 
 
-def is_of_trl(trainer_class: type) -> bool:
+def is_trl_trainer(trainer_class: type) -> bool:
     """Return whether a trainer is one of TRL, which read the head's weight without calling it."""
     return any(kind.__module__.partition(".")[0] == "trl" for kind in trainer_class.__mro__)
 

@@ -7,7 +7,7 @@ is sharded, its values are DTensors, and copying one into a plain tensor is an e
 ``get_parameter`` returns a proxy that gathers the value first. TRL reads all of them in the same order on all
 ranks, so gathering is safe.
 
-[Note: Doors] The Trainer neither moves nor wraps a model that transformers itself has sharded while loading, and
+[Note: Patches] The Trainer neither moves nor wraps a model that transformers itself has sharded while loading, and
 defers its gradient reduction between micro-batches by FSDP2's own switch. It recognizes such a model by a mark. A
 model of ours has the same properties, so it gets the same mark, and attributes on the instance that override
 methods of its class: ``save_pretrained``, which would gather, and for a sharded adapter ``get_parameter``, by which
@@ -88,7 +88,7 @@ def for_trainer(model: ModelT) -> ModelT:
             average_replicated_gradients(model, mesh)
         world.run_all(require_synchronized, model, world.size)
     replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
-    compat.open_door(inner, replicas, by_fsdp=mesh is not None)
+    compat.add_marks(inner, replicas, by_fsdp=mesh is not None)
     for parameter in model.parameters():
         if is_averaged(parameter):
             setattr(parameter, compat.HOOKED, True)
@@ -103,7 +103,7 @@ def for_trainer(model: ModelT) -> ModelT:
 
 def undo_for_trainer(model: ModelT) -> ModelT:
     """Remove the marks of :func:`for_trainer` from a model. Return the same model. Collective: no."""
-    compat.close_door(_inner(model))
+    compat.remove_marks(_inner(model))
     for name in _REPLACED:
         vars(model).pop(name, None)
     for parameter in model.parameters():
@@ -248,7 +248,7 @@ def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> Non
             f"{kind.__name__}(peft_config=...): an adapter that is added after sharding would not be sharded, and "
             "could differ between ranks. Load the model with from_pretrained(tuning=Lora(config)) instead"
         )
-    if not compat.is_of_trl(kind):
+    if not compat.is_trl_trainer(kind):
         return
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if world.size > 1 and isinstance(head, FSDPModule):

@@ -14,15 +14,13 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.checkpoints.folder import newest_in
+from shardwise.checkpoints.folder import find_latest
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.committing import publish, write_again
 from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
@@ -105,10 +103,10 @@ def checkpoints_in(run: Path) -> dict[int, FolderKind]:
     except OSError as error:
         raise StorageError(f"{run}: looking for checkpoints failed, {error.strerror}. Check output_dir") from error
     steps = sorted(int(found[1]) for name in names if (found := _FOLDER.fullmatch(name)))
-    return {step: kind_of(folder_of(run, step)) for step in steps}
+    return {step: get_folder_kind(checkpoint_folder(run, step)) for step in steps}
 
 
-def folder_of(run: Path, step: int) -> Path:
+def checkpoint_folder(run: Path, step: int) -> Path:
     """Return the folder of the checkpoint of a step."""
     return run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
@@ -121,7 +119,7 @@ def step_in(run: Path, folder: str | None) -> int | None:
     return int(found[1])
 
 
-def best_of(source: Path) -> str | None:
+def find_best(source: Path) -> str | None:
     """Return the best checkpoint so far of a training that resumes from ``source``, or None.
 
     A run may have been moved, so a sibling of ``source`` with the recorded name is used.
@@ -129,26 +127,26 @@ def best_of(source: Path) -> str | None:
     Raises:
         FormatError, StorageError: the Trainer's state in ``source`` cannot be read.
     """
-    recorded = TrainerFolder.of(source).state.get("best_model_checkpoint")
+    recorded = TrainerFolder.open(source).state.get("best_model_checkpoint")
     if not isinstance(recorded, str):
         return None
     beside = source.parent / Path(recorded).name
-    if _FOLDER.fullmatch(beside.name) and kind_of(beside) is FolderKind.COMPLETE:
+    if _FOLDER.fullmatch(beside.name) and get_folder_kind(beside) is FolderKind.COMPLETE:
         return str(beside)
     return recorded if Path(recorded).is_dir() else None
 
 
-def kind_of(folder: Path) -> FolderKind:
+def get_folder_kind(folder: Path) -> FolderKind:
     """Return the kind of a folder ``checkpoint-N``. An empty one is an incomplete checkpoint."""
     if (folder / FACTS_FILE).is_file():
         return FolderKind.COMPLETE
     if not folder.is_dir():
         return FolderKind.FOREIGN
-    is_ours = (folder / BEGUN_FILE).is_file() or not any(folder.iterdir())
-    return FolderKind.LEFT if is_ours else FolderKind.FOREIGN
+    is_incomplete = (folder / BEGUN_FILE).is_file() or not any(folder.iterdir())
+    return FolderKind.LEFT if is_incomplete else FolderKind.FOREIGN
 
 
-def facts_of(folder: Path) -> TrainerFacts:
+def read_facts(folder: Path) -> TrainerFacts:
     """Read the header of a complete checkpoint.
 
     Raises:
@@ -176,15 +174,15 @@ def facts_of(folder: Path) -> TrainerFacts:
     return TrainerFacts.from_bytes(file.read_bytes(), str(file))
 
 
-def whole_facts_of(folder: Path) -> TrainerFacts:
+def read_complete_facts(folder: Path) -> TrainerFacts:
     """Read the header of a complete checkpoint, and check that its state has all of its files.
 
     Raises:
-        ConfigError, FormatError: as :func:`facts_of`, or files are missing or truncated.
+        ConfigError, FormatError: as :func:`read_facts`, or files are missing or truncated.
     """
-    facts = facts_of(folder)
+    facts = read_facts(folder)
     state = folder / STATE_FOLDER
-    if not (folder / STATE_FILE).is_file() or (facts.holds != MODEL_ALONE and newest_in(state) != facts.step):
+    if not (folder / STATE_FILE).is_file() or (facts.holds != MODEL_ALONE and find_latest(state) != facts.step):
         raise FormatError(
             f"resume_from_checkpoint={str(folder)!r}: files are missing or truncated. Remove it to resume from the "
             "one before"
@@ -212,10 +210,10 @@ def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tupl
                 f"resume_from_checkpoint=True: output_dir={str(run)!r} has no complete checkpoint of "
                 f"ShardwiseTrainer{others}. Leave it out to start from the beginning"
             )
-        source, at = folder_of(run, complete[-1]), complete[-1]
+        source, at = checkpoint_folder(run, complete[-1]), complete[-1]
     elif requested is not None:
         source = requested
-        at = facts_of(requested).step if requested.parent.resolve() == run.resolve() else -1
+        at = read_facts(requested).step if requested.parent.resolve() == run.resolve() else -1
     if others_in_way := sorted([*foreign, *(step for step in complete if step > at)]):
         raise ConfigError(
             f"output_dir={str(run)!r} has {_names(others_in_way)} of another run, which this one would overwrite "
@@ -238,7 +236,8 @@ def steps_to_remove(complete: Sequence[int], limit: int | None, best: int | None
     return removable[: max(0, len(complete) - limit)]
 
 
-def locked_for(world: World, run: Path, step: int) -> AbstractContextManager[Saving]:
+@contextlib.contextmanager
+def locked_for(world: World, run: Path, step: int) -> Iterator[Saving]:
     """Lock an output folder while the checkpoint of this step is saved, and remove incomplete checkpoints.
 
     Collective: yes, at the beginning.
@@ -246,33 +245,43 @@ def locked_for(world: World, run: Path, step: int) -> AbstractContextManager[Sav
     Raises:
         StorageError: another save is in progress or has saved this step, or the step's folder has files of others.
     """
-    return locked_by_first_rank(world, run, partial(_begin, run, step), partial(_undo, run, step))
+    with locked_by_first_rank(world, run) as saving:
+        try:
+            world.broadcast(_begin, run, step, saving.save_id)
+            yield saving
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                if saving.is_locked_here:
+                    _undo(run, step, saving.locked)
+            raise
 
 
-def _begin(run: Path, step: int, marked: LockedFolder) -> None:
+def _begin(run: Path, step: int, save_id: str) -> None:
     _remove_left(run)  # before the folder is examined; see [Note: Checked twice]
-    folder = folder_of(run, step)
+    folder = checkpoint_folder(run, step)
     if folder.is_dir():
-        raise StorageError(f"{folder}: exists already, with {kind_of(folder).value}. Nothing was overwritten")
+        raise StorageError(
+            f"{folder}: exists already, with {get_folder_kind(folder).value}. Nothing was overwritten"
+        )
     with FoldersWriter(folder) as writer:
-        save_id = marked.save_id.encode()
-        writer.create(BEGUN_FILE, len(save_id))
-        writer.write(BEGUN_FILE, 0, [memoryview(save_id)])
+        content = save_id.encode()
+        writer.create(BEGUN_FILE, len(content))
+        writer.write(BEGUN_FILE, 0, [memoryview(content)])
         writer.sync(BEGUN_FILE)
         writer.sync_names()
 
 
-def _undo(run: Path, step: int, marked: LockedFolder) -> None:
+def _undo(run: Path, step: int, locked: LockedFolder) -> None:
     """Remove the files written for the step, unless it is committed or the folder belongs to another save."""
-    folder = folder_of(run, step)
+    folder = checkpoint_folder(run, step)
     if not folder.is_dir():
         return
-    if marked.is_held():
+    if locked.is_held():
         if (folder / BEGUN_FILE).is_file():
             _remove_incomplete(folder)
         return
     with FoldersWriter(folder, folders_in(folder)) as writer:
-        writer.remove(on_its_way(FACTS_FILE, marked.save_id))
+        writer.remove(on_its_way(FACTS_FILE, locked.save_id))
         names = writer.list()
         is_begun = BEGUN_FILE in names or FACTS_FILE in names
         if not is_begun and (names or writer.folders):  # it was removed, and this save's files came later
@@ -287,27 +296,27 @@ def complete(saving: Saving, folder: Path, facts: TrainerFacts) -> None:
     Raises:
         StorageError: the files could not be written, or another save has begun in the folder.
     """
-    marked = saving.locked
-    marked.require()
+    locked = saving.locked
+    locked.require()
     with FoldersWriter(folder, folders_in(folder)) as writer:
-        if writer.read(BEGUN_FILE) != marked.save_id.encode():
+        if writer.read(BEGUN_FILE) != locked.save_id.encode():
             raise StorageError(
                 f"{folder}: another training has begun to save there. Use a different output_dir for each"
             )
         durable = _durable(writer)
         for name in writer.list():
             if name not in durable and not name.startswith(f"{STATE_FOLDER}/"):
-                write_again(writer, name, marked.save_id)
+                write_again(writer, name, locked.save_id)
         writer.sync_names()
         files = {name: nbytes for name, nbytes in writer.sizes().items() if name != FACTS_FILE}
-        publish(writer, marked, FACTS_FILE, facts.to_bytes(), files)
+        publish(writer, locked, FACTS_FILE, facts.to_bytes(), files)
 
 
 def _durable(writer: FoldersWriter) -> set[str]:
     """Return the files that saves of shardwise have synced and recorded, and the start marker."""
     found = {BEGUN_FILE}
     for name in writer.list():
-        if not name.endswith(fingerprints.file_beside("")):
+        if not name.endswith(fingerprints.fingerprint_file("")):
             continue
         folder, slash, _ = name.rpartition("/")
         for saved in fingerprints.from_bytes(writer.read(name)):
@@ -315,19 +324,19 @@ def _durable(writer: FoldersWriter) -> set[str]:
     return found
 
 
-def remove_under(marked: LockedFolder, run: Path, steps: Sequence[int]) -> None:
+def remove_under(locked: LockedFolder, run: Path, steps: Sequence[int]) -> None:
     """Remove checkpoints of a locked output folder, the file that commits each one first.
 
     Raises:
         StorageError: something cannot be removed.
     """
     for step in steps:
-        if not marked.is_held():
+        if not locked.is_held():
             return  # the save that has the lock now removes them
         try:
-            _remove(folder_of(run, step))
+            _remove(checkpoint_folder(run, step))
         except StorageError:
-            if marked.is_held():
+            if locked.is_held():
                 raise  # otherwise another save is removing the same files
 
 
@@ -347,15 +356,15 @@ def remove_but(run: Path, best: int) -> None:
     Raises:
         StorageError: another save is in progress there, or a file cannot be removed.
     """
-    with locked_here(run) as marked:
+    with locked_here(run) as locked:
         complete = [step for step, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
-        remove_under(marked, run, [step for step in complete if step != best])
+        remove_under(locked, run, [step for step in complete if step != best])
 
 
 def _remove_left(run: Path) -> None:
     for step, kind in checkpoints_in(run).items():
         if kind is FolderKind.LEFT:
-            _remove_incomplete(folder_of(run, step))
+            _remove_incomplete(checkpoint_folder(run, step))
 
 
 def _remove_incomplete(folder: Path) -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import world_of
+from shardwise.engines.arguments import get_world
 from shardwise.engines.model_states import set_model_values, stored_values
 from shardwise.engines.optimizer_fit import OptimizerTargets
 from shardwise.engines.optimizer_states import optimizer_targets, set_optimizer_values
 from shardwise.errors import answer_keywords
 from shardwise.execution import state_values
-from shardwise.execution.rename_journal import as_renamed, home_of, lists_in
+from shardwise.execution.rename_journal import as_renamed, journal_folder, lists_in
 from shardwise.execution.saved_trees import SavedTree, read_distributed_tree, read_file_tree
 from shardwise.execution.torch_saves import Levels, read_rank_file
 from shardwise.execution.world import Clock, World
@@ -104,7 +104,7 @@ def load_accelerate_model(
     model = without_compile(model)
     clock = Clock()
     source = FilesSource(Path(path), number, Tolerance(on_missing, on_unexpected, on_mismatched), options)
-    with world_of(options, "load_accelerate_model") as world, torch.device("cpu"):
+    with get_world(options, "load_accelerate_model") as world, torch.device("cpu"):
         with clock.phase("agree"):
             source.agree(world, only)
         return read_model(world, model, source, only, clock)
@@ -146,7 +146,7 @@ def load_accelerate_optimizer(
     model = without_compile(model)
     clock = Clock()
     source = FilesSource(Path(path), number, Tolerance(on_missing, on_unexpected, on_mismatched), options)
-    with world_of(options, "load_accelerate_optimizer") as world, torch.device("cpu"):
+    with get_world(options, "load_accelerate_optimizer") as world, torch.device("cpu"):
         with clock.phase("agree"):
             source.agree(world, order)
         return read_optimizer(world, model, optimizer, source, order, clock)
@@ -160,7 +160,7 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
     tolerance = source.tolerance
     with ExitStack() as stack:
         with clock.phase("agree"):
-            values = _values_of_model(world, source, stack)
+            values = _read_model_values(world, source, stack)
             if isinstance(only, AdapterOnly):
                 # What PEFT saves of the base (embeddings), accelerate leaves out of one file, in which it has
                 # what torch does not know as frozen: buffers, and the second names of tied parameters.
@@ -185,7 +185,7 @@ def read_optimizer(
         with clock.phase("agree"):
             found = _found(world, source, accelerate_saves.OPTIMIZER, stack)
             targets = optimizer_targets(world, model, optimizer)
-            given, values = _state_of_optimizer(world, found, targets, order, options, stack)
+            given, values = _read_optimizer_state(world, found, targets, order, options, stack)
         return set_optimizer_values(
             world, targets, given, values, tolerance=source.tolerance, options=options, clock=clock
         )
@@ -195,11 +195,11 @@ def _also(consent: OnFault, names: Sequence[str]) -> Ignore:
     return Ignore((*(consent.only if isinstance(consent, Ignore) else ()), *names))
 
 
-def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> state_values.Values:
+def _read_model_values(world: World, source: FilesSource, stack: ExitStack) -> state_values.Values:
     """Return the values of a model saved by accelerate, in any of its layouts. Collective: yes."""
     found = _found(world, source, accelerate_saves.MODEL, stack)
     match found:
-        case accelerate_saves.OfRanks(folder, files):
+        case accelerate_saves.FilePerRank(folder, files):
             state = read_rank_file(world, Path(folder), files)
             return state_values.BroughtValues(
                 world.run_all(state_values.by_canonical_names, state, f"what {folder} has")
@@ -212,7 +212,7 @@ def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> sta
             assert_never(found)
 
 
-def _state_of_optimizer(
+def _read_optimizer_state(
     world: World,
     found: accelerate_saves.AccelerateSave,
     targets: OptimizerTargets,
@@ -221,7 +221,7 @@ def _state_of_optimizer(
     stack: ExitStack,
 ) -> tuple[ParsedState, state_values.Values]:
     """Return this rank's part of the stored state, and the values of its tensors. Collective: yes."""
-    if isinstance(found, accelerate_saves.OfRanks):
+    if isinstance(found, accelerate_saves.FilePerRank):
         state = read_rank_file(world, Path(found.folder), found.files)
         given, _ = world.run_all(_parse, state, targets, order)
         return given, state_values.BroughtValues(given.tensors)
@@ -251,7 +251,7 @@ def _found(
     Collective: yes.
     """
     path, number = source.path, source.number
-    home = home_of(path)
+    home = journal_folder(path)
     if world.broadcast(lists_in, home):
         path = world.run_all(lambda: stack.enter_context(as_renamed(home))) / path.relative_to(home)
         return world.run_all(accelerate_saves.find_saved, path, kind, number)

@@ -20,20 +20,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.engines.model_states import collect_model
 from shardwise.engines.optimizer_states import collect_optimizers
 from shardwise.errors import ConfigError, StorageError, answer_keywords
 from shardwise.execution import committing, rename_journal
-from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
+from shardwise.execution.locked_folder import LockedFolder, Saving, locked_here
 from shardwise.execution.saving_lock import LOCK_FILE
 from shardwise.execution.state_values import StateOptions, require_same_call
 from shardwise.execution.torch_saves import flattened, write_distributed_folder, write_rank_files, write_whole_file
 from shardwise.execution.world import World
-from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, SavedKind, is_of_accelerate
+from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, SavedKind, is_accelerate_file
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import TensorRef, without_compile
-from shardwise.planning.commit_plan import WrittenFiles, fresh
+from shardwise.planning.commit_plan import WrittenFiles, temporary_name
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import FileForm
 from shardwise.report.save_reports import FilesReport
@@ -41,21 +41,21 @@ from shardwise.storage.folders import FoldersWriter, folders_in, remove_folder
 
 
 @dataclass(frozen=True, slots=True)
-class PartOf:
-    """The state that a model or an optimizer is a part of, and is committed with."""
+class StateSave:
+    """A save of a state, with the written files of its models and optimizers, which are committed together."""
 
     saving: Saving
-    parts: list[WrittenFiles] = field(default_factory=list)
+    written: list[WrittenFiles] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class FilesPlace:
-    """The folder, number and form of a model or an optimizer, and the state that it is a part of, if any."""
+    """The folder, number and form of a model or an optimizer, and the save of its state, if any."""
 
     folder: Path
     number: int
     form: FileForm
-    part_of: PartOf | None = None
+    state_save: StateSave | None = None
 
     def agree(self, world: World, *modes: object, options: StateOptions) -> None:
         """Raise if it is not supported, or if ranks pass different arguments. Collective: yes.
@@ -67,7 +67,7 @@ class FilesPlace:
         require_same_call(world, os.fspath(self.folder), self.form, self.number, modes, options=options)
 
     def _check(self) -> None:
-        require_meant(hints_of(save_accelerate_model), {"form": self.form})
+        check_options(get_hints(save_accelerate_model), {"form": self.form})
         if type(self.number) is not int or self.number < 0:
             raise ConfigError(f"number={self.number!r}: is not an index. Pass the position in the folder, from 0")
 
@@ -154,7 +154,7 @@ def save_model(
     """
     start = time.perf_counter()
     model = without_compile(model)
-    with world_of(options, "save_accelerate_model") as world, torch.device("cpu"):
+    with get_world(options, "save_accelerate_model") as world, torch.device("cpu"):
         place.agree(world, only, on_differing_buffers, options=options)
         taken = collect_model(world, model, only, on_differing_buffers, options)
         state = taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
@@ -174,7 +174,7 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, op
     """
     start = time.perf_counter()
     model = without_compile(model)
-    with world_of(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
+    with get_world(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
         place.agree(world, options=options)
         taken = collect_optimizers(world, model, optimizer, "the optimizer", options)
         path, nbytes = _write(world, place, OPTIMIZER, taken.written(), taken.home, options)
@@ -201,11 +201,11 @@ def _write(
     options: StateOptions,
 ) -> tuple[Path, int]:
     """Write a state and return its path and its bytes. Collective: yes."""
-    if place.part_of is not None:
-        path, nbytes, written = _written(world, place.part_of.saving, place, kind, state, home, options)
-        place.part_of.parts.append(written)
+    if place.state_save is not None:
+        path, nbytes, written = _written(world, place.state_save.saving, place, kind, state, home, options)
+        place.state_save.written.append(written)
         return path, nbytes
-    with locked_by_first_rank(world, place.folder, rename_journal.tidy, rename_journal.undo) as saving:
+    with rename_journal.locked_and_tidied(world, place.folder) as saving:
         path, nbytes, written = _written(world, saving, place, kind, state, home, options)
         world.broadcast(lambda: committing.commit_written(saving.locked, written, _older(place, kind, written)))
     return path, nbytes
@@ -253,12 +253,12 @@ def _older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[st
         case "sharded":
             name = kind.folder(place.number)
             new = {file.removeprefix(f"{name}/") for file in written.beside}
-            return [f"{name}/{file}" for file in rename_journal.older_in(place.folder / name, new)]
+            return [f"{name}/{file}" for file in rename_journal.find_older(place.folder / name, new)]
         case "local":
             return [
                 name
                 for name in os.listdir(place.folder)
-                if kind.rank_of(name, place.number) is not None and name not in written.named
+                if kind.parse_rank(name, place.number) is not None and name not in written.named
             ]
         case _:
             assert_never(place.form)
@@ -275,7 +275,7 @@ class LinkedFolder(str):
     folder: Path
 
     @classmethod
-    def of(cls, place: Path, folder: Path) -> LinkedFolder:
+    def link(cls, place: Path, folder: Path) -> LinkedFolder:
         made = cls(place)
         made.folder = folder
         return made
@@ -284,14 +284,14 @@ class LinkedFolder(str):
 class WorkFolder(str):
     """The path of a folder that accelerate saves into, and the state that models and optimizers there belong to."""
 
-    part: PartOf
+    state_save: StateSave
     folder: Path
 
     @classmethod
-    def of(cls, saving: Saving) -> WorkFolder:
+    def create(cls, saving: Saving) -> WorkFolder:
         """For a save that is under way."""
         made = cls(rename_journal.work_folder(saving.folder, saving.save_id))
-        made.part, made.folder = PartOf(saving), Path(saving.folder)
+        made.state_save, made.folder = StateSave(saving), Path(saving.folder)
         return made
 
 
@@ -310,18 +310,9 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
             not new.
     """
     carried: set[str] = set()
-
-    def begin(marked: LockedFolder) -> None:
-        rename_journal.tidy(marked)
-        if is_new:
-            _require_new(marked)
-        os.mkdir(rename_journal.work_folder(folder, marked.save_id))
-
-    def end(marked: LockedFolder) -> None:
-        rename_journal.undo(marked, carried)
-
-    with locked_by_first_rank(world, folder, begin, end) as saving:
-        work = WorkFolder.of(saving)
+    with rename_journal.locked_and_tidied(world, folder, carried) as saving:
+        work = WorkFolder.create(saving)
+        world.broadcast(_begin_state, saving, work, is_new=is_new)
         yield work
         seen = world.all_gather(_names_in, work)
         names = sorted({name for found in seen for name in found})
@@ -329,7 +320,13 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
         world.broadcast(lambda: _commit_state(saving.locked, work, names))
 
 
-def newest_in(place: Path) -> Path | None:
+def _begin_state(saving: Saving, work: str, *, is_new: bool) -> None:
+    if is_new:
+        _require_new(saving.locked)
+    os.mkdir(work)
+
+
+def find_latest(place: Path) -> Path | None:
     """Return the folder ``checkpoint_N`` with the highest number whose state is committed, or None.
 
     One that is committed by the rename journal of a killed save is included. One that was never committed is
@@ -342,7 +339,7 @@ def newest_in(place: Path) -> Path | None:
     return None
 
 
-def keep_newest(place: Path, newest: Path, limit: int | None) -> None:
+def keep_latest(place: Path, newest: Path, limit: int | None) -> None:
     """Remove all but this number of committed states ``checkpoint_N``, lowest numbers first, never the newest.
 
     Raises:
@@ -351,8 +348,8 @@ def keep_newest(place: Path, newest: Path, limit: int | None) -> None:
     found = [folder for _, folder in sorted(_numbered(place)) if (folder / _ALWAYS_THERE).is_file()]
     for folder in found[: max(0, len(found) - limit)] if limit is not None else ():
         if folder != newest and not folder.is_symlink():  # a link leads to another folder
-            with locked_here(folder) as marked, FoldersWriter(folder) as writer:
-                rename_journal.tidy(marked)
+            with locked_here(folder) as locked, FoldersWriter(folder) as writer:
+                rename_journal.tidy(locked)
                 writer.remove(_ALWAYS_THERE)  # a half of a state does not count as one
                 writer.sync_names()
             remove_folder(folder)
@@ -364,8 +361,8 @@ def _numbered(place: Path) -> list[tuple[int, Path]]:
     return [(int(found[1]), path) for path in place.iterdir() if (found := _NUMBERED.fullmatch(path.name))]
 
 
-def _require_new(marked: LockedFolder) -> None:
-    root = marked.writer.root
+def _require_new(locked: LockedFolder) -> None:
+    root = locked.writer.root
     others = [name for name in os.listdir(root) if name != LOCK_FILE]
     if others:
         raise StorageError(
@@ -379,24 +376,28 @@ def _names_in(work: str) -> list[str]:
         return writer.list()
 
 
-def _commit_state(marked: LockedFolder, work: WorkFolder, names: list[str]) -> None:
+def _commit_state(locked: LockedFolder, work: WorkFolder, names: list[str]) -> None:
     """Copy accelerate's files and commit everything."""
     written = WrittenFiles()
-    for part in work.part.parts:
-        written = written.with_more(part)
+    for files in work.state_save.written:
+        written = written.with_more(files)
     copies: dict[str, int] = {}
     folders = {name.rpartition("/")[0] for name in names} - {""}
-    with FoldersWriter(marked.writer.root, folders) as writer:
-        rename_journal.remove_fresh(writer, [name for name in writer.list() if name.rpartition("/")[0] in folders])
+    with FoldersWriter(locked.writer.root, folders) as writer:
+        rename_journal.remove_temporary(
+            writer, [name for name in writer.list() if name.rpartition("/")[0] in folders]
+        )
         for name in names:
-            copies[name] = committing.copy_in(writer, os.path.join(work, name), fresh(name, marked.save_id))
+            copies[name] = committing.copy_in(
+                writer, os.path.join(work, name), temporary_name(name, locked.save_id)
+            )
         writer.sync_names()
     written = written.with_more(WrittenFiles(copies))
-    committing.commit_written(marked, written, _older_state(marked.writer.root, written))
+    committing.commit_written(locked, written, _older_state(locked.writer.root, written))
 
 
 def _older_state(root: str, written: WrittenFiles) -> list[str]:
     """Return the files of an older state that are not replaced by a new one."""
     with FoldersWriter(root, rename_journal.distributed_folders(root)) as writer:
         new = {*written.named, *written.beside}
-        return [name for name in writer.list() if is_of_accelerate(name) and name not in new]
+        return [name for name in writer.list() if is_accelerate_file(name) and name not in new]

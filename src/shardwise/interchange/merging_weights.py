@@ -14,16 +14,15 @@ import torch
 from transformers import PreTrainedConfig
 
 from shardwise.engines import offline
-from shardwise.engines.arguments import hints_of, require_meant
-from shardwise.engines.offline import companions_of, config_content, templates_of, write_templates
-from shardwise.engines.outline import ModelOptions, class_of, config_of, outline
+from shardwise.engines.arguments import check_options, get_hints
+from shardwise.engines.offline import config_content, read_companions, read_templates, write_templates
+from shardwise.engines.outline import ModelOptions, get_model_class, load_config, outline
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError, answer_keywords
 from shardwise.execution.committing import commit_written
-from shardwise.execution.locked_folder import locked_by_first_rank
-from shardwise.execution.reading import ReadExecutor, bytes_of
-from shardwise.execution.rename_journal import home_of, lists_in, tidy, undo
+from shardwise.execution.reading import ReadExecutor, storage_bytes
+from shardwise.execution.rename_journal import journal_folder, lists_in, locked_and_tidied
 from shardwise.execution.saved_trees import read_objects
 from shardwise.execution.stream_out import Outgoing
 from shardwise.execution.torch_saves import Levels, flattened, load_plain, nested
@@ -38,7 +37,7 @@ from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.pretrained import assign_keys, progress_bar
 from shardwise.models.torch_api import to_torch
-from shardwise.planning.commit_plan import WrittenFiles, fresh, look_at_folder
+from shardwise.planning.commit_plan import WrittenFiles, get_folder_state, temporary_name
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.save_plan import INDEX_FILE, Saved
 from shardwise.report.names import in_bytes
@@ -48,7 +47,7 @@ from shardwise.storage.names import HubOptions, shown
 from shardwise.storage.reading import LocalReader, OpenStorage, open_storage
 from shardwise.storage.remote import resolve
 from shardwise.storage.writing import LocalWriter
-from shardwise.tensors import ByteRange, in_bytes_of, numel, row_blocks
+from shardwise.tensors import ByteRange, numel, parse_size, row_blocks
 
 Format: TypeAlias = Literal["safetensors", "bin"]
 
@@ -126,19 +125,19 @@ def merge_weights(
         FormatError, StorageError: a file contradicts its format or cannot be read or written, or the output read
             back differs.
     """
-    require_meant(hints_of(merge_weights), {"file_format": file_format, "remove_source": remove_source})
-    checkpoint, out, max_shard_bytes = Path(checkpoint).expanduser(), Path(out), in_bytes_of(max_shard_size)
+    check_options(get_hints(merge_weights), {"file_format": file_format, "remove_source": remove_source})
+    checkpoint, out, max_shard_bytes = Path(checkpoint).expanduser(), Path(out), parse_size(max_shard_size)
     start = time.perf_counter()
     with ExitStack() as stack:
         reader, index, is_optimizer = _open(checkpoint, stack)
         folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-        offline.require_other_folder(out, [folder, *_folders_of(folder, index)])
+        offline.require_other_folder(out, [folder, *_checkpoint_folders(folder, index)])
         if remove_source and index.ignored:
             raise ConfigError(
                 f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which "
                 "would be lost with it. Merge it without removing it"
             )
-        executor = offline.executor_of(reader, index)
+        executor = offline.create_executor(reader, index)
         if is_optimizer:
             named = optimizer_outputs(reader, index, executor, base=base, dtype=dtype)
         else:
@@ -147,7 +146,7 @@ def merge_weights(
         companions = _companions(named, folder, dtype)
         streamed, files = _write(named, companions, file_format, out, max_shard_bytes)
         if named.folder is not None:
-            write_templates(out, templates_of([folder, named.folder]))
+            write_templates(out, read_templates([folder, named.folder]))
     removed = ""
     if remove_source:
         _read_back(out, streamed, named, file_format)
@@ -172,7 +171,7 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
     """Open a checkpoint. The last value is True for the state of an optimizer."""
     if not checkpoint.exists():
         raise StorageError(f"{checkpoint}: no such file or folder. Check the path")
-    if lists_in(home := home_of(checkpoint)):
+    if lists_in(home := journal_folder(checkpoint)):
         raise StorageError(
             f"{home}: its last save was interrupted between its commit and its renames. Load it with "
             "load_state, load_accelerate_model or load_accelerate_optimizer, and save it again"
@@ -189,7 +188,7 @@ def _companions(named: NamedOutputs, folder: Path, dtype: str | None) -> dict[st
     if named.folder is None:
         return {}
     config = config_content(named.folder, dtype=offline.written_dtype(named.outgoing, dtype), untied=False)
-    return {**companions_of(named.folder, folder), "config.json": config}
+    return {**read_companions(named.folder, folder), "config.json": config}
 
 
 def _write(
@@ -219,7 +218,7 @@ def _write_torch_file(
             "A file of torch.save is written in one piece: raise max_shard_size, or write safetensors files"
         )
     if named.torch_file != OPTIMIZER_FILE and (
-        others := look_at_folder(writer.list(), writer.read(INDEX_FILE)).weights
+        others := get_folder_state(writer.list(), writer.read(INDEX_FILE)).weights
     ):
         raise ConfigError(
             f"{writer.root} has {sorted(others)[0]}, which is read before any {named.torch_file}. Name "
@@ -229,16 +228,16 @@ def _write_torch_file(
     written = WrittenTensors(bytes_by_file={named.torch_file: nbytes})
     with (
         progress_bar("Merging", nbytes, enabled=True) as bar,
-        locked_by_first_rank(World(0, 1), writer.root, tidy, undo) as saving,
+        locked_and_tidied(World(0, 1), writer.root) as saving,
     ):
-        file = fresh(named.torch_file, saving.save_id)
+        file = temporary_name(named.torch_file, saving.save_id)
         contents = _write_around_tensors(writer, file, named)
         starts = {item.path: item.chunks[0].view.range.start for item in contents.tensors}
         for way, (key, _, shape) in places.items():
             at = 0
             written.fingerprints[key] = 0
             for box in row_blocks(shape, _BLOCK_ELEMENTS):
-                content = bytes_of(named.outgoing.values([(key, box)])[0])
+                content = storage_bytes(named.outgoing.values([(key, box)])[0])
                 writer.write(file, starts[tuple(map(str, way))] + at, [content])
                 written.add(key, at, content)
                 at += content.nbytes
@@ -275,14 +274,14 @@ def _write_around_tensors(writer: LocalWriter, file: str, named: NamedOutputs) -
     return contents
 
 
-def _folders_of(folder: Path, index: CheckpointIndex) -> list[Path]:
+def _checkpoint_folders(folder: Path, index: CheckpointIndex) -> list[Path]:
     """Return the folders of the checkpoint's files."""
     return sorted({(folder / file).parent for file in index.files})
 
 
 def _remove(folder: Path, index: CheckpointIndex) -> str:
     """Remove the checkpoint's own files, and its folders if they are then empty."""
-    folders = _folders_of(folder, index)
+    folders = _checkpoint_folders(folder, index)
     files = [folder / file for file in index.files]
     files += [place / METADATA for place in folders if (place / METADATA).is_file()]
     try:
@@ -328,7 +327,7 @@ def _damaged_in(file: Path, streamed: WrittenTensors, named: NamedOutputs) -> li
     read = WrittenTensors()
     for way, (key, _, _) in named.places().items():
         if isinstance(tree.get(way), torch.Tensor):
-            read.add(key, 0, bytes_of(tree[way]))
+            read.add(key, 0, storage_bytes(tree[way]))
     return [key for key, value in streamed.fingerprints.items() if read.fingerprints.get(key) != value]
 
 
@@ -350,8 +349,8 @@ def named_outputs(
             f"no config.json in or above {folder}. Name the base (--base, base=) for the hub's",
         )
     try:
-        config = config_of(config_folder, _options(dtype))
-        class_of(config_folder, config, _options(dtype))
+        config = load_config(config_folder, _options(dtype))
+        get_model_class(config_folder, config, _options(dtype))
     except ConfigError as error:
         if base is not None:
             raise
@@ -450,7 +449,7 @@ def _used_for(folder: Path, config: PreTrainedConfig, source: offline.OfflineMod
     """Return the conversions used for the base's own weights. Empty if it has no weights under such names."""
     try:
         with LocalReader(folder) as reader:
-            keys = [item.key for item in offline.index_of(OpenStorage(reader, None), config).tensors()]
+            keys = [item.key for item in offline.read_index(OpenStorage(reader, None), config).tensors()]
     except (FormatError, StorageError):
         return []
     model = source.built.model

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import load_checkpoint
 from shardwise.engines.model_states import set_model_values, stored_values
@@ -81,7 +81,7 @@ def load_trainer_checkpoint(
         options: budget, process group, timeouts.
 
     Returns:
-        The step to resume from, the restored parts, and the others with reasons.
+        The step to resume from, the restored components, and the others with reasons.
 
     Raises:
         ConfigError, KeyMismatchError, FormatError, StorageError and others: as in the functions named above, for a
@@ -91,13 +91,13 @@ def load_trainer_checkpoint(
     """
     model = without_compile(model)
     restored, set_optimizer = ["model"], None
-    with world_of(options, "load_trainer_checkpoint") as world:
-        world.run_all(require_meant, hints_of(load_trainer_checkpoint), {"on_unexpected": on_unexpected})
+    with get_world(options, "load_trainer_checkpoint") as world:
+        world.run_all(check_options, get_hints(load_trainer_checkpoint), {"on_unexpected": on_unexpected})
         require_same_call(world, os.fspath(checkpoint), adapter, order, on_unexpected, options=options)
         with torch.device("cpu"):
-            folder = world.broadcast(lambda: TrainerFolder.of(Path(checkpoint)))
+            folder = world.broadcast(lambda: TrainerFolder.open(Path(checkpoint)))
             is_adapter = has_adapters(model) and not folder.is_fsdp
-            file = world.run_all(lambda: folder.weights_of(adapter) if is_adapter else None)
+            file = world.run_all(lambda: folder.adapter_file(adapter) if is_adapter else None)
             left_out = _never_restored(folder, model)
             schedule = world.run_all(schedule_in, folder, scheduler, left_out)
         set_model = _set_model(world, model, folder, file, adapter, on_unexpected, options)
@@ -126,7 +126,7 @@ def load_trainer_checkpoint(
 
 
 def _never_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
-    """Return the parts that are never restored, with reasons."""
+    """Return the components that are never restored, with reasons."""
     found = {name: why for name, why in _NOT_READ.items() if name in folder.names}
     found["position in the data"] = f"the data are not the model's. Skip the batches of {folder.step} steps"
     if any(name.startswith("rng_state") for name in folder.names):
@@ -179,7 +179,7 @@ class TrainerFolder:
     state: dict[str, Any]
 
     @classmethod
-    def of(cls, path: Path) -> TrainerFolder:
+    def open(cls, path: Path) -> TrainerFolder:
         """Raises StorageError if it cannot be listed, FormatError if it is not such a folder."""
         return cls(path, _names_in(path), _read_state(path))
 
@@ -205,7 +205,7 @@ class TrainerFolder:
             return self.path
         return self.path / _OPTIMIZER_FILE if _OPTIMIZER_FILE in self.names else None
 
-    def weights_of(self, adapter: str) -> Path:
+    def adapter_file(self, adapter: str) -> Path:
         """The file of a PEFT model's adapter.
 
         Raises:
@@ -222,7 +222,7 @@ class TrainerFolder:
 
 
 def _has(kind: SavedKind, names: tuple[str, ...]) -> bool:
-    return any(name in (kind.file(0), kind.folder(0)) or kind.rank_of(name, 0) is not None for name in names)
+    return any(name in (kind.file(0), kind.folder(0)) or kind.parse_rank(name, 0) is not None for name in names)
 
 
 def _names_in(folder: Path) -> tuple[str, ...]:

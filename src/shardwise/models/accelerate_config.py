@@ -99,7 +99,7 @@ class _Reading:
         if not isinstance(nested, Mapping):
             self.faults.append(f"fsdp_config={nested!r}: it must be keys with values, or the path of a JSON file")
             nested = {}
-        own = {key: value for key, value in values.items() if _is_of_fsdp(key)}
+        own = {key: value for key, value in values.items() if _is_fsdp_key(key)}
         for key, value in {**own, **nested}.items():
             plain = key.removeprefix("fsdp_")
             self._take(_ALIASES.get(plain, plain), key, value)
@@ -155,7 +155,7 @@ class _Reading:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a Sharding except for its mesh."""
-        self._note()
+        self._add_notes()
         dtype = self._dtype()
         strategy = self.fsdp.get("sharding_strategy")
         reshards = {key: self.fsdp[key] for key in ("reshard_after_forward",) if key in self.fsdp}
@@ -166,11 +166,11 @@ class _Reading:
             # accelerate computes, reduces and returns in one dtype
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
             "offload_policy": CPUOffloadPolicy() if self.fsdp.get("offload_params") else OffloadPolicy(),
-            "reshard_after_forward": bool(self._one_of(reshards, default=True)),
+            "reshard_after_forward": bool(self._single_value(reshards, default=True)),
             "activation_checkpointing": bool(self.fsdp.get("activation_checkpointing")),
         }
 
-    def _note(self) -> None:
+    def _add_notes(self) -> None:
         if self.fsdp.get("version", "1" if "sharding_strategy" in self.fsdp else "2") == "1":
             self.notes.append("it was written for FSDP1. The model is sharded by FSDP2")
         self.notes += [
@@ -187,7 +187,7 @@ class _Reading:
             if name in self.values:
                 self.notes.append(f"{name}: it is the training's, and no matter of sharding")
 
-    def _one_of(self, given: Mapping[str, Any], default: Any) -> Any:
+    def _single_value(self, given: Mapping[str, Any], default: Any) -> Any:
         """Return the value that these keys share, or add a fault if they differ."""
         if len(set(given.values())) > 1:
             named = " and ".join(f"{key}={value}" for key, value in given.items())
@@ -227,7 +227,9 @@ class _Reading:
         for key, word in words.items():
             if word not in _PRECISIONS:
                 self.faults.append(f"{key}={given[key]!r}: it must be one of {', '.join(_PRECISIONS)}")
-        found: torch.dtype | None = self._one_of({key: _PRECISIONS.get(word) for key, word in words.items()}, None)
+        found: torch.dtype | None = self._single_value(
+            {key: _PRECISIONS.get(word) for key, word in words.items()}, None
+        )
         return found
 
     def replicas(self) -> int:
@@ -260,6 +262,6 @@ class _Reading:
         return max(replicas, machines)
 
 
-def _is_of_fsdp(key: str) -> bool:
+def _is_fsdp_key(key: str) -> bool:
     is_named = key.startswith("fsdp") and key not in ("fsdp", "fsdp_config")
     return is_named or key in _FSDP_KEYS or key in _ALIASES

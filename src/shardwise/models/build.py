@@ -15,7 +15,7 @@ from shardwise.conversion.expression import Expression, Hole, concat, slice_dim
 from shardwise.errors import ConfigError, FormatError, KnownNames, require_names
 from shardwise.models import pretrained
 from shardwise.models.initialize import NewRows
-from shardwise.models.pretrained import models_of
+from shardwise.models.pretrained import get_model_mapping
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import TensorRef, collect_tensors
 from shardwise.tensors import DType
@@ -69,15 +69,15 @@ def resolve_class(
     """
     if model_class is None:
         return _class_from_config(config, directory, trust_remote_code=trust_remote_code)
-    if pretrained.models_of(model_class) is not None:
+    if pretrained.get_model_mapping(model_class) is not None:
         remote = (getattr(config, "auto_map", None) or {}).get(model_class.__name__)
         if remote is not None and trust_remote_code:
             return remote_model_class(remote, str(directory)), config
         return auto_model_class(config, model_class)
     if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
         kind = model_class.config_class or PreTrainedConfig
-        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-        return model_class, next((part for part in parts if isinstance(part, kind)), config)
+        configs = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        return model_class, next((item for item in configs if isinstance(item, kind)), config)
     raise ConfigError(f"model_class must be a model class or an Auto class of transformers, not {model_class!r}")
 
 
@@ -256,7 +256,7 @@ def _with_rows(expression: Expression, size: int) -> Expression:
 def registered_model_class(config: PreTrainedConfig, names: Collection[str]) -> Any:
     """Return a class of one of these names that a user has registered with an Auto class, or None."""
     for auto_class in list(vars(modeling_auto).values()):
-        own = getattr(models_of(auto_class), "_extra_content", {})
+        own = getattr(get_model_mapping(auto_class), "_extra_content", {})
         found = own.get(type(config)) if isinstance(own, dict) else None
         if found is not None and found.__name__ in names:
             return found
@@ -286,7 +286,7 @@ def remote_model_class(reference: str, folder: str) -> Any:
     return get_class_from_dynamic_module(reference, folder)
 
 
-def choose_implementations(
+def set_implementations(
     config: PreTrainedConfig, attention: str | Mapping[str, str] | None, experts: str | Mapping[str, str] | None
 ) -> None:
     """Set the attention and expert implementations in a config and its parts. None keeps the model's default."""
@@ -296,7 +296,7 @@ def choose_implementations(
         config._experts_implementation = experts  # type: ignore[assignment]
 
 
-def loading_door() -> tuple[Any, str]:
+def loading_function() -> tuple[Any, str]:
     """Return the class and the name of the function by which ``from_pretrained`` fills a model on meta.
 
     Its arguments are the model, a state dict or None, the files or None, and a config of the load.
@@ -304,7 +304,7 @@ def loading_door() -> tuple[Any, str]:
     return PreTrainedModel, "_load_pretrained_model"
 
 
-def placing_door() -> tuple[Any, str]:
+def allocating_function() -> tuple[Any, str]:
     """Return the class and the name of transformers' function that allocates missing tensors for initialization.
 
     Its first arguments are the model and the names of missing tensors. Under FSDP it differs between ranks, and in
@@ -323,7 +323,7 @@ def is_plain_load(config: Any) -> bool:
     return not config.is_quantized and config.device_map is None and config.device_mesh is None
 
 
-def dtype_of_load(config: Any) -> torch.dtype:
+def get_load_dtype(config: Any) -> torch.dtype:
     """Return the dtype in which a model is loaded."""
     return config.dtype or torch.get_default_dtype()
 

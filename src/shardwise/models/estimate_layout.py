@@ -43,7 +43,7 @@ def predict_layout(
     model: nn.Module,
     policy: WrapPolicy,
     mesh: MeshShape,
-    origin_of: Callable[[TensorRef], Origin],
+    find_origin: Callable[[TensorRef], Origin],
     *,
     root: nn.Module | None = None,
     kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({}),
@@ -65,7 +65,7 @@ def predict_layout(
     for item in held:
         spread, placement = spreader.spread(item)
         spreads[item.fqn] = spread
-        tensors.append(tensor_layout(item, origin_of(item), spread.boxes[0], placement))
+        tensors.append(tensor_layout(item, find_origin(item), spread.boxes[0], placement))
     return WorldLayout(
         mesh=mesh,
         first=ModelLayout(tuple(tensors)),

@@ -13,19 +13,19 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression, permute
-from shardwise.conversion.packed import nested_as_stored, packed, stored_form, stored_rows
+from shardwise.conversion.packed import find_quant_type, nested_as_stored, packed, stored_rows
 from shardwise.errors import ConfigError
 from shardwise.models import four_bit_layers as layers
 from shardwise.models.quantization import (
     KeptForm,
     Packing,
-    form_name,
     has_bitsandbytes,
     is_mxfp4,
-    of_form,
+    quant_type_name,
     to_transformers,
+    with_stored_form,
 )
-from shardwise.models.torch_api import from_torch, original_class, parameters_of
+from shardwise.models.torch_api import from_torch, get_parameters, original_class
 from shardwise.report.names import collapse
 from shardwise.tensors import Code, DType, FourBitForm
 
@@ -33,7 +33,7 @@ _ROUTERS = (".gate", ".router")
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SelectedModules:
     """Linear layers and experts to quantize, and the others with reasons.
 
     Attributes:
@@ -49,14 +49,14 @@ class Chosen:
     absent: tuple[str, ...] = ()
 
 
-def _choose(
+def _select(
     model: nn.Module,
     quantization: KeptForm,
     wanted: Collection[str],
     stored: Mapping[str, tuple[FourBitForm, int]],
     *,
     must_match: bool,
-) -> Chosen:
+) -> SelectedModules:
     """Choose weights of a tied model on meta that can be kept in 4 bits, among those in ``wanted``.
 
     The output layer, tied weights, routers, experts that are not computed one by one, and named modules are not
@@ -68,7 +68,7 @@ def _choose(
     uses = Counter(
         id(parameter)
         for _, module in model.named_modules(remove_duplicate=False)
-        for parameter in parameters_of(module).values()
+        for parameter in get_parameters(module).values()
     )
     linear: dict[str, nn.Linear] = {}
     stacks: dict[str, tuple[nn.Module, str]] = {}
@@ -99,7 +99,7 @@ def _choose(
             f"nothing of {type(model).__name__} can be put into four bits"
             + "".join(f"; {name} stays: {why}" for name, why in list(skip_modules.items())[:3])
         )
-    return Chosen(linear, stacks, skip_modules, absent)
+    return SelectedModules(linear, stacks, skip_modules, absent)
 
 
 def _candidates(
@@ -118,7 +118,7 @@ def _candidates(
             elif name.endswith(_ROUTERS) and f"{name.rpartition('.')[0]}.experts" in modules:
                 why = "chooses experts"
             yield (name,), module, layers.WEIGHT, why
-        for local, stack in layers.stacks_of(name, module):
+        for local, stack in layers.iter_stacks(name, module):
             fqn = f"{name}.{local}"
             why = layers.experts_skip_reason(module, stack, quantization, is_stored=fqn in stored)
             yield (name, fqn), module, local, why
@@ -158,32 +158,32 @@ def convert_base_to_four_bits(
     forms = {
         name: form
         for name, claims in bindings.offers.items()
-        if (form := next(filter(None, map(stored_form, claims)), None)) is not None
+        if (form := next(filter(None, map(find_quant_type, claims)), None)) is not None
     }
     stacks = _stored_stacks(model, bindings) if keeps_experts else {}
     wanted = forms.keys() | stacks.keys()
     if not wanted and config is None:
         wanted = {name for name, claims in bindings.offers.items() if claims}
-    chosen = _choose(model, quantization, wanted, stacks, must_match=must_match)
+    chosen = _select(model, quantization, wanted, stacks, must_match=must_match)
     if not chosen.layers and not chosen.stacks:
-        return bindings, notes_of(chosen, quantization)
+        return bindings, build_notes(chosen, quantization)
     for name, layer in chosen.layers.items():
-        layers.convert_to_four_bits(layer, of_form(forms.get(f"{name}.{layers.WEIGHT}"), quantization))
+        layers.convert_to_four_bits(layer, with_stored_form(forms.get(f"{name}.{layers.WEIGHT}"), quantization))
     kinds: dict[nn.Module, dict[str, KeptForm]] = {}
     for name, (module, local) in chosen.stacks.items():
-        kinds.setdefault(module, {})[local] = of_form(stacks.get(name), quantization)
+        kinds.setdefault(module, {})[local] = with_stored_form(stacks.get(name), quantization)
     for module, names in kinds.items():
         layers.convert_experts_to_four_bits(module, names)
     skipped = tuple(sorted(chosen.skip_modules))
     mark_in_four_bits(model, config or to_transformers(quantization, skipped, model.dtype))
-    return offered_in_four_bits(model, bindings), notes_of(chosen, quantization)
+    return quantize_bindings(model, bindings), build_notes(chosen, quantization)
 
 
 def _stored_stacks(model: nn.Module, bindings: Bindings) -> dict[str, tuple[FourBitForm, int]]:
     """Return the form and the block size of stacks of experts that are stored in 4 bits, by name."""
     found: dict[str, tuple[FourBitForm, int]] = {}
     for name, module in model.named_modules():
-        for local, _ in layers.stacks_of(name, module):
+        for local, _ in layers.iter_stacks(name, module):
             for item in bindings.offers.get(f"{name}.{local}", ()):
                 rows = stored_rows(_as_rows(item, is_transposed=getattr(module, "is_transposed", False)))
                 if rows is not None:
@@ -196,12 +196,12 @@ def _as_rows(stack: Expression, *, is_transposed: bool) -> Expression:
     return permute(stack, (0, 2, 1)) if is_transposed and len(stack.shape) == 3 else stack
 
 
-def notes_of(chosen: Chosen, quantization: KeptForm) -> tuple[str, ...]:
+def build_notes(chosen: SelectedModules, quantization: KeptForm) -> tuple[str, ...]:
     """Return sentences on the quantized modules, and on the others with the reasons."""
     by_reason: dict[str, list[str]] = {}
     for name, why in chosen.skip_modules.items():
         by_reason.setdefault(why, []).append(name)
-    how = f"{form_name(quantization.form)}, blocks of {quantization.block_size}"
+    how = f"{quant_type_name(quantization.form)}, blocks of {quantization.block_size}"
     notes = (
         [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed on the CPU"] if chosen.layers else []
     )
@@ -251,7 +251,7 @@ def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None
     marked.config.quantization_config = dict(config)
 
 
-def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
+def quantize_bindings(model: nn.Module, bindings: Bindings) -> Bindings:
     """Return a checkpoint's bindings for a model, with weights of 4-bit layers quantized while they are read."""
     offers, own = dict(bindings.offers), set[str]()
     for name, module in model.named_modules():
@@ -259,9 +259,9 @@ def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
         if layers.are_experts_in_four_bits(module):
             for local, packing in module.packings.items():
                 if _are_packed(module, local, claims := offers.get(f"{prefix}{local}", ())):
-                    own.add(f"{prefix}{layers.scales_of(local)}")
+                    own.add(f"{prefix}{layers.scales_name(local)}")
                 else:
-                    offers |= _experts_offered(f"{prefix}{local}", packing, claims)
+                    offers |= _quantize_experts(f"{prefix}{local}", packing, claims)
         if not layers.is_in_four_bits(module):
             continue
         weight = f"{prefix}{layers.WEIGHT}"
@@ -269,7 +269,7 @@ def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
         if _are_packed(module, layers.WEIGHT, claims):
             own |= {f"{prefix}{local}" for local in (layers.SCALES, layers.NESTED, layers.OFFSET)}
             continue
-        found = [_kept(module, expression, weight) for expression in claims]
+        found = [_codes_and_scales(module, expression, weight) for expression in claims]
         offers |= {f"{prefix}{local}": tuple(kept[local] for kept in found) for local in found[0]}
         if module.is_nested and layers.SCALES not in found[0]:
             module.whole_scales = offers.pop(f"{prefix}{layers.WHOLE_SCALES}")
@@ -286,7 +286,9 @@ def _are_packed(module: nn.Module, local: str, claims: Sequence[Expression]) -> 
     return all(item.dtype is DType.U8 and item.shape == shape for item in claims)
 
 
-def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -> dict[str, tuple[Expression, ...]]:
+def _quantize_experts(
+    fqn: str, packing: Packing, claims: Sequence[Expression]
+) -> dict[str, tuple[Expression, ...]]:
     """Return the expressions of the codes and scales of a stack of weights, by FQN."""
     rounds_to = from_torch(packing.dtype, fqn)
     rows = [_as_rows(item, is_transposed=packing.is_transposed) for item in claims]
@@ -296,17 +298,17 @@ def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -
         raise ConfigError(f"{fqn}: {error}. Load the checkpoint that the model came from") from error
     return {
         fqn: tuple(weight for weight, _ in both),
-        layers.scales_of(fqn): tuple(scales for _, scales in both),
+        layers.scales_name(fqn): tuple(scales for _, scales in both),
     }
 
 
-def _kept(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:
+def _codes_and_scales(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:
     """Return the expressions of a weight's codes and scales by local name.
 
     Scales that are to be nested, and are not stored nested, are ``weight_whole_scales``.
     """
     form, block = layer.packing.form, layer.packing.block_size
-    if layer.is_nested and (parts := nested_as_stored(numbers, form, block)) is not None:
-        return dict(zip((layers.WEIGHT, layers.SCALES, layers.NESTED, layers.OFFSET), parts, strict=True))
+    if layer.is_nested and (stored := nested_as_stored(numbers, form, block)) is not None:
+        return dict(zip((layers.WEIGHT, layers.SCALES, layers.NESTED, layers.OFFSET), stored, strict=True))
     weight, scales = packed(numbers, form, block, rounds_to=from_torch(layer.packing.dtype, name))
     return {layers.WEIGHT: weight, layers.WHOLE_SCALES if layer.is_nested else layers.SCALES: scales}

@@ -41,19 +41,19 @@ def has_four_bits(model: nn.Module) -> bool:
     )
 
 
-def held_in_files(held: Sequence[TensorRef]) -> list[TensorRef]:
+def file_tensors(held: Sequence[TensorRef]) -> list[TensorRef]:
     """Return a model's tensors as files have them, with scales as floats and the metadata.
 
     Raises:
         ConfigError: experts are in four bits.
     """
-    reject_experts(
+    require_no_experts(
         [item for item in held if not _is_mxfp4(item.slots[0].module, item.slots[0].name)],
         "files of bitsandbytes have no form for them. Pass names='internal', which quantization=Nf4() reads",
     )
     found: list[TensorRef] = []
     in_files = {layers.SCALES: f"{layers.WEIGHT}.{ABSMAX}", layers.NESTED: f"{layers.WEIGHT}.{NESTED_ABSMAX}"}
-    for item in held_as_stored(held):
+    for item in checkpoint_tensors(held):
         module: Any = item.slots[0].module
         name = item.slots[0].name
         is_packed = layers.is_in_four_bits(module)
@@ -65,7 +65,7 @@ def held_in_files(held: Sequence[TensorRef]) -> list[TensorRef]:
             found.append(item)
         if is_packed and name == layers.WEIGHT:
             offset = module.weight_nested_offset.item() if module.is_nested else None
-            constants = constants_of(module.packing, (module.out_features, module.in_features), offset)
+            constants = build_constants(module.packing, (module.out_features, module.in_features), offset)
             found += [
                 _renamed(item, tensor, TensorKind.PERSISTENT_BUFFER, name, f"{name}.{suffix}")
                 for suffix, tensor in constants.items()
@@ -73,7 +73,7 @@ def held_in_files(held: Sequence[TensorRef]) -> list[TensorRef]:
     return found
 
 
-def held_as_stored(held: Sequence[TensorRef]) -> list[TensorRef]:
+def checkpoint_tensors(held: Sequence[TensorRef]) -> list[TensorRef]:
     """Return the tensors with codes of MXFP4 under their names in checkpoints: ``.._blocks``."""
     return [
         _renamed(item, item.tensor, item.kind, item.slots[0].name, f"{item.slots[0].name}{BLOCKS}")
@@ -91,7 +91,7 @@ def _is_mxfp4(module: nn.Module, stack: str) -> bool:
     )
 
 
-def reject_without_scales(held: Sequence[TensorRef]) -> None:
+def require_scales(held: Sequence[TensorRef]) -> None:
     """Raise ConfigError for weights of bitsandbytes' own layers, whose scales are not tensors of the model."""
     for item in held:
         kind = type(item.tensor)
@@ -102,7 +102,7 @@ def reject_without_scales(held: Sequence[TensorRef]) -> None:
             )
 
 
-def reject_experts(held: Sequence[TensorRef], why: str) -> None:
+def require_no_experts(held: Sequence[TensorRef], why: str) -> None:
     """Raise ConfigError, with this reason, if experts are in four bits."""
     for slot in (item.slots[0] for item in held):
         if layers.are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
@@ -112,7 +112,7 @@ def reject_experts(held: Sequence[TensorRef], why: str) -> None:
             )
 
 
-def constants_of(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
+def build_constants(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
     """Return the metadata of a weight as tensors, by the suffix after ``weight.`` in their keys.
 
     ``shape`` is that of the dequantized weight, ``offset`` that of nested scales, None for plain ones.
@@ -165,7 +165,7 @@ def dequantized_layout(layout: ModelLayout, held: Sequence[TensorRef]) -> ModelL
             packings = {layers.WEIGHT: module.packing}
         elif layers.are_experts_in_four_bits(module):
             packings = module.packings
-        if packings and name in (layers.NESTED, layers.OFFSET, *map(layers.scales_of, packings)):
+        if packings and name in (layers.NESTED, layers.OFFSET, *map(layers.scales_name, packings)):
             continue
         packing = packings.get(name)
         if packing is not None:
@@ -178,7 +178,7 @@ def dequantized_layout(layout: ModelLayout, held: Sequence[TensorRef]) -> ModelL
     return ModelLayout(tuple(tensors))
 
 
-def in_shapes_of_files(held: Sequence[TensorRef], outputs: Mapping[str, Output]) -> dict[str, Output]:
+def with_file_shapes(held: Sequence[TensorRef], outputs: Mapping[str, Output]) -> dict[str, Output]:
     """Return the outputs with the shapes of files: codes (n, 1) and scales (n,).
 
     Codes of MXFP4 are (experts, out, in / 32, 16). Outputs of other forms are unchanged.

@@ -42,14 +42,14 @@ from shardwise.conversion.four_bit import NESTED_BLOCK
 from shardwise.models.quantization import (
     COMPUTED_IN,
     KeptForm,
-    KeptScales,
+    LocalScales,
     Packing,
-    form_name,
     frozen_bytes,
     has_bitsandbytes,
     product,
+    quant_type_name,
 )
-from shardwise.models.torch_api import parameters_of
+from shardwise.models.torch_api import get_parameters
 
 WEIGHT = "weight"
 SCALES = "weight_scales"
@@ -83,18 +83,18 @@ class FourBitLinear:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the weight (out, in) of gathered parameters, by default in its original dtype."""
-        scales = self.scales_of(self.weight_scales, 0)
+        scales = self.get_scales(self.weight_scales, 0)
         return self.packing.dequantize(self.weight, scales, dtype or self.packing.dtype)
 
-    def scales_of(self, kept: torch.Tensor, row: int) -> torch.Tensor:
+    def get_scales(self, kept: torch.Tensor, row: int) -> torch.Tensor:
         """Return the float32 scales of rows of ``weight_scales``, beginning with the ``row``-th of the weight."""
         start = row * (self.in_features // self.packing.block_size)
-        return self._kept_scales(kept).floats(self.packing.form, start)
+        return self._local_scales(kept).floats(self.packing.form, start)
 
-    def _kept_scales(self, kept: torch.Tensor) -> KeptScales:
+    def _local_scales(self, kept: torch.Tensor) -> LocalScales:
         if not self.is_nested:
-            return KeptScales(kept)
-        return KeptScales(kept, self.weight_nested_scales, self.weight_nested_offset)
+            return LocalScales(kept)
+        return LocalScales(kept, self.weight_nested_scales, self.weight_nested_offset)
 
     @property
     def is_nested(self) -> bool:
@@ -104,13 +104,13 @@ class FourBitLinear:
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         dtype = self.compute_dtype or rows.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        scales = self._kept_scales(self.weight_scales)
+        scales = self._local_scales(self.weight_scales)
         return product(rows.to(dtype), self.weight, scales, bias, self.packing).to(rows.dtype)
 
     def mark_for_peft(self) -> None:
         """Set the attributes that PEFT reads from the weight of a 4-bit layer, before it is sharded."""
         self.weight.compress_statistics = self.is_nested  # type: ignore[attr-defined]
-        self.weight.quant_type = form_name(self.packing.form).lower()  # type: ignore[attr-defined]
+        self.weight.quant_type = quant_type_name(self.packing.form).lower()  # type: ignore[attr-defined]
 
     def __setstate__(self, state: Any) -> None:
         """Restore a copy, because torch copies parameters without their Python attributes."""
@@ -147,8 +147,8 @@ def _class() -> type[nn.Linear]:
     return type("LinearInFourBits", (FourBitLinear, nn.Linear), {})
 
 
-def _without_values(class_of: Callable[..., type[nn.Module]], *base: Any) -> nn.Module:
-    kind = class_of(*base)
+def _without_values(make_class: Callable[..., type[nn.Module]], *base: Any) -> nn.Module:
+    kind = make_class(*base)
     return kind.__new__(kind)
 
 
@@ -217,9 +217,9 @@ class FourBitExperts(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the original class instead of this one, which is created at run time."""
         _, _, kind, *_ = type(self).__mro__
-        if type(self) is not _class_of_experts(kind):  # a class of FSDP2
+        if type(self) is not _experts_class(kind):  # a class of FSDP2
             return super().__reduce_ex__(protocol)
-        return _without_values, (_class_of_experts, kind), self.__dict__
+        return _without_values, (_experts_class, kind), self.__dict__
 
     def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
         return type(self)._eager(_ExpertsProxy(self), *args, **keywords)
@@ -233,31 +233,31 @@ class _ExpertsProxy:
 
     def __getattr__(self, name: str) -> Any:
         experts = self._experts
-        return _WeightsOfExperts(experts, name) if name in experts.packings else getattr(experts, name)
+        return _ExpertWeights(experts, name) if name in experts.packings else getattr(experts, name)
 
 
 @dataclass(frozen=True, slots=True)
-class _WeightsOfExperts:
+class _ExpertWeights:
     """The weights of all experts, which can be indexed by expert."""
 
     experts: FourBitExperts
     name: str
 
-    def __getitem__(self, expert: int | torch.Tensor) -> _WeightOfOne:
-        packed, scales = (getattr(self.experts, local)[expert] for local in (self.name, scales_of(self.name)))
+    def __getitem__(self, expert: int | torch.Tensor) -> _ExpertWeight:
+        packed, scales = (getattr(self.experts, local)[expert] for local in (self.name, scales_name(self.name)))
         deltas = [
             (first[expert], second[expert]) for name, first, second in self.experts.deltas if name == self.name
         ]
         packing = self.experts.packings[self.name]
-        return _WeightOfOne(packed, KeptScales(scales), packing, self.experts.compute_dtype, deltas)
+        return _ExpertWeight(packed, LocalScales(scales), packing, self.experts.compute_dtype, deltas)
 
 
 @dataclass(frozen=True, slots=True)
-class _WeightOfOne:
+class _ExpertWeight:
     """The weight of one expert, for ``torch.nn.functional.linear``, or for ``@`` if it is transposed."""
 
     packed: torch.Tensor
-    scales: KeptScales
+    scales: LocalScales
     packing: Packing
     compute_dtype: torch.dtype | None
     deltas: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -290,13 +290,13 @@ _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
 @contextlib.contextmanager
-def shown_dequantized(model: nn.Module) -> Iterator[None]:
+def patched_shapes(model: nn.Module) -> Iterator[None]:
     """Show PEFT stacks in four bits of a model on meta as tensors of the numbers' shape and dtype."""
     kept: list[tuple[Any, str, nn.Parameter]] = []
     try:
         for module in filter(are_experts_in_four_bits, model.modules()):
             for name, packing in module.packings.items():
-                stack, registry = module.get_parameter(name), parameters_of(module)
+                stack, registry = module.get_parameter(name), get_parameters(module)
                 shape = (*stack.shape[:-1], 2 * stack.shape[-1])
                 numbers = torch.empty(shape, dtype=packing.dtype, device="meta")
                 kept.append((registry, name, stack))
@@ -307,14 +307,14 @@ def shown_dequantized(model: nn.Module) -> Iterator[None]:
             registry[name] = stack
 
 
-def weight_of_expert(module: nn.Module, name: str, expert: int) -> Any:
+def get_expert_weight(module: nn.Module, name: str, expert: int) -> Any:
     """Return the weight of one expert of gathered parameters: a tensor, or an object that multiplies like one."""
     if are_experts_in_four_bits(module) and name in module.packings:
-        return _WeightsOfExperts(module, name)[expert]
+        return _ExpertWeights(module, name)[expert]
     return getattr(module, name)[expert]
 
 
-def scales_of(name: str) -> str:
+def scales_name(name: str) -> str:
     """Return the local name of a stack's scales."""
     return f"{name}{_SCALES}"
 
@@ -324,11 +324,11 @@ def are_experts_in_four_bits(module: nn.Module) -> TypeGuard[FourBitExperts]:
     return isinstance(module, FourBitExperts)
 
 
-def stacks_of(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def iter_stacks(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the stacked weights of fused experts by local name. Nothing for other modules."""
     if not are_fused_experts(module) and fqn.rpartition(".")[2] != "experts":
         return
-    for name, parameter in parameters_of(module).items():
+    for name, parameter in get_parameters(module).items():
         if parameter is not None and parameter.ndim == 3 and parameter.is_floating_point():
             yield name, parameter
 
@@ -364,10 +364,10 @@ def convert_experts_to_four_bits(module: nn.Module, names: Mapping[str, KeptForm
         delattr(module, name)
         module.register_parameter(name, frozen_bytes(*outer, columns // 2))
         module.register_parameter(
-            scales_of(name), frozen_bytes(*outer, packing.scale_bytes * (columns // packing.block_size))
+            scales_name(name), frozen_bytes(*outer, packing.scale_bytes * (columns // packing.block_size))
         )
     kind: Any = type(module)
-    module.__class__ = _class_of_experts(kind)
+    module.__class__ = _experts_class(kind)
     experts: Any = module
     experts.packings = packings
     experts.compute_dtype = next(iter(names.values())).compute_dtype
@@ -376,7 +376,7 @@ def convert_experts_to_four_bits(module: nn.Module, names: Mapping[str, KeptForm
 
 
 @cache
-def _class_of_experts(kind: Any) -> type[nn.Module]:
+def _experts_class(kind: Any) -> type[nn.Module]:
     eager = staticmethod(eager_experts(kind))
     return type(f"{kind.__name__}FourBitLinear", (FourBitExperts, kind), {"_eager": eager})
 

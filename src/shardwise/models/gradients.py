@@ -34,7 +34,7 @@ def clip_gradients(
     Collective: yes, over ``group`` (default: all ranks), once.
     """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    found = [(parameter, _own_gradient(parameter)) for parameter in parameters if parameter.grad is not None]
+    found = [(parameter, _local_gradient(parameter)) for parameter in parameters if parameter.grad is not None]
     total = torch.zeros((), dtype=torch.float64, device=found[0][1].device if found else None)
     for parameter, gradient in found:
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
@@ -60,7 +60,7 @@ def _copies(parameter: nn.Parameter, ranks: int) -> float:
     return ranks / math.prod(size for size, place in sizes if torch_api.splitting_dim(place) is not None)
 
 
-def _own_gradient(parameter: nn.Parameter) -> torch.Tensor:
+def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     """Return this rank's gradient, placed like its parameter. Partial ones (tensor parallelism) are reduced."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
@@ -178,13 +178,13 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
 class Gather:
     """An all-gather of a group of parameters.
 
-    ``numel`` is per rank. ``is_of_all`` is False in the backward pass if ``reshard_after_forward`` is a number.
+    ``numel`` is per rank. ``uses_full_mesh`` is False in a backward pass with ``reshard_after_forward=n``.
     """
 
     group: int
     numel: int
     dtype: torch.dtype
-    is_of_all: bool
+    uses_full_mesh: bool
 
 
 SeeGather: TypeAlias = Callable[[Gather], None]
@@ -229,13 +229,13 @@ def gather_zeros(model: nn.Module, gathers: Sequence[Gather]) -> None:
     for each in gathers:
         group = groups[each.group]
         comm = group._all_gather_comm
-        ranks = (group.mesh_info if each.is_of_all else group.post_forward_mesh_info).shard_process_group
+        ranks = (group.mesh_info if each.uses_full_mesh else group.post_forward_mesh_info).shard_process_group
         output = comm.allocate((each.numel * ranks.size(),), dtype=each.dtype, device=group.device)
         own = output.narrow(0, each.numel * ranks.rank(), each.numel).zero_()
         comm(output_tensor=output, input_tensor=own, group=ranks)
 
 
-def forget_pass(root: Any) -> None:
+def reset_fsdp_state(root: Any) -> None:
     """Reset FSDP2's state after an aborted pass: gathered parameters, and pending waits. Collective: no.
 
     ``FSDPModule.reset_iter_state`` does it from torch 2.13 on.

@@ -20,7 +20,7 @@ from shardwise.conversion.regions import Region, flatten
 from shardwise.layout import LocalBox
 from shardwise.models import pretrained
 from shardwise.models.pretrained import not_initializing
-from shardwise.models.torch_api import original_class, parameters_of, tree_leaves, tree_map_only, without_data
+from shardwise.models.torch_api import get_parameters, original_class, tree_leaves, tree_map_only, without_data
 from shardwise.models.view import strided_view
 from shardwise.tensors import Box
 
@@ -157,7 +157,7 @@ def fill_from_program(
 ) -> None:
     """Compute the values of this rank's boxes into ``local``. Memory: one block of ``BLOCK_NUMEL`` elements."""
     for item in boxes:
-        region = flatten(Region.of(item.box, item.local), program.shape)
+        region = flatten(Region.from_box(item.box, item.local), program.shape)
         (first,), (stop,) = region.origin, region.bounds.stops
         for start in range(first - first % BLOCK_NUMEL, stop, BLOCK_NUMEL):
             pieces = list(region.within(Box((start,), (BLOCK_NUMEL,))))
@@ -172,7 +172,7 @@ def fill_from_program(
 def _block(program: Program, start: int, seed: int, fqn: str) -> torch.Tensor:
     stop = min(start + BLOCK_NUMEL, math.prod(program.shape))
     block = torch.zeros(stop - start, dtype=program.dtype, device="cpu")
-    generator = torch.Generator().manual_seed(seed_of(seed, fqn, start // BLOCK_NUMEL))
+    generator = torch.Generator().manual_seed(derive_seed(seed, fqn, start // BLOCK_NUMEL))
     for step in program.steps:
         low, high = max(step.start, start), min(step.stop, stop)
         if low < high:
@@ -184,7 +184,7 @@ def _block(program: Program, start: int, seed: int, fqn: str) -> torch.Tensor:
     return block
 
 
-def seed_of(seed: int, fqn: str, block: int) -> int:
+def derive_seed(seed: int, fqn: str, block: int) -> int:
     """Return the seed of one block of a tensor."""
     digest = hashlib.sha256(f"{seed}/{fqn}/{block}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
@@ -215,7 +215,7 @@ def truncated_normal_as_one_step() -> Iterator[None]:
             nn.init.trunc_normal_ = _TRUNCATED_NORMAL
 
 
-def program_of(whole: torch.Tensor) -> Program:
+def copy_program(whole: torch.Tensor) -> Program:
     """Return the program that copies a tensor."""
     step = _InPlaceStep(aten.copy_.default, (whole.reshape(-1),), {}, 0, whole.numel())
     return Program(tuple(whole.shape), whole.dtype, [step])
@@ -231,7 +231,7 @@ def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is not None:
-            parameters_of(module)[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            get_parameters(module)[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     model_class: Any = original_class(model)
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]

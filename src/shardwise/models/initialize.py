@@ -26,7 +26,7 @@ from torch import nn
 from shardwise.errors import KeyMismatchError
 from shardwise.layout import Origin, TensorKind
 from shardwise.models import pretrained
-from shardwise.models.torch_api import buffers_of, tree_leaves, tree_map_only, writes_to
+from shardwise.models.torch_api import get_buffers, tree_leaves, tree_map_only, writes_to
 from shardwise.models.view import TensorRef, attributes_on_meta
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Additions:
 
     Attributes:
         base: the transformers model inside, whose class's rules apply. None for the model itself.
-        known_as: names in the base by names in the model. A copy has the name of its original, added tensors none.
+        base_names: names in the base by names in the model. A copy has its original's name, added tensors none.
         initialized: names of the tensors that ``initialize`` writes.
         initialize: runs the initializers of added modules on their present tensors.
         copies: names of originals by names of parameters that are initialized with their values.
@@ -70,7 +70,7 @@ class Additions:
     """
 
     base: nn.Module | None = None
-    known_as: Mapping[str, str] = field(default_factory=dict)
+    base_names: Mapping[str, str] = field(default_factory=dict)
     initialized: frozenset[str] = frozenset()
     initialize: Callable[[], None] = _nothing
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -137,13 +137,13 @@ class Initializers:
     held: Sequence[TensorRef]
     additions: Additions = NOTHING_ADDED
 
-    def origin_of(self, item: TensorRef) -> Origin:
+    def find_origin(self, item: TensorRef) -> Origin:
         """Return the source of a parameter or persistent buffer that is missing in the checkpoint."""
         if item.fqn in self.additions.from_tuning:
             return Origin.TUNING
-        if self.additions.base is not None and item.fqn not in self.additions.known_as:
+        if self.additions.base is not None and item.fqn not in self.additions.base_names:
             return Origin.NOWHERE
-        if any(slot.module in self._inside for slot in item.slots):
+        if any(slot.module in self._transformers_modules for slot in item.slots):
             return Origin.INIT_WEIGHTS
         if any(callable(getattr(slot.module, "reset_parameters", None)) for slot in item.slots):
             return Origin.RESET_PARAMETERS
@@ -166,11 +166,11 @@ class Initializers:
         Raises:
             KeyMismatchError: no initializer writes it.
         """
-        from shardwise.models.initial_programs import seed_of
+        from shardwise.models.initial_programs import derive_seed
 
         whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu")
         untouched = writes_to(whole)
-        with _own_random_state(seed_of(seed, item.fqn, 0)), stand_ins(self.held, {item.fqn: whole}):
+        with _seeded_random_state(derive_seed(seed, item.fqn, 0)), stand_ins(self.held, {item.fqn: whole}):
             self._run({item.fqn})
         if writes_to(whole) == untouched and whole.numel():
             raise KeyMismatchError(f"{item.fqn} is missing and no initializer of the model writes it")
@@ -184,7 +184,7 @@ class Initializers:
         """
         buffers = [item for item in self.held if item.kind is TensorKind.BUFFER]
         outcome = {
-            item.fqn: _by_rule(item, rules) or ComputedBuffer(_buffer_origin(item, self._inside))
+            item.fqn: _by_rule(item, rules) or ComputedBuffer(_buffer_origin(item, self._transformers_modules))
             for item in buffers
         }
         by_initializer = (Origin.INIT_WEIGHTS, Origin.RESET_PARAMETERS)
@@ -220,7 +220,7 @@ class Initializers:
         return tuple(found)
 
     @cached_property
-    def _inside(self) -> set[nn.Module]:
+    def _transformers_modules(self) -> set[nn.Module]:
         """All modules in models of transformers."""
         return {module for _, outer in pretrained.outermost_pretrained(self.model) for module in outer.modules()}
 
@@ -235,7 +235,7 @@ class Initializers:
             pretrained.run_initializers(outer, around)
         for module in owners:
             reset = getattr(module, "reset_parameters", None)
-            if module not in self._inside and callable(reset):
+            if module not in self._transformers_modules and callable(reset):
                 with torch.no_grad():
                     reset()
 
@@ -249,7 +249,7 @@ class Initializers:
             for item in self.held
             if item.fqn in names
         }
-        with _own_random_state(0), truncated_normal_as_one_step(), stand_ins(self.held, chosen):
+        with _seeded_random_state(0), truncated_normal_as_one_step(), stand_ins(self.held, chosen):
             try:
                 run()
             except (RuntimeError, NotImplementedError):
@@ -266,11 +266,11 @@ class Initializers:
         }
         untouched = {name: writes_to(tensor) for name, tensor in fresh.items()}
         values: dict[str, torch.Tensor] = {}
-        with _own_random_state(seed), stand_ins(self.held, fresh):
+        with _seeded_random_state(seed), stand_ins(self.held, fresh):
             self._run(fresh)
             for item in buffers:
                 slot = item.slots[0]
-                made = buffers_of(slot.module)[slot.name]  # an initializer may have registered another tensor
+                made = get_buffers(slot.module)[slot.name]  # an initializer may have registered another tensor
                 if made is None or made.is_meta:
                     continue
                 if made is not fresh[item.fqn] or writes_to(made) != untouched[item.fqn]:
@@ -325,7 +325,7 @@ def _with_parents(model: nn.Module, modules: Collection[nn.Module]) -> set[nn.Mo
 
 
 @contextlib.contextmanager
-def _own_random_state(seed: int) -> Iterator[None]:
+def _seeded_random_state(seed: int) -> Iterator[None]:
     """Seed the CPU's random state within the block, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, ShardingError
+from shardwise.layout import NamedPolicy
 from shardwise.models import pretrained
-from shardwise.models.torch_api import SHARDS_INTEGERS, parameters_of
+from shardwise.models.torch_api import SHARDS_INTEGERS, get_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Classes:
 class MinSize:
     """Innermost modules with at least ``numel`` elements that are in no other group.
 
-    Smaller modules count as parts of their parents. The rest is in the root group.
+    Smaller modules are grouped with their parents. The rest is in the root group.
     """
 
     numel: int
@@ -65,7 +66,6 @@ UNUSED_BY_FSDP2: Final = {
 }
 """Options of FSDP1 and accelerate without a counterpart, and why."""
 
-NamedPolicy: TypeAlias = Literal["auto", "model_plan", "no_split_modules", "module_list", "whole_model"]
 WrapPolicy: TypeAlias = NamedPolicy | Classes | MinSize | Matching
 """Policy that selects the modules to which ``fully_shard`` is applied.
 
@@ -88,7 +88,7 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
     for candidate in candidates if policy == "auto" else (policy,):
         if names := _matching(model, candidate):
             if isinstance(policy, Classes):
-                _require_each(model, policy)
+                _require_matches(model, policy)
             return names
     numel = sum(parameter.numel() for parameter in model.parameters())
     raise ShardingError(
@@ -97,7 +97,7 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
     )
 
 
-def _require_each(model: nn.Module, policy: Classes) -> None:
+def _require_matches(model: nn.Module, policy: Classes) -> None:
     """Raise if a class matches nothing, even if others do."""
     there = {name for prefix, module in model.named_modules() if prefix for name in _class_names(module)}
     absent = sorted(set(policy.names) - there)
@@ -138,9 +138,9 @@ def _matching(model: nn.Module, policy: WrapPolicy) -> list[str]:
         case "model_plan":
             return _planned(model)
         case "no_split_modules":
-            return _of_classes(model, pretrained.no_split_classes(model))
+            return _find_by_class(model, pretrained.no_split_classes(model))
         case Classes(names):
-            return _of_classes(model, names)
+            return _find_by_class(model, names)
         case "module_list":
             return listed_blocks(model)
         case MinSize(numel):
@@ -167,7 +167,7 @@ def _planned(model: nn.Module) -> list[str]:
     return names if repeats else []  # a plan that misses the blocks would leave them all in the root group
 
 
-def _of_classes(model: nn.Module, classes: Iterable[str]) -> list[str]:
+def _find_by_class(model: nn.Module, classes: Iterable[str]) -> list[str]:
     wanted = set(classes)
     return [name for name, module in model.named_modules() if name and wanted & _class_names(module)]
 
@@ -191,15 +191,15 @@ def listed_blocks(model: nn.Module) -> list[str]:
 
 def _answering(model: nn.Module, function: Callable[..., bool]) -> list[str]:
     """Return the modules that a function selects, without containers, which have no forward to gather for."""
-    is_of_fsdp1 = "recurse" in inspect.signature(function).parameters
+    is_fsdp1_policy = "recurse" in inspect.signature(function).parameters
     found: list[str] = []
     for name, module in model.named_modules():
         if not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             continue
         options: dict[str, object] = {}
-        if is_of_fsdp1:
+        if is_fsdp1_policy:
             options = {"recurse": False, "nonwrapped_numel": sum(map(torch.numel, module.parameters()))}
-        if function(module=module, **options) if is_of_fsdp1 else function(module):
+        if function(module=module, **options) if is_fsdp1_policy else function(module):
             found.append(name)
     return found
 
@@ -208,25 +208,25 @@ def _large_enough(model: nn.Module, numel: int) -> list[str]:
     found: set[str] = set()
     seen: set[nn.Module | nn.Parameter] = set()
 
-    def left_of(name: str, module: nn.Module) -> int:
+    def ungrouped_numel(name: str, module: nn.Module) -> int:
         """Return the elements of the module that are in no group inside of it."""
         seen.add(module)
         # torch's attention reads the parameters of its children, and never calls them.
-        parts_run = not isinstance(module, nn.MultiheadAttention)
+        descends = not isinstance(module, nn.MultiheadAttention)
         count = 0
-        for parameter in module.parameters(recurse=not parts_run):
+        for parameter in module.parameters(recurse=not descends):
             if parameter not in seen:
                 seen.add(parameter)
                 count += parameter.numel()
-        for child_name, child in module.named_children() if parts_run else ():
+        for child_name, child in module.named_children() if descends else ():
             if child not in seen:
-                count += left_of(f"{name}.{child_name}" if name else child_name, child)
+                count += ungrouped_numel(f"{name}.{child_name}" if name else child_name, child)
         if count < numel or not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return count
         found.add(name)
         return 0
 
-    left_of("", model)
+    ungrouped_numel("", model)
     return [name for name, _ in model.named_modules() if name in found]
 
 
@@ -264,7 +264,7 @@ def group_parameters(
     Raises:
         ShardingError: the policy matches nothing.
     """
-    inside = _Inside.of(model)
+    inside = _ModuleNames.from_model(model)
     whole = {**_unshardable(inside), **kept_whole}
     groups = _merge_tied(inside, select_blocks(model, policy))
     separate, mixed = _dtype_groups(inside, groups, set(whole))
@@ -281,18 +281,18 @@ def group_parameters(
 
 
 @dataclass(frozen=True, slots=True)
-class _Inside:
+class _ModuleNames:
     """The modules of a model by all of their names, and all names of each parameter."""
 
     modules: Mapping[str, nn.Module]
     names: Mapping[nn.Parameter, list[str]]
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Inside:
+    def from_model(cls, model: nn.Module) -> _ModuleNames:
         modules = dict(model.named_modules(remove_duplicate=False))
         found: dict[nn.Parameter, list[str]] = {}
         for prefix, module in modules.items():
-            for name, parameter in parameters_of(module).items():
+            for name, parameter in get_parameters(module).items():
                 if parameter is not None:
                     found.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
         return cls(modules, found)
@@ -313,7 +313,7 @@ class _Inside:
         return found
 
 
-def _merge_tied(inside: _Inside, blocks: Sequence[str]) -> list[list[str]]:
+def _merge_tied(inside: _ModuleNames, blocks: Sequence[str]) -> list[list[str]]:
     """Return groups of blocks such that no parameter is in two groups.
 
     Blocks that share a parameter become one group. A block that shares a parameter with a module outside of all
@@ -342,7 +342,7 @@ def _depth(names: Sequence[str]) -> int:
     return max(name.count(".") for name in names)
 
 
-def _unshardable(inside: _Inside) -> dict[nn.Parameter, str]:
+def _unshardable(inside: _ModuleNames) -> dict[nn.Parameter, str]:
     """Return the parameters that FSDP2 cannot shard, with the reason.
 
     These have no dimensions or no elements, are integers (before torch 2.13), or are trained and of another dtype
@@ -354,7 +354,7 @@ def _unshardable(inside: _Inside) -> dict[nn.Parameter, str]:
         integers = [p for p in inside.names if not p.is_floating_point() and not p.is_complex()]
         found |= dict.fromkeys(integers, "it has integers, which this torch does not shard; 2.13 does")
     for module in inside.modules.values():
-        own = [p for p in parameters_of(module).values() if p is not None and p.requires_grad and p.ndim > 0]
+        own = [p for p in get_parameters(module).values() if p is not None and p.requires_grad and p.ndim > 0]
         main = _main_dtype(own)
         for parameter in own:
             if parameter.dtype != main:
@@ -371,7 +371,7 @@ def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
 
 
 def _dtype_groups(
-    inside: _Inside, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]
+    inside: _ModuleNames, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]
 ) -> tuple[list[list[str]], dict[nn.Parameter, str]]:
     """Return groups for trained parameters of another dtype than their group's, such as float32 norms.
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from shardwise.conversion.computed import Bindings
-from shardwise.conversion.expression import Expression, Stored, key_of, substitute
+from shardwise.conversion.expression import Expression, Stored, stored_key, substitute
 from shardwise.errors import KnownNames, require_names
 from shardwise.layout import ModelLayout
 from shardwise.models.torch_api import original_classes, to_torch
@@ -53,12 +53,12 @@ def declared_ties(model: nn.Module) -> dict[str, str]:
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def settings_of(model: nn.Module) -> dict[str, str]:
+def get_settings(model: nn.Module) -> dict[str, str]:
     """Return the fields of a model's config as text by name, except for its origin."""
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
         return {}
-    fields = {**config.to_dict(), "attn_implementation": attention_of(model)}
+    fields = {**config.to_dict(), "attn_implementation": get_attention_implementation(model)}
     return {name: repr(value) for name, value in sorted(fields.items()) if name != "_name_or_path"}
 
 
@@ -68,7 +68,7 @@ def text_layers(model: nn.Module) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def has_other_parts(model: nn.Module) -> bool:
+def has_other_models(model: nn.Module) -> bool:
     """Return whether the config has parts other than the text model, such as a vision tower."""
     return _text_config(model) is not getattr(model, "config", None)
 
@@ -133,7 +133,7 @@ def conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | Non
     return [WeightRenaming(source, target) for source, target in (mapping or {}).items()]
 
 
-def models_of(auto_class: Any) -> Any:
+def get_model_mapping(auto_class: Any) -> Any:
     """Return the mapping from config classes to model classes of an Auto class, or None for others."""
     return getattr(auto_class, "_model_mapping", None)
 
@@ -171,16 +171,16 @@ def record_conversions(model: nn.Module, transforms: Sequence[Any]) -> None:
         model._weight_conversions = [item for item in transforms if item.was_used()]  # type: ignore[assignment]
 
 
-def attention_of(model: nn.Module) -> str | None:
+def get_attention_implementation(model: nn.Module) -> str | None:
     """Return the attention implementation of a model ("sdpa", "flash_attention_2", ...)."""
     found = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return found if isinstance(found, str) else None
 
 
-def quantized_parts(config: Any) -> list[Any]:
+def quantized_configs(config: Any) -> list[Any]:
     """Return the config and its parts, such as ``text_config``, that have a ``quantization_config``."""
-    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-    return [part for part in parts if getattr(part, "quantization_config", None) is not None]
+    configs = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    return [item for item in configs if getattr(item, "quantization_config", None) is not None]
 
 
 def fsdp_plan(model: nn.Module) -> dict[str, str]:
@@ -275,13 +275,13 @@ def bind(
     stored: Mapping[str, Expression],
     layout: ModelLayout,
     transforms: Sequence[Any],
-    dtype_of: Callable[[str], torch.dtype] | None = None,
+    get_dtype: Callable[[str], torch.dtype] | None = None,
     spare: Mapping[str, Expression] = MappingProxyType({}),
 ) -> Bindings:
     """Bind the expressions of a checkpoint to the model's tensors, under ``transforms``.
 
     ``stored`` are expressions by key. ``spare`` are further ones, which are ignored unless they match a tensor of
-    the model. ``dtype_of`` returns the dtype of a conversion by its first result, by default that tensor's in
+    the model. ``get_dtype`` returns the dtype of a conversion by its first result, by default that tensor's in
     ``layout``.
     """
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
@@ -300,8 +300,8 @@ def bind(
 
         # Conversions are traced on leaves. Composed expressions are substituted afterwards.
         leaves = {key: Stored(key, item.shape, item.dtype) for key, item in stored.items()}
-        composed = {key for key, item in stored.items() if key_of(item) is None}
-        dtypes = dtype_of or (lambda name: to_torch(layout.by_name[name].dtype))
+        composed = {key for key, item in stored.items() if stored_key(item) is None}
+        dtypes = get_dtype or (lambda name: to_torch(layout.by_name[name].dtype))
         for conversion, made, why in trace_conversions(
             model, layout, leaves, dtypes, assignment.conversions.values()
         ):

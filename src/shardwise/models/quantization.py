@@ -90,12 +90,12 @@ Quantization: TypeAlias = Nf4 | Fp4 | Literal["as_stored", "dequantize"]
 """
 
 
-def form_name(form: FourBitForm) -> str:
+def quant_type_name(form: FourBitForm) -> str:
     """Return the name of a form: NF4, FP4, MXFP4."""
     return "MXFP4" if isinstance(form, Code) else form.name
 
 
-def of_form(stored: tuple[FourBitForm, int] | None, quantization: KeptForm) -> KeptForm:
+def with_stored_form(stored: tuple[FourBitForm, int] | None, quantization: KeptForm) -> KeptForm:
     """Return the quantization with the form and the block size of stored weights, if they are stored in 4 bits."""
     if stored is None:
         return quantization
@@ -109,7 +109,7 @@ def is_mxfp4(config: Any) -> bool:
     return isinstance(config, Mapping) and config.get("quant_method") == "mxfp4"
 
 
-def of_transformers(config: Any) -> Quantization:
+def from_transformers(config: Any) -> Quantization:
     """Convert a ``BitsAndBytesConfig``, an ``Mxfp4Config``, or a ``quantization_config`` as a dict.
 
     Raises:
@@ -167,7 +167,7 @@ def to_transformers(quantization: KeptForm, skip_modules: tuple[str, ...], dtype
         "load_in_8bit": False,
         "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
         "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": form_name(quantization.form).lower(),
+        "bnb_4bit_quant_type": quant_type_name(quantization.form).lower(),
         "bnb_4bit_use_double_quant": quantization.double_quant,
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,
@@ -263,7 +263,7 @@ def unnested_scales(codes: torch.Tensor, start: int, nested: torch.Tensor, offse
 
 
 @dataclass(frozen=True, slots=True)
-class KeptScales:
+class LocalScales:
     """The scales of a gathered matrix, as they are stored in the model.
 
     Attributes:
@@ -307,7 +307,7 @@ class FourBitProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(packed, kept, nested, offset)
         ctx.packing = packing
-        scales = KeptScales(kept, nested, offset).floats(packing.form)
+        scales = LocalScales(kept, nested, offset).floats(packing.form)
         return functional.linear(rows, packing.dequantize(packed, scales, rows.dtype), bias)
 
     @staticmethod
@@ -318,14 +318,14 @@ class FourBitProduct(torch.autograd.Function):
         if ctx.needs_input_grad[5]:
             of_bias = gradient.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[0]:
-            scales = KeptScales(*kept).floats(ctx.packing.form)
+            scales = LocalScales(*kept).floats(ctx.packing.form)
             numbers = ctx.packing.dequantize(packed, scales, ctx.packing.dtype)
             of_rows = gradient @ numbers.to(gradient.dtype)
         return of_rows, None, None, None, None, of_bias, None
 
 
 def product(
-    rows: torch.Tensor, packed: torch.Tensor, scales: KeptScales, bias: torch.Tensor | None, packing: Packing
+    rows: torch.Tensor, packed: torch.Tensor, scales: LocalScales, bias: torch.Tensor | None, packing: Packing
 ) -> torch.Tensor:
     """Compute ``rows (.., in) @ weight (out, in).T + bias``, like ``bitsandbytes.matmul_4bit``."""
     made: torch.Tensor = FourBitProduct.apply(  # type: ignore[no-untyped-call]

@@ -104,7 +104,7 @@ class Bound:
                 parameter = parameters[key.parameter]
                 state = self.optimizer.state.setdefault(parameter, {})
                 if isinstance(value, torch.Tensor) and key in scalars:
-                    value = _placed(value, key, parameter, is_read_by_kernels=key.parameter in on_device)
+                    value = _to_device(value, key, parameter, is_read_by_kernels=key.parameter in on_device)
                 state[key.entry] = value
 
     def count(self) -> tuple[int, int]:
@@ -202,7 +202,7 @@ class _Binder:
         return members
 
     def _add(self, bound: Bound, key: Key, value: Any, parameter: torch.Tensor) -> None:
-        if isinstance(value, torch.Tensor) and value.ndim and keeps_reduced(bound.optimizer):
+        if isinstance(value, torch.Tensor) and value.ndim and has_reduced_state(bound.optimizer):
             if self.by_rank:
                 bound.reduced[key] = value
             else:
@@ -222,7 +222,7 @@ class _Binder:
             self.unshardable.append(f"{shapes}: it has no shards that follow the parameter's")
 
 
-def _placed(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:
+def _to_device(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:
     """Move a single number as torch does: steps to the host unless a kernel reads them, others to the parameter."""
     if key.entry == "step":
         return value.to(parameter.device) if is_read_by_kernels else value
@@ -251,7 +251,7 @@ def _library(kind: type[Optimizer]) -> str:
     return ""
 
 
-def keeps_reduced(optimizer: Optimizer) -> bool:
+def has_reduced_state(optimizer: Optimizer) -> bool:
     """Return whether state of an optimizer belongs to a rank, instead of to elements of the parameter."""
     return bool(_library(type(optimizer)))
 
@@ -272,7 +272,7 @@ def require_steps_shards(optimizers: Iterable[Optimizer]) -> None:
             raise ShardingError(why)
 
 
-def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+def require_sharded_parameters(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
     """Check the optimizer of these parameters. Warn about those whose state torchao does not quantize.
 
     Collective: no. The result is the same on every rank.
@@ -323,7 +323,7 @@ def inner_tensors(value: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: getattr(local, name) for name in names}
 
 
-def layout_of(parameters: Iterable[torch.Tensor]) -> list[str]:
+def describe_sharding(parameters: Iterable[torch.Tensor]) -> list[str]:
     """Describe how parameters are sharded, equally on all ranks."""
     return [
         f"{each.device_mesh.mesh.tolist()} {each.placements}" if isinstance(each, DTensor) else "whole"
@@ -331,7 +331,7 @@ def layout_of(parameters: Iterable[torch.Tensor]) -> list[str]:
     ]
 
 
-def made_again(
+def rebuild_state_tensor(
     optimizer: Any, parameter: torch.Tensor, entry: str, values: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """Build a state tensor from its inner tensors, as the optimizer would allocate it.

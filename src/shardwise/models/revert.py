@@ -11,12 +11,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.conversion.computed import ComputedBlock, FullOperation
 from shardwise.conversion.expression import Expression, Stored
 from shardwise.errors import KnownNames, require_names
 from shardwise.layout import ModelLayout, TensorLayout
 from shardwise.models import torch_api
-from shardwise.models.pretrained import quantized_parts
-from shardwise.models.tracing import ModelFacade, NotStructural, Recorded, computed_whole, recorded_expressions
+from shardwise.models.pretrained import quantized_configs
+from shardwise.models.tracing import (
+    ModelFacade,
+    NotStructural,
+    Recorded,
+    computed_outputs,
+    recorded_expressions,
+    shapes_by_name,
+)
 from shardwise.tensors import DType
 
 with KnownNames("transformers", "5.17 to 5.23"):
@@ -37,7 +45,7 @@ class Output:
     expression: Expression
 
     @classmethod
-    def of(cls, key: str, tensor: TensorLayout) -> Self:
+    def unchanged(cls, key: str, tensor: TensorLayout) -> Self:
         """Return an unchanged tensor of the model."""
         return cls(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
 
@@ -69,7 +77,7 @@ class _Reversal:
             return self._recorded(list(self.tensors))
         except NotStructural:
             pass
-        followed = self._run(
+        followed = self.run(
             {
                 name: _Followed(tensor.shape, torch_api.to_torch(tensor.dtype), frozenset({name}))
                 for name, tensor in self.tensors.items()
@@ -83,7 +91,7 @@ class _Reversal:
                 outputs |= self._computed(sources, {key: followed[key] for key in keys})
         return {key: outputs[key] for key in followed}
 
-    def _run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not self.facade._weight_conversions:
             return dict(values)
         return dict(revert_weight_conversion(self.facade, dict(values)))
@@ -93,7 +101,7 @@ class _Reversal:
         for name in names:
             tensor = self.tensors[name]
             recorded[name] = Recorded(Stored(name, tensor.shape, tensor.dtype), torch_api.to_torch(tensor.dtype))
-        made = self._run(recorded)
+        made = self.run(recorded)
         return {
             key: Output(key, torch_api.from_torch(made[key].dtype, key), expression)
             for key, expression in recorded_expressions(made).items()
@@ -101,16 +109,27 @@ class _Reversal:
 
     def _computed(self, names: Sequence[str], made: Mapping[str, torch.Tensor]) -> dict[str, Output]:
         """Return outputs that are computed from full tensors. ``made`` has their shapes and dtypes by key."""
-
-        def function(values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-            return self._run(dict(zip(names, values, strict=True)))
-
         tensors = [self.tensors[name] for name in names]
         inputs = tuple(Stored(name, item.shape, item.dtype) for name, item in zip(names, tensors, strict=True))
         nbytes = sum(item.numel * item.dtype.itemsize for item in tensors)
         nbytes += sum(tensor.numel() * tensor.itemsize for tensor in made.values())
-        found = computed_whole("a conversion of transformers'", inputs, made, function, nbytes)
+        shapes = tuple(item.shape for item in inputs)
+        operation = _RevertedConversion(
+            "a conversion of transformers'", shapes, shapes_by_name(made), nbytes, self, tuple(names)
+        )
+        found = computed_outputs(operation, inputs, made)
         return {key: Output(key, item.dtype, item) for key, item in found.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RevertedConversion(FullOperation):
+    """A conversion in reverse that computes, of the model's tensors with these names."""
+
+    reversal: _Reversal
+    names: tuple[str, ...]
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self.reversal.run(dict(zip(self.names, values, strict=True)))
 
 
 def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
@@ -202,7 +221,7 @@ def saved_conversions(model: nn.Module) -> list[Any]:
     return [item for item in found if not isinstance(item, PrefixChange)]
 
 
-def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
+def save_configs(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
     """Write the config, generation config and own code of a model, as ``save_pretrained`` does.
 
     ``dtype`` is the dtype for the config. The ``quantization_config`` of a checkpoint that was dequantized is left
@@ -216,8 +235,8 @@ def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) 
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     if not getattr(model, "is_quantized", False):
-        for part in quantized_parts(config):
-            del part.quantization_config
+        for section in quantized_configs(config):
+            del section.quantization_config
     if kind.is_remote_code():
         custom_object_save(model, str(folder), config=config)
     config.save_pretrained(folder)

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.layout import ModelLayout
-from shardwise.models.torch_api import parameters_of
+from shardwise.models.torch_api import get_parameters
 from shardwise.models.view import TensorRef, canonical, saved_names
 
 
@@ -174,7 +174,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
     layers: dict[str, Any] = {}
     owners: dict[int, list[str]] = {}
     for name, module in modules.items():
-        for parameter in parameters_of(module).values():
+        for parameter in get_parameters(module).values():
             owners.setdefault(id(parameter), []).append(name)
     for name, module in modules.items():
         if isinstance(module, AuxiliaryTrainingWrapper):
@@ -191,8 +191,8 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
                 )
     inside: dict[str, str] = {}
     for name in names:
-        parts = name.split(".")
-        parents = (".".join(parts[:count]) for count in range(1, len(parts)))
+        path = name.split(".")
+        parents = (".".join(path[:count]) for count in range(1, len(path)))
         owner = next((parent for parent in parents if parent in layers), None)
         if owner is None:
             inside[name.removeprefix(prefix)] = name
@@ -228,12 +228,14 @@ def _merge_obstacle(layer: Any, adapter: str, linear: Any) -> str:
 def parameters_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the local names of each module's own parameters, by the module's name."""
     return {
-        canonical(prefix): tuple(name for name, parameter in parameters_of(module).items() if parameter is not None)
+        canonical(prefix): tuple(
+            name for name, parameter in get_parameters(module).items() if parameter is not None
+        )
         for prefix, module in model.named_modules(remove_duplicate=False)
     }
 
 
-def modules_of_columns(model: nn.Module) -> frozenset[str]:
+def find_transposed_modules(model: nn.Module) -> frozenset[str]:
     """Return the names of modules whose weights are (in, out) or (experts, in, out) instead of (out, in)."""
     return frozenset(
         canonical(prefix)

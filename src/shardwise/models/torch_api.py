@@ -60,7 +60,7 @@ def accelerator() -> torch.device | None:
     return found if found is not None and found.type in KINDS else None
 
 
-def module_of(device: torch.device) -> Any:
+def accelerator_module(device: torch.device) -> Any:
     """Return torch's module for a type of accelerator.
 
     Raises:
@@ -74,24 +74,24 @@ def module_of(device: torch.device) -> Any:
     return torch.get_device_module(device.type)
 
 
-def backend_of(kind: torch.device) -> str:
+def get_backend(kind: torch.device) -> str:
     """Return the backend of collectives on an accelerator: nccl, xccl, hccl."""
     return dist.get_default_backend_for_device(kind.type)
 
 
 def both_backends(kind: torch.device) -> str:
     """Return the backend string of a process group for tensors on the host and on an accelerator."""
-    return f"cpu:gloo,{kind.type}:{backend_of(kind)}"
+    return f"cpu:gloo,{kind.type}:{get_backend(kind)}"
 
 
 def has_collectives(kind: torch.device, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether a process group (None: the default one) has a backend for an accelerator."""
-    return backend_of(kind) in str(dist.get_backend_config(group))
+    return get_backend(kind) in str(dist.get_backend_config(group))
 
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes of an accelerator that can be allocated: free, or cached by torch."""
-    module = module_of(device)
+    module = accelerator_module(device)
     kept = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0]) + int(kept)
 
@@ -101,18 +101,18 @@ def memory_in_use(device: torch.device) -> tuple[int, int, int]:
 
     They are 0 until this process has used the accelerator. A query does not initialize it.
     """
-    module = module_of(device)
+    module = accelerator_module(device)
     if not module.is_initialized():
         return 0, 0, 0
     free, total = module.mem_get_info(device)
     return int(module.memory_allocated(device)), int(module.memory_reserved(device)), int(total - free)
 
 
-def settle(tensors: Iterable[torch.Tensor]) -> None:
+def synchronize_streams(tensors: Iterable[torch.Tensor]) -> None:
     """Synchronize the streams of this thread, so that other threads can read these tensors."""
     for device in {tensor.device for tensor in tensors}:
         if device.type not in ("cpu", "meta"):
-            module_of(device).current_stream(device).synchronize()
+            accelerator_module(device).current_stream(device).synchronize()
 
 
 _TO_TORCH: dict[DType, torch.dtype] = {
@@ -170,13 +170,13 @@ SHARDS_INTEGERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Whether ``fully_shard`` takes integer parameters. Before torch 2.13 it sets ``requires_grad`` of every shard."""
 
 
-def parameters_of(module: nn.Module) -> dict[str, Any]:
+def get_parameters(module: nn.Module) -> dict[str, Any]:
     """Return a module's registry of parameters. Insertions bypass ``nn.Module``'s checks."""
     registry: dict[str, Any] = module._parameters
     return registry
 
 
-def buffers_of(module: nn.Module) -> dict[str, Any]:
+def get_buffers(module: nn.Module) -> dict[str, Any]:
     """Return a module's registry of buffers."""
     registry: dict[str, Any] = module._buffers
     return registry
@@ -388,7 +388,7 @@ Run = tuple[int, int]
 
 
 @lru_cache(maxsize=65536)
-def held_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tuple[Run, ...]:
+def local_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tuple[Run, ...]:
     """Return the runs of indices of one dimension that a rank holds.
 
     ``splits`` are (placement, size of the mesh axis, coordinate on it) for each axis that splits the dimension, in
@@ -396,7 +396,7 @@ def held_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tupl
     """
     if len(splits) == 1:
         placement, chunks, coordinate = splits[0]
-        return _runs_of_all(size, placement, chunks)[coordinate]
+        return _all_runs(size, placement, chunks)[coordinate]
     indices = torch.arange(size, device="cpu")
     for placement, chunks, coordinate in splits:
         indices = _split(indices, placement, chunks)[coordinate]
@@ -404,7 +404,7 @@ def held_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tupl
 
 
 @lru_cache(maxsize=1024)
-def _runs_of_all(size: int, placement: Placement, chunks: int) -> tuple[tuple[Run, ...], ...]:
+def _all_runs(size: int, placement: Placement, chunks: int) -> tuple[tuple[Run, ...], ...]:
     """Return the runs at every coordinate. A plan for a thousand ranks needs all of them."""
     return tuple(_runs(indices) for indices in _split(torch.arange(size, device="cpu"), placement, chunks))
 
@@ -413,8 +413,8 @@ def _split(indices: torch.Tensor, placement: Placement, chunks: int) -> Sequence
     along: Any = (
         _StridedShard(0, split_factor=placement.split_factor) if isinstance(placement, _StridedShard) else Shard(0)
     )
-    parts: Sequence[torch.Tensor] = along._split_tensor(indices, chunks, with_padding=False, contiguous=True)[0]
-    return parts
+    pieces: Sequence[torch.Tensor] = along._split_tensor(indices, chunks, with_padding=False, contiguous=True)[0]
+    return pieces
 
 
 def _runs(indices: torch.Tensor) -> tuple[Run, ...]:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from shardwise.conversion.computed import Computed, WholeOperation, computes
+from shardwise.conversion.computed import Computed, ComputedBlock, FullOperation, computes
 from shardwise.conversion.expression import (
     Expression,
     Stored,
@@ -32,7 +32,7 @@ from shardwise.layout import ModelLayout
 from shardwise.models.torch_api import from_torch, to_torch, without_data
 from shardwise.tensors import numel
 
-DtypeOf: TypeAlias = Callable[[str], torch.dtype]
+GetDtype: TypeAlias = Callable[[str], torch.dtype]
 """Returns the dtype that a tensor gets, by its name."""
 
 _COMPUTING_FACTOR = 2
@@ -69,11 +69,11 @@ def trace_conversions(
     model: nn.Module,
     layout: ModelLayout,
     stored: Mapping[str, Stored],
-    dtype_of: DtypeOf,
+    get_dtype: GetDtype,
     conversions: Iterable[Conversion],
 ) -> Iterator[tuple[Conversion, dict[str, Expression], str]]:
     """Yield each conversion with its results by name, or with a sentence on why it has none."""
-    tracer = _Tracer(model, layout, stored, dtype_of)
+    tracer = _Tracer(model, layout, stored, get_dtype)
     for conversion in conversions:
         if why := _index_gap(conversion):
             yield conversion, {}, why
@@ -109,11 +109,11 @@ class _Tracer:
     """Runs converters on recorded tensors, once for equal layers (see [Note: Memo])."""
 
     def __init__(
-        self, model: nn.Module, layout: ModelLayout, stored: Mapping[str, Stored], dtype_of: DtypeOf
+        self, model: nn.Module, layout: ModelLayout, stored: Mapping[str, Stored], get_dtype: GetDtype
     ) -> None:
         self.facade = ModelFacade(model, layout)
         self.layout = layout
-        self.dtype_of = dtype_of
+        self.get_dtype = get_dtype
         self.stored = stored
         self.memo: dict[object, tuple[dict[str, Expression], Conversion]] = {}
 
@@ -144,13 +144,13 @@ class _Tracer:
         here = conversion.target.split(".")
         renamed: dict[str, Expression] = {}
         for name, expression in made.items():
-            parts, origin = name.split("."), first.target.split(".")
-            common = next((i for i, (a, b) in enumerate(zip(parts, origin, strict=False)) if a != b), len(parts))
-            renamed[".".join(here[:common] + parts[common:])] = substitute(expression, leaves)
+            words, origin = name.split("."), first.target.split(".")
+            common = next((i for i, (a, b) in enumerate(zip(words, origin, strict=False)) if a != b), len(words))
+            renamed[".".join(here[:common] + words[common:])] = substitute(expression, leaves)
         return renamed if len(renamed) == len(made) else None
 
     def record(self, conversion: Conversion) -> dict[str, Expression]:
-        dtype = self.dtype_of(conversion.target)
+        dtype = self.get_dtype(conversion.target)
         try:
             return recorded_expressions(
                 self.run(conversion, [Recorded(self.stored[key], dtype) for key in conversion.keys])
@@ -167,31 +167,36 @@ class _Tracer:
     def computed(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, Expression]:
         """Return the converter as one node that computes. A run on meta tensors gives the shapes."""
         inputs = tuple(self.stored[key] for key in conversion.keys)
-        shapes = self.run(conversion, [torch.empty(item.shape, dtype=dtype, device="meta") for item in inputs])
-
-        def function(values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-            return self.run(conversion, [value.to(dtype) for value in values])
-
+        made = self.run(conversion, [torch.empty(item.shape, dtype=dtype, device="meta") for item in inputs])
         nbytes = _COMPUTING_FACTOR * sum(numel(item.shape) * item.dtype.itemsize for item in inputs)
-        return computed_whole(conversion.label, inputs, shapes, function, nbytes)
+        shapes = tuple(item.shape for item in inputs)
+        operation = _Conversion(conversion.label, shapes, shapes_by_name(made), nbytes, self, conversion, dtype)
+        return computed_outputs(operation, inputs, made)
 
 
-def computed_whole(
-    label: str,
-    inputs: tuple[Stored, ...],
-    made: Mapping[str, torch.Tensor],
-    function: Callable[[Sequence[torch.Tensor]], Mapping[str, torch.Tensor]],
-    nbytes: int,
+@dataclass(frozen=True, slots=True, eq=False)
+class _Conversion(FullOperation):
+    """A converter that computes, of stored tensors that are cast to ``dtype``."""
+
+    tracer: _Tracer
+    conversion: Conversion
+    dtype: torch.dtype
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self.tracer.run(self.conversion, [value.to(self.dtype) for value in values])
+
+
+def shapes_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def computed_outputs(
+    operation: FullOperation, inputs: tuple[Stored, ...], made: Mapping[str, torch.Tensor]
 ) -> dict[str, Expression]:
-    """Return the results of a function of full tensors as expressions, by name.
-
-    ``made`` are meta tensors of their shapes and dtypes.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
-    operation = WholeOperation(label, tuple(item.shape for item in inputs), shapes, function, nbytes)
+    """Return the outputs of an operation as expressions, by name. ``made`` are meta tensors of their dtypes."""
     return {
         name: Computed(operation, name, shape, from_torch(made[name].dtype, name), inputs)
-        for name, shape in shapes.items()
+        for name, shape in operation.outputs.items()
     }
 
 
@@ -327,12 +332,12 @@ def _unbind(tensor: Recorded, dim: int = 0) -> list[Recorded]:
 
 def _split_with_sizes(tensor: Recorded, sizes: Sequence[int], dim: int = 0) -> list[Recorded]:
     dim = _dim(tensor, dim)
-    parts: list[Recorded] = []
+    pieces: list[Recorded] = []
     start = 0
     for size in sizes:
-        parts.append(_same(tensor, slice_dim(tensor.expression, dim, start, size)))
+        pieces.append(_same(tensor, slice_dim(tensor.expression, dim, start, size)))
         start += size
-    return parts
+    return pieces
 
 
 def _split(tensor: Recorded, size: int, dim: int = 0) -> list[Recorded]:

@@ -26,7 +26,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 def canonical(fqn: str) -> str:
     """Return a name of a tensor or module without wrapper prefixes (compile, activation checkpointing, FSDP1)."""
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
+    return ".".join(name for name in fqn.split(".") if name not in _WRAPPERS)
 
 
 def without_compile(model: nn.Module) -> nn.Module:
@@ -86,8 +86,8 @@ class TensorRef:
     def replace(self, tensor: torch.Tensor) -> None:
         """Register another tensor in all slots. In place of a parameter, it may be of any type."""
         for slot in self.slots:
-            registry_of = torch_api.parameters_of if self.kind is TensorKind.PARAMETER else torch_api.buffers_of
-            registry_of(slot.module)[slot.name] = tensor
+            get_registry = torch_api.get_parameters if self.kind is TensorKind.PARAMETER else torch_api.get_buffers
+            get_registry(slot.module)[slot.name] = tensor
         self.tensor = tensor
 
 
@@ -151,12 +151,12 @@ def _registered(
     modules: Iterable[tuple[str, nn.Module]],
 ) -> Iterator[tuple[nn.Module, torch.Tensor, str, TensorKind, str]]:
     for prefix, module in modules:
-        for name, parameter in torch_api.parameters_of(module).items():
+        for name, parameter in torch_api.get_parameters(module).items():
             if parameter is not None:
                 yield module, parameter, name, TensorKind.PARAMETER, prefix
-        if not torch_api.buffers_of(module):
+        if not torch_api.get_buffers(module):
             continue
-        buffers = {name: buffer for name, buffer in torch_api.buffers_of(module).items() if buffer is not None}
+        buffers = {name: buffer for name, buffer in torch_api.get_buffers(module).items() if buffer is not None}
         temporary = sorted(name for name in buffers if torch_api.is_temporary(module, name))
         for name, buffer in buffers.items():
             if name not in temporary:
@@ -165,15 +165,15 @@ def _registered(
             yield module, buffers[name], name, TensorKind.BUFFER, prefix
 
 
-def layout_of(
-    held: Sequence[TensorRef], origin_of: Callable[[TensorRef], Origin] | Origin = Origin.NOWHERE
+def build_layout(
+    held: Sequence[TensorRef], find_origin: Callable[[TensorRef], Origin] | Origin = Origin.NOWHERE
 ) -> ModelLayout:
-    """Return this rank's layout of tensors. ``origin_of`` is their source if the checkpoint lacks them."""
+    """Return this rank's layout of tensors. ``find_origin`` is their source if the checkpoint lacks them."""
     return ModelLayout(
         tuple(
             tensor_layout(
                 item,
-                origin_of(item) if callable(origin_of) else origin_of,
+                find_origin(item) if callable(find_origin) else find_origin,
                 local_boxes(item.tensor, item.fqn),
                 describe_placement(item.tensor),
             )
@@ -225,7 +225,7 @@ def local_boxes(tensor: torch.Tensor, fqn: str) -> tuple[LocalBox, ...]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return ()
-    _require_placed(tensor, fqn)
+    _require_supported_placements(tensor, fqn)
     return boxes_at(
         tuple(tensor.shape),
         tuple(tensor.placements),
@@ -235,23 +235,23 @@ def local_boxes(tensor: torch.Tensor, fqn: str) -> tuple[LocalBox, ...]:
     )
 
 
-def boxes_of_ranks(tensor: torch.Tensor, fqn: str, ranks: Sequence[int]) -> tuple[tuple[Box, ...], ...]:
+def boxes_by_rank(tensor: torch.Tensor, fqn: str, ranks: Sequence[int]) -> tuple[tuple[Box, ...], ...]:
     """Return the boxes of a tensor on each of these global ranks."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return ((Box.whole(shape),),) * len(ranks)
-    _require_placed(tensor, fqn)
+    _require_supported_placements(tensor, fqn)
     mesh = tensor.device_mesh
     strides = contiguous_strides(shape)  # any: local layouts are not used
     found: list[tuple[Box, ...]] = []
     for rank in ranks:
         coordinate = torch.nonzero(mesh.mesh == rank).flatten().tolist()
         held = boxes_at(shape, tuple(tensor.placements), tuple(mesh.shape), tuple(coordinate), strides)
-        found.append(tuple(part.box for part in held))
+        found.append(tuple(piece.box for piece in held))
     return tuple(found)
 
 
-def _require_placed(tensor: DTensor, fqn: str) -> None:
+def _require_supported_placements(tensor: DTensor, fqn: str) -> None:
     """Reject placements that are neither shards nor replicas."""
     mesh = tensor.device_mesh.shape
     for placement, size in zip(tensor.placements, mesh, strict=True):
@@ -276,7 +276,7 @@ def boxes_at(
         dim = torch_api.splitting_dim(placement)
         if dim is not None:
             splits[dim].append((placement, size, position))
-    runs = [torch_api.held_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)]
+    runs = [torch_api.local_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)]
     boxes: list[LocalBox] = []
     local_starts = [list(itertools.accumulate((n for _, n in dim_runs), initial=0)) for dim_runs in runs]
     for picks in itertools.product(*(range(len(dim_runs)) for dim_runs in runs)):
@@ -323,7 +323,7 @@ def is_sharded(model: nn.Module, held: Sequence[TensorRef]) -> bool:
     parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
     distributed = [item.fqn for item in parameters if isinstance(item.tensor, DTensor)]
     outside = [item.fqn for item in parameters if not isinstance(item.tensor, DTensor)]
-    root: Any = root_of(model)
+    root: Any = find_fsdp_root(model)
     taken = () if root is None else {id(parameter) for parameter in root.parameters()}
     if groups and (not outside or all(id(item.tensor) in taken for item in parameters)):
         return True
@@ -340,7 +340,7 @@ def is_sharded(model: nn.Module, held: Sequence[TensorRef]) -> bool:
     return False
 
 
-def root_of(model: nn.Module) -> FSDPModule | None:
+def find_fsdp_root(model: nn.Module) -> FSDPModule | None:
     """Return the outermost module that ``fully_shard`` has been applied to, or None."""
     return next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
 
@@ -353,7 +353,7 @@ def computing_device(parameter: torch.Tensor) -> torch.device:
     return parameter.device
 
 
-def reject_subclasses(held: Sequence[TensorRef]) -> None:
+def require_plain_tensors(held: Sequence[TensorRef]) -> None:
     """Reject meta tensors of a subclass, because materialized tensors are plain.
 
     Raises:

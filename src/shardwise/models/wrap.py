@@ -126,8 +126,8 @@ def _comparable(value: object) -> str:
     if isinstance(value, type) or not (is_dataclass(value) or callable(value)):
         return repr(value)
     if is_dataclass(value):
-        parts = ", ".join(f"{item.name}={_comparable(getattr(value, item.name))}" for item in fields(value))
-        return f"{type(value).__name__}({parts})"
+        values = ", ".join(f"{item.name}={_comparable(getattr(value, item.name))}" for item in fields(value))
+        return f"{type(value).__name__}({values})"
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
@@ -397,7 +397,7 @@ def _as_classes(given: Any) -> Any:
     return Matching(given) if callable(given) and not isinstance(given, type) else given
 
 
-def reject_unmovable(held: Sequence[TensorRef]) -> None:
+def require_movable(held: Sequence[TensorRef]) -> None:
     """Reject parameters that sharding would change.
 
     Raises:
@@ -447,7 +447,7 @@ def require_trainable_dtype(dtype: object) -> None:
         )
 
 
-def trained_dtype_of(wanted: TrainedDtype, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:  # noqa: FBT001
+def get_trained_dtype(wanted: TrainedDtype, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:  # noqa: FBT001
     """Return ``wanted`` if the parameter is trained and ``wanted`` is wider than its dtype, otherwise its dtype.
 
     8-bit floats and integers keep their dtype.

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from shardwise.formats.accelerate_saves import is_of_accelerate
+from shardwise.formats.accelerate_saves import is_accelerate_file
 from shardwise.formats.peft_adapter import is_training_file
 from shardwise.planning.save_plan import ADAPTER, SINGLE_FILE, SavePlan
 from shardwise.storage.names import unsafe_name_reason
@@ -100,22 +100,22 @@ class Commit:
         files: the files under their names before the steps, with their sizes in bytes.
         ready: small files that are written and synced before the steps, which publish them.
         steps: the steps in order. Each is durable before the next begins, and the last one commits the save.
-        then: the files under their names after the commit, with their sizes.
-        says: small files and their content after the commit.
-        without: names that must not exist after the commit, because such a file would be read instead of the save.
+        final_files: the files under their names after the commit, with their sizes.
+        final_contents: small files and their content after the commit.
+        absent_files: names that must not exist after the commit, because such a file would be read instead.
         obsolete: files that are removed after the commit.
-        carried_out: the files in ``says`` that list renames still to do. The next save to the folder carries these
-            out.
+        journals: the files in ``final_contents`` that list renames still to do. The next save to the folder carries
+            these out.
     """
 
     files: Mapping[str, int]
     steps: tuple[CommitStep, ...]
-    then: Mapping[str, int]
+    final_files: Mapping[str, int]
     ready: Mapping[str, bytes] = field(default_factory=dict)
-    says: Mapping[str, bytes] = field(default_factory=dict)
-    without: frozenset[str] = frozenset()
+    final_contents: Mapping[str, bytes] = field(default_factory=dict)
+    absent_files: frozenset[str] = frozenset()
     obsolete: tuple[str, ...] = ()
-    carried_out: frozenset[str] = frozenset()
+    journals: frozenset[str] = frozenset()
 
     @property
     def aside(self) -> tuple[Rename, ...]:
@@ -133,7 +133,7 @@ def is_on_its_way(file: str) -> bool:
     return re.fullmatch(r".+\.[0-9a-f]{8}\.incomplete", file) is not None
 
 
-def look_at_folder(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> FolderState:
+def get_folder_state(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> FolderState:
     """Return the state of a folder from its file names and its index, ignoring an index that cannot be parsed."""
     named: set[str] = set()
     if index is not None:
@@ -146,8 +146,8 @@ def look_at_folder(files: Collection[str], index: bytes | None, single_file: str
     return FolderState(frozenset(files), frozenset(weights), frozenset(named))
 
 
-def commit_of(
-    plan: SavePlan, standing: FolderState, *, can_rename: bool, bound: Mapping[str, bytes] = NOTHING_BOUND
+def plan_commit(
+    plan: SavePlan, folder_state: FolderState, *, can_rename: bool, bound: Mapping[str, bytes] = NOTHING_BOUND
 ) -> Commit:
     """Return the commit of a save in the hub's layout.
 
@@ -157,23 +157,25 @@ def commit_of(
     index.
     """
     files = {file.name: file.nbytes for file in plan.files}
-    then = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
-    removed = tuple(obsolete(plan, standing))
+    final_files = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
+    removed = tuple(obsolete(plan, folder_state))
     aside: list[CommitStep] = []
-    if plan.single_file in standing.files and can_rename and (bound or plan.index is not None):
+    if plan.single_file in folder_state.files and can_rename and (bound or plan.index is not None):
         aside = [Rename(plan.single_file, set_aside(plan))]
     if plan.index is None:
         published = {name: on_its_way(name, plan.save_id) for name in bound}
         steps = [*aside, *(Publish(file, name) for name, file in published.items())]
         steps.append(Rename(plan.files[0].name, plan.single_file))
         made = {published[name]: content for name, content in bound.items()}
-        return Commit(files, tuple(steps), then, made, bound, frozenset({*files, *made}) - then.keys(), removed)
-    says, without = {plan.index_file: plan.index}, frozenset({plan.single_file})
+        return Commit(
+            files, tuple(steps), final_files, made, bound, frozenset({*files, *made}) - final_files.keys(), removed
+        )
+    contents, absent = {plan.index_file: plan.index}, frozenset({plan.single_file})
     ready = on_its_way(plan.index_file, plan.save_id)
-    if plan.single_file in standing.files and not can_rename:
+    if plan.single_file in folder_state.files and not can_rename:
         aside = [Remove(plan.single_file)]
     into_place = (Publish(ready, plan.index_file), *aside)
-    return Commit(files, into_place, then, {ready: plan.index}, says, without | {ready}, removed)
+    return Commit(files, into_place, final_files, {ready: plan.index}, contents, absent | {ready}, removed)
 
 
 def set_aside(plan: SavePlan) -> str:
@@ -181,14 +183,14 @@ def set_aside(plan: SavePlan) -> str:
     return f"{plan.stem}.{plan.save_id}{OLDER}"
 
 
-def obsolete(plan: SavePlan, standing: FolderState) -> list[str]:
+def obsolete(plan: SavePlan, folder_state: FolderState) -> list[str]:
     """Return the files to remove after the commit: those of the older save, and of uncommitted saves."""
     new = {*plan.names, plan.single_file if plan.index is None else plan.index_file}
-    old = {name for name in standing.weights if name.endswith(".safetensors")}
-    old |= {name for name in standing.files if re.fullmatch(f"{plan.stem}{_OF_A_SAVE}", name)}
-    old |= {plan.index_file} & standing.files
+    old = {name for name in folder_state.weights if name.endswith(".safetensors")}
+    old |= {name for name in folder_state.files if re.fullmatch(f"{plan.stem}{_OF_A_SAVE}", name)}
+    old |= {plan.index_file} & folder_state.files
     if plan.stem == ADAPTER:
-        old |= {name for name in standing.files if is_training_file(name)}
+        old |= {name for name in folder_state.files if is_training_file(name)}
     return sorted(old - new)
 
 
@@ -244,7 +246,7 @@ class Renames:
             named = _LIST.fullmatch(file)
             if named is None or save_id != named[1] or not isinstance(names, list) or not isinstance(older, list):
                 return None
-            if all(map(_is_safe, names)) and all(map(is_of_accelerate, older)):
+            if all(map(_is_safe, names)) and all(map(is_accelerate_file, older)):
                 return cls(save_id, tuple(names), tuple(older))
         except (ValueError, KeyError, TypeError, RecursionError):
             pass
@@ -252,41 +254,44 @@ class Renames:
 
     def commit(self, written: WrittenFiles) -> Commit:
         """Return the commit of files that have been written."""
-        files = {**{fresh(name, self.save_id): nbytes for name, nbytes in written.named.items()}, **written.beside}
+        files = {
+            **{temporary_name(name, self.save_id): nbytes for name, nbytes in written.named.items()},
+            **written.beside,
+        }
         if len(self.names) == 1:
             [name] = self.names
             return Commit(
                 files,
-                steps=(Rename(fresh(name, self.save_id), name),),
-                then={**written.named, **written.beside},
-                without=frozenset({fresh(name, self.save_id)}),
+                steps=(Rename(temporary_name(name, self.save_id), name),),
+                final_files={**written.named, **written.beside},
+                absent_files=frozenset({temporary_name(name, self.save_id)}),
                 obsolete=self.older,
             )
         ready = on_its_way(self.file, self.save_id)
         return Commit(
             files,
             steps=(Publish(ready, self.file),),
-            then={},  # a later save may have taken these names by then
+            final_files={},  # a later save may have taken these names by then
             ready={ready: self.to_bytes()},
-            says={self.file: self.to_bytes()},
-            carried_out=frozenset({self.file}),
-            without=frozenset({ready}),
+            final_contents={self.file: self.to_bytes()},
+            journals=frozenset({self.file}),
+            absent_files=frozenset({ready}),
         )
 
 
-def fresh(name: str, save_id: str) -> str:
+def temporary_name(name: str, save_id: str) -> str:
     """Return the temporary name of a file until its rename, distinct from names that saves delete as leftovers."""
     folder, slash, file = name.rpartition("/")
     return f"{folder}{slash}.{file}.{save_id}.new"
 
 
-def save_id_of_fresh(file: str) -> str | None:
+def parse_temporary_name(file: str) -> str | None:
     """Return the id of the save that created this temporary name, or None for other names."""
     found = _FRESH.fullmatch(file.rpartition("/")[2])
     return found[2] if found else None
 
 
-def lists_among(files: Collection[str]) -> list[str]:
+def find_journals(files: Collection[str]) -> list[str]:
     """Return the files that are lists of renames."""
     return sorted(file for file in files if _LIST.fullmatch(file))
 
@@ -298,4 +303,4 @@ def _is_safe(name: object) -> bool:
     """Check if a file below a folder may have this name, and its temporary name too."""
     if not isinstance(name, str) or len(name) > _LONGEST_PATH or unsafe_name_reason(name) is not None:
         return False
-    return all(len(os.fsencode(part)) <= _LONGEST_NAME for part in fresh(name, "0" * 8).split("/"))
+    return all(len(os.fsencode(item)) <= _LONGEST_NAME for item in temporary_name(name, "0" * 8).split("/"))

@@ -36,13 +36,13 @@ def file_bytes(plan: LoadPlan, world: WorldLayout, index: CheckpointIndex) -> di
     for name, read in plan.reads().items():
         tensor = plan.layout.by_name[name]
         copies = world.mesh.ranks // (world.mesh.shard_size if is_sharded(tensor) else 1)
-        files = Counter(_files_of(read.expression, index))
+        files = Counter(_iter_files(read.expression, index))
         for file, count in files.items():
             found[file] += per_element[name] * tensor.numel * copies * count / files.total()
     return {file: round(nbytes) for file, nbytes in found.items() if nbytes}
 
 
-def _files_of(expression: Expression, index: CheckpointIndex) -> Iterable[str]:
+def _iter_files(expression: Expression, index: CheckpointIndex) -> Iterable[str]:
     """Yield the file of each stored tensor that has an entry of its own in the index."""
     for leaf in stored_leaves(expression):
         entry = index.entries.get(leaf.key)
@@ -201,7 +201,7 @@ def estimate_training(
     states = [optimizer_bytes(world, step.optim, position) for position in range(world.mesh.shard_size)]
     root_names = set(world.groups[-1].parameters) | set(world.whole)
     local = [padded[tensor.fqn] for tensor in trained]
-    sizes = _GroupSizes.of(world, groups, homes)
+    sizes = _GroupSizes.from_groups(world, groups, homes)
     fixed = _FixedSizes(
         groups=sizes,
         homes=homes,
@@ -242,7 +242,7 @@ class _GroupSizes:
     root_sum: int
 
     @classmethod
-    def of(cls, world: WorldLayout, groups: Sequence[GroupEstimate], homes: Homes) -> _GroupSizes:
+    def from_groups(cls, world: WorldLayout, groups: Sequence[GroupEstimate], homes: Homes) -> _GroupSizes:
         copies = 2 if homes.device == "cpu" else 1  # gloo copies what it sums
         if world.mesh.ranks == 1:
             return cls(0, 0, 0, 0, 0)
@@ -321,7 +321,7 @@ class _FixedSizes:
             "optimizer step": {"gradients": self.gradients, "optimizer step": self.update},
         }
         base = {"weights": self.weights, "optimizer": self.optimizer}
-        return tuple(_placed(phase, {**base, **own}, self.homes) for phase, own in terms.items())
+        return tuple(_phase_memory(phase, {**base, **own}, self.homes) for phase, own in terms.items())
 
 
 def _step_bytes(optim: str, local: Sequence[int], homes: Homes) -> int:
@@ -333,7 +333,7 @@ def _step_bytes(optim: str, local: Sequence[int], homes: Homes) -> int:
     return sum(local)
 
 
-def _placed(phase: str, terms: Mapping[str, int], homes: Homes) -> PhaseMemory:
+def _phase_memory(phase: str, terms: Mapping[str, int], homes: Homes) -> PhaseMemory:
     if homes.device == "cpu":
         return PhaseMemory(phase, {}, terms)
     host = {term: size for term, size in terms.items() if homes.offloads_shards and term in _ON_HOST}

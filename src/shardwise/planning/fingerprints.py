@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 
-def file_beside(stem: str) -> str:
+def fingerprint_file(stem: str) -> str:
     """Return the name of the fingerprint file for weights with this stem."""
     return f"{stem}.fingerprints.json"
 
@@ -68,10 +68,10 @@ def to_bytes(saves: Sequence[RecordedSave]) -> bytes:
             for save in saves
         ],
     }
-    return json.dumps({**content, "sha256": own_digest(content)}, indent=1, sort_keys=True).encode() + b"\n"
+    return json.dumps({**content, "sha256": embedded_digest(content)}, indent=1, sort_keys=True).encode() + b"\n"
 
 
-def own_digest(content: object) -> str:
+def embedded_digest(content: object) -> str:
     """Return the digest of a JSON document that is stored together with it."""
     return digest(json.dumps(content, sort_keys=True).encode())
 
@@ -86,7 +86,7 @@ def parsed(content: bytes) -> list[RecordedSave] | None:
     try:
         found = json.loads(content)
         own = found.pop("sha256", None)
-        is_sound = own == own_digest(found) if own is not None else found.keys() == {"format", "saves"}
+        is_sound = own == embedded_digest(found) if own is not None else found.keys() == {"format", "saves"}
         if found["format"] != _FORMAT or not is_sound:
             return None
         return [
@@ -103,11 +103,11 @@ def parsed(content: bytes) -> list[RecordedSave] | None:
 
 
 _WORD = 8
-LANES = 1 << 14
+BLOCK_WORDS = 1 << 14
 """Words in a block."""
 
 MODULUS = 1 << 64
-SPAN_BYTES = _WORD * LANES
+BLOCK_BYTES = _WORD * BLOCK_WORDS
 """Bytes of a block."""
 
 
@@ -119,17 +119,17 @@ def fingerprint(data: memoryview, start: int = 0) -> int:
     flat = np.frombuffer(data, dtype=np.uint8)
     total = at = 0
     while at < len(flat):
-        block, head = divmod(start + at, SPAN_BYTES)
-        count = 0 if head else (len(flat) - at) // SPAN_BYTES
-        part = flat[at : at + (count * SPAN_BYTES or SPAN_BYTES - head)]
-        words = part
+        block, head = divmod(start + at, BLOCK_BYTES)
+        count = 0 if head else (len(flat) - at) // BLOCK_BYTES
+        chunk = flat[at : at + (count * BLOCK_BYTES or BLOCK_BYTES - head)]
+        words = chunk
         if not count:  # the beginning or the end of a block, with zeros around it
-            words = np.zeros(-(-(head + len(part)) // _WORD) * _WORD, dtype=np.uint8)
-            words[head : head + len(part)] = part
+            words = np.zeros(-(-(head + len(chunk)) // _WORD) * _WORD, dtype=np.uint8)
+            words[head : head + len(chunk)] = chunk
         rows = words.view("<u8").reshape(max(count, 1), -1)
-        sums = np.einsum("ij,j->i", rows, lane_weights()[: rows.shape[1]]).tolist()
+        sums = np.einsum("ij,j->i", rows, word_weights()[: rows.shape[1]]).tolist()
         total += sum(block_weight(block + number) * found for number, found in enumerate(sums))
-        at += len(part)
+        at += len(chunk)
     return total % MODULUS
 
 
@@ -143,15 +143,15 @@ def _mixed(number: Any) -> Any:
 
 
 @cache
-def lane_weights() -> Any:
+def word_weights() -> Any:
     """Return the weights of the words of a block.
 
-    ``weight(i)`` is the lane weight at ``i``'s position in its block, times the block's :func:`block_weight`.
+    ``weight(i)`` is the word weight at ``i``'s position in its block, times the block's :func:`block_weight`.
     """
-    return _mixed(np.arange(LANES, dtype=np.uint64)) | np.uint64(1)
+    return _mixed(np.arange(BLOCK_WORDS, dtype=np.uint64)) | np.uint64(1)
 
 
 @cache
 def block_weight(block: int) -> int:
     """Return the weight of the block with this index."""
-    return int(_mixed(LANES + block)) | 1
+    return int(_mixed(BLOCK_WORDS + block)) | 1

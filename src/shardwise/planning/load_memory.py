@@ -16,7 +16,7 @@ from shardwise._face import found_at
 from shardwise.conversion.computed import Computed, Copy, SmallestBlocks, computed_leaves, computes
 from shardwise.conversion.expression import Expression, Stored, concat, rows_stored, stored_leaves, view
 from shardwise.errors import ConfigError, ShardingError
-from shardwise.formats.contract import CheckpointIndex, ComposedPart, Joined, TensorEntry, View, Whole
+from shardwise.formats.contract import CheckpointIndex, Composition, Joined, TensorEntry, View, Whole
 from shardwise.layout import LocalBox, Spread, TensorKind, TensorLayout
 from shardwise.planning.load_plan import LoadPlan
 from shardwise.report.names import in_bytes
@@ -42,11 +42,11 @@ class Homes:
     offloads_shards: bool = False
 
     @classmethod
-    def of(
+    def from_plan(
         cls, plan: LoadPlan, policy: ReadPolicy, *, device: str, budget_bytes: int, offloads_shards: bool
     ) -> Homes:
         """Return the homes of a load, counting only the part of the budget that the load uses."""
-        staging = staging_within(budget_bytes, policy.concurrency, on_device=device != "cpu")
+        staging = plan_staging(budget_bytes, policy.concurrency, on_device=device != "cpu")
         return cls(device, max(staging.total_bytes, largest_computation(plan)), offloads_shards)
 
     def memory(self, *, sharded_bytes: int, whole_bytes: int) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class LoadSizes:
 
 
 def local_numel(spread: Spread, position: int) -> int:
-    return sum(part.box.numel for part in spread.boxes[position])
+    return sum(piece.box.numel for piece in spread.boxes[position])
 
 
 def bytes_per_element(plan: LoadPlan) -> dict[str, float]:
@@ -123,8 +123,8 @@ def bytes_per_element(plan: LoadPlan) -> dict[str, float]:
         expression = read.expression
         if not computes(expression):
             stored = rows_stored(expression)
-            part = 1.0 if stored is None else stored / expression.shape[0]
-            found[name] = next(stored_leaves(expression)).dtype.itemsize * part
+            fraction = 1.0 if stored is None else stored / expression.shape[0]
+            found[name] = next(stored_leaves(expression)).dtype.itemsize * fraction
             continue
         nbytes = 0
         for leaf in computed_leaves(expression):
@@ -141,7 +141,7 @@ def _input_bytes(leaf: Computed) -> int:
 
 
 def is_sharded(tensor: TensorLayout) -> bool:
-    """Check if ranks hold different parts of a tensor."""
+    """Check if ranks hold different boxes of a tensor."""
     return tensor.kind is TensorKind.PARAMETER and tensor.placement != "whole"
 
 
@@ -200,7 +200,7 @@ def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
         ConfigError: a tensor is quantized in a format that has no entry in :data:`NODES`.
     """
     return {
-        item.key: _expression(index, index.composed[item.key].part)
+        item.key: _expression(index, index.composed[item.key].composition)
         if item.key in index.composed
         else Stored(item.key, item.shape, item.dtype)
         for item in index.tensors()
@@ -212,23 +212,25 @@ def spare_tensors(index: CheckpointIndex) -> dict[str, Expression]:
     return {key: Stored(key, index.entries[key].shape, index.entries[key].dtype) for key in sorted(index.spare)}
 
 
-def _expression(index: CheckpointIndex, part: ComposedPart) -> Expression:
+def _expression(index: CheckpointIndex, composition: Composition) -> Expression:
     def leaf(key: str) -> Stored:
         entry = index.entries[key]
         return Stored(key, entry.shape, entry.dtype)
 
-    match part:
+    match composition:
         case Whole(key):
             return leaf(key)
         case View(key, strided):
             return view(leaf(key), strided)
-        case Joined(parts, dim):
-            return concat([_expression(index, inner) for inner in parts], dim)
+        case Joined(pieces, dim):
+            return concat([_expression(index, inner) for inner in pieces], dim)
         case _:
-            if part.kind not in NODES:
-                raise ConfigError(f"no dequantization is known for {part.kind!r}. Add a line for it to NODES")
-            node: MakeNode = found_at(NODES[part.kind])
-            return node(part, leaf)
+            if composition.kind not in NODES:
+                raise ConfigError(
+                    f"no dequantization is known for {composition.kind!r}. Add a line for it to NODES"
+                )
+            node: MakeNode = found_at(NODES[composition.kind])
+            return node(composition, leaf)
 
 
 WASTE = 64
@@ -273,7 +275,7 @@ class ReadRequest:
     segments: tuple[Segment, ...]
 
 
-def segments_of(
+def iter_segments(
     copy: Copy, target: int, entry: TensorEntry, *, needs_staging: bool, policy: ReadPolicy, block_bytes: int
 ) -> Iterator[Segment]:
     """Yield the ranges that one copy reads.
@@ -291,17 +293,17 @@ def segments_of(
         block_bytes: the maximum of a staged segment, with room for at least one element.
     """
     itemsize = entry.dtype.itemsize
-    for part in copies_by_run(copy, max_gap=policy.max_gap_bytes // itemsize):
-        is_direct = not needs_staging and part.source.is_contiguous and part.target.is_contiguous
+    for piece in copies_by_run(copy, max_gap=policy.max_gap_bytes // itemsize):
+        is_direct = not needs_staging and piece.source.is_contiguous and piece.target.is_contiguous
         cut = policy.request_bytes if is_direct else min(block_bytes, policy.request_bytes)
-        for block in part.blocks(max(1, cut // itemsize)):
+        for block in piece.blocks(max(1, cut // itemsize)):
             start = entry.start + block.source.offset * itemsize
             stop = entry.start + block.source.stop * itemsize
             yield Segment(ByteRange(start, stop), entry.dtype, target, block, is_direct)
 
 
 def copies_by_run(copy: Copy, *, max_gap: int) -> Iterator[Copy]:
-    """Yield the copy in parts, cut at every gap of more than ``max_gap`` elements in the leaf."""
+    """Yield the copy in pieces, cut at every gap of more than ``max_gap`` elements in the leaf."""
     source = copy.source
     # Axes of a copy are sorted, widest stride first. `run` is what the inner axes span.
     run, kept = 1, len(source.sizes)
@@ -314,10 +316,10 @@ def copies_by_run(copy: Copy, *, max_gap: int) -> Iterator[Copy]:
         yield copy
         return
     for steps in itertools.product(*map(range, source.sizes[:kept])):
-        yield Copy(copy.leaf, _inside(source, kept, steps), _inside(copy.target, kept, steps))
+        yield Copy(copy.leaf, _inner_view(source, kept, steps), _inner_view(copy.target, kept, steps))
 
 
-def _inside(view: Strided, kept: int, steps: tuple[int, ...]) -> Strided:
+def _inner_view(view: Strided, kept: int, steps: tuple[int, ...]) -> Strided:
     moved = sum(step * stride for step, stride in zip(steps, view.strides[:kept], strict=True))
     return Strided(view.offset + moved, view.sizes[kept:], view.strides[kept:])
 
@@ -391,7 +393,7 @@ class Staging:
     total_bytes: int
 
 
-def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> Staging:
+def plan_staging(budget_bytes: int, concurrency: int, *, on_device: bool) -> Staging:
     """Return the staging of at most ``concurrency`` workers within a budget, for tensors on a device or host."""
     slabs = _DEVICE_SLABS if on_device else 1
     workers = max(1, min(concurrency, budget_bytes // (slabs * _LEAST_BYTES)))
@@ -403,7 +405,7 @@ def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> S
     return Staging(workers, nbytes, slabs * workers * nbytes)
 
 
-def most_staged(requests: Iterable[ReadRequest]) -> int:
+def max_staged_bytes(requests: Iterable[ReadRequest]) -> int:
     """Return a bound of the bytes that one of the requests stages: all of its range, each part of it aligned."""
     margin = 2 * SEGMENT_ALIGNMENT  # of a segment and of the gap before it
     return max((request.bytes.nbytes + margin * len(request.segments) for request in requests), default=0)
@@ -421,6 +423,6 @@ class ComputingShare:
     most_bytes: int
 
     @classmethod
-    def of(cls, budget_bytes: int, concurrency: int) -> ComputingShare:
+    def from_budget(cls, budget_bytes: int, concurrency: int) -> ComputingShare:
         half = budget_bytes // 2
-        return cls(half, max(1, half // staging_within(half, concurrency, on_device=False).workers))
+        return cls(half, max(1, half // plan_staging(half, concurrency, on_device=False).workers))

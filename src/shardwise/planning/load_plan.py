@@ -10,9 +10,15 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from shardwise.conversion.computed import Bindings, computes
-from shardwise.conversion.expression import Expression, key_of, leaves_of, stored_leaves
+from shardwise.conversion.expression import Expression, iter_leaves, stored_key, stored_leaves
 from shardwise.errors import ConfigError, KeyMismatchError
-from shardwise.formats.contract import CheckpointIndex, entries_of, is_quantization_key, packed_names, scale_names
+from shardwise.formats.contract import (
+    CheckpointIndex,
+    is_quantization_key,
+    iter_entry_keys,
+    packed_names,
+    scale_names,
+)
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.report.names import abbreviate
 from shardwise.tensors import DType, casts_safely
@@ -172,7 +178,7 @@ class LoadPlan:
 
     def not_loaded(self, index: CheckpointIndex) -> tuple[str, ...]:
         """Return the ignored contents of the checkpoint, without the spare tensors that the model does load."""
-        taken = {key_of(read.expression) for read in self.reads().values()} & index.spare
+        taken = {stored_key(read.expression) for read in self.reads().values()} & index.spare
         return tuple(name for name in index.ignored if name not in taken)
 
     @cached_property
@@ -201,18 +207,18 @@ def plan_load(
     bindings: Bindings,
     rules: ModelRules,
     consent: Consent,
-    known_as: Mapping[str, str] = MappingProxyType({}),
+    base_names: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadPlan:
     """Determine the fill of every tensor.
 
-    ``known_as`` maps tensors to the names to which ``rules`` and ``consent`` apply, if these differ from their own
-    names.
+    ``base_names`` maps tensors to the names to which ``rules`` and ``consent`` apply, if these differ from their
+    own names.
 
     Raises:
         KeyMismatchError: there are missing, unexpected, mismatched, ambiguous or uncomputable tensors. The error
             lists all of them.
     """
-    return _LoadPlanner(index, layout, bindings, rules, consent, known_as).plan()
+    return _LoadPlanner(index, layout, bindings, rules, consent, base_names).plan()
 
 
 @dataclass
@@ -224,7 +230,7 @@ class _LoadPlanner:
     bindings: Bindings
     rules: ModelRules
     consent: Consent
-    known_as: Mapping[str, str]
+    base_names: Mapping[str, str]
     fills: dict[str, Fill] = field(default_factory=dict)
     twins: dict[str, tuple[Expression, ...]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -236,10 +242,13 @@ class _LoadPlanner:
     def __post_init__(self) -> None:
         composed = self.index.composed.items()
         self.decoded = {
-            part for key, item in composed if self.index.is_scaled(key) for part in entries_of(item.part)
+            entry
+            for key, item in composed
+            if self.index.is_scaled(key)
+            for entry in iter_entry_keys(item.composition)
         }
         self.names_unmatched = set(self.bindings.unmatched.values())
-        self.spoiled = {name for names in self.bindings.faults.values() for name in names}
+        self.failed_names = {name for names in self.bindings.faults.values() for name in names}
 
     def fault(self, kind: str, sentence: str) -> None:
         self.faults.setdefault(kind, []).append(sentence)
@@ -295,7 +304,7 @@ class _LoadPlanner:
 
     def known(self, name: str) -> str:
         """Return the name of a tensor in the user's options and in the model class."""
-        return self.known_as.get(name, name)
+        return self.base_names.get(name, name)
 
     def fill_missing(self, tensor: TensorLayout) -> Fill:
         if tensor.origin is Origin.TUNING:
@@ -306,7 +315,7 @@ class _LoadPlanner:
             if allows(self.consent.missing, name):
                 self.missing.append(tensor.fqn)
                 return self.init(tensor)
-        if not self.spoiled.intersection(tensor.names):  # otherwise the conversion failed, which is listed
+        if not self.failed_names.intersection(tensor.names):  # otherwise the conversion failed, which is listed
             codes = [key for name in tensor.names for key in packed_names(name) if key in self.names_unmatched]
             if codes:
                 self.fault("quantized", f"{tensor.fqn}: stored as codes, in {codes[0]}")
@@ -353,12 +362,12 @@ class _LoadPlanner:
         for leaf in stored_leaves(offer):
             if leaf.dtype.bits % 8:
                 return f"stored as {leaf.dtype.label}, which cannot be loaded without its quantizer"
-        if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in leaves_of(offer)):
+        if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in iter_leaves(offer)):
             return f"stored {self.describe(offer)}, model has {tensor.dtype.label}"
         return None
 
     def describe(self, offer: Expression) -> str:
-        key = key_of(offer)
+        key = stored_key(offer)
         if key is None:
             return f"{offer.shape} as {offer}"
         file = self.index.entries[key].file

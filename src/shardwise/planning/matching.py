@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.planning.load_plan import OnUnexpected, allows, describe_faults
 from shardwise.planning.moves import covers
-from shardwise.report.names import abbreviate, collapse, few_names, shown_ranks
+from shardwise.report.names import abbreviate, collapse, few_names, format_ranks
 from shardwise.tensors import Box, DType, follows
 
 OnFault: TypeAlias = OnUnexpected
@@ -111,7 +111,7 @@ def match(
         "missing": [],
         "unexpected": [name for name in unexpected if not allows(tolerance.unexpected, name)],
     }
-    parts: list[str] = []
+    incomplete: list[str] = []
     taken: list[Taken] = []
     missing: list[str] = []
     mismatched: list[str] = []
@@ -132,12 +132,12 @@ def match(
         name = present[0]
         held = tuple(brought[name].boxes if brought else () for brought in brought_by_rank)
         if not covers(place.shape, held):
-            parts.append(name)
+            incomplete.append(name)
         taken.append(Taken(place, name, brought_by_rank[bringing[0]][name].dtype, held))
     if any(faults.values()):
         raise KeyMismatchError(describe_faults("the state does not fit:", faults, STATE_REMEDIES))
-    if parts:
-        shown = "\n  ".join(abbreviate(parts))
+    if incomplete:
+        shown = "\n  ".join(abbreviate(incomplete))
         raise RankMismatchError(
             f"what the ranks bring of these is not, together, each element once:\n  {shown}\nBring whole "
             "tensors, or on every rank its own shards of one sharding."
@@ -187,7 +187,7 @@ class GroupMatch:
     no group of the optimizer contains.
     """
 
-    giver_of: tuple[int | None, ...]
+    source_groups: tuple[int | None, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
@@ -223,12 +223,12 @@ def match_groups(
         common = frozenset(names) & here
         if common or not names:
             positions.setdefault(common, []).append(position)
-    giver_of: list[int | None] = []
+    source_groups: list[int | None] = []
     for number, names in enumerate(present):
         common = frozenset(names) & there
         if common in positions and (common or not names):
             found = positions[common]
-            giver_of.append(found.pop(0) if len(found) > 1 else found[0])
+            source_groups.append(found.pop(0) if len(found) > 1 else found[0])
         elif common:
             others = [position for position, group in enumerate(given) if common & frozenset(group)]
             raise KeyMismatchError(
@@ -238,8 +238,8 @@ def match_groups(
                 "as they were made before"
             )
         else:
-            giver_of.append(None)
-    return GroupMatch(tuple(giver_of), tuple(missing), tuple(unexpected))
+            source_groups.append(None)
+    return GroupMatch(tuple(source_groups), tuple(missing), tuple(unexpected))
 
 
 FileForm: TypeAlias = Literal["full", "sharded", "local"]
@@ -313,7 +313,7 @@ def require_alike(items_by_rank: Sequence[Sequence[Item]]) -> None:
             )
 
 
-def choose_sources(
+def select_sources(
     names: Sequence[str], live_by_rank: Sequence[Sequence[bool]], values_from: ValuesFrom
 ) -> list[tuple[int, ...]]:
     """Return the source rank of each rank for every tensor, or ``NOBODY``.
@@ -365,12 +365,12 @@ def resolve_differences(
     """
     settled: list[tuple[int, ...]] = []
     taken: dict[str, int] = {}
-    for name, source_of in zip(names, chosen, strict=True):
-        sources = sorted(set(source_of))
+    for name, source_ranks in zip(names, chosen, strict=True):
+        sources = sorted(set(source_ranks))
         if len(sources) > 1 and len({sums_by_rank[rank][name] for rank in sources}) > 1:
             taken[name] = leading(sources, most)
-            source_of = (taken[name],) * len(source_of)
-        settled.append(source_of)
+            source_ranks = (taken[name],) * len(source_ranks)
+        settled.append(source_ranks)
     if taken and values_from != "any":
         raise RankMismatchError(
             f"{len(taken)} tensors have other values on some ranks than on others: {few_names(taken)}. Seed the "
@@ -379,7 +379,7 @@ def resolve_differences(
     return settled, taken
 
 
-def choose_dtypes(
+def select_dtypes(
     names: Sequence[str], chosen: Sequence[tuple[int, ...]], dtypes_by_rank: Sequence[Sequence[str]]
 ) -> list[str]:
     """Return the dtype of every tensor on all ranks.
@@ -392,9 +392,9 @@ def choose_dtypes(
     """
     settled: list[str] = []
     faults: list[str] = []
-    for index, (name, source_of) in enumerate(zip(names, chosen, strict=True)):
+    for index, (name, source_ranks) in enumerate(zip(names, chosen, strict=True)):
         found = [dtypes[index] for dtypes in dtypes_by_rank]
-        sources = set(source_of) or set(range(len(found)))
+        sources = set(source_ranks) or set(range(len(found)))
         stored = {found[rank] for rank in sources}
         wanted = {found[rank] for rank in range(len(found)) if rank not in sources} or stored
         if len(stored) == 1 and (is_exact(*stored) or stored == wanted):
@@ -422,4 +422,4 @@ def _ranks(found: Sequence[str], dtype: str) -> list[int]:
 
 
 def _who(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown_ranks(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"

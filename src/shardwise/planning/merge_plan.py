@@ -23,7 +23,7 @@ from shardwise.storage.names import shown
 _LISTED = 20
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(
-    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?P<module>.+)\.(?P<matrix>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<kind>weight|bias))?"
 )
 
@@ -120,7 +120,7 @@ class MergePlan:
     modules: tuple[str, ...]
 
 
-_Parts: TypeAlias = dict[str, Stored]
+_Matrices: TypeAlias = dict[str, Stored]
 """The tensors that belong to one module, by their names in PEFT."""
 
 
@@ -143,7 +143,7 @@ def plan_merge(
     return _MergePlanner(config, stored, targets, adapter_name).plan(what)
 
 
-def tensors_trained_whole(config: LoraConfig, stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
+def fully_trained_tensors(config: LoraConfig, stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
     """Return the keys of tensors that ``modules_to_save`` copied, by the name of the model's tensor."""
     found = {_bare(key, adapter_name): key for key in stored if not _FACTOR.fullmatch(key.removeprefix(_PREFIX))}
     return {name: key for name, key in found.items() if config.saves_module(name.rpartition(".")[0])}
@@ -169,15 +169,15 @@ class _MergePlanner:
     modules: dict[str, None] = field(default_factory=dict)
 
     def plan(self, what: str) -> MergePlan:
-        factors: dict[str, _Parts] = {}
+        factors: dict[str, _Matrices] = {}
         for key, leaf in self.stored.items():
             name = key.removeprefix(_PREFIX)
             if found := _FACTOR.fullmatch(name):
                 self.sort_factor(factors, key, leaf, found)
             else:
                 self.replace(key, leaf)
-        for module, parts in factors.items():
-            self.fold(module, parts)
+        for module, matrices in factors.items():
+            self.fold(module, matrices)
         if self.faults:
             raise KeyMismatchError(self.message(what))
         return MergePlan(
@@ -198,19 +198,19 @@ class _MergePlanner:
 
     # Matching keys
 
-    def is_ours(self, adapter: str | None) -> bool:
+    def belongs_to(self, adapter: str | None) -> bool:
         return adapter is None or adapter == self.adapter_name
 
-    def sort_factor(self, factors: dict[str, _Parts], key: str, leaf: Stored, found: re.Match[str]) -> None:
-        part, kind = found["part"], found["kind"] or "weight"
-        if not self.is_ours(found["adapter"]):
+    def sort_factor(self, factors: dict[str, _Matrices], key: str, leaf: Stored, found: re.Match[str]) -> None:
+        matrix, kind = found["matrix"], found["kind"] or "weight"
+        if not self.belongs_to(found["adapter"]):
             self.fault("tensors that are not used", f"{shown(key)}: is of the adapter {shown(found['adapter'])}")
             return
-        name = part if kind == "weight" else f"{part}.{kind}"
-        parts = factors.setdefault(found["module"], {})
-        if name in parts:
-            self.fault("tensors that are stored twice", f"{shown(key)} and {shown(parts[name].key)}")
-        parts[name] = leaf
+        name = matrix if kind == "weight" else f"{matrix}.{kind}"
+        matrices = factors.setdefault(found["module"], {})
+        if name in matrices:
+            self.fault("tensors that are stored twice", f"{shown(key)} and {shown(matrices[name].key)}")
+        matrices[name] = leaf
 
     def replace(self, key: str, leaf: Stored) -> None:
         """Plan the edit of a tensor that is not a factor: a copied tensor of ``modules_to_save``, or a bias."""
@@ -226,20 +226,20 @@ class _MergePlanner:
         else:
             self.add(place, module, Replaced(module, leaf))
 
-    def fold(self, name: str, parts: _Parts) -> None:
+    def fold(self, name: str, matrices: _Matrices) -> None:
         """Plan the edits for the factors under this PEFT name."""
         module, depth = _unwrapped(name)
         parameters = self.targeted(module)
         if parameters and depth < len(parameters):
-            self.fold_low_rank(module, f"{module}.{parameters[-1 - depth]}", parts, is_parameter=True)
+            self.fold_low_rank(module, f"{module}.{parameters[-1 - depth]}", matrices, is_parameter=True)
         elif depth:
             self.fault(
                 "tensors that are not used",
-                f"{', '.join(shown(leaf.key) for leaf in parts.values())}: target_parameters names "
+                f"{', '.join(shown(leaf.key) for leaf in matrices.values())}: target_parameters names "
                 f"{len(parameters)} parameters of {shown(module)}",
             )
         else:
-            self.fold_low_rank(module, f"{module}.weight", parts, is_parameter=False)
+            self.fold_low_rank(module, f"{module}.weight", matrices, is_parameter=False)
 
     def targeted(self, module: str) -> list[str]:
         """Return the parameters of a module that ``target_parameters`` selects, in the order of the module."""
@@ -281,10 +281,10 @@ class _MergePlanner:
 
     # Factors
 
-    def fold_low_rank(self, module: str, weight: str, parts: _Parts, *, is_parameter: bool) -> None:
-        a = parts.get("lora_A") or parts.get("lora_embedding_A")
-        b = parts.get("lora_B") or parts.get("lora_embedding_B")
-        listed = ", ".join(shown(leaf.key) for leaf in parts.values())
+    def fold_low_rank(self, module: str, weight: str, matrices: _Matrices, *, is_parameter: bool) -> None:
+        a = matrices.get("lora_A") or matrices.get("lora_embedding_A")
+        b = matrices.get("lora_B") or matrices.get("lora_embedding_B")
+        listed = ", ".join(shown(leaf.key) for leaf in matrices.values())
         if a is None or b is None:
             absent = "lora_A" if a is None else "lora_B"
             self.fault("tensors that are missing in the adapter", f"{absent} of {shown(module)}, beside {listed}")
@@ -295,7 +295,7 @@ class _MergePlanner:
             return
         named = weight if is_parameter else module
         rank = self.config.rank(named)
-        form = self.form_of(place, is_parameter=is_parameter, is_embedding="lora_embedding_A" in parts)
+        form = self.find_weight_form(place, is_parameter=is_parameter, is_embedding="lora_embedding_A" in matrices)
         shape = place[2]
         if (
             len(shape) < 2
@@ -316,11 +316,13 @@ class _MergePlanner:
                     f"shape {shape}",
                 )
                 return
-        magnitude = self.magnitude(module, shape[1 if form is WeightForm.COLUMNS else 0], parts)
+        magnitude = self.magnitude(module, shape[1 if form is WeightForm.COLUMNS else 0], matrices)
         self.add(place, named, LowRank(named, form, rank, self.config.scaling(named), a, b, magnitude))
-        self.fold_bias(module, named, parts)
+        self.fold_bias(module, named, matrices)
 
-    def form_of(self, place: tuple[object, str, Shape], *, is_parameter: bool, is_embedding: bool) -> WeightForm:
+    def find_weight_form(
+        self, place: tuple[object, str, Shape], *, is_parameter: bool, is_embedding: bool
+    ) -> WeightForm:
         _, name, shape = place
         keeps_columns = name.rpartition(".")[0] in self.targets.columns
         if is_parameter:
@@ -329,8 +331,8 @@ class _MergePlanner:
             return WeightForm.EXPERT_COLUMNS if keeps_columns else WeightForm.EXPERTS
         return WeightForm.COLUMNS if is_embedding or keeps_columns else WeightForm.ROWS
 
-    def magnitude(self, module: str, size: int, parts: _Parts) -> Stored | None:
-        found = parts.get("lora_magnitude_vector")
+    def magnitude(self, module: str, size: int, matrices: _Matrices) -> Stored | None:
+        found = matrices.get("lora_magnitude_vector")
         if found is None:
             if self.config.use_dora:
                 self.fault(
@@ -343,11 +345,11 @@ class _MergePlanner:
             self.fault("shapes that do not fit", f"{shown(found.key)}: {found.shape}, but ({size},) is wanted")
         return found
 
-    def fold_bias(self, module: str, named: str, parts: _Parts) -> None:
-        bias = parts.get("lora_B.bias")
+    def fold_bias(self, module: str, named: str, matrices: _Matrices) -> None:
+        bias = matrices.get("lora_B.bias")
         for name in ("lora_A.bias", "lora_embedding_A.bias", "lora_embedding_B.bias", "lora_magnitude_vector.bias"):
-            if name in parts:
-                self.fault("tensors that are not used", f"{shown(parts[name].key)}: LoRA has no such bias")
+            if name in matrices:
+                self.fault("tensors that are not used", f"{shown(matrices[name].key)}: LoRA has no such bias")
         if bias is None:
             return
         place = self.find(f"{module}.bias")

@@ -29,31 +29,31 @@ Common: TypeAlias = tuple[tuple[Box, tuple[int, ...]], ...]
 """Boxes that a rank holds together with others, each with all ranks that hold it, in order."""
 
 
-def even_parts(box: Box, parts: int) -> Iterator[Box]:
-    """Yield about ``parts`` boxes of nearly the same number of elements that make up a box, in row-major order."""
+def even_shares(box: Box, count: int) -> Iterator[Box]:
+    """Yield about ``count`` boxes of nearly the same number of elements that make up a box, in row-major order."""
     rows = box.sizes[0] if box.sizes else 1
-    if rows >= parts:
-        for index in range(parts):
-            start, stop = index * rows // parts, (index + 1) * rows // parts
+    if rows >= count:
+        for index in range(count):
+            start, stop = index * rows // count, (index + 1) * rows // count
             yield Box((box.offsets[0] + start, *box.offsets[1:]), (stop - start, *box.sizes[1:]))
     elif len(box.sizes) < 2:
         yield from cut(box, 1)
     else:
         for row in range(rows):
-            for below in even_parts(Box(box.offsets[1:], box.sizes[1:]), -(-parts // rows)):
+            for below in even_shares(Box(box.offsets[1:], box.sizes[1:]), -(-count // rows)):
                 yield Box((box.offsets[0] + row, *below.offsets), (1, *below.sizes))
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
     """Yield contiguous row-major runs of a box that are boxes of at most ``most`` elements, in order."""
-    for part in row_blocks(box.sizes, most):
-        yield Box(tuple(map(int.__add__, box.offsets, part.offsets)), part.sizes)
+    for block in row_blocks(box.sizes, most):
+        yield Box(tuple(map(int.__add__, box.offsets, block.offsets)), block.sizes)
 
 
-def own_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int) -> Boxes:
-    """Return the part of a box that one of its holders sends.
+def local_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int) -> Boxes:
+    """Return the share of a box that one of its holders sends.
 
-    It is an even part of the rows. A small box is sent by one holder alone.
+    It is an even share of the rows. A small box is sent by one holder alone.
 
     Args:
         box: the box that all of these ranks hold.
@@ -68,11 +68,11 @@ def own_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int) -
         return (box,)
     if box.numel * itemsize <= SMALL_BYTES:
         return (box,) if turn % replicas == replica else ()
-    parts = list(even_parts(box, replicas))
-    return tuple(part for index, part in enumerate(parts) if index * replicas // len(parts) == replica)
+    shares = list(even_shares(box, replicas))
+    return tuple(share for index, share in enumerate(shares) if index * replicas // len(shares) == replica)
 
 
-def holders_of(boxes: Sequence[Boxes]) -> dict[Box, list[int]]:
+def find_holders(boxes: Sequence[Boxes]) -> dict[Box, list[int]]:
     """Return the ranks that hold each box with elements, from the boxes by rank."""
     found: dict[Box, list[int]] = {}
     for rank, items in enumerate(boxes):
@@ -84,7 +84,7 @@ def holders_of(boxes: Sequence[Boxes]) -> dict[Box, list[int]]:
 
 def covers(shape: Sequence[int], held: Sequence[Boxes]) -> bool:
     """Check if boxes by rank, either equal or disjoint, cover a tensor of this shape."""
-    return sum(box.numel for box in holders_of(held)) == numel(shape)
+    return sum(box.numel for box in find_holders(held)) == numel(shape)
 
 
 def shares_by_rank(held: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Boxes, ...]:
@@ -93,13 +93,13 @@ def shares_by_rank(held: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Box
     Ranks hold either the same box or boxes that do not overlap, as on a mesh.
     """
     given: list[list[Box]] = [[] for _ in held]
-    for box, ranks in holders_of(held).items():
+    for box, ranks in find_holders(held).items():
         for replica, rank in enumerate(ranks):
-            given[rank] += own_share(box, replica, len(ranks), turn, itemsize)
+            given[rank] += local_share(box, replica, len(ranks), turn, itemsize)
     return tuple(map(tuple, given))
 
 
-def shares_of_first(held: Sequence[Boxes]) -> tuple[Boxes, ...]:
+def first_holder_shares(held: Sequence[Boxes]) -> tuple[Boxes, ...]:
     """Return the share of each rank if the first rank that holds a box sends all of it."""
     seen: set[Box] = set()
     given: list[Boxes] = []
@@ -117,7 +117,7 @@ def in_common(held: Mapping[str, Sequence[Boxes]], rank: int) -> dict[str, Commo
     known: dict[int, Common] = {}
     for boxes_by_rank in held.values():  # one value for all tensors with equal boxes
         if id(boxes_by_rank) not in known:
-            holders = holders_of(boxes_by_rank)
+            holders = find_holders(boxes_by_rank)
             mine = (box for box in boxes_by_rank[rank] if len(holders.get(box, ())) > 1)
             known[id(boxes_by_rank)] = tuple((box, tuple(holders[box])) for box in mine)
     return {name: found for name, boxes_by_rank in held.items() if (found := known[id(boxes_by_rank)])}
@@ -154,7 +154,7 @@ def receivers(form: StateForm, size: int) -> range:
     return range(1 if form == "full" else size)
 
 
-def whole_on(ranks: Sequence[int], shape: Sequence[int], size: int) -> tuple[Boxes, ...]:
+def full_on_ranks(ranks: Sequence[int], shape: Sequence[int], size: int) -> tuple[Boxes, ...]:
     """Return the boxes by rank of a full tensor on these ranks, and of nothing on the others of ``size``."""
     return tuple((Box.whole(shape),) if rank in ranks else () for rank in range(size))
 
@@ -250,7 +250,7 @@ class _Cutter:
         for move in stream:
             bare, leaves = skeleton(move.expression)
             form = bare, tuple(id(self._shares[leaf]) for leaf in leaves)
-            for whole, ranks in holders_of(move.wanted).items():
+            for whole, ranks in find_holders(move.wanted).items():
                 most = bucket_bytes // (move.itemsize * max(2, len(ranks)))
                 for box in cut(whole, max(1, most)):
                     if (form, box) not in self._made:
@@ -267,11 +267,11 @@ class _Cutter:
         used = 0
         for number, leaf in enumerate(leaves):
             for rank, boxes in enumerate(self._shares[leaf]):
-                for share, part in enumerate(boxes):
-                    held[leaf].append((part, Strided.contiguous(part.sizes, used)))
+                for share, own in enumerate(boxes):
+                    held[leaf].append((own, Strided.contiguous(own.sizes, used)))
                     homes.append((rank, number, share))
                     starts.append(used)
-                    used += part.numel
+                    used += own.numel
         given: dict[int, list[Piece]] = {}
         for copy in copies_from_shards(expression, held, box):
             home = bisect_right(starts, copy.source.offset) - 1

@@ -12,8 +12,8 @@ from shardwise.conversion.expression import Expression, Stored
 from shardwise.formats.contract import TensorEntry
 from shardwise.formats.peft_adapter import TRAINING_KEY, training_file
 from shardwise.formats.safetensors_files import NewFile, lay_out
-from shardwise.planning.load_memory import ReadRequest, Segment, schedule, segments_of
-from shardwise.planning.moves import Move, whole_on
+from shardwise.planning.load_memory import ReadRequest, Segment, iter_segments, schedule
+from shardwise.planning.moves import Move, full_on_ranks
 from shardwise.storage.contract import ReadPolicy, WritePolicy
 from shardwise.tensors import Box, DType, Strided, numel
 
@@ -176,7 +176,7 @@ def arrange_writes(
         for piece in copies_from_shards(expression, held):
             name = piece.leaf.key
             back = Copy(leaf, piece.target, piece.source)
-            found = segments_of(
+            found = iter_segments(
                 back,
                 numbers[name],
                 entry,
@@ -188,7 +188,7 @@ def arrange_writes(
     return schedule(segments, like_reads, staging_bytes=staging_bytes)
 
 
-def choose_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
+def assign_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
     """Return the rank that writes each file.
 
     The largest files are assigned first, each to the rank with the fewest bytes so far. If there are fewer files
@@ -204,13 +204,13 @@ def choose_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
     return tuple(owners)
 
 
-def wanted_by_owners(
+def moves_to_owners(
     files: Sequence[NewFile], owners: Sequence[int], expressions: Mapping[str, Expression], size: int
 ) -> list[list[Move]]:
     """Return for every rank the tensors of its files, in file order."""
     return [
         [
-            Move(entry.key, expressions[entry.key], entry.dtype.itemsize, whole_on((rank,), entry.shape, size))
+            Move(entry.key, expressions[entry.key], entry.dtype.itemsize, full_on_ranks((rank,), entry.shape, size))
             for file, owner in zip(files, owners, strict=True)
             if owner == rank
             for entry in file.entries

@@ -2,7 +2,7 @@
 
 from shardwise.report.estimate import Estimate as Estimate
 from shardwise.report.names import collapse as collapse
-from shardwise.report.names import shown_ranks as shown_ranks
+from shardwise.report.names import format_ranks as format_ranks
 from shardwise.report.reports import LoadReport as LoadReport
 from shardwise.report.reports import ShardReport as ShardReport
 from shardwise.report.reports import StateReport as StateReport

@@ -26,7 +26,7 @@ def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
     return [(_pattern(words, numbers), len(numbers)) for words, numbers in groups.items()]
 
 
-def shown_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Format ranks in ascending order, shortened if there are many: ``1, 3``, or ``1-511, 513-1023``."""
     if len(ranks) <= _MOST_RANKS:
         return ", ".join(map(str, ranks))
@@ -39,15 +39,15 @@ def shown_ranks(ranks: Sequence[int]) -> str:
 def _pattern(words: tuple[str, ...], numbers: list[list[str]]) -> str:
     columns = [sorted(set(column), key=int) for column in zip(*numbers, strict=True)]
     varying = sum(len(column) > 1 for column in columns)
-    parts = [words[0]]
+    pieces = [words[0]]
     for column, word in zip(columns, words[1:], strict=True):
         if len(column) == 1:
-            parts.append(column[0])
+            pieces.append(column[0])
         else:
             runs = ",".join(str(a) if a == b else f"{a}..{b}" for a, b in _runs([*map(int, column)]))
-            parts.append("{" + runs + "}" if varying == 1 else "*")
-        parts.append(word)
-    return "".join(parts)
+            pieces.append("{" + runs + "}" if varying == 1 else "*")
+        pieces.append(word)
+    return "".join(pieces)
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

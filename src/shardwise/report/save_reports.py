@@ -171,13 +171,13 @@ class RestoreReport(RankReport):
         passed_over: later steps that are incomplete: files are missing or truncated.
         saved_by: how many ranks saved it.
         user: the user's own state.
-        restored: the parts that were: "model", "optimizers", "schedulers", "scaler", "data", "rng".
+        restored: the components that were: "model", "optimizers", "schedulers", "scaler", "data", "rng".
         model: tensors of the model that got values, tied ones once.
         optimizers: values of optimizers that were set, as in "layer.weight: exp_avg".
         not_stored: tensors of the model that the checkpoint does not hold on purpose: those of an adapter's base.
-        missing: parts that the checkpoint does not have, which are unchanged.
-        unexpected: additional parts of the checkpoint, which were left out.
-        mismatched: parts in another form, which are unchanged.
+        missing: entries that the checkpoint does not have, which are unchanged.
+        unexpected: additional entries of the checkpoint, which were left out.
+        mismatched: entries in another form, which are unchanged.
         afresh: trained parameters that have no state in the optimizers, as before their first step.
         base: comparison of the base with that of the checkpoint, as a sentence. "" if the checkpoint has all
             weights.
@@ -226,7 +226,7 @@ class RestoreReport(RankReport):
 
 @dataclass(frozen=True)
 class TrainerReport(Report):
-    """Report of a restored training: its position, and the restored and skipped parts.
+    """Report of a restored training: its position, and the restored and skipped components.
 
     Attributes:
         checkpoint: the folder.
@@ -234,7 +234,7 @@ class TrainerReport(Report):
         epoch: done so far, in fractions.
         model: report of the model's state.
         optimizer: report of the optimizer's state, or None if it was not restored.
-        restored: restored parts: "model", "optimizer", "scheduler", "random numbers".
+        restored: restored components: "model", "optimizer", "scheduler", "random numbers".
         not_restored: all else that the folder holds or a run needs, with the reason.
         told: numbers and texts in ``trainer_state.json`` (best_metric, num_input_tokens_seen, max_steps, ...).
     """

@@ -5,7 +5,7 @@ ranges. A *policy* describes the access pattern that suits a storage. Plans size
 not depend on the kind of storage. A *request* is one range of one file. For a reader it is one call of
 :meth:`StorageReader.read_vectored` with the destination buffers
 (:class:`shardwise.planning.load_memory.ReadRequest`), and for a writer one call of :meth:`StorageWriter.write` with
-the source buffers. For a custom storage, subclass one of them and pass it to a verb. ``tests/harness`` contains
+the source buffers. For a custom storage, subclass one of them and pass it to a verb. ``tests/support`` contains
 tests for such classes.
 """
 

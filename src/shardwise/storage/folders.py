@@ -24,14 +24,14 @@ class FoldersWriter(LocalWriter):
     def __init__(self, root: str | os.PathLike[str], folders: Collection[str] = ()) -> None:
         super().__init__(root)
         for folder in sorted(folders):
-            self.add_folder_of(f"{folder}/")
+            self.add_parent(f"{folder}/")
 
     @property
     def folders(self) -> Sequence[str]:
         """The registered folders in the root, each before its subfolders."""
         return sorted(self._folders - {""})
 
-    def add_folder_of(self, file: str) -> None:
+    def add_parent(self, file: str) -> None:
         """Register the folder in a file's name."""
         folder = file.rpartition("/")[0]
         if folder in self._folders:
@@ -49,7 +49,7 @@ class FoldersWriter(LocalWriter):
     def _path(self, file: str) -> str:
         self._require_open(file)
         require_file_name(self._root, file)
-        self.add_folder_of(file)
+        self.add_parent(file)
         return os.path.join(self._root, file)
 
 

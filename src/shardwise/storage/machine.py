@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Self
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_PROCESS_NAMESPACE = "/proc/self/ns/pid"
-_FILE_NAMESPACE = "/proc/self/ns/mnt"
-_GROUP_NAMESPACE = "/proc/self/ns/cgroup"
+_PID_NAMESPACE = "/proc/self/ns/pid"
+_MOUNT_NAMESPACE = "/proc/self/ns/mnt"
+_CGROUP_NAMESPACE = "/proc/self/ns/cgroup"
 OWN_GROUP = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
 
 
 @cache
-def boot() -> str:
+def boot_id() -> str:
     """Return an identifier of this boot of the kernel, equal in all its containers and different after a restart.
 
     It is the host name if the kernel provides no boot ID.
@@ -38,7 +38,7 @@ def processor_count() -> int:
 
 def control_groups(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> Iterator[Path]:
     """Yield the folders of the control groups (version 2) that may limit this process, the innermost first."""
-    for line in text_of(own_group).splitlines():
+    for line in read_text(own_group).splitlines():
         _, controllers, path = line.split(":", 2)
         folder = groups / path.lstrip("/")
         for place in () if controllers else (folder, *folder.parents):
@@ -49,7 +49,7 @@ def control_groups(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> Iterat
 
 def number_in(file: Path) -> int | None:
     """Return the number in a kernel file, or None if the file is missing or states no limit."""
-    text = text_of(file).strip()
+    text = read_text(file).strip()
     return int(text) if text.isdigit() else None
 
 
@@ -61,13 +61,13 @@ def processor_quotas(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> dict
     """
     found: dict[str, float] = {}
     for group in control_groups(own_group, groups):
-        numbers = [int(word) if word.isdigit() else 0 for word in text_of(group / "cpu.max").split()]
+        numbers = [int(word) if word.isdigit() else 0 for word in read_text(group / "cpu.max").split()]
         if len(numbers) == 2 and all(numbers):
             found[str(group)] = numbers[0] / numbers[1]
     return found
 
 
-def text_of(file: Path) -> str:
+def read_text(file: Path) -> str:
     """Return the text of a kernel file, or "" if it cannot be read."""
     try:
         return file.read_text()
@@ -75,30 +75,30 @@ def text_of(file: Path) -> str:
         return ""
 
 
-def process_space() -> str:
-    """Return an identifier of the PID space: one kernel, one PID namespace (containers have their own)."""
-    return _space(_PROCESS_NAMESPACE)
+def pid_namespace() -> str:
+    """Return an identifier of the kernel and the PID namespace (containers have their own)."""
+    return _namespace_id(_PID_NAMESPACE)
 
 
-def file_space() -> str:
-    """Return an identifier of the space of file paths: one kernel, one mount namespace."""
-    return _space(_FILE_NAMESPACE)
+def mount_namespace() -> str:
+    """Return an identifier of the kernel and the mount namespace, in which file paths are valid."""
+    return _namespace_id(_MOUNT_NAMESPACE)
 
 
-def group_space() -> str:
-    """Return an identifier of the space of control group names."""
-    return _space(_GROUP_NAMESPACE)
+def cgroup_namespace() -> str:
+    """Return an identifier of the kernel and the namespace of control groups."""
+    return _namespace_id(_CGROUP_NAMESPACE)
 
 
-def _space(namespace: str) -> str:
+def _namespace_id(namespace: str) -> str:
     try:
-        return f"{boot()}/{os.stat(namespace).st_ino}"
+        return f"{boot_id()}/{os.stat(namespace).st_ino}"
     except OSError:
-        return f"{boot()}/{socket.gethostname()}"
+        return f"{boot_id()}/{socket.gethostname()}"
 
 
-def born(process: int) -> str:
-    """Return the start time, in ticks since boot, of a process in this PID space, or "" if there is none.
+def process_start_time(process: int) -> str:
+    """Return the start time, in ticks since boot, of a process in this PID namespace, or "" if there is none.
 
     A process that has ended counts as absent even if its parent has not waited for it yet. The result is "alive"
     if the process exists, but its start time cannot be read.
@@ -118,7 +118,7 @@ def born(process: int) -> str:
 
 
 def is_stopped(process: int) -> bool:
-    """Check if a process in this PID space is stopped (SIGSTOP, a debugger)."""
+    """Check if a process in this PID namespace is stopped (SIGSTOP, a debugger)."""
     try:
         return _status(process)[0] in "Tt"
     except (OSError, IndexError):
@@ -130,38 +130,38 @@ def _status(process: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessPlace:
-    """Location of a process. Host names are for messages, because containers may share one.
+class ProcessId:
+    """Identity of a process. Host names are for messages, because containers may share one.
 
     Attributes:
         host: name of the machine or container.
-        process: its id.
-        born: its start time, from :func:`born`.
-        space: the PID space in which the id is valid, from :func:`process_space`.
+        pid: of the process.
+        start_time: of the process, from :func:`process_start_time`.
+        pid_namespace: where the id is valid, from :func:`pid_namespace`.
     """
 
     host: str
-    process: int
-    born: str
-    space: str
+    pid: int
+    start_time: str
+    pid_namespace: str
 
     @classmethod
     def here(cls) -> Self:
         process = os.getpid()
-        return cls(socket.gethostname(), process, born(process), process_space())
+        return cls(socket.gethostname(), process, process_start_time(process), pid_namespace())
 
     @property
     def is_visible(self) -> bool:
         """Return True if the process id has the same meaning here."""
-        return self.space == process_space()
+        return self.pid_namespace == pid_namespace()
 
     def has_ended(self) -> bool:
         """Return True if the process has certainly ended: it would be visible, and does not exist."""
-        return self.is_visible and born(self.process) not in (self.born, "alive")
+        return self.is_visible and process_start_time(self.pid) not in (self.start_time, "alive")
 
     def is_running(self) -> bool:
         """Return True if the process certainly exists and is not stopped."""
-        return self.is_visible and born(self.process) == self.born and not is_stopped(self.process)
+        return self.is_visible and process_start_time(self.pid) == self.start_time and not is_stopped(self.pid)
 
     def __str__(self) -> str:
-        return f"host {self.host}, process {self.process}"
+        return f"host {self.host}, process {self.pid}"

@@ -31,10 +31,10 @@ def unsafe_name_reason(name: str) -> str | None:
         return "it starts with a drive letter"
     if "\0" in name:
         return "it contains a NUL character"
-    parts = name.split("/")
-    if ".." in parts:
+    components = name.split("/")
+    if ".." in components:
         return "it climbs out of its folder with '..'"
-    if "" in parts or "." in parts:
+    if "" in components or "." in components:
         return "it has an empty or '.' component"
     return None
 
@@ -93,7 +93,7 @@ def is_url(name_or_path: object) -> bool:
     return isinstance(name_or_path, str) and _SCHEME.match(name_or_path) is not None
 
 
-def scheme_of(url: str) -> str:
+def get_scheme(url: str) -> str:
     """Return the URL's scheme in lower case.
 
     Raises:
@@ -114,22 +114,22 @@ def split_file(url: str) -> tuple[str, str | None]:
     folder, _, name = before.rpartition("/")
     if not _CHECKPOINT_FILE.fullmatch(before) or folder.endswith(":/"):
         return url, None
-    return folder + mark + query, unquote(name) if scheme_of(url) in ("http", "https") else name
+    return folder + mark + query, unquote(name) if get_scheme(url) in ("http", "https") else name
 
 
 def without_secrets(url: str) -> str:
     """Format a URL for messages without user, password, query and fragment. Other strings are unchanged."""
     if not is_url(url):
         return url
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme.lower()}://{host}{parts.path}".rstrip("/")
+    components = urlsplit(url)
+    host = components.netloc.rpartition("@")[2]
+    return f"{components.scheme.lower()}://{host}{components.path}".rstrip("/")
 
 
 def redacted(text: str, url: str, options: Mapping[str, object]) -> str:
     """Remove credentials from a foreign text: those of the URL, and the secrets among the options."""
-    parts = urlsplit(url)
-    found = {parts.query, parts.username or "", parts.password or "", *_secrets(options)}
+    components = urlsplit(url)
+    found = {components.query, components.username or "", components.password or "", *_secrets(options)}
     for secret in sorted(found, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, "***")
@@ -201,7 +201,7 @@ def is_local(name_or_path: str | os.PathLike[str]) -> bool:
     return looks_like_path or "\\" in name_or_path or os.path.exists(name_or_path)
 
 
-def local_place(name_or_path: str | os.PathLike[str], options: HubOptions) -> Path | None:
+def local_path(name_or_path: str | os.PathLike[str], options: HubOptions) -> Path | None:
     """Return the local folder or file of this name, or None for the name of a repository.
 
     Raises:

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from shardwise.errors import ConfigError, StorageError
 from shardwise.report.names import in_bytes
 from shardwise.storage.contract import OBJECT_STORE_WRITES, CannotListError, StorageWriter, WritePolicy, as_bytes
-from shardwise.storage.names import redacted, require_file_name, scheme_of, shown, without_secrets
+from shardwise.storage.names import get_scheme, redacted, require_file_name, shown, without_secrets
 
 _TIMEOUTS: Final = {"connect_timeout": "30s", "read_timeout": "30s", "timeout": "1h"}
 """Silence of half a minute is a failure; a request as a whole may take long, as others share the network."""
@@ -39,7 +39,7 @@ class FileState:
     version: str
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any]) -> FileState:
+    def from_metadata(cls, meta: Mapping[str, Any]) -> FileState:
         """Return the state in a response of obstore: from the ETag, or else the modification time."""
         return cls(meta["size"], f"ETag {meta['e_tag']}" if meta["e_tag"] else f"changed {meta['last_modified']}")
 
@@ -64,9 +64,9 @@ class Objects:
         self.root = without_secrets(url)
         self._secrets = url, options
         self._folder = ""
-        self._is_http = scheme_of(url) in ("http", "https")
-        with self.failures(None, f"{doing} {scheme_of(url)}://"):
-            if scheme_of(url) == "memory":
+        self._is_http = get_scheme(url) in ("http", "https")
+        with self.failures(None, f"{doing} {get_scheme(url)}://"):
+            if get_scheme(url) == "memory":
                 self._folder = url.partition("://")[2].strip("/") + "/"
                 self.store = _memory(**options)
             else:
@@ -92,12 +92,12 @@ class Objects:
         """Return the file's current state."""
         with self.failures(file, "reading its size"):
             try:
-                return FileState.of(self.store.head(self.path(file)))
+                return FileState.from_metadata(self.store.head(self.path(file)))
             except Exception as error:
                 if not self._is_http or not is_denied(error):
                     raise
             # Links that are signed for GET refuse HEAD.
-            return FileState.of(self.store.get(self.path(file), options={"range": (0, 1)}).meta)
+            return FileState.from_metadata(self.store.get(self.path(file), options={"range": (0, 1)}).meta)
 
     def fetch(self, file: str, start: int, stop: int, expected: FileState) -> Iterable[Any]:
         """Return the bytes ``start <= i < stop`` of a file in this state, in chunks.
@@ -107,7 +107,7 @@ class Objects:
         # A whole file is requested without a range, which some servers do not support.
         whole = (start, stop) == (0, expected.nbytes)
         answer = self.store.get(self.path(file), options=None if whole else {"range": (start, stop)})
-        if (found := FileState.of(answer.meta)) != expected:
+        if (found := FileState.from_metadata(answer.meta)) != expected:
             raise StorageError(
                 f"{self.named(file)}: the file changed while it was being read ({expected.identity} before, "
                 f"{found.identity} now). Load again when no process writes to it"
@@ -132,11 +132,11 @@ class Objects:
             ) from error
         except Exception as error:
             text = redacted(str(error).partition("\n\nDebug source")[0], *self._secrets)
-            kind, cause, remedy = _cause_of(error, text)
+            kind, cause, remedy = _find_cause(error, text)
             raise StorageError(f"{self.named(file)}: {doing} failed, {cause}. {remedy}") from kind(cause)
 
 
-def _cause_of(error: Exception, text: str) -> tuple[type[OSError], str, str]:
+def _find_cause(error: Exception, text: str) -> tuple[type[OSError], str, str]:
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError, "no such file or bucket", "Check the URL"
     if is_denied(error):
@@ -161,15 +161,15 @@ def http_store(url: str, options: Mapping[str, Any]) -> Any:
     """Open an HTTP server with obstore, passing a user and password in the URL as a header."""
     from obstore.store import HTTPStore
 
-    parts, options = urlsplit(url), _with_timeouts(options)
-    user, _, host = parts.netloc.rpartition("@")
+    components, options = urlsplit(url), _with_timeouts(options)
+    user, _, host = components.netloc.rpartition("@")
     if not host:
         raise ValueError("it names no server")
-    client = {"allow_http": parts.scheme.lower() == "http", **options.pop("client_options")}
+    client = {"allow_http": components.scheme.lower() == "http", **options.pop("client_options")}
     if user:
         words = base64.b64encode(unquote(user).encode()).decode()
         client["default_headers"] = {"Authorization": f"Basic {words}", **client.get("default_headers", {})}
-    place = urlunsplit((parts.scheme, host, parts.path.rstrip("/"), parts.query, ""))
+    place = urlunsplit((components.scheme, host, components.path.rstrip("/"), components.query, ""))
     return HTTPStore.from_url(place, client_options=client, **options)
 
 
@@ -289,7 +289,7 @@ class ObjectWriter(StorageWriter):
         flat, nbytes = as_bytes(buffers)
         stop = start + nbytes
         with stream.lock, self._files.failures(file, f"writing at byte {start}"):
-            self._require_whole(file, stream)
+            self._require_complete(file, stream)
             if not 0 <= start <= stop <= stream.nbytes:
                 raise StorageError(
                     f"{self._files.named(file)}: bytes {start}..{stop} are to be written, but it was created with "
@@ -312,7 +312,7 @@ class ObjectWriter(StorageWriter):
         if stream is None:
             return
         with stream.lock, self._files.failures(file, "completing it"):
-            self._require_whole(file, stream)
+            self._require_complete(file, stream)
             if stream.position < stream.nbytes:
                 raise StorageError(
                     f"{self._files.named(file)}: only {stream.position} of {stream.nbytes} bytes were written. "
@@ -362,7 +362,7 @@ class ObjectWriter(StorageWriter):
         require_file_name(self.root, file, is_nested=False)
         return self._files.path(file)
 
-    def _require_whole(self, file: str, stream: _Stream) -> None:
+    def _require_complete(self, file: str, stream: _Stream) -> None:
         if stream.is_broken:
             raise StorageError(
                 f"{self._files.named(file)}: an earlier write to it failed, so it cannot be completed. "

@@ -12,15 +12,15 @@ from pathlib import Path, PurePosixPath
 
 from shardwise.errors import StorageError
 from shardwise.storage.contract import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy, StorageReader, as_bytes, ends_early
-from shardwise.storage.machine import boot
+from shardwise.storage.machine import boot_id
 from shardwise.storage.names import (
     HubOptions,
     failed,
+    get_scheme,
     is_url,
-    local_place,
+    local_path,
     require_file_name,
     require_subfolder,
-    scheme_of,
     shown,
     split_file,
     without_secrets,
@@ -114,7 +114,7 @@ class LocalReader(StorageReader):
         """Return the machine's boot ID, and device, inode, size and modification time of the open or named file."""
         opened, named = self._stat(file)
         status = opened or named
-        return f"{boot()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
+        return f"{boot_id()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         pending, nbytes = as_bytes(buffers)
@@ -259,15 +259,15 @@ class CombinedReader(StorageReader):
         return sorted([*self._first.list(), *(f"{self._prefix}{file}" for file in self._second.list())])
 
     def size(self, file: str) -> int:
-        reader, name = self._of(file)
+        reader, name = self._find_reader(file)
         return reader.size(name)
 
     def identity(self, file: str) -> str:
-        reader, name = self._of(file)
+        reader, name = self._find_reader(file)
         return reader.identity(name)
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        reader, name = self._of(file)
+        reader, name = self._find_reader(file)
         reader.read_vectored(name, start, buffers)
 
     def close(self) -> None:
@@ -277,7 +277,7 @@ class CombinedReader(StorageReader):
         finally:
             self._second.close()
 
-    def _of(self, file: str) -> tuple[StorageReader, str]:
+    def _find_reader(self, file: str) -> tuple[StorageReader, str]:
         if file.startswith(self._prefix):
             return self._second, file.removeprefix(self._prefix)
         return self._first, file
@@ -307,7 +307,7 @@ def open_storage(
     """
     if is_url(name_or_path):
         return _open_url(os.fspath(name_or_path), hub)
-    place = local_place(name_or_path, hub)
+    place = local_path(name_or_path, hub)
     if place is None:
         from shardwise.storage.remote import resolve
 
@@ -319,7 +319,7 @@ def open_storage(
 
 def _open_url(url: str, hub: HubOptions) -> OpenStorage:
     where = shown(without_secrets(url))
-    if scheme_of(url) == "file":
+    if get_scheme(url) == "file":
         raise StorageError(f"{where}: is on this machine. Pass the path without file://")
     if hub.local_files_only:
         raise StorageError(f"{where}: is read over the network, but local_files_only is set. Pass a local folder")

@@ -20,9 +20,9 @@ from shardwise.storage.names import (
     HubOptions,
     ModelFiles,
     WantedFiles,
-    local_place,
+    get_scheme,
+    local_path,
     require_file_name,
-    scheme_of,
     shown,
     without_secrets,
 )
@@ -109,7 +109,7 @@ def resolve(
     Raises:
         StorageError: the path does not exist, or the repository cannot be downloaded.
     """
-    place = local_place(name_or_path, options)
+    place = local_path(name_or_path, options)
     if place is not None:
         return place
     repo_id = os.fspath(name_or_path)
@@ -127,7 +127,7 @@ def resolve(
         folder = _fetch(repo_id, pinned, prefix, small)
         if chosen := weights(names, folder, wanted, options.variant):
             folder = _fetch(repo_id, pinned, prefix, chosen)
-        note_commit(repo_id, options, commit)
+        record_commit(repo_id, options, commit)
     if not folder.is_dir():
         raise StorageError(
             f"{repo_id} at revision {options.revision or 'main'}: no folder {options.subfolder!r} with weights or "
@@ -136,7 +136,7 @@ def resolve(
     return folder
 
 
-def commit_of(repo_id: str, options: HubOptions) -> str:
+def resolve_commit(repo_id: str, options: HubOptions) -> str:
     """Return the commit of the revision from the hub, or from the cache if the hub cannot be reached.
 
     Raises:
@@ -148,10 +148,10 @@ def commit_of(repo_id: str, options: HubOptions) -> str:
     return _cached(repo_id, options).name if found is None else found[0]
 
 
-def note_commit(repo_id: str, options: HubOptions, commit: str) -> None:
+def record_commit(repo_id: str, options: HubOptions, commit: str) -> None:
     """Record in the cache the commit of a revision, as a download by revision does, for later use offline."""
     revision = options.revision or "main"
-    folder = place_of_cache(options) / f"models--{repo_id.replace('/', '--')}"
+    folder = get_cache_folder(options) / f"models--{repo_id.replace('/', '--')}"
     noted = folder / "refs" / revision
     if folder.is_dir() and not _COMMIT.fullmatch(revision):
         with contextlib.suppress(OSError):  # a cache that cannot be written to has been read all the same
@@ -193,7 +193,7 @@ def _cached(repo_id: str, options: HubOptions) -> Path:
     return Path(folder)
 
 
-def place_of_cache(options: HubOptions) -> Path:
+def get_cache_folder(options: HubOptions) -> Path:
     """Return the folder of the hub's cache."""
     from huggingface_hub import constants
 
@@ -272,7 +272,7 @@ class RemoteReader(StorageReader):
     ) -> None:
         self._policy = policy if concurrency is None else replace(policy, concurrency=concurrency)
         options = storage_options or {}
-        if scheme_of(url) == "hf":
+        if get_scheme(url) == "hf":
             raise StorageError(
                 f"{shown(without_secrets(url))}: the hub is not read in place. Pass the repository's name "
                 "(organization/name, with revision and subfolder), whose files are downloaded"
@@ -308,7 +308,7 @@ class RemoteReader(StorageReader):
 
     def identity(self, file: str) -> str:
         """Return the file's version (ETag or hash, or else modification time) and size, from a new request."""
-        return self._look_at(file).identity
+        return self._get_state(file).identity
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         flat, nbytes = as_bytes(buffers)
@@ -335,9 +335,9 @@ class RemoteReader(StorageReader):
     def _state(self, file: str) -> FileState:
         """Return the file's state as of its first access."""
         self._require_open(file)
-        return self._states.get(file) or self._look_at(file, is_first=True)
+        return self._states.get(file) or self._get_state(file, is_first=True)
 
-    def _look_at(self, file: str, *, is_first: bool = False) -> FileState:
+    def _get_state(self, file: str, *, is_first: bool = False) -> FileState:
         self._require_open(file)
         require_file_name(self.root, file)
         with self._in_flight:

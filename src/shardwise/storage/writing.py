@@ -22,7 +22,7 @@ from shardwise.storage.direct_io import (
     new_buffer,
     open_direct,
 )
-from shardwise.storage.names import failed, is_url, require_file_name, scheme_of, shown, without_secrets
+from shardwise.storage.names import failed, get_scheme, is_url, require_file_name, shown, without_secrets
 from shardwise.storage.reading import advance, is_network, one_call, type_at
 
 _MODE = 0o666
@@ -83,7 +83,7 @@ class LocalWriter(contract.StorageWriter):
         self._root = os.path.abspath(os.fspath(root))
         if os.path.lexists(self._root) and not os.path.isdir(self._root):
             raise StorageError(f"{shown(self._root)}: is a file. Pass a folder to write to")
-        self._policy = policy or _policy_of(type_at(self._root))
+        self._policy = policy or _get_policy(type_at(self._root))
         self._is_direct = self._policy.is_direct
         self._folders = {""}
         self._made: set[str] = set()
@@ -108,7 +108,7 @@ class LocalWriter(contract.StorageWriter):
             with self._failures(None, "listing it"), contextlib.suppress(FileNotFoundError):
                 for entry in os.scandir(os.path.join(self._root, folder)):
                     if not entry.is_dir():
-                        found[os.path.join(folder, entry.name)] = _size_of(entry)
+                        found[os.path.join(folder, entry.name)] = _get_size(entry)
         return found
 
     def read(self, file: str) -> bytes | None:
@@ -264,13 +264,13 @@ class LocalWriter(contract.StorageWriter):
                 self._is_direct = opened.direct is not None
         if not hasattr(self._buffers, "buffer"):
             self._buffers.buffer = new_buffer()
-        for position, part in assemble(buffers, start, self._buffers.buffer):
-            whole = 0 if position % BLOCK_BYTES else part.nbytes // BLOCK_BYTES * BLOCK_BYTES
+        for position, chunk in assemble(buffers, start, self._buffers.buffer):
+            whole = 0 if position % BLOCK_BYTES else chunk.nbytes // BLOCK_BYTES * BLOCK_BYTES
             if whole:
-                taken = self._write_blocks(file, opened, part[:whole], position)
-                self._write_all(file, opened, [part[taken:whole]], position + taken)
-            if whole < part.nbytes:
-                self._defer(file, opened, [(position + whole, bytes(part[whole:]))])
+                taken = self._write_blocks(file, opened, chunk[:whole], position)
+                self._write_all(file, opened, [chunk[taken:whole]], position + taken)
+            if whole < chunk.nbytes:
+                self._defer(file, opened, [(position + whole, bytes(chunk[whole:]))])
 
     def _write_blocks(self, file: str, opened: _OpenFile, blocks: memoryview, position: int) -> int:
         """Write blocks around the page cache, and return the number of bytes written."""
@@ -346,13 +346,13 @@ class LocalWriter(contract.StorageWriter):
             raise failed(self._root, file, doing, error) from error
 
 
-def _policy_of(file_system: str | None) -> contract.WritePolicy:
+def _get_policy(file_system: str | None) -> contract.WritePolicy:
     if is_network(file_system):
         return contract.NETWORK_FILE_SYSTEM_WRITES
     return contract.DISK_WRITES if file_system in FILE_SYSTEMS else contract.LOCAL_WRITES
 
 
-def _size_of(entry: os.DirEntry[str]) -> int:
+def _get_size(entry: os.DirEntry[str]) -> int:
     try:
         return entry.stat().st_size
     except FileNotFoundError:
@@ -418,7 +418,7 @@ def open_writer(target: str | os.PathLike[str]) -> contract.StorageWriter:
     if not is_url(target):
         return LocalWriter(os.path.expanduser(target))
     url = os.fspath(target)
-    where, scheme = shown(without_secrets(url)), scheme_of(url)
+    where, scheme = shown(without_secrets(url)), get_scheme(url)
     if scheme == "file":
         raise StorageError(f"{where}: is on this machine. Pass the path without file://")
     if scheme == "hf":

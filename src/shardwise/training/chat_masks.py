@@ -38,7 +38,7 @@ ChatMessage: TypeAlias = Mapping[str, Any]
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning in data sets; transformers' templates read the first two."""
+"""Names of a message's reasoning in datasets; transformers' templates read the first two."""
 
 
 class ChatError(ConfigError):
@@ -292,12 +292,12 @@ class AssistantMasks:
         mask = [0] * len(ids)
         encoding = made.encodings[0]
         for start, end in example.spans:
-            first, stop = _tokens_of(encoding, start, end)
+            first, stop = _token_range(encoding, start, end)
             mask[first:stop] = [1] * (stop - first)
         return {"input_ids": ids, "assistant_masks": mask}
 
 
-def _tokens_of(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
+def _token_range(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
     """The range of tokens that have at least one of the characters ``start .. end``."""
     found = (encoding.char_to_token(place) for place in range(start, end))
     first = next((token for token in found if token is not None), None)
@@ -336,10 +336,10 @@ def _forms(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
     usual = [_normalized(message) for message in messages]
     has_calls = any("tool_calls" in message for message in usual)
     lacks_content = any(message.get("content") is None for message in usual)
-    for arguments, absent, parts in itertools.product(
+    for arguments, absent, as_items in itertools.product(
         (dict, str) if has_calls else (dict,), ("left out", None, "") if lacks_content else ("",), (False, True)
     ):
-        yield [_in_form(message, arguments, absent, parts=parts) for message in usual]
+        yield [_normalize(message, arguments, absent, as_items=as_items) for message in usual]
 
 
 def _normalized(message: ChatMessage) -> dict[str, Any]:
@@ -353,21 +353,21 @@ def _normalized(message: ChatMessage) -> dict[str, Any]:
     return found
 
 
-def _in_form(message: ChatMessage, arguments: type, absent: str | None, *, parts: bool) -> ChatMessage:
+def _normalize(message: ChatMessage, arguments: type, absent: str | None, *, as_items: bool) -> ChatMessage:
     found = dict(message)
     content = found.get("content")
     if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content)
+        content = "".join(item.get("text", "") for item in content)
     if content is not None:
-        found["content"] = [{"type": "text", "text": content}] if parts else content
+        found["content"] = [{"type": "text", "text": content}] if as_items else content
     elif absent != "left out":
         found["content"] = absent
     if "tool_calls" in found:
-        found["tool_calls"] = [_call_in_form(call, arguments) for call in found["tool_calls"]]
+        found["tool_calls"] = [_normalize_call(call, arguments) for call in found["tool_calls"]]
     return found
 
 
-def _call_in_form(call: Mapping[str, Any], form: type) -> Mapping[str, Any]:
+def _normalize_call(call: Mapping[str, Any], form: type) -> Mapping[str, Any]:
     function = {key: value for key, value in call.get("function", call).items() if value is not None}
     arguments = function.get("arguments") or {}
     if form is dict:
@@ -381,8 +381,8 @@ def _call_in_form(call: Mapping[str, Any], form: type) -> Mapping[str, Any]:
 def _with_content(message: ChatMessage, content: str) -> ChatMessage:
     """An answer with another content, and neither reasoning nor tool calls."""
     kept = {key: value for key, value in message.items() if key not in (*_REASONING, "tool_calls")}
-    is_parts = isinstance(message.get("content"), list)
-    return {**kept, "content": [{"type": "text", "text": content}] if is_parts else content}
+    is_list = isinstance(message.get("content"), list)
+    return {**kept, "content": [{"type": "text", "text": content}] if is_list else content}
 
 
 # Completeness
@@ -403,7 +403,7 @@ def _require_rendered(message: ChatMessage, text: str, name: str) -> None:
     if isinstance(content, list):
         if str(content) in text or json.dumps(content, ensure_ascii=False) in text:
             raise _left_out(f"{name}.content")
-        texts = [str(part.get("text", "")) for part in content]
+        texts = [str(item.get("text", "")) for item in content]
     else:
         texts = [line for line in (content or "").split("</think>")[-1].splitlines() if line.strip()]
         texts = [] if message["role"] in ("tool", "system") or not texts else [max(texts, key=len)]
@@ -426,14 +426,14 @@ def _require_complete(message: ChatMessage, answer: str, name: str) -> None:
     if isinstance(reasoning, str) and not _has(answer, reasoning):
         raise _left_out(f"{name}.reasoning_content")
     content = message.get("content") or ""
-    texts = [part["text"] for part in content] if isinstance(content, list) else content.split("</think>")
-    if not all(_has(answer, part.removeprefix("<think>")) for part in texts):
+    texts = [item["text"] for item in content] if isinstance(content, list) else content.split("</think>")
+    if not all(_has(answer, text.removeprefix("<think>")) for text in texts):
         raise _left_out(f"{name}.content")
 
 
-def _has(text: str, part: str) -> bool:
-    """Return whether a text has a part, whatever white space it has."""
-    return part in text or "".join(part.split()) in "".join(text.split())
+def _has(text: str, piece: str) -> bool:
+    """Return whether a text contains another, whatever white space it has."""
+    return piece in text or "".join(piece.split()) in "".join(text.split())
 
 
 def _left_out(name: str) -> ChatError:

@@ -1,4 +1,4 @@
-"""Data sets of a training: loaded, mixed and, where TRL cannot mask assistant tokens, tokenized with masks.
+"""Datasets of a training: loaded, mixed and, where TRL cannot mask assistant tokens, tokenized with masks.
 
 ``datasets`` reads, shuffles, mixes and caches. This module adds local files by name, weights of an interleaved
 mixture, conversion to ``messages``, and assistant masks.
@@ -6,7 +6,8 @@ mixture, conversion to ``messages``, and assistant masks.
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
@@ -15,6 +16,7 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.execution.outcomes import Failure
 from shardwise.execution.world import World
 from shardwise.storage.names import redacted
 from shardwise.training.chat_masks import AssistantMasks, ChatError
@@ -34,24 +36,30 @@ _BUILDERS: Final = {
 """Builders of ``datasets`` by the suffix of a file."""
 
 
-def on_first_of_each_node(prepare: Callable[[], T], local_rank: int) -> T:
-    """Call a function on the first rank of each node, which fills its cache, and then on all others.
+@contextmanager
+def first_local_rank_first(local_rank: int) -> Iterator[None]:
+    """Run the block on the first rank of each node, which fills its cache, and then on all others.
 
     Collective: yes, over the default process group.
 
     Raises:
         ShardwiseError: the same on every rank.
     """
-    with World.current(call="data sets") as world:
-        first = world.run_all(lambda: prepare() if local_rank == 0 else None)
-        rest = world.run_all(lambda: None if local_rank == 0 else prepare())
-    found = first if local_rank == 0 else rest
-    assert found is not None
-    return found
+    with World.current(call="datasets") as world:
+        if local_rank:
+            world.all_gather_object(None)  # the first ranks' outcomes
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = Failure.from_error(error)
+        if not local_rank:
+            world.all_gather_object(failure)
+        world.all_gather_object(failure)
 
 
 def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) -> Mapping[str, AnyDataset]:
-    """Load the data sets that TRL's ``ScriptArguments`` and ``DatasetMixtureConfig`` name, by split.
+    """Load the datasets that TRL's ``ScriptArguments`` and ``DatasetMixtureConfig`` name, by split.
 
     Args:
         script: ``dataset_name``, ``dataset_config``, ``dataset_streaming``. A name may also be a local file.
@@ -60,11 +68,11 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
         seed: of the interleaving.
 
     Raises:
-        ConfigError: a data set cannot be loaded, or settings contradict each other. The message names them.
+        ConfigError: a dataset cannot be loaded, or settings contradict each other. The message names them.
     """
     if mixture.datasets:
         for entry in mixture.datasets:
-            if (builder := _builder_of(entry.path)) is not None:
+            if (builder := _find_builder(entry.path)) is not None:
                 entry.path, entry.data_files = builder, entry.path
         if weights is not None:
             return _interleaved(mixture, weights, seed)
@@ -72,7 +80,7 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
 
         whole = copy.copy(mixture)
         whole.test_split_size = None  # TRL's split has no seed, so each rank would get a different one
-        mixed: Mapping[str, AnyDataset] = _checked("datasets", get_dataset, whole)
+        mixed: Mapping[str, AnyDataset] = _call("datasets", get_dataset, whole)
         return (
             mixed
             if mixture.test_split_size is None
@@ -83,11 +91,11 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
     name = script.dataset_name
     if not name:
         raise ConfigError("dataset_name: is missing. Set it, or datasets.")
-    if builder := _builder_of(name):
+    if builder := _find_builder(name):
         options = {"path": builder, "data_files": name}
     else:
         options = {"path": name, "name": script.dataset_config}
-    found: Mapping[str, AnyDataset] = _checked(
+    found: Mapping[str, AnyDataset] = _call(
         name, datasets.load_dataset, **options, streaming=script.dataset_streaming
     )
     if mixture.test_split_size is not None and "test" not in found:
@@ -95,7 +103,7 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
     return found
 
 
-def _builder_of(name: str) -> str | None:
+def _find_builder(name: str) -> str | None:
     """Return the builder for a local file, or None for a folder or a name on the hub."""
     file = Path(name)
     suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
@@ -109,14 +117,16 @@ def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[s
         )
     if any(entry.fraction is not None for entry in mixture.datasets):
         raise ConfigError("interleave: contradicts fraction of datasets. Remove one of them.")
-    parts: list[AnyDataset] = []
+    loaded: list[AnyDataset] = []
     for entry in mixture.datasets:
         options = {key: getattr(entry, key) for key in ("path", "name", "data_dir", "data_files", "split")}
-        part = _checked(entry.path, datasets.load_dataset, **options, streaming=mixture.streaming)
-        parts.append(part if entry.columns is None else _checked(entry.path, part.select_columns, entry.columns))
+        dataset = _call(entry.path, datasets.load_dataset, **options, streaming=mixture.streaming)
+        loaded.append(
+            dataset if entry.columns is None else _call(entry.path, dataset.select_columns, entry.columns)
+        )
     shares = [weight / sum(weights) for weight in weights]
     options = {"seed": seed, "stopping_strategy": "all_exhausted_without_replacement"}
-    mixed = _checked("interleave", datasets.interleave_datasets, parts, probabilities=shares, **options)
+    mixed = _call("interleave", datasets.interleave_datasets, loaded, probabilities=shares, **options)
     found = {"train": mixed}
     return found if mixture.test_split_size is None else _split(found, "train", mixture.test_split_size)
 
@@ -124,24 +134,24 @@ def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[s
 def _split(found: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[str, AnyDataset]:
     """Split the training rows into ``name`` and ``test``, alike on every rank."""
     if name not in found:
-        raise ConfigError(f"dataset_train_split: {name} is not a split of the data set ({', '.join(found)}).")
+        raise ConfigError(f"dataset_train_split: {name} is not a split of the dataset ({', '.join(found)}).")
     train = found[name]
     if isinstance(train, datasets.IterableDataset):
         raise ConfigError(
-            "test_split_size: cannot split a streamed data set. Set dataset_test_split, or do not stream."
+            "test_split_size: cannot split a streamed dataset. Set dataset_test_split, or do not stream."
         )
-    parts = train.train_test_split(test_size=size, seed=0)
-    return {name: parts["train"], "test": parts["test"]}
+    split = train.train_test_split(test_size=size, seed=0)
+    return {name: split["train"], "test": split["test"]}
 
 
-def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+def _call(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     try:
         return read(*args, **keywords)
     except ShardwiseError:
         raise
     except Exception as error:  # of datasets, pyarrow, the hub: any
         cause = error.__cause__ or error
-        told = redacted(f"{name_}: cannot be loaded as a data set, {cause}", name_, {})
+        told = redacted(f"{name_}: cannot be loaded as a dataset, {cause}", name_, {})
         raise ConfigError(f"{told}. Check the name and the rows.") from error
 
 
@@ -149,8 +159,10 @@ def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) 
 
 
 def as_messages(found: AnyDataset, *, num_proc: int | None) -> AnyDataset:
-    """Convert rows of ShareGPT and Alpaca to ``messages``. Other data sets are returned unchanged."""
-    return _mapped(found, lambda row: [to_messages(row)], num_proc) if is_foreign(columns_of(found)) else found
+    """Convert rows of ShareGPT and Alpaca to ``messages``. Other datasets are returned unchanged."""
+    return (
+        _mapped(found, lambda row: [to_messages(row)], num_proc) if is_foreign(get_column_names(found)) else found
+    )
 
 
 def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None) -> AnyDataset:
@@ -170,33 +182,37 @@ def is_conversational(found: AnyDataset) -> bool:
     return "messages" in row or isinstance(row.get("prompt"), list)
 
 
-def columns_of(found: AnyDataset) -> list[str]:
-    """Return the names of the columns of a data set, which may be streamed."""
+def get_column_names(found: AnyDataset) -> list[str]:
+    """Return the names of the columns of a dataset, which may be streamed."""
     return list(found.column_names or next(iter(found)))
 
 
 def _mapped(
-    found: Any, examples_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], num_proc: int | None
+    found: Any, make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], num_proc: int | None
 ) -> AnyDataset:
     """Replace each row by its one or more examples."""
     options: dict[str, Any] = {"num_proc": num_proc} if isinstance(found, datasets.Dataset) else {}
     mapped: AnyDataset = found.map(
-        partial(_batch, examples_of), batched=True, with_indices=True, remove_columns=columns_of(found), **options
+        partial(_batch, make_examples),
+        batched=True,
+        with_indices=True,
+        remove_columns=get_column_names(found),
+        **options,
     )
     return mapped
 
 
 def _batch(
-    examples_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
+    make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
     batch: Mapping[str, Sequence[Any]],
     indices: Sequence[int],
 ) -> dict[str, list[Any]]:
     made: list[Mapping[str, Any]] = []
     for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
         try:
-            made += examples_of(dict(zip(batch, values, strict=True)))
+            made += make_examples(dict(zip(batch, values, strict=True)))
         except (MalformedRowError, ChatError) as error:
-            raise ConfigError(f"row {index + 1} of the data set: {error}") from error
+            raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
     return {name: [one.get(name) for one in made] for name in dict.fromkeys(key for one in made for key in one)}
 
 
@@ -219,11 +235,11 @@ _ROLES: Final = {
 """Roles of chat templates by the names that ShareGPT has for speakers."""
 
 _JSON_COLUMNS: Final = ("messages", "conversations", "conversation", "tools", "history", "chat_template_kwargs")
-"""Columns that some data sets keep as JSON in a string."""
+"""Columns that some datasets keep as JSON in a string."""
 
 
 class MalformedRowError(ConfigError):
-    """A row of a data set cannot be used."""
+    """A row of a dataset cannot be used."""
 
 
 def is_foreign(columns: Sequence[str]) -> bool:

@@ -72,11 +72,11 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     with World.current(call="train") as world:
         arguments = world.run_all(trl_setup.parse, config)
     output = Path(arguments.training.output_dir)
-    with stopping_on_signals() as request, held(output, identity_of(config, config.method)):
+    with stopping_on_signals() as request, locked_output(output, get_identity(config, config.method)):
         with World.current(call="train") as world:
             processor = world.run_all(trl_setup.processing_class, arguments, config.method)
         data = trl_setup.load_data(arguments, config.method, processor, local_rank)
-        model = trl_setup.bring_up(arguments, config.method)
+        model = trl_setup.load_model(arguments, config.method)
         trl_setup.require_pad_token(model, processor)
         reference = trl_setup.load_reference(arguments, config.method)
         trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data)
@@ -103,7 +103,7 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     )
 
 
-def identity_of(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
+def get_identity(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
     """Return the keys that a resumed training must have in common, as recorded, without credentials in URLs."""
     return {"method": method, **{key: _masked(config.values.get(key)) for key in keys}}
 
@@ -118,7 +118,9 @@ def _masked(value: Any) -> Any:
 
 
 @contextmanager
-def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*.safetensors",)) -> Iterator[None]:
+def locked_output(
+    output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*.safetensors",)
+) -> Iterator[None]:
     """Lock an output folder within the block. Collective: yes.
 
     Args:
@@ -178,7 +180,7 @@ _MEASURABLE_BYTES: Final = 10 << 20
 def peak_bytes() -> int:
     """Return the peak memory of this rank: of its accelerator, otherwise of the process."""
     if (kind := torch_api.accelerator()) is not None:
-        return int(torch_api.module_of(kind).max_memory_allocated())
+        return int(torch_api.accelerator_module(kind).max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

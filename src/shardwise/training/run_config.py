@@ -115,7 +115,7 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     if method is not None:
         values["method"] = method
     source = file or "the command line"
-    faults = [fault for key, value in values.items() for fault in faults_of(key, value, _method_in(values))]
+    faults = [fault for key, value in values.items() for fault in find_faults(key, value, _method_in(values))]
     if faults:
         raise ConfigError("\n  ".join([f"{source}: invalid keys ({len(faults)}).", *faults]))
     own = {key: values.get(key, spec.get("default")) for key, spec in OWN_KEYS.items()}
@@ -147,15 +147,15 @@ def _section_fault(name: str) -> str:
     return f"{name}: sections were removed. " + (f"Use {new}." if new else "Remove it, there is no such key.")
 
 
-def keys_of(method: TrainMethod) -> Mapping[str, Spec]:
+def get_keys(method: TrainMethod) -> Mapping[str, Spec]:
     """Return all keys of a method, with those of shardwise."""
     return {**_table()["all"], **_table()[method], **OWN_KEYS}
 
 
-def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
+def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     """Yield the faults of a key and its value."""
-    specs = keys_of(method)
-    if others := [name for name in METHODS if key not in specs and key in keys_of(name)]:
+    specs = get_keys(method)
+    if others := [name for name in METHODS if key not in specs and key in get_keys(name)]:
         yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method."
     elif isinstance(value, dict) and key not in specs and any(name.startswith(f"{key}.") for name in _sections()):
         yield from (_section_fault(f"{key}.{name}") for name in value)
@@ -168,7 +168,7 @@ def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     elif key == "datasets":
         for number, entry in enumerate(value or ()):
             if not isinstance(entry, dict) or "path" not in entry:
-                yield f"datasets[{number}]: {_shown(entry)} has no path. Write - path: NAME."
+                yield f"datasets[{number}]: {_format_value(entry)} has no path. Write - path: NAME."
                 continue
             for name, one in entry.items():
                 found = _key_faults(str(name), one, _table()["datasets"], "datasets")
@@ -192,12 +192,12 @@ def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> 
     )
     if not fits:
         expected = " or ".join(name for name in types if name != "null") + (" or null" if "null" in types else "")
-        yield f"{_shown(value)} is a {kind}. Expected {expected}."
+        yield f"{_format_value(value)} is a {kind}. Expected {expected}."
     choices = specs[key].get("choices")
     if fits and choices and kind == "str" and value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)
         shown = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(choices)}."
-        yield f"{_shown(value)} is not a choice. {shown}"
+        yield f"{_format_value(value)} is not a choice. {shown}"
 
 
 def _is_number(text: str, types: Sequence[str]) -> bool:
@@ -208,7 +208,7 @@ def _is_number(text: str, types: Sequence[str]) -> bool:
     return False
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -239,7 +239,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     return found
 
 
-def _value_of(key: str, text: str) -> Any:
+def _parse_value(key: str, text: str) -> Any:
     """Parse a value of the command line. YAML reads ``no`` as False, which is a string for ``save_strategy``."""
     value = yaml.safe_load(text)
     types = next((specs[key]["types"] for specs in (OWN_KEYS, *_table().values()) if key in specs), ())
@@ -263,7 +263,7 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             yield name.removeprefix("no_"), not is_negated
             continue
         try:
-            parsed = [_value_of(name, text) for text in texts]
+            parsed = [_parse_value(name, text) for text in texts]
         except yaml.YAMLError as error:
             raise ConfigError(f"--{key}: is not a valid value. {error}") from error
         yield name, parsed[0] if len(parsed) == 1 else parsed
@@ -345,7 +345,7 @@ def read_tenants(config: RunConfig) -> dict[str, RunConfig]:
     faults += [fault for key, value in given.items() for fault in _unsupported(key, value)]
     if faults:
         raise ConfigError("\n  ".join([f"{config.source}: invalid keys ({len(faults)}).", *faults]))
-    return {name: _of_tenant(config, name, own) for name, own in overrides.items()}
+    return {name: _tenant_config(config, name, own) for name, own in overrides.items()}
 
 
 def _expanded(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -391,7 +391,7 @@ def _sweep_faults(key: str, values: object) -> Iterator[str]:
 
 
 def _override_faults(key: str, value: Any) -> Iterator[str]:
-    faults = list(faults_of(key, value, "sft"))
+    faults = list(find_faults(key, value, "sft"))
     if not faults and key not in TENANT_KEYS:
         where = "Set it once for all" if key in _SHARED_KEYS else "Remove it"
         faults.append(f"{key}: cannot differ between tenants. {where}.")
@@ -406,7 +406,7 @@ def _unsupported(key: str, value: Any) -> Iterator[str]:
         yield f"{key}: {value} is not supported with tenants. Use {', '.join(map(str, _VALUES[key]))}."
 
 
-def _of_tenant(config: RunConfig, name: str, own: Mapping[str, Any]) -> RunConfig:
+def _tenant_config(config: RunConfig, name: str, own: Mapping[str, Any]) -> RunConfig:
     """Return the configuration of one tenant, as of a single training in a folder with its name."""
     void = {key for given in own for key in _REPLACED.get(given, ())} - own.keys()
     values = {key: value for key, value in config.values.items() if key not in void}

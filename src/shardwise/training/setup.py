@@ -1,4 +1,4 @@
-"""TRL's dataclasses, trainers and data sets for a configuration of ``shardwise train``."""
+"""TRL's dataclasses, trainers and datasets for a configuration of ``shardwise train``."""
 
 import importlib
 import os
@@ -22,7 +22,7 @@ from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.outline import PretrainedOptions
 from shardwise.engines.pretrained_loading import from_pretrained
 from shardwise.errors import ConfigError
-from shardwise.execution.collective_errors import is_of_a_collective, is_out_of_memory
+from shardwise.execution.collective_errors import is_collective_error, is_out_of_memory
 from shardwise.integrations import ShardwiseTrainer, for_trainer
 from shardwise.models.policies import Classes, MinSize, WrapPolicy
 from shardwise.models.quantization import Fp4, Nf4
@@ -33,7 +33,7 @@ from shardwise.storage.names import HubOptions, redacted, without_secrets
 from shardwise.training import dataset_loading
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.run_config import RunConfig, TrainMethod, trl_accelerate_config
-from shardwise.tuning.modes import Freeze, Full, Lora, Tuning
+from shardwise.tuning.tunings import Freeze, Full, Lora, Tuning
 
 trl: Any = _trl
 """TRL's names are loaded lazily, which a type checker does not see."""
@@ -119,7 +119,7 @@ def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
         )
 
 
-def bring_up(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
+def load_model(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
     """Load the model, sharded over all ranks and ready to train. Collective: yes.
 
     Raises:
@@ -127,7 +127,7 @@ def bring_up(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
         ShardwiseError: as for :func:`~shardwise.engines.pretrained_loading.from_pretrained`.
     """
     keywords = model_options(arguments, method)
-    keywords["tuning"] = tuning = tuning_of(arguments)
+    keywords["tuning"] = tuning = build_tuning(arguments)
     if isinstance(tuning, Full):
         keywords["trained"] = "unchanged"  # TRL trains in the dtype that is loaded
     return for_trainer(_without_secrets(from_pretrained(arguments.model.model_name_or_path, **keywords)))
@@ -198,7 +198,7 @@ def _sharding(own: Mapping[str, Any]) -> Sharding:
     return Sharding(mesh=replicated_mesh(own["dp_replicate_size"]), wrap=wrap, offload_policy=offload)
 
 
-def tuning_of(arguments: TrlArguments) -> Tuning:
+def build_tuning(arguments: TrlArguments) -> Tuning:
     own = arguments.own
     config: Any = get_peft_config(arguments.model)
     frozen: dict[str, Any] = {
@@ -207,7 +207,7 @@ def tuning_of(arguments: TrlArguments) -> Tuning:
     if config is not None:
         if frozen:
             raise ConfigError(f"{next(iter(frozen))}: contradicts use_peft. Remove one of them.")
-        return Lora(config, adapters="sharded" if own["shard_adapters"] else "replicated")
+        return Lora(config, placement="sharded" if own["shard_adapters"] else "replicated")
     if not frozen:
         return Full()
     options: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in frozen.items()}
@@ -247,13 +247,12 @@ def load_data(
     Collective: yes.
 
     Raises:
-        ConfigError: a data set or a row cannot be used.
+        ConfigError: a dataset or a row cannot be used.
     """
     script, training = arguments.script, arguments.training
     num_proc = getattr(training, "dataset_num_proc", None)
     is_masked = method == "sft" and training.assistant_only_loss and _lacks_masks(processor)
-
-    def prepare() -> tuple[AnyDataset, AnyDataset | None]:
+    with dataset_loading.first_local_rank_first(local_rank):
         found = dataset_loading.load(script, arguments.mixture, arguments.own["interleave"], training.seed)
         names = [
             script.dataset_train_split,
@@ -262,17 +261,15 @@ def load_data(
         for name in names:
             if name not in found:
                 raise ConfigError(
-                    f"{name}: is not a split of the data set, which has {', '.join(found)}. Set "
+                    f"{name}: is not a split of the dataset, which has {', '.join(found)}. Set "
                     "dataset_train_split, dataset_test_split or test_split_size."
                 )
-        parts = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
-        if images := {"image", "images"} & set(get_dataset_column_names(parts[0])):
+        datasets = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
+        if images := {"image", "images"} & set(get_dataset_column_names(datasets[0])):
             raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column.")
-        if is_masked and is_conversational(next(iter(parts[0]))):
-            parts = [dataset_loading.with_masks(part, processor, num_proc=num_proc) for part in parts]
-        return parts[0], parts[1] if len(parts) > 1 else None
-
-    train, test = dataset_loading.on_first_of_each_node(prepare, local_rank)
+        if is_masked and is_conversational(next(iter(datasets[0]))):
+            datasets = [dataset_loading.with_masks(dataset, processor, num_proc=num_proc) for dataset in datasets]
+    train, test = datasets[0], datasets[1] if len(datasets) > 1 else None
     if is_masked and "input_ids" in (train.column_names or ()):
         training.assistant_only_loss = False  # TRL would require marks in the chat template
     return train, test
@@ -324,7 +321,7 @@ def make_trainer(
             **further,
         )
     except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: a tracker that is not installed
-        if is_out_of_memory(error) or is_of_a_collective(error):
+        if is_out_of_memory(error) or is_collective_error(error):
             raise
         raise ConfigError(f"{method}: {base.__name__} cannot be created, {error}") from error
 
@@ -398,7 +395,7 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
     options: PlanOptions = {key: value for key, value in loaded.items() if key not in ("options", "revision")}  # type: ignore[assignment]
     options |= {
         "hub": HubOptions(revision=arguments.model.model_revision),
-        "tuning": (tuning := tuning_of(arguments)),
+        "tuning": (tuning := build_tuning(arguments)),
         "optim": getattr(training.optim, "value", training.optim),
         "per_device_train_batch_size": training.per_device_train_batch_size * rows_per_example,
         "max_length": getattr(training, "max_length", None) or 0,

@@ -18,7 +18,7 @@ from trl.trainer import sft_trainer
 from shardwise.bank.rows import RowTensors
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.training import setup as trl_setup
-from shardwise.training.dataset_loading import on_first_of_each_node
+from shardwise.training.dataset_loading import first_local_rank_first
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,12 @@ def tokenized(
     """Load a tenant's rows for training and evaluation, prepared as by ``SFTTrainer``. Collective: yes.
 
     Raises:
-        ConfigError: a data set or a row cannot be used.
+        ConfigError: a dataset or a row cannot be used.
     """
     train, test = trl_setup.load_data(arguments, "sft", processor, local_rank)
-
-    def prepare() -> tuple[TokenizedRows, TokenizedRows | None]:
-        return _prepared(train, arguments, processor), test and _prepared(test, arguments, processor)
-
-    return on_first_of_each_node(prepare, local_rank)
+    with first_local_rank_first(local_rank):
+        rows = _prepared(train, arguments, processor), test and _prepared(test, arguments, processor)
+    return rows
 
 
 def _prepared(rows: Any, arguments: trl_setup.TrlArguments, processor: Any) -> TokenizedRows:
@@ -79,17 +77,17 @@ def _prepared(rows: Any, arguments: trl_setup.TrlArguments, processor: Any) -> T
             if args.assistant_only_loss and not is_marked
             else None,
         )
-        # on_first_of_each_node orders the ranks instead, and raises errors on all of them.
+        # first_local_rank_first orders the ranks instead, and raises errors on all of them.
         with mock.patch.object(sft_trainer, "global_then_local_main_first", nullcontext):
             found = sft_trainer.SFTTrainer._prepare_dataset(trainer, rows, processor, args, False, None, "tenant")
     except ShardwiseError:
         raise
     except Exception as error:  # of datasets, pyarrow, Jinja: any
-        raise ConfigError(f"the data set cannot be prepared, {error}. Check its rows.") from error
+        raise ConfigError(f"the dataset cannot be prepared, {error}. Check its rows.") from error
     found = found.select_columns(["input_ids", "labels"])
     found = found.select([number for number, ids in enumerate(found["input_ids"]) if len(ids) > 1])
     if not len(found):
-        raise ConfigError("the data set has no row to train on. Check its rows and max_length.")
+        raise ConfigError("the dataset has no row to train on. Check its rows and max_length.")
     supervised = sum(len(labels) - 1 - labels[1:].count(-100) for labels in found["labels"])
     return TokenizedRows(found, [len(ids) for ids in found["input_ids"]], supervised)
 

@@ -27,7 +27,7 @@ from shardwise.execution.world import World
 from shardwise.report.names import table_lines
 from shardwise.storage.writing import open_writer
 from shardwise.training import setup as trl_setup
-from shardwise.training.run import TrlOutcome, held, identity_of, peak_line, stopping_on_signals
+from shardwise.training.run import TrlOutcome, get_identity, locked_output, peak_line, stopping_on_signals
 from shardwise.training.run_config import RunConfig, read_tenants
 from shardwise.training.setup import TrlArguments
 from shardwise.training.tenant_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows, tokenized
@@ -56,8 +56,8 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     if first.training.eos_token:
         getattr(processor, "tokenizer", processor).eos_token = first.training.eos_token
     output = Path(config.values.get("output_dir", "trainer_output"))
-    identity = identity_of(config, "tenants", _IDENTITY)
-    with stopping_on_signals() as request, held(output, identity, _WEIGHTS):
+    identity = get_identity(config, "tenants", _IDENTITY)
+    with stopping_on_signals() as request, locked_output(output, identity, _WEIGHTS):
         tenants = _joined(parsed, processor, config.own["tokens_per_pass"], local_rank)
         has_stopped, failures = train_in_turns(tenants, config.own["tokens_per_pass"], request)
     metrics = {
@@ -65,7 +65,7 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         | ({"failure": failures[one.name]} if one.name in failures else {})
         for one in tenants
     }
-    ranked = dict(sorted(metrics.items(), key=lambda item: _place(item[1])))
+    ranked = dict(sorted(metrics.items(), key=lambda item: _sort_key(item[1])))
     history = tuple({"tenant": one.name, **entry} for one in tenants for entry in one.state.log_history)
     steps = sum(one.state.global_step for one in tenants)
     return TrlOutcome(str(output), steps, has_stopped, ranked, history, tuple(_summary(ranked, begun)))
@@ -91,7 +91,7 @@ def _joined(
         model.train()
     bank = AdapterBank(model, pad_to=_PAD_TO)
     budget = TokenBudget(tokens_per_pass, _PAD_TO, bank.max_length)
-    shared = BankOfTenants(World.current(call="train"), bank, budget, processor)
+    shared = SharedBank(World.current(call="train"), bank, budget, processor)
     tenants = []
     for name, own in parsed.items():
         with _named(name):
@@ -174,7 +174,7 @@ def next_pass(waiting: Sequence[TenantTraining], budget: int) -> list[TenantTrai
     return taken
 
 
-def _place(numbers: Mapping[str, Any]) -> tuple[bool, bool, float]:
+def _sort_key(numbers: Mapping[str, Any]) -> tuple[bool, bool, float]:
     """Return a sort key: tenants by evaluation loss, then those without one by loss, then failures."""
     eval_loss: float | None = numbers.get("eval_loss")
     return "failure" in numbers, eval_loss is None, numbers.get("loss", 0.0) if eval_loss is None else eval_loss
@@ -198,7 +198,7 @@ _POSITION: Final = "StepOrder"
 
 
 @dataclass(frozen=True, slots=True)
-class BankOfTenants:
+class SharedBank:
     """Objects that all tenants share."""
 
     world: World
@@ -227,7 +227,7 @@ class TenantTraining:
         arguments: TrlArguments,
         rows: TokenizedRows,
         held_out: TokenizedRows | None,
-        shared: BankOfTenants,
+        shared: SharedBank,
     ) -> None:
         self.name, self.bank = name, shared.bank
         self.args: Any = arguments.training
@@ -252,7 +252,7 @@ class TenantTraining:
         Raises:
             ShardwiseError: the configuration is invalid, or the checkpoint belongs to another training.
         """
-        steps, state = self._shared.world.broadcast(_newest, self._folder)
+        steps, state = self._shared.world.broadcast(_find_latest, self._folder)
         if state is not None:
             self._restore(state)
         epochs, max_steps = self.args.num_train_epochs, self.args.max_steps
@@ -272,7 +272,7 @@ class TenantTraining:
         if position.get("count") != self._order.count:
             raise ConfigError(
                 f"{self._folder}: has a training on {position.get('count')} rows, not {self._order.count}. Use the "
-                "same data sets, or another output_dir."
+                "same datasets, or another output_dir."
             )
         self._position = self._order.epoch, self._order.offset = position["epoch"], position["offset"]
         self.state, self._saved_step = state, state.global_step
@@ -423,7 +423,7 @@ def _complete_steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _newest(folder: Path) -> tuple[int, TrainerState | None]:
+def _find_latest(folder: Path) -> tuple[int, TrainerState | None]:
     """Return the step and the state of the newest complete checkpoint, or None.
 
     Raises:

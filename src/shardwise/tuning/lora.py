@@ -67,12 +67,13 @@ def match_adapter(
         raise KeyMismatchError(
             f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config says that it belongs "
             f"to {config.base_model_name_or_path or 'a base it does not name'}, with r={config.r} and "
-            f"target_modules={_shown(config.target_modules)}. Take that base, or the config it was trained with."
+            f"target_modules={_format_targets(config.target_modules)}. Take that base, or the config it was "
+            "trained with."
         )
     return {own.fqn: item for own, item in found.values()}
 
 
-def _shown(targets: object) -> str:
+def _format_targets(targets: object) -> str:
     return repr(sorted(targets)) if isinstance(targets, (set, list, tuple)) else repr(targets)
 
 
@@ -87,13 +88,13 @@ def with_lora(
     held = collect_tensors(model)
     new_names = {(id(slot.module), slot.name): slot.fqn for item in held for slot in item.slots}
     renamed = {old: new_names[slot] for slot, old in old_names.items()}
-    known_as = {new: old for old, new in renamed.items()}
+    base_names = {new: old for old, new in renamed.items()}
     originals = _originals(model, name, new_names)
     offers: dict[str, tuple[Expression, ...]] = {
         renamed.get(old, old): found for old, found in bindings.offers.items()
     }
     additions = _additions(model, name, config, {id(item.tensor): item for item in held})
-    copied = {copy: original for copy, original in originals.items() if original in known_as}
+    copied = {copy: original for copy, original in originals.items() if original in base_names}
     if adapter is not None:
         taken = match_adapter(model, held, name, adapter, additions.from_tuning.union(copied))
         copied = {copy: original for copy, original in copied.items() if copy not in taken}
@@ -104,7 +105,7 @@ def with_lora(
         stored = next((offers[alias] for alias in tied[original] if alias in offers), None)
         if stored is not None:
             offers[copy] = stored
-    known_as |= {copy: known_as[original] for copy, original in copied.items()}
+    base_names |= {copy: base_names[original] for copy, original in copied.items()}
     return Tuned(
         model=model,
         base=base,
@@ -116,7 +117,7 @@ def with_lora(
                 sentence: [renamed.get(old, old) for old in names] for sentence, names in bindings.faults.items()
             },
         ),
-        additions=replace(additions, base=base, known_as=known_as, copies=copied),
+        additions=replace(additions, base=base, base_names=base_names, copies=copied),
     )
 
 
@@ -134,7 +135,7 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
         everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
         _require_all_matched(config, everything, modules, parameters)  # if a name is wrong, suggests the nearest
         raise
-    found = peft_compat.targets_of(model, name)
+    found = peft_compat.get_targets(model, name)
     # The stored config of "all-linear" names excluded layers, too. Its tensors are matched instead.
     if adapter is not None:
         found = replace(found, modules=tuple(modules))
@@ -236,7 +237,7 @@ def replicated(made: Tuned) -> Tuned:
         ConfigError: there are magnitudes of DoRA, whose initialization needs the sharded rows.
     """
     if made.additions.norms:
-        raise ConfigError("use_dora needs its magnitudes where the rows are. Pass adapters='sharded'")
+        raise ConfigError("use_dora needs its magnitudes where the rows are. Pass placement='sharded'")
     return replace(made, stays_whole=dict.fromkeys(made.additions.from_tuning, "adapters are replicated"))
 
 
@@ -250,8 +251,8 @@ def near(wanted: str, known: Iterable[str]) -> str:
 
     Names are compared by their last parts, as many as ``wanted`` has.
     """
-    parts = wanted.count(".") + 1
-    ends = {".".join(name.split(".")[-parts:]) for name in known if name}
+    depth = wanted.count(".") + 1
+    ends = {".".join(name.split(".")[-depth:]) for name in known if name}
     ends = {end for end in ends if not end.isdigit()}
     found = difflib.get_close_matches(wanted, sorted(ends), n=3, cutoff=0.4)
     nearest = f". The nearest are {', '.join(found)}" if found else ""

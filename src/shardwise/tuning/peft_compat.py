@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, KnownNames, require_names
 from shardwise.models import pretrained
-from shardwise.models.four_bit_layers import is_in_four_bits, shown_dequantized
+from shardwise.models.four_bit_layers import is_in_four_bits, patched_shapes
 from shardwise.models.torch_api import original_class
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
     own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
     # PEFT draws random values that are discarded. The random state is restored.
     quiet = warnings.catch_warnings()
-    with quiet, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), shown_dequantized(base):
+    with quiet, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), patched_shapes(base):
         warnings.simplefilter("ignore")  # rejected before, or in the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
@@ -188,14 +188,14 @@ def _with_products(layer: Any, adapters: Sequence[str]) -> Iterator[None]:
 
 def _merged(tuner: Any, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:  # noqa: FBT001, FBT002
     """Run ``BaseTuner.merge_adapter`` if it is possible in place."""
-    _require_in_place(tuner, safe_merge=safe_merge)
+    _require_kept_weights(tuner, safe_merge=safe_merge)
     type(tuner).merge_adapter(tuner, adapter_names, safe_merge)
 
 
 def _unloaded(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = False, **options: Any) -> Any:  # noqa: FBT001, FBT002
     """Run ``BaseTuner._unload_and_optionally_merge`` if it is possible."""
     if merge:
-        _require_in_place(tuner, safe_merge=safe_merge)
+        _require_kept_weights(tuner, safe_merge=safe_merge)
     group = next((name for name, layer in layers(tuner) if isinstance(layer, FSDPModule)), None)
     if group is not None:
         raise ConfigError(
@@ -204,7 +204,7 @@ def _unloaded(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = Fal
     return type(tuner)._unload_and_optionally_merge(tuner, merge, *args, safe_merge=safe_merge, **options)
 
 
-def _require_in_place(tuner: Any, *, safe_merge: bool) -> None:
+def _require_kept_weights(tuner: Any, *, safe_merge: bool) -> None:
     """Reject changes that would replace a weight managed by FSDP2, which would keep using the old one.
 
     Raises:
@@ -253,7 +253,7 @@ class AdaptedNames:
     copied: tuple[str, ...]
 
 
-def targets_of(model: PeftModel, adapter: str) -> AdaptedNames:
+def get_targets(model: PeftModel, adapter: str) -> AdaptedNames:
     """Return the names that the adapter targets or copies."""
     tuner: Any = model.base_model
     copied = tuple(name for name, module in model.get_base_model().named_modules() if _has_copy(module, adapter))
@@ -284,13 +284,13 @@ def layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
 
 def matrices(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
     """Yield (module, local name) for each parameter of an adapter in a LoRA layer, except magnitudes."""
-    for part in ("lora_A", "lora_B"):
-        if adapter in getattr(layer, part):
-            module = getattr(layer, part)[adapter]
+    for attribute in ("lora_A", "lora_B"):
+        if adapter in getattr(layer, attribute):
+            module = getattr(layer, attribute)[adapter]
             yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
-    for part in ("lora_embedding_A", "lora_embedding_B"):
-        if adapter in getattr(layer, part):
-            yield getattr(layer, part), adapter
+    for attribute in ("lora_embedding_A", "lora_embedding_B"):
+        if adapter in getattr(layer, attribute):
+            yield getattr(layer, attribute), adapter
 
 
 def magnitude(layer: Any, adapter: str) -> nn.Module | None:
@@ -312,12 +312,12 @@ def initialize(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT
         layer.reset_lora_parameters(adapter, init)
         return
     # PEFT keeps the values from the constructors of the modules.
-    for part in ("lora_A", "lora_B"):
-        if adapter in getattr(layer, part):
-            getattr(layer, part)[adapter].reset_parameters()
-    for part in ("lora_embedding_A", "lora_embedding_B"):
-        if adapter in getattr(layer, part):
-            nn.init.normal_(getattr(layer, part)[adapter])
+    for attribute in ("lora_A", "lora_B"):
+        if adapter in getattr(layer, attribute):
+            getattr(layer, attribute)[adapter].reset_parameters()
+    for attribute in ("lora_embedding_A", "lora_embedding_B"):
+        if adapter in getattr(layer, attribute):
+            nn.init.normal_(getattr(layer, attribute)[adapter])
 
 
 def row_norms(rows: torch.Tensor) -> torch.Tensor:
@@ -344,7 +344,7 @@ def save_config(model: Any, adapter: str, folder: str) -> None:
     config.save_pretrained(folder, auto_mapping_dict=mapping)
 
 
-def adapter_doors() -> list[tuple[Any, str]]:
+def replaced_methods() -> list[tuple[Any, str]]:
     """Return (class, name) of the functions by which PEFT moves a new adapter to the device of its layer.
 
     Their arguments are modules, including the layer with the adapter. Empty if PEFT is not installed.
@@ -363,7 +363,7 @@ def adapter_doors() -> list[tuple[Any, str]]:
     return doors
 
 
-def layer_among(given: Iterable[object]) -> nn.Module | None:
+def find_adapter_layer(given: Iterable[object]) -> nn.Module | None:
     """Return the layer with adapters among the arguments of such a function."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 

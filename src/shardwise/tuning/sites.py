@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion.computed import Bindings
 from shardwise.errors import ConfigError
 from shardwise.layout import LocalBox
-from shardwise.models.initial_programs import Program, fill_from_program, program_of
+from shardwise.models.initial_programs import Program, copy_program, fill_from_program
 from shardwise.models.initialize import Initializers
 from shardwise.models.view import TensorRef, collect_tensors
 from shardwise.tensors import Box, Strided
@@ -99,7 +99,7 @@ class AdapterOutline:
         program = self.programs[matrix.fqn]
         if not program.is_elementwise:
             whole = self.initializers.whole(self.held[matrix.fqn], seed=seed)
-            program = program_of(whole)
+            program = copy_program(whole)
         box = LocalBox(Box.whole(matrix.shape), Strided.contiguous(matrix.shape))
         fill_from_program(program, values, [box], seed=seed, fqn=matrix.fqn)
 

@@ -1,0 +1,75 @@
+"""Metadata of tensors, which ranks exchange and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.errors import RankMismatchError, ShardingError
+from shardwise.models.view import local_boxes
+from shardwise.planning import moves
+from shardwise.report.names import few_names
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMetadata:
+    """A tensor as one rank has it: all but the boxes is the same on every rank."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: moves.Boxes
+
+
+def get_metadata(tensor: torch.Tensor, name: str) -> TensorMetadata:
+    """Return the metadata of a tensor on this rank."""
+    return TensorMetadata(tuple(tensor.shape), str(tensor.dtype), get_boxes(tensor, name))
+
+
+def metadata_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorMetadata]:
+    """Return the metadata of each tensor by name. Errors have the name."""
+    return {name: get_metadata(tensor, name) for name, tensor in tensors.items()}
+
+
+def get_boxes(tensor: torch.Tensor, name: str) -> moves.Boxes:
+    """Return the boxes of a tensor on this rank."""
+    return tuple(item.box for item in local_boxes(tensor, name))
+
+
+def require_same_tensors(metadata: Sequence[Mapping[str, TensorMetadata]]) -> None:
+    """Raise if ranks have different tensors. ``metadata`` are by rank.
+
+    Raises:
+        RankMismatchError: naming tensors.
+    """
+    first, *others = [{name: (item.shape, item.dtype) for name, item in found.items()} for found in metadata]
+    for rank, other in enumerate(others, start=1):
+        if list(other.items()) == list(first.items()):
+            continue
+        names = [name for name in dict.fromkeys([*first, *other]) if other.get(name) != first.get(name)]
+        raise RankMismatchError(
+            f"rank {rank} has other tensors than rank 0 (absent, or of another shape, dtype or order): "
+            f"{few_names(names or list(other))}. Build the model and its optimizers alike on every rank"
+        )
+
+
+def held_by_rank(metadata: Sequence[Mapping[str, TensorMetadata]]) -> dict[str, tuple[moves.Boxes, ...]]:
+    """Return the nonempty boxes of every tensor by rank: one object for all tensors with the same layout.
+
+    Raises:
+        RankMismatchError: ranks have different tensors.
+        ShardingError: ranks do not have, together, all of a tensor.
+    """
+    require_same_tensors(metadata)
+    known: dict[tuple[moves.Boxes, ...], tuple[moves.Boxes, ...]] = {}
+    held: dict[str, tuple[moves.Boxes, ...]] = {}
+    for name in metadata[0]:
+        boxes = tuple(tuple(box for box in found[name].boxes if box.numel) for found in metadata)
+        held[name] = known.setdefault(boxes, boxes)
+    if lacking := [name for name, item in metadata[0].items() if not moves.covers(item.shape, held[name])]:
+        raise ShardingError(
+            f"the ranks do not hold, together, each element of {few_names(lacking)}. Pass a process_group that has "
+            "all ranks of the tensors' meshes"
+        )
+    return held

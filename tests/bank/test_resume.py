@@ -1,0 +1,568 @@
+"""Resuming a tenant from files, in the middle of a window and on other numbers of ranks."""
+
+import json
+import struct
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tests.bank import banking, resuming
+from tests.bank.banking import Recipe, adapter, recipes, train
+from tests.bank.on_ranks import bank_of
+from tests.bank.resuming import ALL, HALF, WINDOWS, everything, losses_of, members
+from tests.bank.test_equal_to_peft import require_equal
+from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR, SequentialLR
+
+import shardwise
+import shardwise.engines.saving
+from shardwise.bank.tenant import TenantStart
+from shardwise.bank.tenant_facts import from_json, to_json
+from shardwise.execution.committing import commit_save
+from shardwise.options import Ignore
+from shardwise.planning import fingerprints
+from shardwise.planning.fingerprints import fingerprint
+
+# ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
+
+
+_PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers() | st.sampled_from(["of", "is"]), inner, max_size=3)
+        | st.dictionaries(st.integers(), st.integers(), max_size=3).map(Counter)
+    ),
+    max_leaves=8,
+)
+
+
+@given(_PLAIN)
+def test_plain_data_comes_back_from_json(value):
+    found = from_json(json.loads(json.dumps(to_json(value, "it"), allow_nan=False)), "it")
+    assert found == value
+    assert repr(found) == repr(value)
+
+
+# ── on one rank ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_it_continues_from_the_middle_of_a_window_to_the_bit(base, tmp_path):
+    """In a bank of its own; and in the same one, while the others go on."""
+    tenants = members()
+    whole = bank_of(base, tenants)
+    train(whole, tenants, HALF)
+    rest = train(whole, tenants, ALL - HALF, first=HALF)
+
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF - 1)
+    bank._tenants["bob"].change({"lr": 0.02, "max_grad_norm": 0.1})
+    whole_bob = bank_of(base, {"bob": tenants["bob"]})
+    train(whole_bob, {"bob": tenants["bob"]}, HALF - 1)
+    whole_bob._tenants["bob"].change({"lr": 0.02, "max_grad_norm": 0.1})
+    train(whole_bob, {"bob": tenants["bob"]}, ALL - HALF + 1, first=HALF - 1)
+    train(bank, tenants, 1, first=HALF - 1)
+    before = {name: everything(bank, name) for name in tenants}
+    for name in tenants:
+        bank.save(name, tmp_path / name)
+        require_equal(everything(bank, name), before[name])
+
+    fresh = bank_of(base, {})
+    for name, own in tenants.items():
+        keywords: dict[str, Any] = {"schedule": own.schedule} if own.schedule else {}
+        if name != "cy":  # whose optimizer is of the default class
+            keywords |= {"optimizer": own.optimizer, "max_grad_norm": 9.0}
+        told = fresh.load(name, tmp_path / name, **keywords)
+        tokens = bank._tenants[name].window.num_supervised_tokens
+        assert told == TenantStart(2, 2, HALF % WINDOWS, tokens)
+        assert tokens > 0
+        require_equal(everything(fresh, name), before[name])
+    again = train(fresh, tenants, ALL - HALF, first=HALF)
+
+    bank.delete_adapter("cy")
+    bank.load("cy", tmp_path / "cy", schedule=tenants["cy"].schedule)
+    train(bank, tenants, ALL - HALF, first=HALF)
+    for name in tenants:
+        expected = everything(whole_bob if name == "bob" else whole, name)
+        require_equal(everything(fresh, name), expected)
+        require_equal(everything(bank, name), expected)
+        if name != "bob":
+            assert losses_of(again, name) == losses_of(rest, name)
+    assert fresh._tenants["bob"].max_grad_norm == 0.1
+
+
+def test_states_carry_an_open_window(base):
+    tenants = members()
+    whole = bank_of(base, tenants)
+    train(whole, tenants, HALF)
+    states = {name: whole.state_dict(name) for name in tenants}
+    train(whole, tenants, ALL - HALF, first=HALF)
+    other = bank_of(base, tenants)
+    train(other, tenants, 1)  # what it has gathered itself goes
+    for name in tenants:
+        other.load_state_dict(name, states[name])
+    train(other, tenants, ALL - HALF, first=HALF)
+    for name in tenants:
+        require_equal(everything(other, name), everything(whole, name))
+    with pytest.raises(
+        shardwise.ConfigError, match="its window is open, with gradient_accumulation_steps 3, and it is 1 here"
+    ):
+        bank_of(base, {"ada": replace(tenants["ada"], gradient_accumulation_steps=1)}).load_state_dict(
+            "ada", states["ada"]
+        )
+
+
+def test_matrices_that_are_served_in_16_bits_are_trained_in_32(base, tmp_path):
+    tenants = {"ada": members()["ada"]}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF)
+    bank.save("ada", tmp_path, dtype="bfloat16")
+    served = load_file(tmp_path / "adapter_model.safetensors")
+    assert {own.dtype for own in served.values()} == {torch.bfloat16}
+    fresh = bank_of(base, {})
+    fresh.load("ada", tmp_path, schedule=banking.falling)
+    require_equal(everything(fresh, "ada"), everything(bank, "ada"))
+
+
+def test_without_a_training_it_begins_anew(base, tmp_path):
+    tenants = {"ada": members()["ada"]}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF)
+    saved = bank.save("ada", tmp_path)
+    assert saved.parameters == bank.num_trainable_parameters()["ada"]
+    assert sorted(saved.files)[0] == "adapter_model.safetensors"
+    only = bank_of(base, {})
+    assert only.load("ada", tmp_path, training_state=False) == TenantStart(
+        reason="the matrices alone were asked for"
+    )
+    assert only.state_dict("ada")["facts"]["steps"] == 0
+    assert list(saved.removed) == []
+    training = next(name for name in saved.files if "training" in name)
+    assert bank.save("ada", tmp_path, training_state=False).removed == (training,)
+    assert "adapter_training" not in " ".join(path.name for path in tmp_path.iterdir())
+    told = bank_of(base, {}).load("ada", tmp_path)
+    assert not told.is_resumed
+    assert "names no state of its training" in told.reason
+
+
+def test_a_training_is_verified_with_its_adapter(base, tmp_path):
+    tenants = {"ada": members()["ada"]}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF)
+    bank.save("ada", tmp_path, verify=True)
+    report = shardwise.verify(tmp_path)
+    assert (report.damaged, report.compared) == ((), report.tensors)
+    assert report.tensors == len(tenants["ada"].config["target_modules"]) * 4 + 4  # step, two moments, a gradient
+    file = next(tmp_path.glob("adapter_training.*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert len(shardwise.verify(tmp_path).damaged) == 1
+
+
+# ── on other ranks ────────────────────────────────────────────────────────────────────────────────
+
+
+def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, own in expected.items():
+        assert float((found[key] - own).norm()) <= 1e-6 * float(own.norm()) + 1e-9, key
+
+
+@pytest.fixture(scope="module")
+def on_two(worlds: Any, base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two ranks come to, and the folder of what they saved half way, by who keeps the moments."""
+    folder = tmp_path_factory.mktemp("two")
+    first, second = worlds(2).run(resuming.begin, base, folder)
+    for name in resuming.ON_RANKS:
+        require_equal(second["all"][name], first["all"][name])
+    return {"folder": folder, "whole": first}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_it_continues_on_any_number_of_ranks(worlds, base, on_two, ranks):
+    folder = on_two["folder"]
+    if ranks == 1:
+        found = resuming.go_on(base, folder)
+    else:
+        found, *others = worlds(ranks).run(resuming.go_on, base, folder)
+        for name in resuming.ON_RANKS:
+            assert all(other["losses"] == found["losses"] for other in others)
+            require_equal(others[-1]["all"][name], found["all"][name])
+    expected = on_two["whole"]
+    for name in resuming.ON_RANKS:
+        require_equal(found["half"]["all"][name], expected["half"]["all"][name])
+        start = found["started"][name]
+        assert (start.steps, start.windows, start.micro_batches) == (2, 2, 1)
+        near(found["all"][name], expected["all"][name])
+        assert found["losses"][name] == pytest.approx(expected["losses"][name], rel=1e-6)
+
+
+@pytest.mark.distributed
+def test_what_one_rank_began_two_continue_with(worlds, base, tmp_path):
+    expected = resuming.begin(base, tmp_path)
+    found, _ = worlds(2).run(resuming.go_on, base, tmp_path)
+    for name in resuming.ON_RANKS:
+        require_equal(found["half"]["all"][name], expected["half"]["all"][name])
+        near(found["all"][name], expected["all"][name])
+
+
+@pytest.mark.distributed
+def test_ranks_that_pass_other_arguments_are_reported(worlds, base, tmp_path):
+    first, second = worlds(2).run(resuming.differing, base, tmp_path)
+    assert first == second
+    assert first["state"].startswith("RankMismatchError: training_state on rank 1 is not that of rank 0")
+    assert first["name"].startswith("RankMismatchError: the name of the tenant on rank 1")
+    assert first["given"].startswith("RankMismatchError: the state that 'ada' is given on rank 1")
+    assert first["no mode"] == "ConfigError: rank 1: training_state='no': pass True or False"
+    assert first["seed of one rank"].startswith(
+        "RankMismatchError: the adapter 'x' (its config or options) on rank 1"
+    )
+    assert "and there is torch.optim.SGD now" in first["another optimizer"]
+    assert first["names"] == ("ada", "eve")
+
+
+# ── kills ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def put(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, tmp_path, monkeypatch):
+    tenants = {"ada": members()["ada"]}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF)
+    bank.save("ada", tmp_path)
+    before = {name: own for name, own in files_in(tmp_path).items() if name.startswith("adapter_")}
+    (tmp_path / "adapter_training.00000000.safetensors").write_bytes(b"of a save that never counted")
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("in between")
+
+    monkeypatch.setattr(shardwise.engines.saving, "commit_save", fails)
+    with pytest.raises(Exception, match="in between"):
+        bank.save("ada", tmp_path)
+    assert {name: own for name, own in files_in(tmp_path).items() if name.startswith("adapter_")} == before
+    weights, aside = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_model.0123abcd.older"
+    weights.rename(aside)
+    with pytest.raises(Exception, match="in between"):
+        bank.save("ada", tmp_path)
+    aside.rename(weights)
+
+    def fails_later(*given: Any) -> None:
+        commit_save(*given)
+        raise RuntimeError("in between")
+
+    monkeypatch.setattr(shardwise.engines.saving, "commit_save", fails_later)
+    train(bank, tenants, 1, first=HALF)
+    with pytest.raises(Exception, match="in between"):
+        bank.save("ada", tmp_path)
+    weights = "adapter_model.safetensors"
+    assert files_in(tmp_path)[weights] != before[weights]
+    assert bank_of(base, {}).load("ada", tmp_path, schedule=banking.falling).is_resumed
+
+
+# ── what is refused ───────────────────────────────────────────────────────────────────────────────
+
+
+def length_of(path: Path) -> int:
+    found: int = struct.unpack("<Q", path.read_bytes()[:8])[0]
+    return found
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_bytes()[8 : 8 + length_of(path)])
+    return found
+
+
+def rewrite(path: Path, header: dict[str, Any]) -> None:
+    data = path.read_bytes()[8 + length_of(path) :]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    record_again(path.parent)
+
+
+def record_again(folder: Path) -> None:
+    """Have the record tell of the files as they are, as somebody does who has made them all."""
+    record = folder / fingerprints.fingerprint_file("adapter_model")
+    (older,) = fingerprints.from_bytes(record.read_bytes())
+    paths = [folder / name for name in older.files]
+    tensors = {
+        key: fingerprint(memoryview(path.read_bytes()[8 + length_of(path) :][slice(*entry["data_offsets"])]))
+        for path in paths
+        for key, entry in header_of(path).items()
+        if key != "__metadata__"
+    }
+    config = (folder / "adapter_config.json").read_bytes()
+    newer = fingerprints.RecordedSave(
+        {path.name: path.stat().st_size for path in paths},
+        tensors,
+        {"adapter_config.json": fingerprints.digest(config)},
+        {path.name: fingerprints.digest(path.read_bytes()[: 8 + length_of(path)]) for path in paths},
+    )
+    record.write_bytes(fingerprints.to_bytes([newer]))
+
+
+@pytest.fixture(scope="module")
+def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("saved")
+    tenants = {"ada": replace(members()["ada"], schedule=lambda optimizer: MultiStepLR(optimizer, [1, 3]))}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF)
+    bank.save("ada", folder)
+    return files_in(folder)
+
+
+def stepped(optimizer: Any) -> Any:
+    return MultiStepLR(optimizer, [1, 3])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another optimizer": ({"optimizer": banking.sgd}, r"saved by torch.optim.AdamW, and there is torch.optim.SGD"),
+    "another form": ({"optimizer": lambda own: torch.optim.AdamW(own, amsgrad=True)}, "saved with amsgrad=False"),
+    "another schedule": ({"schedule": banking.falling}, r"its schedule was a .*MultiStepLR, and here .*LambdaLR"),
+    "another seed": ({"seed": 5}, "seed 0, and 5 here"),
+    "another window": (
+        {"gradient_accumulation_steps": 2},
+        "its window is open, with gradient_accumulation_steps 3, and it is 2 here",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_differs_is_refused_by_name(base, tmp_path, saved, what):
+    put(tmp_path, saved)
+    keywords, match = REFUSED[what]
+    bank = bank_of(base, {"dee": recipes()["dee"]})
+    before = adapter(bank, "dee")
+    with pytest.raises(shardwise.ConfigError, match=rf"(?s)adapter_training\.\w+\.safetensors.*{match}"):
+        bank.load("x", tmp_path, **{"schedule": stepped, **keywords})
+    assert bank.names == ("dee",)
+    require_equal(adapter(bank, "dee"), before)
+    assert bank.load("x", tmp_path, schedule=stepped).is_resumed
+
+
+@pytest.mark.parametrize(
+    ("found", "instead", "match"),
+    [
+        ('"r": 4', '"r": 8', r"q_proj.lora_A.weight: \(4, 32\) in the state, \(8, 32\) in the adapter"),
+        ('"v_proj"', '"k_proj"', r"k_proj.lora_A.weight: not there in the state, \(4, 32\) in the adapter"),
+        (
+            '"lora_alpha": 8',
+            '"lora_alpha": 4',
+            r"q_proj: \(rank, scaling, dropout\) is \(4, 2.0, 0.2\) in the state",
+        ),
+    ],
+    ids=["rank", "targets", "scaling"],
+)
+def test_a_config_of_another_is_refused_by_name(base, tmp_path, saved, found, instead, match):
+    put(tmp_path, saved)
+    config = tmp_path / "adapter_config.json"
+    assert found in config.read_text()
+    config.write_text(config.read_text().replace(found, instead))
+    record_again(tmp_path)
+    bank = bank_of(base, {})
+    with pytest.raises(shardwise.ConfigError, match=rf"(?s)adapter_training\.\w+\.safetensors.*{match}"):
+        bank.load("ada", tmp_path, schedule=stepped)
+    assert bank.names == ()
+
+
+def test_another_base_is_refused_by_name(base, tmp_path, saved):
+    put(tmp_path, saved)
+    banking.save_base(tmp_path / "untied", tied=False)
+    with pytest.raises(shardwise.ConfigError, match=r"(?s)it was trained on /.*Qwen3ForCausalLM.*other names or"):
+        bank_of(tmp_path / "untied", {}).load("ada", tmp_path, schedule=stepped)
+    file = next(tmp_path.glob("adapter_training.*"))
+    change(file, base={"name": "/somewhere/else"})  # a folder that was moved
+    bank_of(base, {}).load("ada", tmp_path, schedule=stepped)
+
+
+def test_a_base_whose_values_were_replaced_is_refused_unless_it_is_allowed(base, tmp_path, saved):
+    put(tmp_path, saved)
+    bank = bank_of(base, {})
+    told = bank.load("same", tmp_path, schedule=stepped)
+    assert told.base == "nothing differs; samples of 24 tensors compared"
+    state = bank.state_dict("same")
+    with torch.no_grad():
+        bank._model.model.norm.weight.mul_(2)
+    refused = (
+        r"(?s)this is another base, .*values: of 24 tensors sampled, 1 differ: model\.norm\.weight\. Load the base"
+    )
+    with pytest.raises(shardwise.ConfigError, match=refused):
+        bank.load("ada", tmp_path, schedule=stepped)
+    with pytest.raises(shardwise.ConfigError, match=refused):
+        bank.load_state_dict("same", state)
+    with pytest.raises(shardwise.ConfigError, match="on_other_base"):
+        bank.load("ada", tmp_path, schedule=stepped, on_other_base="ignore")
+    assert bank.names == ("same",)
+    told = bank.load("ada", tmp_path, schedule=stepped, on_other_base=Ignore())
+    assert told.base.startswith("another, as allowed (of 24 tensors sampled, 1 differ")
+    bank.load_state_dict("same", state, on_other_base=Ignore(only=("values",)))
+    change(next(tmp_path.glob("adapter_training.*")), base={"identity": "{}"})
+    with pytest.raises(shardwise.errors.FormatError, match="holds no identity of a base"):
+        bank.load("forged", tmp_path, schedule=stepped)
+
+
+def change(path: Path, **facts: Any) -> None:
+    header = header_of(path)
+    text = json.loads(header["__metadata__"]["shardwise.training"])
+    for key, value in facts.items():
+        text[key] = {**text[key], **value} if isinstance(value, dict) and isinstance(text.get(key), dict) else value
+    header["__metadata__"]["shardwise.training"] = json.dumps(text)
+    rewrite(path, header)
+
+
+def reshape(path: Path) -> None:
+    header = header_of(path)
+    header["optimizer.exp_avg"]["shape"] = [2, header["optimizer.exp_avg"]["shape"][0] // 2]
+    rewrite(path, header)
+
+
+def rename(path: Path) -> None:
+    header = header_of(path)
+    header["optimizer.exp_avg_too"] = header.pop("optimizer.exp_avg")
+    rewrite(path, header)
+
+
+def without_text(path: Path) -> None:
+    header = header_of(path)
+    header["__metadata__"] = {"format": "pt"}
+    rewrite(path, header)
+
+
+def names(path: Path, what: str) -> None:
+    weights = path.with_name("adapter_model.safetensors")
+    header = header_of(weights)
+    header["__metadata__"]["shardwise.training"] = what
+    rewrite(weights, header)
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "another key": (lambda path: change(path, more=1), "it lacks nothing, and has more more"),
+    "no number": (lambda path: change(path, steps=float("nan")), "NaN is not JSON"),
+    "a number as text": (lambda path: change(path, steps="2"), "steps is '2'"),
+    "a count below 0": (lambda path: change(path, windows=-1), "windows is -1"),
+    "too many micro-batches": (lambda path: change(path, micro_batches=4), "its counts contradict"),
+    "sizes that are none": (
+        lambda path: change(path, matrices={"x": {"of": "tuple", "is": [{"of": "float", "is": "nan"}, 2]}}),
+        r"x: \(nan, 2\) in the state, not there",
+    ),
+    "matrices of others": (
+        lambda path: change(path, matrices={"x": {"of": "tuple", "is": [4, 2]}}),
+        "x: .4, 2. in the state, not there",
+    ),
+    "another scaling": (
+        lambda path: change(path, config={"x": {"of": "tuple", "is": [4, 2.0, 0.0]}}),
+        "x: .rank, sca",
+    ),
+    "a rate that is no number": (
+        lambda path: change(path, settings={"lr": {"of": "float", "is": "nan"}}),
+        "the setting lr of torch.optim.AdamW is nan",
+    ),
+    "a rate below 0": (
+        lambda path: change(path, settings={"lr": -1.0}),
+        "the setting lr of torch.optim.AdamW is -1.0",
+    ),
+    "no rate": (lambda path: change(path, settings={"lr": None}), "the setting lr of torch.optim.AdamW is None"),
+    "a setting of another kind": (
+        lambda path: change(path, settings={"initial_lr": "x"}),
+        "the setting initial_lr",
+    ),
+    "one setting more": (lambda path: change(path, settings={"swap": 1}), "the setting swap of torch.optim.AdamW"),
+    "a method of the schedule": (lambda path: change(path, schedule_state={"step": 1}), "step.* of its schedule"),
+    "what means nothing": (lambda path: change(path, seed={"of": "object", "is": []}), "which means nothing"),
+    "levels without end": (
+        lambda path: change(path, seed=json.loads("[" * 60 + "]" * 60)),
+        "nested more than 32 levels",
+    ),
+    "no text": (without_text, "its header has no shardwise.training"),
+    "a tensor of another shape": (reshape, r"optimizer.exp_avg: \(2, \d+\) F32 in the file, \(\d+,\) F32 here"),
+    "a tensor of another name": (rename, "optimizer.exp_avg_too: .* in the file, not there here"),
+    "a truncated file": (lambda path: path.write_bytes(path.read_bytes()[:-5]), "1 are missing"),
+    "a way out of the folder": (
+        lambda path: names(path, "../adapter_training.00000000.safetensors"),
+        "not a valid name",
+    ),
+    "a file that is not there": (
+        lambda path: names(path, "adapter_training.00000000.safetensors"),
+        "Copy it there",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_files_of_strangers(base, tmp_path, saved, what):
+    put(tmp_path, saved)
+    spoil, match = HOSTILE[what]
+    spoil(next(tmp_path.glob("adapter_training.*")))
+    bank = bank_of(base, {})
+    with pytest.raises((shardwise.ConfigError, shardwise.CheckpointError), match=rf"(?s)adapter_.*{match}"):
+        bank.load("ada", tmp_path, schedule=stepped)
+    assert bank.names == ()
+    if "JSON" not in match:
+        assert not bank.load("ada", tmp_path, training_state=False).is_resumed
+
+
+def in_turn(optimizer: Any) -> Any:
+    return SequentialLR(optimizer, [ConstantLR(optimizer), LinearLR(optimizer)], [1])
+
+
+def test_schedules_in_a_schedule(base, tmp_path):
+    tenants = {"ada": replace(members()["ada"], schedule=in_turn)}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF)
+    bank.save("ada", tmp_path)
+    fresh = bank_of(base, {})
+    fresh.load("ada", tmp_path, schedule=in_turn)
+    for each in (bank, fresh):
+        train(each, tenants, ALL - HALF, first=HALF)
+    require_equal(everything(fresh, "ada"), everything(bank, "ada"))
+    inner = bank._tenants["ada"].schedule.state_dict()["_schedulers"]
+    change(
+        next(tmp_path.glob("adapter_training.*")),
+        schedule_state={"_schedulers": [{**inner[0], "step": 1}, inner[1]]},
+    )
+    with pytest.raises(shardwise.ConfigError, match="_schedulers of its schedule"):
+        bank_of(base, {}).load("ada", tmp_path, schedule=in_turn)
+
+
+# ── optimizers ────────────────────────────────────────────────────────────────────────────────────
+
+
+KINDS = [
+    lambda own: torch.optim.NAdam(own, lr=1e-2),
+    lambda own: torch.optim.RMSprop(own, lr=1e-3, centered=True, momentum=0.5),
+    lambda own: torch.optim.ASGD(own, lr=1e-2),
+    lambda own: torch.optim.Rprop(own, lr=1e-3),
+    lambda own: torch.optim.AdamW(own, lr=torch.tensor(1e-2), amsgrad=True),
+    lambda own: torch.optim.SGD(own, lr=1e-2),  # keeps nothing
+]
+
+
+def test_every_kind_of_optimizer_continues(base, tmp_path):
+    tenants = {str(n): Recipe({"r": 2, "target_modules": ["q_proj"]}, kind) for n, kind in enumerate(KINDS)}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, 2)
+    fresh = bank_of(base, {})
+    for name, own in tenants.items():
+        bank.save(name, tmp_path / name)
+        fresh.load(name, tmp_path / name, optimizer=own.optimizer)
+    for each in (bank, fresh):
+        train(each, tenants, 2, first=2)
+    for name in tenants:
+        require_equal(everything(fresh, name), everything(bank, name))

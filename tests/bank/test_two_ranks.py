@@ -1,0 +1,64 @@
+"""Each tenant of a bank on two ranks trains as it would alone in one process."""
+
+import pytest
+from tests.bank import banking, on_ranks
+from tests.bank.banking import STEPS, distance, recipes
+from tests.bank.test_equal_to_peft import require_equal
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("loop", 1e-5), ("grouped", 5e-4)])
+def test_each_tenant_comes_out_as_alone(worlds, base, kind, limit):
+    """One comes late; one is on one rank alone, in turn; windows of 1 to 3; activations are computed again."""
+    first, second = worlds(2).run(on_ranks.together, base, kind)
+    for name, begin in first["begin"].items():
+        recipe = recipes()[name]
+        alone = banking.alone(base, name, recipe, begin, pad_to=64)
+        assert distance(first["adapters"][name], alone, begin) <= limit, name
+        require_equal(first["adapters"][name], second["adapters"][name])
+    assert first["base is same"]
+    assert second["base is same"]
+    assert first["steps"] == second["steps"]
+    assert first["losses"] == second["losses"]
+    assert len(first["steps"]) == STEPS * len(first["begin"]), "each took all of its own"
+    assert first["all_reduces"] == len(first["steps"]), "one for each tenant and step, and no other"
+    assert any(why.startswith("grouped") for why in first["backends"]) == (kind == "grouped")
+
+
+@pytest.mark.slow
+def test_whatever_the_groups_are(worlds, base):
+    """Where embeddings and linear layers are groups by themselves; and in 16 bits, near to it."""
+    first, _ = worlds(2).run(on_ranks.other_groups, base, "every layer")
+    assert first["groups"] > 15
+    for name, begin in first["begin"].items():
+        recipe = recipes()[name]
+        alone = banking.alone(base, name, recipe, begin, steps=6 // recipe.gradient_accumulation_steps, pad_to=64)
+        assert distance(first["adapters"][name], alone, begin) <= 1e-5, name
+    half, other = worlds(2).run(on_ranks.other_groups, base, "16 bits")
+    assert half["losses"] == other["losses"] != first["losses"]
+    assert half["losses"] == pytest.approx(first["losses"], rel=0.03)
+    require_equal(half["adapters"]["cy"], other["adapters"]["cy"])
+
+
+def test_a_fault_of_one_rank_is_everybodys(worlds, base):
+    first, second = worlds(2).run(on_ranks.faults, base)
+    assert first["errors"] == second["errors"]
+    for what, match in {
+        "rows of one rank": "ConfigError: rank 1: 'ada': input_ids are from 1",
+        "other tenants": "RankMismatchError: rank 1 has rows of ['dee'], and rank 0 of ['ada']",
+        "another config": "RankMismatchError: the adapter 'x' (its config or options) on rank 1 is not that of",
+        "another rate": "RankMismatchError: the adapter 'x' (its config or options)",
+        "another seed": "RankMismatchError: the adapter 'x' (its config or options)",
+        "another step": "RankMismatchError: the tenant that takes a step on rank 1 is not that of rank 0",
+        "other changes": "RankMismatchError: the changes of its settings",
+        "not begun": "half way",
+        "half way": "half way",
+        "half way back": "half way",
+    }.items():
+        assert match in first["errors"][what], what
+    assert first["verdicts"] == second["verdicts"] == [False, True]
+    assert first["kinds"] == {"DTensor"}, "nothing is left gathered"
+    require_equal(*first["dee"])
+    require_equal(first["ada"][0], second["ada"][0])
+    assert not all(one.equal(other) for one, other in zip(*(each.values() for each in first["ada"]), strict=True))

@@ -1,0 +1,135 @@
+"""Every byte that a restore reads is compared with its checksum, on any number of ranks."""
+
+import random
+import re
+import shutil
+
+import pytest
+from click.testing import CliRunner
+from tests.checkpoints import on_ranks
+from tests.checkpoints.tiny import Training, differences
+from tests.engines.on_ranks import attempt
+
+import shardwise
+from shardwise import Checkpointer
+from shardwise.checkpoints.folder import open_folder
+from shardwise.cli import main
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def run(worlds, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    worlds(2).run(on_ranks.train_and_save, str(folder), 3)
+    return folder
+
+
+def latest(run):
+    return max(run.glob("step-*"), key=lambda place: int(place.name[5:]))
+
+
+def tensor_places(run, count):
+    """First, last and middle bytes of the elements of tensors."""
+    entries = [entry for entry in open_folder(latest(run)).index.entries.values() if entry.nbytes]
+    runs = sorted((entry.file, entry.start, entry.stop) for entry in entries)
+    chosen = runs[:: max(1, len(runs) // count)]
+    return [(file, (start, (start + stop) // 2, stop - 1)[n % 3]) for n, (file, start, stop) in enumerate(chosen)]
+
+
+def test_no_flipped_bit_is_restored(run, tmp_path):
+    """Anywhere in any file: elements, values, what lies around them, and what tells of them."""
+    shutil.copytree(run, tmp_path / "run")
+    step = tmp_path / "run" / "step-3"
+    draw = random.Random(0)
+    files = [path.name for path in sorted(step.iterdir())]
+    places = [(name, draw.randrange((step / name).stat().st_size)) for name in files for _ in range(12)]
+    places += tensor_places(run, 20)
+    places += [(item.file, item.bytes.start + 3) for item in open_folder(step).objects.values()]
+    restored = []
+    before = Training(seed=1).taken()
+    for name, position in places:
+        on_ranks.flip(step / name, position)
+        kind, _ = attempt(lambda: Checkpointer(tmp_path / "run").restore(Training(seed=1).state))
+        restored += [] if kind == "FormatError" else [(name, position, kind)]
+        on_ranks.flip(step / name, position)
+    assert restored == []
+    assert len(places) > 50
+    training = Training(seed=1)
+    assert Checkpointer(tmp_path / "run").restore(training.state).checked_bytes > 0
+    assert differences(training.taken(), before) != []
+
+
+WAYS = [(2, "flat"), (3, "flat"), (4, "hsdp"), (2, "columns")]
+
+
+@pytest.mark.parametrize(("size", "way"), WAYS)
+def test_damage_is_named_alike_on_all_ranks(worlds, run, tmp_path, size, way):
+    """Whether a rank reads runs whole, or parts of them, or what others read too, or columns."""
+    shutil.copytree(run, tmp_path / "run")
+    places = tensor_places(run, 5)
+    found = worlds(size).run(on_ranks.restore_damaged, str(tmp_path / "run"), places, way)
+    for errors, report in found:
+        assert errors == found[0][0]
+        for (kind, text), (file, position) in zip(errors, places, strict=True):
+            assert kind == "FormatError"
+            assert "is not what was written" in text
+            start, stop = map(int, re.search(rf"bytes (\d+)\.\.(\d+) of {re.escape(file)}", text).groups())
+            assert start <= position < stop
+            assert "model." in text or "optimizer.state." in text
+        assert report["checked_bytes"]
+
+
+def test_a_model_that_is_brought_up_from_it_is_compared_too(worlds, tmp_path):
+    from tests import zoo
+    from tests.engines.conftest import small_qwen3
+
+    base, run = tmp_path / "base", tmp_path / "run"
+    zoo.save_original(small_qwen3(), base)
+    worlds(2).run(on_ranks.save_pretrained_run, str(base), str(run))
+    for errors, report in worlds(3).run(on_ranks.restore_damaged, str(run), tensor_places(run, 2), "", str(base)):
+        assert [kind for kind, _ in errors] == ["FormatError"] * len(errors)
+        assert all("is not what was written" in text for _, text in errors)
+        assert report["checked_bytes"]
+
+
+# Opened again
+
+
+def command(folder, *options):
+    return CliRunner().invoke(main, ["verify", str(folder), *options])
+
+
+def test_verify_reads_all_of_a_training(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    step = tmp_path / "run" / "step-3"
+    for place in (tmp_path / "run", step):
+        report = shardwise.verify(place)
+        assert report.is_sound
+        assert report.checkpoint == str(step)
+        assert (report.files, report.tensors) == (2, 49)
+        assert report.compared >= 2
+    assert "a training after 3 steps, saved by 2 ranks: model, data, optimizers, rng, schedulers" in str(report)
+    step.rename(tmp_path / "elsewhere")
+    assert command(tmp_path / "elsewhere").exit_code == 0
+    (tmp_path / "elsewhere").rename(step)
+    draw = random.Random(1)
+    for file in ("__0_0.distcp", "__1_0.distcp"):
+        for position in [draw.randrange((step / file).stat().st_size) for _ in range(10)]:
+            on_ranks.flip(step / file, position)
+            assert command(step).exit_code in (1, 2)
+            on_ranks.flip(step / file, position)
+    [(file, position), *_] = tensor_places(run, 3)
+    on_ranks.flip(step / file, position)
+    [damaged] = shardwise.verify(step).damaged
+    assert f"of {file})" in damaged
+    result = command(tmp_path / "run")
+    assert result.exit_code == 1
+    assert damaged.split(" ")[0] in result.output
+
+
+def test_verify_of_a_checkpoint_that_was_never_completed(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "step-3" / ".metadata").unlink()
+    with pytest.raises(shardwise.StorageError, match=r"step 3 \(one was begun there, and never completed\)"):
+        shardwise.verify(tmp_path / "run")

@@ -1,0 +1,145 @@
+"""Ranks that skip a call, or are lost between two: the others are told who, and soon."""
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch.distributed as dist
+from tests.engines.on_ranks import Plain, angles, shard_plain
+from tests.faults.fault_injection import Doomed, Seat, through_a_file, through_rank_0
+from tests.support.world import attempt
+
+import shardwise
+from shardwise.execution import Timeouts, control_channel
+from shardwise.execution.outcomes import Failure
+from shardwise.execution.world import World
+
+Told = tuple[str, str]
+
+
+def skip(seat: Seat, checkpoint: str, folder: str, timeouts: Timeouts) -> list[Told]:
+    """Rank 1 skips a save and comes to a load; all load; it skips a load and comes to another call; all go on."""
+    model = shard_plain(Plain())
+    options = shardwise.options.LoadOptions(timeouts=timeouts, progress=False)
+    saving = shardwise.options.SaveOptions(timeouts=timeouts, progress=False)
+
+    def load() -> object:
+        return shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
+
+    def save() -> object:
+        return shardwise.save(model, folder, options=saving)
+
+    def state() -> object:
+        return shardwise.get_model_state_dict(model, options=shardwise.options.StateOptions(timeouts=timeouts))
+
+    told = [attempt(load)]
+    told.append(attempt(load if seat.rank == 1 else save))
+    told.append(attempt(load))
+    told.append(attempt(state if seat.rank == 1 else load))
+    told.extend([attempt(save), attempt(load)])
+    return told
+
+
+def lose(seat: Seat, checkpoint: str, timeouts: Timeouts, kind: str, rank: int) -> Told:
+    """All load; a rank is lost as it computes; the others go on to another call."""
+    model = shard_plain(Plain())
+    options = shardwise.options.LoadOptions(timeouts=timeouts, progress=False)
+
+    def load() -> object:
+        return shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
+
+    load()
+    dist.barrier()
+    if seat.rank == rank:
+        seat.tell()
+        match kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                seat.wait_to_be_stopped()
+            case "end":
+                os._exit(0)
+    else:
+        time.sleep(0.3)
+    return attempt(load)
+
+
+def fail_alone(seat: Seat, timeouts: Timeouts, first: str) -> None:
+    """Rank 1 fails, in no call of a verb's, and is slow to look; the first rank ends before it does."""
+    seat.leaves = True
+    world = World.current(timeouts=timeouts)
+
+    def tell() -> int:
+        if seat.rank == 1:
+            seat.tell()
+            raise shardwise.StorageError("struck")
+        return seat.rank
+
+    def conclude(said: list[int]) -> int:
+        raise AssertionError(said)
+
+    world.run_all(lambda: None)
+    if seat.rank == 1:
+        control_channel._FIRST_POLL_S = control_channel._LAST_POLL_S = 0.5
+    if seat.rank == 0 and first == "untold":
+        Failure.among = lambda *_: os._exit(1)  # type: ignore[method-assign, assignment]
+    world.map_reduce(tell, conclude)
+
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+
+NEVER_S = 60.0
+QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=NEVER_S)
+BOUND_S = 12.0
+"""The silence, and what a busy machine takes."""
+
+
+def test_a_call_that_one_rank_skipped_is_named_and_the_next_one_works(plain, tmp_path):
+    with Doomed(3) as world:
+        outcome = world.run(skip, plain, str(tmp_path / "saved"), QUICK)
+    assert {end.text for end in outcome.ends.values()} == {""}
+    one, two, three = (outcome.ends[rank].value for rank in range(3))
+    assert one == two == three
+    first, skipped, second, other, *rest = one
+    assert [first, second, *rest] == [("", "")] * 4
+    assert skipped[0] == other[0] == "RankMismatchError"
+    assert "rank 1 is in load" in skipped[1]
+    assert "in save" in skipped[1]
+    assert "rank 1 is in get_model_state_dict" in other[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "meet"),
+    [
+        ("kill", 1, through_a_file),
+        ("kill", 0, through_a_file),
+        ("end", 2, through_rank_0),
+        ("stop", 1, through_a_file),
+    ],
+)
+def test_a_rank_that_is_lost_between_calls_is_named_soon(kind, rank, meet, plain):
+    with Doomed(3, meet=meet) as world:
+        outcome = world.run(lose, plain, QUICK, kind, rank)
+    survivors = [other for other in range(3) if other != rank]
+    assert sorted(outcome.ends) == survivors
+    ((error, text),) = {tuple(outcome.ends[other].value) for other in survivors}
+    assert error == "RankLostError"
+    assert f"rank {rank} (host {socket.gethostname()}, process {outcome.pids[rank]}) is lost" in text
+    assert ("no sign of life" if kind == "stop" else "its process has ended") in text
+    assert outcome.seconds() < BOUND_S
+
+
+@pytest.mark.parametrize("first", ["told", "untold"])
+def test_a_rank_that_fails_as_the_store_ends_raises_its_own_error(first):
+    """The others do, too, if they are told before the holder of the store ends."""
+    with Doomed(3, meet=through_rank_0) as world:
+        outcome = world.run(fail_alone, QUICK, first)
+    own = ("StorageError", "rank 1: struck")
+    assert outcome.errors()[1] == own
+    if first == "told":
+        assert outcome.errors() == dict.fromkeys(range(3), own)
+    else:
+        assert outcome.errors()[2][0] == "RankLostError"
+        assert "the store through which the ranks meet is gone" in outcome.errors()[2][1]

@@ -1,0 +1,202 @@
+"""Trainings that cannot work are refused by name, on all ranks, before anything is built."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.requirements import require_doors
+from tests.integrations.runs import write
+from tests.support import EffectLog, recorded, states_after_crash
+from tests.support.local_ranks import LocalRanks
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from shardwise.errors import ConfigError, FormatError
+from shardwise.execution.world import World
+
+require_doors()
+from tests.integrations import refusing  # noqa: E402
+
+from shardwise.integrations import for_trainer, trainer_runs  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = write(tmp_path_factory.mktemp("models"))
+    config = Qwen3Config.from_pretrained(place / "causal")
+    config.tie_word_embeddings = False
+    Qwen3ForCausalLM(config).save_pretrained(place / "untied")
+    return place
+
+
+@pytest.fixture
+def two() -> Iterator[LocalRanks]:
+    with LocalRanks(2, timeout_s=200, is_forked=True) as ranks:
+        yield ranks
+
+
+def same_on(two: LocalRanks, function: Any, *given: Any) -> dict[str, Any]:
+    found, other = two.run(function, *given)
+    assert found == other
+    return dict(found)
+
+
+@pytest.mark.distributed
+def test_models(two: LocalRanks, folder: Path) -> None:
+    found = same_on(two, refusing.models, str(folder))
+    assert found.pop("by others") == "", "what fully_shard alone has sharded is trained as well"
+    expected = {
+        "not sharded": "ConfigError: for_trainer(Qwen3ForCausalLM): is not sharded",
+        "compiled": "ConfigError: for_trainer: the model was returned by torch.compile",
+        "on meta": "ShardingError: ",
+        "not a model of transformers": "ConfigError: for_trainer(Linear): is not a model of transformers",
+        "several meshes": "ConfigError: for_trainer(FSDPQwen3ForCausalLM): its parameters are on several meshes",
+        "by transformers": "ConfigError: for_trainer(FSDPQwen3ForCausalLM): transformers has sharded it",
+    }
+    assert found.keys() == expected.keys()
+    for name, text in expected.items():
+        assert found[name].startswith(text), (name, found[name])
+
+
+@pytest.mark.distributed
+def test_the_doors_are_closed_again(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    """And an adapter is saved by us meanwhile, not by PEFT, which has copies of what is elsewhere."""
+    found = same_on(two, refusing.doors, str(folder), str(tmp_path / "saved"))
+    assert found["same"]
+    assert found["opened"]
+    assert found["closed"]
+    assert found["left"] == {"outer": [], "inner": []}
+    assert found["config"] == []
+    assert found["tensor parallel"] is None, "PEFT takes 1 for tensor parallelism"
+    assert "save_pretrained(push_to_hub)" in found["refused"]
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    expected = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+
+
+@pytest.mark.distributed
+def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    found = same_on(two, refusing.trainers, str(folder), str(tmp_path))
+    assert found.pop("asked for") == "False"
+    assert found.pop("adamw_torch") == ""
+    expected = {
+        "alone": "accelerate counts 1 processes, and the model's process group has 2 ranks",
+        "no model": "Mine(model='gpt2'): ShardwiseTrainer trains a loaded model",
+        "not for it": "pass model=for_trainer(model)",
+        "model_init": "ShardwiseTrainer trains a loaded model",
+        "peft_config": "Load the model with from_pretrained(tuning=Lora(config)) instead",
+        "fsdp of accelerate": "would have the Trainer shard a model that is sharded already",
+        "context parallel": "parallelism_config has cp_size=2, and the Trainer supports a model",
+        "fsdp": "would have the Trainer shard a model that is sharded already",
+        "adafactor": "transformers' Adafactor: steps whole tensors, not shards. Use torchao's AdamW8bit.",
+        "other folder": "resume_from_checkpoint, or output_dir, on rank 1 is not that of rank 0",
+    }
+    assert found.keys() == expected.keys()
+    for name, text in expected.items():
+        assert text in found[name], (name, found[name])
+    assert not any(tmp_path.iterdir()), "nothing was written"
+
+
+@pytest.mark.distributed
+def test_trainers_of_trl(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    found = same_on(two, refusing.of_trl, str(folder), str(tmp_path))
+    expected = {
+        "no reference": "compares with a reference model, which TRL would load whole on every rank. Pass ref",
+        "reference": "(ref_model=...): pass ref_model=for_trainer(reference)",
+        "precompute": "TRL would hash the model's weights",
+        "grpo": "compares with a reference model, which TRL would load whole on every rank. Pass beta=0.0",
+        "head apart": "TRL reads the weight of the model's head without calling it",
+    }
+    for name, text in expected.items():
+        assert text in found[name], (name, found[name])
+
+
+def test_a_transformers_whose_doors_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error, which names the door and the versions that have it."""
+    kept = sys.modules.pop("shardwise.integrations.trainer_compat")
+    owner = next(kind for kind in PreTrainedModel.__mro__ if "is_distributed_loading_by_transformers" in vars(kind))
+    monkeypatch.delattr(owner, "is_distributed_loading_by_transformers")
+    with pytest.raises(ConfigError, match=r"lacks a private name.*is_distributed_loading.*Use transformers 5\.19"):
+        importlib.import_module("shardwise.integrations.trainer_compat")
+    sys.modules["shardwise.integrations.trainer_compat"] = kept
+
+
+def test_one_process_needs_no_sharding(tmp_path: Path) -> None:
+    from tests.training import tiny
+
+    model = tiny.model()
+    assert for_trainer(model) is model
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("complete", "limit", "best", "removed"),
+    [
+        ([2, 4, 6], None, None, []),
+        ([2, 4, 6], 2, None, [2]),
+        ([2, 4, 6], 1, None, [2, 4]),
+        ([2, 4, 6], 1, 2, [4]),
+        ([], 1, None, []),
+        ([2, 4], 1, 9, [2]),
+    ],
+)
+def test_which_checkpoints_go(complete: list[int], limit: int | None, best: int | None, removed: list[int]) -> None:
+    assert trainer_runs.steps_to_remove(complete, limit, best) == removed
+
+
+FACTS = trainer_runs.TrainerFacts(3, "mine", 8, 2).to_bytes()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"version": 1}',
+        b'{"version": 2}',
+        b'{"version": 1, "step": -1, "holds": "x"}',
+        FACTS.replace(b"8", b"-8"),
+        FACTS.replace(b'"mine"', b"3"),
+    ],
+)
+def test_facts_of_strangers(content: bytes) -> None:
+    with pytest.raises(FormatError):
+        trainer_runs.TrainerFacts.from_bytes(content, "facts")
+
+
+def test_it_comes_before_the_trainer() -> None:
+    from transformers import Trainer
+
+    from shardwise.integrations.trainer import ShardwiseTrainer
+
+    assert type("Right", (ShardwiseTrainer, Trainer), {})
+    with pytest.raises(ConfigError, match=r"class Wrong\(ShardwiseTrainer, Trainer\)"):
+        type("Wrong", (Trainer, ShardwiseTrainer), {})
+
+
+def test_what_the_trainer_writes_into_folders_lasts_too_and_is_requested(tmp_path: Path) -> None:
+    """As tokenizers with several chat templates have them. What was cut meanwhile does not count."""
+    facts = trainer_runs.TrainerFacts(3, "everything", 8, 2)
+    log, run = EffectLog(tmp_path / "log"), tmp_path / "run"
+    place = run / "checkpoint-3"
+    with recorded(log, run), trainer_runs.locked_for(World(0, 1), run, 3) as saving:
+        (place / "additional_chat_templates").mkdir()
+        (place / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
+        trainer_runs.complete(saving, place, facts)
+        saving.locked.release()
+    *_, last = states_after_crash({}, log.effects(), samples=0)
+    assert last.files["checkpoint-3/additional_chat_templates/tools.jinja"] == b"{{ x }}"
+    assert "checkpoint-3/shardwise.trainer.json" in last.files
+    trainer_runs.remove_but(run, 9)
+    assert list(run.iterdir()) == []

@@ -1,0 +1,68 @@
+"""A process that ranks of tests are forked from, so that torch and transformers are imported once."""
+
+import gc
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # in that process only
+    gc.disable()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.path[:] = [*filter(None, sys.path), str(Path(__file__).parents[2])]
+
+_ORPHANED_S = 60.0
+"""Seconds that a rank may take to end after the process that started it is gone."""
+
+
+_PRELOADED = (
+    "torch.distributed.checkpoint",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "trl.trainer.sft_trainer",
+    "trl.trainer.dpo_trainer",
+    "shardwise.engines.pretrained_loading",
+    "shardwise.engines.saving",
+    "shardwise.integrations.trainer",
+    "shardwise.training.run",
+    "shardwise.training.tenants",
+    "tests.load_cases",
+    "tests.engines.stating",
+    "tests.checkpoints.on_ranks",
+    "tests.faults.on_ranks",
+    "tests.faults.saving",
+    "tests.torture.objects",
+    "tests.torture.verbs",
+)
+"""Modules that ranks need, imported once by the process that they are forked from."""
+
+
+def start_server() -> multiprocessing.context.ForkServerContext:
+    """Start the process that ranks are forked from, unless there is one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *_PRELOADED])
+    multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def live_as_rank() -> None:
+    """Prepare a new process: it receives SIGTERM but not Ctrl-C, and ends with its parent."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    gc.freeze()  # collections would write to all objects that were there before the fork
+    gc.enable()
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "ranks are started"
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ORPHANED_S)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,35 @@
+"""Several ranks on one machine, for tests."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.support.local_ranks import LocalRanks
+
+
+def run_world(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Call an importable function on ``world_size`` gloo ranks; its values by rank.
+
+    The ranks are fresh processes that meet through a file, never a port, and are ended after ``timeout_s``. To use
+    one world for many calls, see :class:`~tests.support.local_ranks.LocalRanks`.
+
+    Raises:
+        RankError: with the traceback of every rank that failed.
+    """
+    with LocalRanks(world_size, timeout_s=timeout_s) as ranks:
+        return ranks.run(function, *args)
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
+    """(kind, text) of the error a call raises; ("", "") when it raises none."""
+    try:
+        function(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def require_same_error(ends: Sequence[tuple[str, str]], kind: str, *words: str) -> None:
+    """All ranks have raised the same error, of this kind, with these words."""
+    ((found, text),) = {tuple(end) for end in ends}
+    assert found == kind, text
+    assert all(word in text for word in words), text

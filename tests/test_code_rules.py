@@ -1,0 +1,214 @@
+"""The house keeps its words: one noun has one meaning."""
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from tests.code_rules import (
+    PACKAGE,
+    ROOT,
+    circles,
+    closure,
+    height_of,
+    length_of_code,
+    long_functions,
+    names_in_two_modules,
+)
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    src = ROOT / "src"
+    return {
+        ".".join(path.relative_to(src).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
+        for path in (src / PACKAGE).rglob("*.py")
+    }
+
+
+def test_no_name_has_two_meanings():
+    """Classes and type aliases, leading underscores aside: a name is defined in one module of the package."""
+    assert names_in_two_modules(trees()) == []
+
+
+def test_a_name_in_two_modules_is_found():
+    first = ast.parse("class Part: ...")
+    second = ast.parse("from typing import TypeAlias\n_Part: TypeAlias = int")
+    assert names_in_two_modules({"one": first, "two": second}) == ["Part: one, two"]
+
+
+def test_no_modules_import_each_other():
+    """Neither when they are imported, nor later, in functions."""
+    assert circles(trees()) == []
+
+
+def test_modules_that_import_each_other_are_found():
+    one = ast.parse("def later():\n    from shardwise.two import x")
+    two = ast.parse("from shardwise.one import later")
+    assert circles({"shardwise.one": one, "shardwise.two": two}) == [["shardwise.one", "shardwise.two"]]
+
+
+LISTS = ("cli.train.plan_command", "engines.loading.make_report", "pictures.images.write_png")
+"""Functions that are a list of fields, or of options: read from top to bottom, and no shorter in parts."""
+
+
+def test_functions_are_short():
+    """A docstring may be as long as it needs to be, and what follows has 50 lines at most."""
+    found = [each.partition(" ")[0] for each in long_functions(trees(), length_of_code)]
+    assert {name.removeprefix(f"{PACKAGE}.") for name in found} <= set(LISTS)
+
+
+def test_a_function_is_as_long_as_its_code():
+    """Its lines without its docstring; functions inside count with it."""
+    code = "".join(f"    x = {number}\n" for number in range(49))
+    several = {
+        "long": ast.parse(f"def f():\n{code}    return x"),
+        "told": ast.parse(f'def f():\n    """1\n    2"""\n{code}'),
+    }
+    assert long_functions(several, length_of_code) == ["long.f (51)"]
+
+
+BELOW_TORCH = {"errors", "report", "tensors", "storage", "formats", "conversion", "layout", "planning"}
+BELOW_TORCH |= {"cli", "observing", "pictures"}
+
+
+def test_nothing_below_torch_imports_it_by_name():
+    """The import contracts see statements only."""
+    above = ("torch", "transformers", "peft", "accelerate")
+    for name, tree in trees().items():
+        room = name.split(".")[1] if "." in name else ""
+        for node in ast.walk(tree):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if room in BELOW_TORCH and called.endswith(("import_module", "__import__")):
+                assert not ast.unparse(node.args[0]).strip("'\"").startswith(above), (name, node.lineno)
+
+
+_PLACE = re.compile(rf"({PACKAGE}(?:\.\w+)+)(?::(\w+))?")
+
+
+def named_places(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name in it or "") of what is named in texts, for ``found_at`` to import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            place = _PLACE.fullmatch(node.value)
+            if place is not None:
+                yield place[1], place[2] or ""
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def tables() -> dict[str, list[tuple[str, str]]]:
+    """By module, what it names for ``found_at``."""
+    opens = {
+        name
+        for name, tree in trees().items()
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "found_at" for alias in node.names)
+    }
+    return {name: list(named_places(trees()[name])) for name in opens}
+
+
+def test_what_a_table_names_is_there_and_lies_no_higher():
+    """The import contracts see statements only; what is opened by its name keeps to the same order of rooms."""
+    assert len(tables()) >= 3
+    for module, places in tables().items():
+        assert places, module
+        for place, name in places:
+            opened = importlib.import_module(place)
+            assert not name or hasattr(opened, name), (module, place, name)
+            assert height_of(place) <= height_of(module), (module, place)
+
+
+def test_what_a_table_names_is_seen_by_the_type_checker():
+    """It reads no texts: each line stands in one file as a statement, too, beside the type that is promised."""
+    tree = ast.parse((ROOT / "tests" / "support" / "tables.py").read_text())
+    seen = set(imported(tree.body[-1]))
+    for places in tables().values():
+        for place, name in places:
+            assert place in seen or f"{place}.{name}" in seen, (place, name)
+
+
+def test_what_a_table_names_imports_none_of_its_importers():
+    """With the tables' lines for imports there is still no circle."""
+    named = {module: {place for place, _ in places} for module, places in tables().items()}
+    assert circles(trees(), named) == []
+    upward = {"shardwise.one": {"shardwise.two"}}
+    assert circles({"shardwise.one": ast.parse(""), "shardwise.two": ast.parse("import shardwise.one")}, upward)
+
+
+CONTRACTS = {"formats": "contract opening"}
+
+
+def test_a_reader_of_load_meets_contracts():
+    """A reader of a format, or of a base in few bits, is opened by its name, when one is met."""
+    met = closure(f"{PACKAGE}.engines.loading", trees())
+    assert [name for name in met if name.startswith(f"{PACKAGE}.models.four_bit")] == []
+    for room, contracts in CONTRACTS.items():
+        inside = f"{PACKAGE}.{room}."
+        assert {name.removeprefix(inside) for name in met if name.startswith(inside)} <= {*contracts.split()}, room
+    assert len(met) <= 99
+
+
+def test_what_architecture_names_is_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert len(text.splitlines()) <= 250
+    source = ROOT / "src" / "shardwise"
+    paths = set(re.findall(r"`((?:[a-z_]+/)+[a-z_.]*)`", text))
+    assert len(paths) > 15
+    assert not [path for path in paths if not (source / path).exists() and not (ROOT / path).exists()]
+    notes = re.findall(r"(\[Note: [^\]]+\])\s+in\s+`([^`]+)`", text)
+    assert len(notes) > 2
+    assert not [note for note, path in notes if note not in (source / path).read_text()]
+
+
+def test_what_is_listed_as_longest_is_there():
+    """Tests by file and function; a name that has changed would be quick again, unseen."""
+    for line in (ROOT / "tests" / "longest.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            file, _, function = line.partition("::")
+            assert f"def {function.partition('[')[0]}(" in (ROOT / file).read_text(), line
+
+
+FIRST = re.compile(r"(What|Which|Who|Whose|Where|How|Whether|Of|As|By|Those|That)\b")
+MOST_PER_1000_WORDS = {
+    r"\bwhat\b": 2.0,
+    r"\b(tells?|told|says?|said|asks?|asked|knows?|known|hears?|heard)\b": 1.5,
+    r"\bwhere (there|it|they|that|this|one|nothing|nobody|no|none)\b": 0.8,
+    r";": 3.0,
+    r"\b(go|goes|gone|going|went) on\b|\b(comes?|came) to\b|\bbeside\b": 0.3,
+}
+BRITISH = re.compile(
+    r"\w*(quanti|tokeni|initiali|normali|seriali|materiali|optimi|synchroni|summari)s(e|es|ed|ing|ation)\b"
+)
+
+
+def docstrings(module: ast.Module) -> list[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [text for node in ast.walk(module) if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    faults = [
+        f"{name}: {text[:60]}" for name, tree in trees().items() for text in docstrings(tree) if FIRST.match(text)
+    ]
+    assert faults == []
+    assert FIRST.match("What a run took.")
+
+
+def test_docstrings_are_in_plain_words():
+    texts = [text for tree in trees().values() for text in docstrings(tree)]
+    words = sum(len(text.split()) for text in texts)
+    for pattern, most in MOST_PER_1000_WORDS.items():
+        found = sum(len(re.findall(pattern, text, re.IGNORECASE)) for text in texts)
+        assert 1000 * found / words <= most, pattern
+
+
+def test_spelling_is_american():
+    found = {path.name: BRITISH.findall(path.read_text()) for path in (ROOT / "src" / PACKAGE).rglob("*.py")}
+    assert {name: words for name, words in found.items() if words} == {}
