@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -36,7 +37,7 @@ from shardwise.execution.memory import collected_later
 from shardwise.execution.replicas import Replicas, compare_replicas
 from shardwise.execution.state_values import reject_meta
 from shardwise.execution.tensor_facts import facts_by_name
-from shardwise.execution.world import Clock, MismatchedRanks, World
+from shardwise.execution.world import Clock, World
 from shardwise.models.optimizer_parsing import class_name
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.planning.load_plan import OnDiffering
@@ -289,7 +290,7 @@ class Checkpointer:
         with clock.phase("look"):
             contents = self._collect(world, step, state)
             collected, base = contents.collected, None
-            alike, data = world.all_reduce_object(contents.summary, agreed_state)
+            alike, data = world.all_reduce_object(contents.summary, partial(agreed_state, world))
             if isinstance(self._only, AdapterOnly):
                 samples = collected.base
                 base = world.map_reduce(samples.fingerprints, samples.identity)
@@ -359,7 +360,9 @@ def _plan(world: World, collected: CollectedState) -> tuple[TensorsPlan, Views, 
     """Plan the writes of all ranks. Return also this rank's chunks, and its replicated tensors. Collective: yes."""
     tensors = {key_of(path): tensor for path, tensor in collected.tensors.items()}
     facts = world.all_gather(facts_by_name, tensors)
-    plan = world.run_all(plan_tensors, collected.tensors, facts, collected.buffers, collected.others_of)
+    plan = world.run_all(
+        plan_tensors, collected.tensors, facts, collected.buffers, collected.others_of, world.global_ranks
+    )
     chunks = world.run_all(views_of, plan.by_rank[world.rank], tensors, collected.local)
     common = in_common({key: tuple(own[key].boxes for own in facts) for key in tensors}, world.rank)
     numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
@@ -369,7 +372,7 @@ def _plan(world: World, collected: CollectedState) -> tuple[TensorsPlan, Views, 
     return plan, chunks, replicas
 
 
-def agreed_state(summaries: Sequence[StateSummary]) -> tuple[list[str], str]:
+def agreed_state(world: World, summaries: Sequence[StateSummary]) -> tuple[list[str], str]:
     """Compare the state of all ranks.
 
     Return the random generators in the same state on all ranks, and "none", "one" or "each" for data positions.
@@ -377,11 +380,12 @@ def agreed_state(summaries: Sequence[StateSummary]) -> tuple[list[str], str]:
     Raises:
         RankMismatchError: optimizers have different settings, or some ranks only have a data position.
     """
-    if odd := MismatchedRanks.among([item.settings for item in summaries]):
+    if odd := world.mismatched([item.settings for item in summaries]):
         own, first = (", ".join(map(str, summaries[rank].rates[:4])) or "none" for rank in (odd.first, 0))
         raise RankMismatchError(
-            f"the settings of the optimizers on rank {odd.shown} are not those of rank 0 (learning rates {own} "
-            f"against {first}), because their schedules differ. Give all ranks the same settings"
+            f"the settings of the optimizers on rank {odd.shown} are not those of rank {world.global_ranks[0]} "
+            f"(learning rates {own} against {first}), because their schedules differ. Give all ranks the same "
+            "settings"
         )
     generators = summaries[0].random
     alike = [name for name in generators if all(item.random.get(name) == generators[name] for item in summaries)]

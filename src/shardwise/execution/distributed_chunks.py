@@ -32,6 +32,7 @@ from shardwise.layout import place_of
 from shardwise.models.torch_api import copy_all, save_without_data, stored_at
 from shardwise.models.view import local_boxes, raw_bytes, strided_view
 from shardwise.planning.moves import Boxes, shares_by_rank, shares_of_first
+from shardwise.report.names import ALL_RANKS
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading import LocalReader
 from shardwise.tensors import Box, ByteRange, Strided, numel
@@ -128,6 +129,7 @@ def plan_tensors(
     facts: Sequence[Mapping[str, TensorFacts]],
     buffers: Collection[str] = (),
     aliases: Mapping[StatePathT, StatePathT] | None = None,
+    global_ranks: Sequence[int] = ALL_RANKS,
 ) -> TensorsPlan:
     """Distribute the tensors over the ranks' files.
 
@@ -136,12 +138,13 @@ def plan_tensors(
         facts: the tensors that each rank holds, by key.
         buffers: keys of tensors that the first rank that holds them writes, see [Note: Patchworks].
         aliases: further names of tensors, with their first ones.
+        global_ranks: the ranks of the group in the default group, for errors.
 
     Raises:
         RankMismatchError: the ranks have different tensors.
         ShardingError: together they do not hold all of one.
     """
-    held = held_by_rank(facts)
+    held = held_by_rank(facts, global_ranks)
     ends = [0] * len(facts)
     files: list[list[ArchivedChunk]] = [[] for _ in facts]
     planned: dict[str, tuple[StatePath, tuple[int, ...], torch.dtype]] = {}

@@ -380,7 +380,7 @@ def gather(
         ShardingError: ranks do not have, together, all of a tensor.
     """
     facts = world.all_gather(facts_by_name, tensors)
-    held = world.run_all(held_by_rank, facts)
+    held = world.run_all(held_by_rank, facts, world.global_ranks)
     ranks = moves.receivers(form, world.size)
     gathered: dict[str, torch.Tensor] = {}
     items: list[Transfer] = []

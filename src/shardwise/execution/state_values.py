@@ -143,7 +143,7 @@ class BroughtValues:
             RankMismatchError: ranks have different targets.
         """
         facts = world.all_gather(tensor_facts.facts_by_name, targets)
-        world.run_all(tensor_facts.require_same_tensors, facts)
+        world.run_all(tensor_facts.require_same_tensors, facts, world.global_ranks)
         items = world.run_all(lambda: [self._transfer(item, targets, facts) for item in match.taken])
         return moving.transfer(world, items, budget_bytes=budget_bytes, device=device)
 
