@@ -314,7 +314,7 @@ def arm_run(arm: str, record: run_records.RunRecord) -> ArmRun:
 
 def _outer_phases(record: run_records.RunRecord, rank: run_records.RankRecord) -> dict[str, run_records.PhaseSpan]:
     found = {span.path[0]: span for span in rank.phases if len(span.path) == 1 and span.thread == 0}
-    if not found.keys() >= set(PHASES) or not rank.is_closed:
+    if not found.keys() >= set(PHASES) or not rank.is_closed or not rank.samples["t"].size:
         raise FormatError(f"{record.path}: rank {rank.rank} was not observed to its end")
     return found
 

@@ -94,8 +94,12 @@ def in_save(bank: Any, folder: Path) -> None:
 def in_evaluation(bank: Any, folder: Path) -> None:
     bad = {**BATCH, "input_ids": BATCH["input_ids"].clone()}
     bad["input_ids"][0, 0] = failing.BAD
-    with failing.trouble(bank, "forward"), pytest.raises(ShardwiseError, match="ValueError: not this token"):
+    with (
+        failing.trouble(bank, "forward"),
+        pytest.raises(ShardwiseError, match="ValueError: not this token") as told,
+    ):
         bank.compute_logprobs([("ada", rows_for("ada", recipes()["ada"], 0)), ("x", bad), (None, BATCH)])
+    assert told.value.__notes__ == ["This was a pass of 'ada', 'x', the base; all of it is discarded."]
     assert len(bank.compute_logprobs([("ada", rows_for("ada", recipes()["ada"], 0)), ("x", BATCH)])) == 2
 
 
@@ -109,6 +113,14 @@ def in_state(bank: Any, folder: Path) -> None:
 REFUSALS = {
     "a name twice": refused(lambda bank, _: create(bank, "x", X), "the adapter 'x' exists already"),
     "a tenant twice": refused(lambda bank, _: bank.forward_backward([("x", BATCH)] * 2), "'x' is named twice"),
+    "no list": refused(lambda bank, _: bank.forward_backward({"x": BATCH}), "batches: is a dict, not a list of"),
+    "no pair": refused(
+        lambda bank, _: bank.forward_backward([("x", BATCH), ("x", BATCH, 1)]),
+        r"batches\[1\]: is a tuple, not a pair",
+    ),
+    "no name": refused(
+        lambda bank, _: bank.forward_backward([(5, BATCH)]), r"batches\[0\]: its name is a int, not a string"
+    ),
     "removed": in_removed,
     "a target that is not there": refused(
         lambda bank, _: bank.add_adapter("y", lora(target_modules=["q_prj"])), "nothing is named 'q_prj'"

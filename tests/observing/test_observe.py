@@ -19,7 +19,7 @@ from tests.training import tiny
 
 import shardwise
 from shardwise.engines import observe as observers
-from shardwise.observing import is_observed, phase
+from shardwise.observing import is_observed, observed_by, phase
 from shardwise.run_records import RankRecord, read_run
 
 
@@ -93,6 +93,18 @@ def test_a_phase_that_fails_is_left_and_threads_are_apart(tmp_path: Path) -> Non
     spans = {span.path: span.thread for span in only_rank(tmp_path).phases}
     assert spans["aside",] == 1
     assert spans["mine",] == 0
+    assert not is_observed()
+
+
+def test_the_end_of_one_observer_ends_no_other() -> None:
+    first: list[str | None] = []
+    second: list[str | None] = []
+    with observed_by(first.append):
+        with observed_by(second.append), phase("both"):
+            pass
+        with phase("mine"):
+            pass
+    assert (first, second) == (["both", None, "mine", None], ["both", None])
     assert not is_observed()
 
 

@@ -123,6 +123,11 @@ def test_a_rank_whose_disk_was_full_before_its_end_is_an_error(tmp_path: Path, i
         arm_run("native", read_run(run))
 
 
+def test_a_rank_without_samples_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="rank 1 was not observed to its end"):
+        arm_run("native", read_run(made_run(tmp_path, [[(0.0, 0, 0)], []])))
+
+
 def test_growth_over_the_limit_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = ArmRun("shardwise", "out/shardwise", 1.5, {}, 3 << 30, 2 << 30, 0, 0, (3 << 30) - 1, {"a": "1"})
     other = ArmRun("native", "out/native", 2.5, {}, 9 << 30, 4 << 30, 0, 5 << 30, 0, {"a": "2"})
