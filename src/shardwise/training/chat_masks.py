@@ -167,11 +167,8 @@ class AssistantMasks:
             is marked in exactly one example.
 
         Raises:
-            ChatError: a message is malformed, or the template cannot render the chat, or leaves out a part of an
-                answer.
+            ChatError: the template cannot render the chat, or leaves out a part of an answer.
         """
-        for index, message in enumerate(messages):
-            _require_message(message, f"messages[{index}]")
         chat = self._chat(messages, {**(variables or {}), "tools": list(tools) if tools else None})
         examples = [_MaskedText(chat.text)]
         for index in reversed(range(len(messages))):
@@ -389,25 +386,6 @@ def _with_content(message: ChatMessage, content: str) -> ChatMessage:
 
 
 # Completeness
-
-
-def _require_message(message: ChatMessage, name: str) -> None:
-    """Check that a message has a role, text as its content, and calls of functions with JSON as arguments."""
-    if not isinstance(message.get("role"), str):
-        raise ChatError(f"{name}: has no role. Write {{role: ..., content: ...}}.")
-    content = message.get("content") or ""
-    parts = content if isinstance(content, list) else [{"text": content}]
-    if not all(isinstance(part, Mapping) and isinstance(part.get("text", ""), str) for part in parts):
-        raise ChatError(f"{name}.content: is not text, nor a list of parts of text. Write content: TEXT.")
-    try:
-        for call in message.get("tool_calls") or ():
-            function = _call_in_form(call, dict)["function"]
-            if not isinstance(function["name"], str):
-                raise TypeError
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ChatError(
-            f"{name}.tool_calls: is not a list of calls. Write [{{function: {{name: ..., arguments: ...}}}}, ...]."
-        ) from error
 
 
 def _lacks_system(messages: Sequence[ChatMessage], text: str, prompt: str) -> bool:

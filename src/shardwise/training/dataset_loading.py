@@ -207,7 +207,9 @@ def _tokenized(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mappin
         chat["messages"] = [*context, *_turns("completion", chat.get("completion", []))]
     if not isinstance(chat.get("chat_template_kwargs") or {}, Mapping):
         raise MalformedRowError("chat_template_kwargs: is not a mapping. Write {NAME: VALUE, ...}.")
-    if not any(message.get("role") == "assistant" for message in chat["messages"]):
+    for index, message in enumerate(chat["messages"]):
+        _require_message(message, f"messages[{index}]")
+    if not any(message["role"] == "assistant" for message in chat["messages"]):
         raise MalformedRowError("messages: none has the role 'assistant'. Add one, or remove the row.")
     return masks(chat["messages"], chat.get("tools"), chat.get("chat_template_kwargs"))
 
@@ -264,6 +266,27 @@ def _turns(key: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise MalformedRowError(f"{key}: is not a list of messages. Write [{{role: ..., content: ...}}, ...].")
     return value
+
+
+def _require_message(message: Mapping[str, Any], name: str) -> None:
+    """Check that a message has a role, text as its content, and calls of functions with JSON as arguments."""
+    if not isinstance(message.get("role"), str):
+        raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}.")
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text", ""), str) for part in parts):
+        raise MalformedRowError(f"{name}.content: is not text, nor a list of parts of text. Write content: TEXT.")
+    try:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            if not isinstance(function["name"], str):
+                raise TypeError
+            if isinstance(arguments := function.get("arguments"), str):
+                json.loads(arguments or "{}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise MalformedRowError(
+            f"{name}.tool_calls: is not a list of calls. Write [{{function: {{name: ..., arguments: ...}}}}, ...]."
+        ) from error
 
 
 def _functions(tools: Any) -> list[dict[str, Any]]:
