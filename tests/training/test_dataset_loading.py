@@ -52,6 +52,8 @@ def test_a_local_file_is_a_data_set(tmp_path: Path) -> None:
     parts = load(name, mixture(test_split_size=1 / 3))
     assert sorted(parts) == ["test", "train"]
     assert len(parts["train"]) == 2
+    with pytest.raises(ConfigError, match="test_split_size: 1.5 cannot be used"):
+        load(name, mixture(test_split_size=1.5))
     with pytest.raises(ConfigError, match=r"train_split: train_sft is not a split of the data set \(train\)"):
         dataset_loading.load(script(name, dataset_train_split="train_sft"), mixture(test_split_size=0.5), None, 0)
 
@@ -85,6 +87,8 @@ def test_weights_interleave_data_sets(tmp_path: Path) -> None:
         ("no/such", None, None, "no/such: cannot be loaded"),
         ("x", None, [1.0], "interleave: needs datasets"),
         (None, mixture({"path": "x"}), [1.0, 2.0], "interleave: has 2 weights for 1 datasets"),
+        (None, mixture({"path": "x"}), ["1"], "interleave: has 1 weights for 1 datasets. Give each one above 0"),
+        (None, mixture({"path": "x"}), [float("inf")], "interleave: has 1 weights for 1 datasets"),
         (None, mixture({"path": "x", "fraction": 0.5}), [1.0], "interleave: contradicts fraction"),
     ],
 )

@@ -6,6 +6,7 @@ mixture, conversion to ``messages``, and assistant masks.
 
 import copy
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -103,7 +104,8 @@ def _builder_of(name: str) -> str | None:
 
 
 def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[str, AnyDataset]:
-    if len(weights) != len(mixture.datasets) or not all(weight > 0 for weight in weights):
+    is_number = [type(weight) in (int, float) and 0 < weight < math.inf for weight in weights]
+    if len(weights) != len(mixture.datasets) or not all(is_number):
         raise ConfigError(
             f"interleave: has {len(weights)} weights for {len(mixture.datasets)} datasets. Give each one above 0."
         )
@@ -130,7 +132,12 @@ def _split(found: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[s
         raise ConfigError(
             "test_split_size: cannot split a streamed data set. Set dataset_test_split, or do not stream."
         )
-    parts = train.train_test_split(test_size=size, seed=0)
+    try:
+        parts = train.train_test_split(test_size=size, seed=0)
+    except ValueError as error:
+        raise ConfigError(
+            f"test_split_size: {size} cannot be used, {error} Write a fraction of the rows."
+        ) from error
     return {name: parts["train"], "test": parts["test"]}
 
 

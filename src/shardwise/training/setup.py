@@ -265,6 +265,8 @@ def load_data(
                     f"{name}: is not a split of the data set, which has {', '.join(found)}. Set "
                     "dataset_train_split, dataset_test_split or test_split_size."
                 )
+        if empty := [name for name in names if next(iter(found[name]), None) is None]:
+            raise ConfigError(f"{empty[0]}: has no rows. Check the data set, or set another split.")
         parts = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
         if images := {"image", "images"} & set(get_dataset_column_names(parts[0])):
             raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column.")
