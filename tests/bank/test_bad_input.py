@@ -103,6 +103,10 @@ def in_evaluation(bank: Any, folder: Path) -> None:
     assert len(bank.compute_logprobs([("ada", rows_for("ada", recipes()["ada"], 0)), ("x", BATCH)])) == 2
 
 
+def on_meta(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "adapter": {key: values.to("meta") for key, values in state["adapter"].items()}}
+
+
 def in_state(bank: Any, folder: Path) -> None:
     state = bank.state_dict("x")
     for key, values in state["adapter"].items():
@@ -113,14 +117,8 @@ def in_state(bank: Any, folder: Path) -> None:
 REFUSALS = {
     "a name twice": refused(lambda bank, _: create(bank, "x", X), "the adapter 'x' exists already"),
     "a tenant twice": refused(lambda bank, _: bank.forward_backward([("x", BATCH)] * 2), "'x' is named twice"),
-    "no list": refused(lambda bank, _: bank.forward_backward({"x": BATCH}), "batches: is a dict, not a list of"),
-    "no pair": refused(
-        lambda bank, _: bank.forward_backward([("x", BATCH), ("x", BATCH, 1)]),
-        r"batches\[1\]: is a tuple, not a pair",
-    ),
-    "no name": refused(
-        lambda bank, _: bank.forward_backward([(5, BATCH)]), r"batches\[0\]: its name is a int, not a string"
-    ),
+    "a name that is none": refused(lambda bank, _: bank.delete_adapter(["x"]), r"no adapter named \['x'\]"),
+    "a name for a list": refused(lambda bank, _: bank.optim_steps("x"), "names='x': is not a list of names"),
     "removed": in_removed,
     "a target that is not there": refused(
         lambda bank, _: bank.add_adapter("y", lora(target_modules=["q_prj"])), "nothing is named 'q_prj'"
@@ -145,6 +143,13 @@ REFUSALS = {
     "an exception in a save": in_save,
     "an exception in an evaluation": in_evaluation,
     "a state of another shape": in_state,
+    "a state without tensors": refused(
+        lambda bank, _: bank.load_state_dict("x", {"adapter": {"a": 1}, "training": {}, "facts": {}}),
+        "the state of 'x': adapter has values that are not tensors",
+    ),
+    "a state on meta": refused(
+        lambda bank, _: bank.load_state_dict("x", on_meta(bank.state_dict("x"))), "is a Tensor of .* on meta"
+    ),
 }
 
 

@@ -245,7 +245,7 @@ def _shown(name: str | None) -> str:
 
 def tenant_of(tenants: Mapping[str, Tenant], name: str) -> Tenant:
     """Return the tenant of this name, or raise ConfigError."""
-    if name not in tenants:
+    if not isinstance(name, str) or name not in tenants:
         raise ConfigError(f"no adapter named {name!r}. Adapters: {', '.join(tenants) or 'none'}")
     return tenants[name]
 

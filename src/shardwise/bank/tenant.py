@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -194,10 +195,12 @@ class Tenant:
         if "lr" in changes and self.options.schedule is not unchanging:
             faults.append("lr: the schedule of this tenant sets it. Create it without one")
         for key, value in changes.items():
-            for number in value if isinstance(value, tuple) else (value,):
-                is_number = isinstance(number, int | float) and not math.isnan(number) and number >= 0
-                if not is_number or (key == "max_grad_norm" and number == 0):
-                    faults.append(f"{key}={value!r} is not a valid value")
+            present, numbers = self.settings.get(key), value if isinstance(value, tuple) else (value,)
+            lengths = [len(each) if isinstance(each, tuple) else -1 for each in (present, value)]
+            limit = math.inf if key == "max_grad_norm" else sys.float_info.max
+            are_numbers = all(isinstance(number, int | float) and 0 <= number <= limit for number in numbers)
+            if len({*lengths}) > 1 or not are_numbers or (key == "max_grad_norm" and value == 0):
+                faults.append(f"{key}={value!r} is not a valid value")
         if faults:
             raise ConfigError(f"invalid settings for the step of {self.name!r}:\n  " + "\n  ".join(faults))
 
