@@ -29,7 +29,7 @@ from shardwise.checkpoints.state import (
     describe_selection,
     key_of,
 )
-from shardwise.engines.arguments import hints_of, require_meant
+from shardwise.engines.arguments import hints_of, require_meant, require_same_arguments
 from shardwise.errors import ConfigError, RankMismatchError, StorageError, answer_keywords
 from shardwise.execution.checksums import as_bytes
 from shardwise.execution.distributed_chunks import ChunkStaging, TensorsPlan, Views, plan_tensors, views_of
@@ -244,10 +244,13 @@ class Checkpointer:
         Collective: yes.
 
         Raises:
+            ConfigError: the step is not a number of optimizer steps.
+            RankMismatchError: ranks pass different steps.
             StorageError: something cannot be removed.
         """
         self.wait()
         with self._world("discard_after") as world:
+            require_same_arguments(world, _comparable_step, step)
             removed = world.broadcast(folder.remove_after, self._root, step)
             self._newest = world.broadcast(folder.newest_in, self._root)
         return removed
@@ -347,13 +350,19 @@ class Checkpointer:
 
     @collected_later()
     def _contents(self, step: int, state: TrainState, rank: int) -> StateContents:
-        if type(step) is not int or not 0 <= step < _MAX_STEP:
-            raise ConfigError(f"step={step!r} is not a number of optimizer steps")
+        _comparable_step(step)
         write.require_after(self._root, step, self._newest)
         collected = collect_state(state, self._only, self._collected)
         reject_meta({key_of(path): tensor for path, tensor in collected.tensors.items()}, "the state")
         self._collected = collected
         return contents_of(collected, state, rank)
+
+
+def _comparable_step(step: object) -> dict[str, str]:
+    """Check a step. Return it as text that ranks must have in common."""
+    if type(step) is not int or not 0 <= step < _MAX_STEP:
+        raise ConfigError(f"step={step!r} is not a number of optimizer steps")
+    return {"step": str(step)}
 
 
 def _plan(world: World, collected: CollectedState) -> tuple[TensorsPlan, Views, Replicas]:
