@@ -243,7 +243,7 @@ def _shown(name: str | None) -> str:
     return "the base" if name is None else repr(name)
 
 
-def tenant_of(tenants: Mapping[str, Tenant], name: str) -> Tenant:
+def tenant_of(tenants: Mapping[str, Tenant], name: object) -> Tenant:
     """Return the tenant of this name, or raise ConfigError."""
     if not isinstance(name, str) or name not in tenants:
         raise ConfigError(f"no adapter named {name!r}. Adapters: {', '.join(tenants) or 'none'}")

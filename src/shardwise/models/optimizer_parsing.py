@@ -280,11 +280,11 @@ def _differences(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> list[
     return found
 
 
-def _is_setting(value: object, present: object) -> bool:
+def _is_setting(value: Any, present: Any) -> bool:
     """Return whether a value can take the place of a present number, or numbers. Of others nothing is known."""
     if isinstance(present, tuple) and all(map(_is_number, present)):
         is_as_long = isinstance(value, (list, tuple)) and len(value) == len(present)
-        return is_as_long and all(map(_is_setting, value, present))  # type: ignore[arg-type]
+        return is_as_long and all(map(_is_setting, value, present))
     return value is None or isinstance(present, bool) or not _is_number(present) or _is_number(value)
 
 

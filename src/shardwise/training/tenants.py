@@ -268,7 +268,8 @@ class TenantTraining:
             raise FormatError(f"{place}: has no state of a training, {begun.reason}. Remove the folder.")
 
     def _restore(self, state: TrainerState) -> None:
-        position: Any = state.stateful_callbacks[_POSITION]  # type: ignore[index]
+        kept: Any = state.stateful_callbacks
+        position = kept[_POSITION]
         if position["count"] != self._order.count:
             raise ConfigError(
                 f"{self._folder}: has a training on {position['count']} rows, not {self._order.count}. Use the "
@@ -437,7 +438,8 @@ def _newest(folder: Path) -> tuple[int, TrainerState | None]:
     file = folder / f"checkpoint-{steps[-1]}" / STATE_FILE
     try:
         state = TrainerState.load_from_json(str(file))
-        position: Any = state.stateful_callbacks[_POSITION]  # type: ignore[index]
+        kept: Any = state.stateful_callbacks
+        position = kept[_POSITION]
         count, epoch, offset = (operator.index(position[key]) for key in ("count", "epoch", "offset"))
         if not 0 <= offset < count or not 0 <= epoch <= state.global_step:
             raise ValueError("its position is outside of the rows")
