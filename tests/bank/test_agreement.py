@@ -173,6 +173,8 @@ NO_ROWS: dict[str, tuple[Any, str]] = {
     "nothing": ([("ada", None)], NO_TENSORS),
     "lists in it": ([("ada", {"input_ids": [[1, 2]]})], NO_TENSORS),
     "labels of text": ([("ada", {**ROWS, "labels": ["x"]})], NO_TENSORS),
+    "tensors on meta": ([("ada", {key: values.to("meta") for key, values in ROWS.items()})], NO_TENSORS),
+    "sparse tensors": ([("ada", {key: values.to_sparse() for key, values in ROWS.items()})], NO_TENSORS),
     "labels in floats": ([("ada", {**ROWS, "labels": ROWS["labels"].float()})], NO_TENSORS),
     "other keys": ([("ada", {**ROWS, 3: 4, "x": 5})], NO_TENSORS),
 }

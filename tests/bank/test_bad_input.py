@@ -22,7 +22,7 @@ from tests.bank.test_isolation import QUIET, X, everything, members_with
 from tests.faults.doomed import Doomed, Seat
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from shardwise.errors import ConfigError, KeyMismatchError, ShardwiseError
+from shardwise.errors import ConfigError, FormatError, KeyMismatchError, ShardwiseError
 
 BATCH = rows_for("x", X, 9)
 
@@ -103,6 +103,14 @@ def in_evaluation(bank: Any, folder: Path) -> None:
     assert len(bank.compute_logprobs([("ada", rows_for("ada", recipes()["ada"], 0)), ("x", BATCH)])) == 2
 
 
+def with_facts(state: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    return {**state, "facts": {**state["facts"], **facts}}
+
+
+def with_matrix(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "adapter": {**state["adapter"], 5: torch.ones(2)}}
+
+
 def on_meta(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "adapter": {key: values.to("meta") for key, values in state["adapter"].items()}}
 
@@ -146,6 +154,20 @@ REFUSALS = {
     "a state without tensors": refused(
         lambda bank, _: bank.load_state_dict("x", {"adapter": {"a": 1}, "training": {}, "facts": {}}),
         "the state of 'x': adapter has values that are not tensors",
+    ),
+    "a state of another clip": refused(
+        lambda bank, _: bank.load_state_dict("x", with_facts(bank.state_dict("x"), max_grad_norm=math.nan)),
+        "max_grad_norm=nan: is not above 0",
+        FormatError,
+    ),
+    "facts under numbers": refused(
+        lambda bank, _: bank.load_state_dict("x", {**bank.state_dict("x"), "facts": {1: 2}}),
+        "it lacks .* and has 1 more",
+        FormatError,
+    ),
+    "a matrix under a number": refused(
+        lambda bank, _: bank.load_state_dict("x", with_matrix(bank.state_dict("x"))),
+        "5: .* not there in the adapter",
     ),
     "a state on meta": refused(
         lambda bank, _: bank.load_state_dict("x", on_meta(bank.state_dict("x"))), "is a Tensor of .* on meta"

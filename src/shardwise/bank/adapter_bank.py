@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
 
@@ -32,7 +33,7 @@ from shardwise.checkpoints.facts import digest_of
 from shardwise.engines.arguments import require_meant, require_same_arguments, world_of
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
 from shardwise.engines.saving import execute_save
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, unknown_keyword
 from shardwise.execution.world import Clock, World
 from shardwise.models.view import computing_device
 from shardwise.planning.matching import OnFault
@@ -138,6 +139,10 @@ class AdapterBank:
     def _new(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> tenants.Tenant:
         if tenants.require_name(name) in self._tenants:
             raise ConfigError(f"the adapter {name!r} exists already. Remove it, or use another name")
+        known = [item.name for item in fields(tenants.TenantOptions)]
+        for keyword in keywords:
+            if keyword not in known:
+                raise unknown_keyword("add_adapter", keyword, known, {}, tenants.TenantOptions)
         return self._build(name, config, tenants.TenantOptions(**keywords))
 
     def _build(self, name: str, config: LoraConfig, options: tenants.TenantOptions) -> tenants.Tenant:

@@ -312,7 +312,7 @@ def _base_faults(there: Mapping[str, str], here: Mapping[str, str], on_other_bas
 def _differing_shapes(there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]) -> list[str]:
     return [
         f"{key}: {there.get(key, 'not there')} in the state, {here.get(key, 'not there')} in the adapter"
-        for key in sorted({*there, *here})
+        for key in sorted({*there, *here}, key=str)
         if there.get(key) != here.get(key)
     ]
 

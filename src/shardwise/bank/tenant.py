@@ -64,6 +64,19 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 """A tenant's loss: the mean over the supervised tokens of a window, or their sum, each times its weight."""
 
 
+def made_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
+    """Make the schedule of a tenant.
+
+    Raises:
+        ConfigError: the schedule lacks methods of torch's.
+    """
+    schedule = make(optimizer)
+    lacking = [n for n in ("step", "state_dict", "load_state_dict") if not callable(getattr(schedule, n, None))]
+    if lacking:
+        raise ConfigError(f"schedule: made a {type(schedule).__name__}, which has no {', '.join(lacking)}")
+    return schedule
+
+
 def unchanging(optimizer: Optimizer) -> ConstantLR:
     """Make the default schedule of a tenant, which leaves the learning rate as it is."""
     return ConstantLR(optimizer, factor=1.0, total_iters=0)
@@ -91,9 +104,14 @@ class TenantOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        faults = []
-        if not self.max_grad_norm > 0:
-            faults.append(f"max_grad_norm={self.max_grad_norm}: is not above 0. Leave it out for no limit")
+        faults = [
+            f"{name}={getattr(self, name)!r}: is not a function. Pass one"
+            for name in ("optimizer", "schedule")
+            if not callable(getattr(self, name))
+        ]
+        limit: object = self.max_grad_norm
+        if not isinstance(limit, int | float) or not limit > 0:
+            faults.append(f"max_grad_norm={limit!r}: is not above 0. Leave it out for no limit")
         if not _is_integer(self.gradient_accumulation_steps) or self.gradient_accumulation_steps < 1:
             faults.append(f"gradient_accumulation_steps={self.gradient_accumulation_steps!r}: pass 1 or more")
         if self.reduction not in get_args(Reduction):
@@ -153,7 +171,7 @@ class Tenant:
         }
         self.world = world
         self.optimizer = made_optimizer(options.optimizer, self.flat)
-        self.schedule = options.schedule(self.optimizer)
+        self.schedule = made_schedule(options.schedule, self.optimizer)
         self.max_grad_norm = options.max_grad_norm
         self.window = TenantWindow()
         self.windows = 0
