@@ -58,6 +58,22 @@ def test_a_local_file_is_a_data_set(tmp_path: Path) -> None:
         dataset_loading.load(script(name, dataset_train_split="train_sft"), mixture(test_split_size=0.5), None, 0)
 
 
+def test_a_streamed_data_set_without_rows_is_an_error(tmp_path: Path) -> None:
+    from shardwise.training.setup import load_data
+
+    name = tmp_path / "rows.parquet"
+    datasets.Dataset.from_dict({"messages": []}).to_parquet(name)
+    training = SimpleNamespace(assistant_only_loss=False, seed=0, eval_strategy="no")
+    arguments: Any = SimpleNamespace(
+        script=script(str(name), dataset_test_split="test", dataset_streaming=True),
+        training=training,
+        mixture=mixture(),
+        own={"interleave": None},
+    )
+    with pytest.raises(ConfigError, match="train: has no rows"):
+        load_data(arguments, "sft", tiny.tokenizer(), 0)
+
+
 def test_concatenated_data_sets_are_split_alike_on_every_rank(tmp_path: Path) -> None:
     names = [write(tmp_path / f"{say}.jsonl", 40, say) for say in "ab"]
     first, second = (load(None, mixture(*({"path": name} for name in names), test_split_size=0.25)) for _ in "12")
