@@ -155,12 +155,25 @@ def test_a_killed_process_leaves_whole_lines_and_the_next_run_replaces_them(tmp_
     assert (run.ranks[0].is_closed, run.notes, run.ranks[0].phases) == (True, [], [])
 
 
+def _hold(lock: threading.Lock, is_held: threading.Event, until: threading.Event) -> None:
+    with lock:
+        is_held.set()
+        until.wait()
+
+
 def _fork_while_observed(run: str) -> str:
-    """What is recorded by a process whose child, as a worker, lives on. At its end the child leaves all blocks."""
+    """What is recorded by a process whose child, as a worker, lives on. At its end the child leaves all blocks.
+
+    It is forked while another thread writes a sample.
+    """
     child = -1
+    is_written, is_forked = threading.Event(), threading.Event()
     try:
-        with shardwise.observe(run, samples_per_second=100), phase("of both"):
+        with shardwise.observe(run, samples_per_second=100) as observer, phase("of both"):
+            threading.Thread(target=_hold, args=(observer._lock, is_written, is_forked)).start()
+            is_written.wait()
             child = os.fork()
+            is_forked.set()
             if child == 0:
                 with phase("of the child"):
                     os.kill(os.getpid(), signal.SIGSTOP)
