@@ -262,6 +262,9 @@ def unlike(
         else:
             for why in _differences(settings, saved):
                 found.setdefault(f"{why} ({here})", []).append(name)
+            for setting in settings.keys() & saved.keys():
+                if not _is_setting(saved[setting], settings[setting]):
+                    found.setdefault(f"the setting {setting} of {here} is {saved[setting]!r:.80}", []).append(name)
     return [f"{why}: {abbreviate(sorted(names))}" for why, names in sorted(found.items())]
 
 
@@ -274,9 +277,6 @@ def _differences(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> list[
             found.append(f"saved with {setting}, which this optimizer does not have")
         elif setting in _SWITCHES & saved.keys() and bool(settings[setting]) != bool(saved[setting]):
             found.append(f"saved with {setting}={saved[setting]!r}, and it is {settings[setting]!r} now")
-    for setting in sorted(settings.keys() & saved.keys()):
-        if not _is_setting(saved[setting], settings[setting]):
-            found.append(f"saved with {setting}={saved[setting]!r:.80}, and it is {settings[setting]!r:.80} now")
     return found
 
 
