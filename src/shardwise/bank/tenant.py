@@ -73,7 +73,9 @@ def made_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
     schedule = make(optimizer)
     lacking = [n for n in ("step", "state_dict", "load_state_dict") if not callable(getattr(schedule, n, None))]
     if lacking:
-        raise ConfigError(f"schedule: made a {type(schedule).__name__}, which has no {', '.join(lacking)}")
+        raise ConfigError(
+            f"schedule: made a {type(schedule).__name__}, which has no {', '.join(lacking)}. Return one of torch"
+        )
     return schedule
 
 
