@@ -6,7 +6,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _OBSERVERS: list[Callable[[str | None], None]] = []
 
@@ -35,7 +35,8 @@ def observed_by(mark: Callable[[str | None], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        _OBSERVERS.clear()
+        with suppress(ValueError):  # in a forked child, whose observers are none
+            _OBSERVERS.remove(mark)
 
 
 def current_phases() -> str:

@@ -22,7 +22,7 @@ from tests.bank.test_isolation import QUIET, X, everything, members_with
 from tests.faults.fault_injection import Doomed, Seat
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from shardwise.errors import ConfigError, KeyMismatchError, ShardwiseError
+from shardwise.errors import ConfigError, FormatError, KeyMismatchError, ShardwiseError
 
 BATCH = rows_for("x", X, 9)
 
@@ -94,9 +94,25 @@ def in_save(bank: Any, folder: Path) -> None:
 def in_evaluation(bank: Any, folder: Path) -> None:
     bad = {**BATCH, "input_ids": BATCH["input_ids"].clone()}
     bad["input_ids"][0, 0] = failing.BAD
-    with failing.trouble(bank, "forward"), pytest.raises(ShardwiseError, match="ValueError: not this token"):
+    with (
+        failing.trouble(bank, "forward"),
+        pytest.raises(ShardwiseError, match="ValueError: not this token") as told,
+    ):
         bank.compute_logprobs([("ada", rows_for("ada", recipes()["ada"], 0)), ("x", bad), (None, BATCH)])
+    assert told.value.__notes__ == ["This was a pass of 'ada', 'x', the base; all of it is discarded."]
     assert len(bank.compute_logprobs([("ada", rows_for("ada", recipes()["ada"], 0)), ("x", BATCH)])) == 2
+
+
+def with_facts(state: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    return {**state, "facts": {**state["facts"], **facts}}
+
+
+def with_matrix(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "adapter": {**state["adapter"], 5: torch.ones(2)}}
+
+
+def on_meta(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "adapter": {key: values.to("meta") for key, values in state["adapter"].items()}}
 
 
 def in_state(bank: Any, folder: Path) -> None:
@@ -109,6 +125,8 @@ def in_state(bank: Any, folder: Path) -> None:
 REFUSALS = {
     "a name twice": refused(lambda bank, _: create(bank, "x", X), "the adapter 'x' exists already"),
     "a tenant twice": refused(lambda bank, _: bank.forward_backward([("x", BATCH)] * 2), "'x' is named twice"),
+    "a name that is none": refused(lambda bank, _: bank.delete_adapter(["x"]), r"no adapter named \['x'\]"),
+    "a name for a list": refused(lambda bank, _: bank.optim_steps("x"), "names='x': is not a list of names"),
     "removed": in_removed,
     "a target that is not there": refused(
         lambda bank, _: bank.add_adapter("y", lora(target_modules=["q_prj"])), "nothing is named 'q_prj'"
@@ -133,6 +151,27 @@ REFUSALS = {
     "an exception in a save": in_save,
     "an exception in an evaluation": in_evaluation,
     "a state of another shape": in_state,
+    "a state without tensors": refused(
+        lambda bank, _: bank.load_state_dict("x", {"adapter": {"a": 1}, "training": {}, "facts": {}}),
+        "the state of 'x': adapter has values that are not tensors",
+    ),
+    "a state of another clip": refused(
+        lambda bank, _: bank.load_state_dict("x", with_facts(bank.state_dict("x"), max_grad_norm=math.nan)),
+        "max_grad_norm=nan: is not above 0",
+        FormatError,
+    ),
+    "facts under numbers": refused(
+        lambda bank, _: bank.load_state_dict("x", {**bank.state_dict("x"), "facts": {1: 2}}),
+        "it lacks .* and has 1 more",
+        FormatError,
+    ),
+    "a matrix under a number": refused(
+        lambda bank, _: bank.load_state_dict("x", with_matrix(bank.state_dict("x"))),
+        "5: .* not there in the adapter",
+    ),
+    "a state on meta": refused(
+        lambda bank, _: bank.load_state_dict("x", on_meta(bank.state_dict("x"))), "is a Tensor of .* on meta"
+    ),
 }
 
 

@@ -147,8 +147,9 @@ def test_bases_that_couple_tenants_are_refused(base):
         shardwise.AdapterBank(
             shardwise.from_pretrained(base, tuning=shardwise.Lora(LoraConfig(target_modules=["q_proj"])))
         )
-    with pytest.raises(ConfigError, match="pad_to=0"):
-        shardwise.AdapterBank(tiny(), pad_to=0)
+    for pad_to in (0, "64", 1.5):
+        with pytest.raises(ConfigError, match=f"pad_to={pad_to!r}: is not"):
+            shardwise.AdapterBank(tiny(), pad_to=pad_to)
 
 
 def test_dropout_of_the_base_is_refused_in_training_mode():
@@ -211,7 +212,11 @@ def test_configs_that_are_no_pairs_of_matrices(base, match, config):
             {"optimizer": lambda own: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
         ),
         ("accumulation_steps=0: pass 1 or more", {"gradient_accumulation_steps": 0}),
+        ("optimizer=5: is not a function", {"optimizer": 5}),
+        ("schedule: made a NoneType, which has no step", {"schedule": lambda optimizer: None}),
+        ("unexpected keyword argument 'sed'. Did you mean 'seed'", {"sed": 1}),
         ("max_grad_norm=0: is not above 0", {"max_grad_norm": 0}),
+        ("max_grad_norm=None: is not above 0", {"max_grad_norm": None}),
         ("seed=1.5: is not an integer", {"seed": 1.5}),
         ("reduction='all': pass 'mean'", {"reduction": "all"}),
     ],
@@ -252,6 +257,10 @@ def test_calls_that_cannot_be(base):
         ({"lrate": 1.0}, "lrate: AdamW has .*lr.*max_grad_norm"),
         ({"lr": float("nan")}, "lr=nan is not a valid value"),
         ({"lr": "1"}, "lr='1' is not a valid value"),
+        ({"lr": float("inf")}, "lr=inf is not a valid value"),
+        ({"betas": 0.5}, "betas=0.5 is not a valid value"),
+        ({"betas": (0.9, 0.9, 0.9)}, r"betas=\(0.9, 0.9, 0.9\) is not a valid value"),
+        ({"max_grad_norm": (1.0,)}, "max_grad_norm=.* is not a valid value"),
         ({"max_grad_norm": 0}, "max_grad_norm=0 is not a valid value"),
     ):
         with pytest.raises(ConfigError, match=match):

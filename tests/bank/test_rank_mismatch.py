@@ -91,6 +91,7 @@ def other_settings(base: Path) -> dict[str, Any]:
     told["momentum"] = said(lambda: bank.optim_step("bob"))
     bank._tenants["bob"].optimizer.param_groups[0]["momentum"] = 0.9
     told["goes on"] = said(lambda: bank.optim_step("bob"))
+    told["bank"] = said(lambda: shardwise.AdapterBank(bank._model, pad_to=64 + rank))
     kinds = (banking.falling, lambda optimizer: LambdaLR(optimizer, lambda step: 1.0))
     told["at once"] = said(lambda: create(bank, "x", replace(ADA, schedule=kinds[rank])))
     return told
@@ -106,6 +107,7 @@ def test_ranks_step_alike(worlds, base):
     )
     assert "momentum of 'bob' on rank 1 is not that of rank 0 (0.8 against 0.9)" in first["momentum"]
     assert first["goes on"] == "nothing"
+    assert first["bank"].startswith("RankMismatchError: pad_to on rank 1 is not that of rank 0 (65 against 64)")
 
 
 # ── matrices of PEFT's ────────────────────────────────────────────────────────────────────────────
@@ -164,13 +166,15 @@ NO_ROWS: dict[str, tuple[Any, str]] = {
     "a dict of batches": ({"ada": ROWS}, NO_PAIRS),
     "a text": ("ada", NO_PAIRS),
     "a number": (3, NO_PAIRS),
-    "names alone": (["ada"], NO_PAIRS),
-    "no name": ([(3, ROWS)], NO_PAIRS),
+    "names alone": ([("ada", ROWS), "ada"], r"batches\[1\]: is a str, not a pair \(name, rows\)"),
+    "no name": ([(3, ROWS)], r"batches\[0\]: its name is a int, not a string, or None"),
     "a list of rows": ([("ada", [ROWS])], NO_TENSORS),
     "a tensor": ([("ada", ROWS["input_ids"])], NO_TENSORS),
     "nothing": ([("ada", None)], NO_TENSORS),
     "lists in it": ([("ada", {"input_ids": [[1, 2]]})], NO_TENSORS),
     "labels of text": ([("ada", {**ROWS, "labels": ["x"]})], NO_TENSORS),
+    "tensors on meta": ([("ada", {key: values.to("meta") for key, values in ROWS.items()})], NO_TENSORS),
+    "sparse tensors": ([("ada", {key: values.to_sparse() for key, values in ROWS.items()})], NO_TENSORS),
     "labels in floats": ([("ada", {**ROWS, "labels": ROWS["labels"].float()})], NO_TENSORS),
     "other keys": ([("ada", {**ROWS, 3: 4, "x": 5})], NO_TENSORS),
 }

@@ -112,6 +112,25 @@ def test_an_argument_that_cannot_be_honoured(tmp_path, make, text):
         make(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"model": None}, "model is a NoneType. Pass a module"),
+        ({"optimizers": None}, "optimizers is a NoneType. Pass an optimizer"),
+        ({"optimizers": ["x"]}, "optimizers is a list. Pass an optimizer"),
+    ],
+)
+def test_a_state_of_other_things(given, text):
+    with pytest.raises(shardwise.ConfigError, match=text):
+        replace(Training(seed=5).state, **given)
+
+
+@pytest.mark.parametrize("step", [None, "1", 1.0, -1, True])
+def test_a_step_that_is_none(tmp_path, step):
+    with pytest.raises(shardwise.ConfigError, match=f"step={step!r} is not a number of optimizer steps"):
+        Checkpointer(tmp_path).discard_after(step)
+
+
 # What does not fit
 
 
@@ -196,6 +215,21 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
             facts.write_text(sealed(json.loads(facts.read_text()) | {"step": "x"}))
         case "newer":
             facts.write_text(json.dumps({"kind": "shardwise training checkpoint", "version": 2}))
+        case "other data":
+            facts.write_text(sealed(json.loads(facts.read_text()) | {"data": "some"}))
+        case "no ranks":
+            facts.write_text(sealed(json.loads(facts.read_text()) | {"world_size": 0}))
+        case "a tensor for a value":
+            found = pickle.loads((step / ".metadata").read_bytes())
+            old = next(key for key in found.state_dict_metadata if key.startswith("model."))
+            found.state_dict_metadata["rng.x"] = found.state_dict_metadata.pop(old)
+            found.planner_data["rng.x"] = "rng", "x"
+            found.storage_data = {
+                replace(index, fqn="rng.x") if index.fqn == old else index: place
+                for index, place in found.storage_data.items()
+            }
+            (step / ".metadata").write_bytes(pickle.dumps(found))
+            rewritten(step, lambda found: None)
         case "no checksums":
             facts.write_text(sealed(json.loads(facts.read_text()) | {"checksums": {}}))
         case "other step":
@@ -241,6 +275,9 @@ DAMAGE = {
     "mixed": "is not the one recorded in shardwise.checkpoint.json",
     "no facts": "is not a checkpoint of shardwise",
     "other facts": "has an invalid value",
+    "other data": "has an invalid value: data",
+    "no ranks": "has an invalid value: step or world_size",
+    "a tensor for a value": "rng.x, which no checkpoint of shardwise has",
     "no checksums": "has an invalid value: files",
     "newer": "is of version 2, and this shardwise reads 1",
     "other step": "is of step 4",

@@ -75,6 +75,7 @@ def test_a_mistake_is_one_error(tmp_path: Path, values: dict[str, object], messa
         (None, {"accelerate_config": "fsdp2"}, (), 8),
         ({}, {}, (), 1),
         ({"num_processes": 4, "num_machines": 2}, {}, (), "num_machines: 2 in"),
+        ({"num_processes": "two"}, {}, (), "num_processes: two in"),
     ],
 )
 def test_ranks_are_those_that_trl_would_start(

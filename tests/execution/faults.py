@@ -6,11 +6,19 @@ import time
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from tests.support.world import attempt
+from torch import nn
 
+from shardwise.engines.arguments import require_same_arguments
 from shardwise.errors import FormatError, StorageError
+from shardwise.execution.agreement import require_same_settings
+from shardwise.execution.audit import require_equal_buffers
+from shardwise.execution.replicas import require_alike_models
+from shardwise.execution.tensor_metadata import held_by_rank, metadata_by_name
 from shardwise.execution.world import Clock, World
+from shardwise.models.view import collect_tensors
 from shardwise.storage import machine
 
 
@@ -47,6 +55,28 @@ def foreign_error() -> tuple[str, str]:
 def disagree() -> tuple[str, str]:
     world = World.current()
     return attempt(world.require_equal, "odd" if world.rank == 2 else "even", "the number")
+
+
+def subgroup_errors() -> list[str]:
+    """Messages of differences between the ranks 1 and 2, in a group of their own."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return []
+    with World.current(group) as world:
+        odd = "odd" if world.rank == 1 else "even"
+        model, first_only, last_only = nn.Linear(world.rank + 1, 1), nn.Module(), nn.Module()
+        (last_only if world.rank else first_only).register_buffer("table", torch.ones(1), persistent=False)
+        facts = world.all_gather(metadata_by_name, {"w": model.weight})
+        calls = (
+            (world.require_equal, odd, "the number"),
+            (require_same_arguments, world, lambda: {"dtype": odd}),
+            (require_same_settings, world, {"size": odd}),
+            (world.run_all, held_by_rank, facts, world.global_ranks),
+            (require_alike_models, world, collect_tensors(model), ()),
+            (require_equal_buffers, world, collect_tensors(first_only)),
+            (require_equal_buffers, world, collect_tensors(last_only)),
+        )
+        return [attempt(*call)[1] for call in calls]
 
 
 def first_on_host(with_names: bool = False) -> bool:

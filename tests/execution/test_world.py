@@ -40,6 +40,21 @@ def test_ranks_that_disagree_are_named(worlds):
     )
 
 
+def test_ranks_of_a_subgroup_have_their_global_ranks_in_every_message(worlds):
+    """Also a buffer that only the first or only the last of them has is named, on both."""
+    none, one, other = worlds(3).run(faults.subgroup_errors)
+    assert none == []
+    assert one == other
+    number, arguments, settings, tensors, models, first_only, last_only = one
+    assert number == "the number on rank 2 is not that of rank 1"
+    assert arguments.startswith("dtype on rank 2 is not that of rank 1 (odd against even)")
+    assert settings.startswith("the config on rank 2 is not that of rank 1: size (odd against even)")
+    assert tensors.startswith("rank 2 has other tensors than rank 1 ")
+    assert "on rank 2, a parameter of shape (1, 1), trained on rank 1" in models
+    assert first_only == last_only
+    assert first_only.startswith("non-persistent buffers differ between ranks: table.")
+
+
 def test_one_rank_of_a_machine_is_the_first(worlds):
     assert worlds(3).run(faults.first_on_host) == [True, False, False]
     assert worlds(3).run(faults.first_on_host, True) == [True, False, False]

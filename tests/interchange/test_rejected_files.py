@@ -6,6 +6,8 @@ import pytest
 import torch
 from tests.interchange import refusing
 
+import shardwise
+
 pytestmark = pytest.mark.distributed
 
 
@@ -113,3 +115,36 @@ def test_a_damaged_file_is_refused(worlds, tmp_path):
     content[8:16] = b"\xff" * 8
     file.write_bytes(content)
     require(worlds(2).run(refusing.model_refused, str(tmp_path)), "FormatError", file.name)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"state": {}, "param_groups": 5},
+        {"state": {}, "param_groups": [5]},
+        {"state": {}, "param_groups": [{}]},
+        {"state": {}, "param_groups": [{"params": 5}]},
+        {"state": [], "param_groups": []},
+        {"state": {"weight": 5}, "param_groups": []},
+    ],
+)
+def test_a_file_that_is_no_state_of_an_optimizer(tmp_path, state):
+    model = torch.nn.Linear(3, 2)
+    torch.save(state, tmp_path / "optimizer.bin")
+    with pytest.raises(shardwise.ConfigError, match="the state of optimizers is {'state': "):
+        shardwise.load_accelerate_optimizer(model, torch.optim.SGD(model.parameters()), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({"number": -1}, "number=-1: is not an index"),
+        ({"number": True}, "number=True: is not an index"),
+        ({"order": "z"}, "order='z' is not known"),
+        ({"on_missing": "z"}, "on_missing='z' is not known"),
+    ],
+)
+def test_an_argument_of_a_load_that_cannot_be(tmp_path, keywords, text):
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(shardwise.ConfigError, match=text):
+        shardwise.load_accelerate_optimizer(model, torch.optim.SGD(model.parameters()), tmp_path, **keywords)

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from tests.interchange import resuming
 
+from shardwise.errors import FormatError
+from shardwise.interchange.trainer_restoring import TrainerFolder
+
 pytestmark = pytest.mark.distributed
 
 
@@ -67,6 +70,13 @@ def test_what_does_not_fit_is_refused_by_all(worlds, checkpoints, tmp_path, how)
     for found, text in worlds(2).run(resuming.refused, str(path), how):
         assert found == kind
         assert words in text
+
+
+@pytest.mark.parametrize("epoch", ["9" * 400, "NaN", '"2"'])
+def test_an_epoch_that_is_none(tmp_path, epoch):
+    (tmp_path / "trainer_state.json").write_text(f'{{"global_step": 2, "epoch": {epoch}}}')
+    with pytest.raises(FormatError, match="are no place in a training"):
+        TrainerFolder.of(tmp_path)
 
 
 @pytest.mark.parametrize("kind", resuming.MADE)

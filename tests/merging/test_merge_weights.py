@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from tests import zoo
 from tests.engines import torch_saves
 from tests.merging.adapters import tensors_of
@@ -172,6 +173,14 @@ def test_a_source_that_holds_more_than_the_model_is_not_removed(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"optimizer.*would be lost"):
         merge_weights(tmp_path / "run", tmp_path / "out", remove_source=True)
     assert any("optimizer" in note for note in merge_weights(tmp_path / "run", tmp_path / "out").notes)
+
+
+def test_the_metadata_of_another_checkpoint_in_the_folder_stays(tmp_path: Path) -> None:
+    save_distributed({"optimizer": {"state": {"a": torch.ones(3)}}}, tmp_path / "run")
+    save_file({"a": torch.ones(4)}, tmp_path / "run" / "model.safetensors")
+    merge_weights(tmp_path / "run" / "model.safetensors", tmp_path / "out", remove_source=True)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert (tmp_path / "run" / ".metadata").exists()
 
 
 def test_never_onto_its_own_source(small, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.models.optimizer_parsing import scheduler_mismatch
+from shardwise.models.optimizer_parsing import scheduler_mismatch, unlike
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,39 @@ def test_what_is_a_list_of_numbers_here_has_to_be_one_there() -> None:
         ("base_lrs", [0.1]),
         ("base_lrs", {"a": 0.1}),
         ("base_lrs", [0.1, "x"]),
+        ("base_lrs", [0.1, float("nan")]),
         ("_schedulers", {}),
         ("_schedulers", [{"at": 1}]),
         ("lr_lambdas", [None, None]),
         ("lr_lambdas", [None, 3]),
     ):
         assert scheduler_mismatch(here, {**here, name: other}), (name, other)
+
+
+PRESENT = {"lr": 0.1, "betas": (0.9, 0.999), "eps": (None, 1e-3), "fused": None, "amsgrad": False}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        *(("lr", value) for value in (1, None, torch.tensor(0.2), float("inf"))),
+        *(("betas", value) for value in ([0.8, 0.9], (torch.tensor(0.8), 0.9))),
+        *(("eps", value) for value in (None, (1e-30, 1e-3))),
+        ("fused", True),
+        ("other", "x"),
+    ],
+)
+def test_settings_of_an_optimizer_that_may_be_set(setting: str, value: Any) -> None:
+    assert unlike({"w": ("AdamW", PRESENT)}, {"w": ("AdamW", {**PRESENT, setting: value})}) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        *(("lr", value) for value in ("x", float("nan"), torch.tensor(float("nan")), [0.1], torch.ones(2))),
+        *(("betas", value) for value in (0.5, (0.9,), ("x", 0.9), (float("nan"), 0.9))),
+    ],
+)
+def test_settings_of_an_optimizer_that_are_damaged(setting: str, value: Any) -> None:
+    [fault] = unlike({"w": ("AdamW", PRESENT)}, {"w": ("AdamW", {**PRESENT, setting: value})})
+    assert fault == f"the setting {setting} of AdamW is {value!r}: w"

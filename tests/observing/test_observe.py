@@ -18,7 +18,7 @@ from tests.training import tiny
 
 import shardwise
 from shardwise.engines import observe as observers
-from shardwise.observing import is_observed, phase
+from shardwise.observing import is_observed, observed_by, phase
 from shardwise.run_records import RankRecord, read_run
 
 
@@ -95,6 +95,18 @@ def test_a_phase_that_fails_is_left_and_threads_are_apart(tmp_path: Path) -> Non
     assert not is_observed()
 
 
+def test_the_end_of_one_observer_ends_no_other() -> None:
+    first: list[str | None] = []
+    second: list[str | None] = []
+    with observed_by(first.append):
+        with observed_by(second.append), phase("both"):
+            pass
+        with phase("mine"):
+            pass
+    assert (first, second) == (["both", None, "mine", None], ["both", None])
+    assert not is_observed()
+
+
 def _in_a_phase() -> None:
     with phase("aside"):
         pass
@@ -142,12 +154,25 @@ def test_a_killed_process_leaves_whole_lines_and_the_next_run_replaces_them(tmp_
     assert (run.ranks[0].is_closed, run.notes, run.ranks[0].phases) == (True, [], [])
 
 
+def _hold(lock: threading.Lock, is_held: threading.Event, until: threading.Event) -> None:
+    with lock:
+        is_held.set()
+        until.wait()
+
+
 def _fork_while_observed(run: str) -> str:
-    """What is recorded by a process whose child, as a worker, lives on. At its end the child leaves all blocks."""
+    """What is recorded by a process whose child, as a worker, lives on. At its end the child leaves all blocks.
+
+    It is forked while another thread writes a sample.
+    """
     child = -1
+    is_written, is_forked = threading.Event(), threading.Event()
     try:
-        with shardwise.observe(run, samples_per_second=100), phase("of both"):
+        with shardwise.observe(run, samples_per_second=100) as observer, phase("of both"):
+            threading.Thread(target=_hold, args=(observer._lock, is_written, is_forked)).start()
+            is_written.wait()
             child = os.fork()
+            is_forked.set()
             if child == 0:
                 with phase("of the child"):
                     os.kill(os.getpid(), signal.SIGSTOP)

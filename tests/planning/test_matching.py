@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.errors import KeyMismatchError
+from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.planning.load_plan import Ignore
 from shardwise.planning.matching import Brought, StateSlot, Tolerance, match, match_groups
 from shardwise.tensors import Box, DType
@@ -25,6 +25,13 @@ def test_any_of_a_place_s_names_will_do():
 def test_of_several_names_that_are_brought_the_first_is_taken():
     (taken,) = match([place("a", "b")], [{"b": WHOLE, "a": WHOLE}], STRICT).taken
     assert taken.name == "a"
+
+
+def test_ranks_of_a_subgroup_are_shown_as_global_ranks():
+    with pytest.raises(RankMismatchError, match="ranks 4 and 6 bring different states:\n  a is not on rank 6"):
+        match([], [{"a": WHOLE}, {"b": WHOLE}], STRICT, (4, 6))
+    with pytest.raises(KeyMismatchError, match="by rank 6, wanted"):
+        match([place("a", shape=(3, 2))], [{}, {"a": WHOLE}], STRICT, (4, 6))
 
 
 def test_shards_are_a_whole_together():

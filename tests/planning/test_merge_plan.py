@@ -137,6 +137,21 @@ SOUND = {"q__lora_A__weight": (2, 6), "q__lora_B__weight": (4, 2)}
             {},
             ["stored twice: 1", "q.lora_A.mine.weight and", "q.lora_A"],
         ),
+        (
+            {"head__weight": (11, 6), "head__modules_to_save__mine__weight": (11, 6)},
+            {"modules_to_save": ("head",)},
+            ["stored twice: 1", "head.weight and base_model.model.head.modules_to_save.mine.weight"],
+        ),
+        (
+            {**SOUND, "old__lora_A__weight": (2, 6), "old__lora_B__weight": (4, 2)},
+            {},
+            ["stored twice: 1", "q.lora_A.weight and base_model.model.old.lora_A.weight"],
+        ),
+        (
+            {**SOUND, "q__lora_embedding_B": (4, 2)},
+            {},
+            ["stored twice: 1", "q.lora_B.weight and base_model.model.q.lora_embedding_B"],
+        ),
         ({"q__lora_A__weight": (2, 6), "q__lora_B__weight": (2, 4)}, {}, ["(2, 4), but (4, 2) fits r=2"]),
         ({"norm__lora_A__weight": (2, 6), "norm__lora_B__weight": (6, 2)}, {}, ["has norm.weight as (6,)"]),
         (

@@ -99,6 +99,13 @@ def test_dtypes_that_cannot_be_everybodys_are_refused(sources, dtypes):
         select_dtypes(["w"], [sources], [[dtype] for dtype in dtypes])
 
 
+def test_ranks_of_a_subgroup_are_shown_as_global_ranks():
+    with pytest.raises(RankMismatchError, match="rank 6: w"):
+        select_sources(["w"], [[True], [False]], "all_ranks", (4, 6))
+    with pytest.raises(RankMismatchError, match="bfloat16 on rank 6, float32 on rank 4"):
+        select_dtypes(["w"], [(0, 1)], [["float32"], ["bfloat16"]], (4, 6))
+
+
 def item(name="w", *others, shape=(2, 3), trained=True):
     return Item((name, *others), "parameter", shape, trained)
 

@@ -11,6 +11,7 @@ from shardwise.errors import StorageError
 from shardwise.storage.names import HubOptions, is_local, is_url, redacted, split_file, without_secrets
 from shardwise.storage.reading import LocalReader, open_storage
 from shardwise.storage.remote import RemoteReader, resolve
+from shardwise.storage.writing import open_writer
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "https://host", "HF://org/name", "abfs+x.y-1://c", "memory://"])
@@ -50,6 +51,7 @@ def test_a_url_that_names_a_file(url: str, folder: str, file: str | None) -> Non
         ("HTTPS://host/", "https://host"),
         ("hf://org/name@main/sub", "hf://org/name@main/sub"),
         ("hf://org/name@main", "hf://org/name@main"),
+        ("https://user:pw@[host/a", "https:"),
     ],
 )
 def test_what_of_a_url_is_shown(url: str, shown: str) -> None:
@@ -76,6 +78,14 @@ def test_credentials_are_taken_out_of_the_texts_of_others() -> None:
 
 def test_words_too_short_to_be_secrets_stay() -> None:
     assert redacted("abc is the alphabet", "s3://b", {"key": "abc"}) == "abc is the alphabet"
+
+
+def test_a_url_that_is_invalid_is_an_error_of_the_storage() -> None:
+    for open_it in (open_storage, open_writer):
+        with pytest.raises(StorageError, match="s3:.* failed") as caught:
+            open_it("s3://user:pw@[host/a")
+        assert "pw" not in str(caught.value)
+    assert redacted("GET https://u:p@h/x", "s3://user:pw@[host/a", {}) == "GET https://h/x"
 
 
 # Opening

@@ -69,6 +69,8 @@ def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
         ({"tenants": {"ada": 3}}, "tenants.ada: is not a mapping"),
         ({"tenants": [{"name": "ada"}]}, "tenants: .* is a list. Expected dict"),
         ({"tenants": {}}, "tenants: is empty"),
+        ({"tenants": {"ada": {5: 1}}}, "tenants.ada.5: is not a key of sft"),
+        ({"sweep": {5: [1]}}, "sweep.5: is not a key of sft"),
         ({"sweep": {"lora_r": 4}}, "sweep.lora_r: is not a list of values"),
         ({"sweep": {"lora_r": []}}, "sweep.lora_r: is not a list of values"),
         ({"sweep": {"lora_r": [4, 4]}}, "sweep: two combinations have the same name"),

@@ -52,8 +52,26 @@ def test_a_local_file_is_a_dataset(tmp_path: Path) -> None:
     parts = load(name, mixture(test_split_size=1 / 3))
     assert sorted(parts) == ["test", "train"]
     assert len(parts["train"]) == 2
+    with pytest.raises(ConfigError, match="test_split_size: 1.5 cannot be used"):
+        load(name, mixture(test_split_size=1.5))
     with pytest.raises(ConfigError, match=r"train_split: train_sft is not a split of the dataset \(train\)"):
         dataset_loading.load(script(name, dataset_train_split="train_sft"), mixture(test_split_size=0.5), None, 0)
+
+
+def test_a_streamed_data_set_without_rows_is_an_error(tmp_path: Path) -> None:
+    from shardwise.training.setup import load_data
+
+    name = tmp_path / "rows.parquet"
+    datasets.Dataset.from_dict({"messages": []}).to_parquet(name)
+    training = SimpleNamespace(assistant_only_loss=False, seed=0, eval_strategy="no")
+    arguments: Any = SimpleNamespace(
+        script=script(str(name), dataset_test_split="test", dataset_streaming=True),
+        training=training,
+        mixture=mixture(),
+        own={"interleave": None},
+    )
+    with pytest.raises(ConfigError, match="train: has no rows"):
+        load_data(arguments, "sft", tiny.tokenizer(), 0)
 
 
 def test_concatenated_datasets_are_split_alike_on_every_rank(tmp_path: Path) -> None:
@@ -85,6 +103,8 @@ def test_weights_interleave_datasets(tmp_path: Path) -> None:
         ("no/such", None, None, "no/such: cannot be loaded"),
         ("x", None, [1.0], "interleave: needs datasets"),
         (None, mixture({"path": "x"}), [1.0, 2.0], "interleave: has 2 weights for 1 datasets"),
+        (None, mixture({"path": "x"}), ["1"], "interleave: has 1 weights for 1 datasets. Give each one above 0"),
+        (None, mixture({"path": "x"}), [float("inf")], "interleave: has 1 weights for 1 datasets"),
         (None, mixture({"path": "x", "fraction": 0.5}), [1.0], "interleave: contradicts fraction"),
     ],
 )
@@ -146,6 +166,12 @@ def test_calls_tools_and_systems_of_sharegpt() -> None:
         ({"instruction": "x"}, "output: is missing"),
         ({"instruction": "x", "output": "y", "history": [1]}, "history: is not a list of pairs"),
         ({"conversations": [{"from": "function_call", "value": "x"}]}, "is not a function call in JSON"),
+        ({"conversations": [{"from": ["gpt"], "value": "x"}]}, r"messages\[0\]: has the speaker \['gpt'\]"),
+        ({"messages": [{"content": "x"}]}, r"messages\[0\]: has no role"),
+        ({"messages": ASKED, "tools": "7"}, "tools: is not a list of functions"),
+        ({"messages": ASKED, "tools": ["x"]}, "tools: is not a list of functions"),
+        ({"prompt": "x", "tools": {"name": "x"}}, "tools: is not a list of functions"),
+        ({"instruction": 5, "output": "y"}, "instruction: is not text"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(row: dict[str, Any], message: str) -> None:
@@ -174,7 +200,32 @@ def test_only_completions_are_trained_of_prompts_with_completions() -> None:
     assert sum(one["assistant_masks"]) == len(tokenizer("Ho<|im_end|>")["input_ids"])
 
 
-def test_a_row_whose_chat_cannot_be_used_is_named() -> None:
-    rows = datasets.Dataset.from_list([{"messages": ASKED}, {"messages": ASKED[:1]}])
-    with pytest.raises(ConfigError, match="row 2 of the dataset: messages: none has the role 'assistant'"):
+def answer(**further: Any) -> dict[str, Any]:
+    return {"messages": json.dumps([ASKED[0], {**ASKED[1], **further}])}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": json.dumps(ASKED[:1])}, "messages: none has the role 'assistant'"),
+        ({"messages": json.dumps([*ASKED, {"role": None, "content": "x"}])}, r"messages\[2\]: has no role"),
+        ({"messages": json.dumps([*ASKED, {"role": 5, "content": "x"}])}, r"messages\[2\]: has no role"),
+        (answer(content=5), r"messages\[1\].content: is not text"),
+        (answer(content=["x"]), r"messages\[1\].content: is not text"),
+        (answer(tool_calls=5), r"messages\[1\].tool_calls: is not a list of calls"),
+        (answer(tool_calls=["x"]), r"messages\[1\].tool_calls: is not a list of calls"),
+        (answer(tool_calls=[{"function": {"arguments": {}}}]), r"messages\[1\].tool_calls: is not a list of calls"),
+        (answer(tool_calls=[{"name": "x", "arguments": "{"}]), r"messages\[1\].tool_calls: is not a list of calls"),
+        ({**answer(), "chat_template_kwargs": "7"}, "chat_template_kwargs: is not a mapping"),
+        ({"prompt": ["x"], "completion": ASKED[1:]}, "prompt: is not a list of messages"),
+        ({"prompt": ASKED[:1], "completion": "x"}, "completion: is not a list of messages"),
+        ({"prompt": [{"content": "x"}], "completion": ASKED[1:]}, r"messages\[0\]: has no role"),
+    ],
+)
+def test_a_row_whose_chat_cannot_be_used_is_named(row: dict[str, Any], message: str) -> None:
+    rows = datasets.Dataset.from_list(
+        [{**dict.fromkeys(row), "messages": json.dumps(ASKED)} if "messages" in row else row, row]
+    )
+    number = 2 if "messages" in row else 1
+    with pytest.raises(ConfigError, match=f"row {number} of the dataset: {message}"):
         dataset_loading.with_masks(rows, tiny.tokenizer(tiny.UNMARKED), num_proc=None)

@@ -63,12 +63,34 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ("training:\n  epochs: 3", r"training.epochs: sections were removed. Use num_train_epochs."),
         ("log:\n  tracker_options: {}", r"log.tracker_options: sections were removed. Remove it"),
         ("a: [", r"is not valid YAML"),
+        ("a: " + "[" * 5000, r"is not valid YAML"),
+        ("seed: " + "9" * 5000, r"is not valid YAML"),
+        ("output_dir: 2024-13-01", r"is not valid YAML. month must be"),
+        ("learning_rate: .nan", r"learning_rate: nan is not finite"),
+        ("num_train_epochs: .inf", r"num_train_epochs: inf is not finite"),
+        ("per_device_train_batch_size: 0", r"per_device_train_batch_size: 0 is less than 1"),
+        ("num_processes: '-1'", r"num_processes: '-1' is less than 1"),
+        ("env: {5: x}", r"env: 5 cannot be set to 'x'"),
+        ("env: {'A=B': x}", r"env: 'A=B' cannot be set to 'x'"),
         ("- a", r"is not a mapping of keys to values"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_run_config([config(tmp_path, text)])
+
+
+def test_own_lists_and_numbers_may_be_strings(tmp_path: Path) -> None:
+    text = (
+        "transformer_layer_cls_to_wrap: A, B\nnum_processes: '2'\nextra_modules: lm_head\naccelerate_config: fsdp2"
+    )
+    own = read_run_config([config(tmp_path, text)]).own
+    assert own["transformer_layer_cls_to_wrap"] == ["A", "B"]
+    assert own["extra_modules"] == ["lm_head"]
+    assert own["num_processes"] == 2
+    assert own["accelerate_config"] == "fsdp2"
+    with pytest.raises(ConfigError, match="--output_dir: is not a valid value"):
+        read_run_config(["--output_dir", "2024-13-01"])
 
 
 def test_new_keys_of_sections_are_keys_and_those_of_the_changelog() -> None:

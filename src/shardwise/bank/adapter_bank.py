@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
 
@@ -32,7 +33,7 @@ from shardwise.checkpoints.facts import compute_digest
 from shardwise.engines.arguments import check_options, get_world, require_same_arguments
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
 from shardwise.engines.saving import execute_save
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, unknown_keyword
 from shardwise.execution.world import Clock, World
 from shardwise.models.view import computing_device
 from shardwise.planning.matching import OnFault
@@ -79,10 +80,7 @@ class AdapterBank:
     def __init__(self, model: nn.Module, *, backend: BackendChoice = "auto", pad_to: int = 64) -> None:
         self._world = World.current(call="an AdapterBank")
         self._model = self._world.run_all(rows.require_base, model, self._world.size)
-        if pad_to < 1:
-            raise ConfigError(f"pad_to={pad_to}: is not positive. Pass 1 or more")
-        if backend not in get_args(BackendChoice):
-            raise ConfigError(f"backend={backend!r}: pass 'auto' or 'loop'")
+        require_same_arguments(self._world, _comparable_options, backend, pad_to)
         self._tenants: dict[str, tenants.Tenant] = {}
         self._switch = ActiveRouting()
         self._hooks = SiteHooks(self._model, self._switch)
@@ -141,6 +139,10 @@ class AdapterBank:
     def _new(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> tenants.Tenant:
         if tenants.require_name(name) in self._tenants:
             raise ConfigError(f"the adapter {name!r} exists already. Remove it, or use another name")
+        known = [item.name for item in fields(tenants.TenantOptions)]
+        for keyword in keywords:
+            if keyword not in known:
+                raise unknown_keyword("add_adapter", keyword, known, {}, tenants.TenantOptions)
         return self._build(name, config, tenants.TenantOptions(**keywords))
 
     def _build(self, name: str, config: LoraConfig, options: tenants.TenantOptions) -> tenants.Tenant:
@@ -211,10 +213,11 @@ class AdapterBank:
 
         Collective: yes (two small exchanges, and an all-reduce for each tenant).
         """
-        return self._step_all(list(dict.fromkeys(names)), {})
+        return self._step_all(names, {})
 
     def _step_all(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, tenants.TenantStep]:
         require_same_arguments(self._world, self._comparable_steps, names, changes)
+        names = list(dict.fromkeys(names))
         stepping = [self._require_full(name) for name in names]
         for tenant in stepping:
             tenant.change(changes)
@@ -230,8 +233,10 @@ class AdapterBank:
 
     def _comparable_steps(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, str]:
         """Return the settings that ranks must have in common, after checking the changes."""
+        if not isinstance(names, list | tuple):
+            raise ConfigError(f"names={names!r}: is not a list of names. Pass one")
         settings = {
-            "the tenant that takes a step": ", ".join(names),
+            "the tenant that takes a step": ", ".join(map(str, names)),
             "the changes of its settings": repr(sorted(changes.items())),
         }
         for tenant in map(self._require_full, names):
@@ -417,6 +422,14 @@ class AdapterBank:
         started = world.run_all(states.restore, tenant, what, found, targets, base, on_other_base, on_not_finite)
         self._admit(tenant)
         return started
+
+
+def _comparable_options(backend: object, pad_to: object) -> dict[str, str]:
+    if type(pad_to) is not int or pad_to < 1:
+        raise ConfigError(f"pad_to={pad_to!r}: is not a positive integer. Pass 1 or more")
+    if backend not in get_args(BackendChoice):
+        raise ConfigError(f"backend={backend!r}: pass 'auto' or 'loop'")
+    return {"backend": str(backend), "pad_to": str(pad_to)}
 
 
 def _comparable(name: str, training_state: object, **permissions: OnFault) -> dict[str, str]:

@@ -104,9 +104,8 @@ class RowCall:
             _require_trainable(self.tenants)
         for tenant, (name, batch) in zip(self.tenants, batches, strict=True):
             has_weights = tenant is None or tenant.options.reduction == "sum"
-            who = "the base" if name is None else repr(name)
             limits = {"vocab_size": self.base.vocab_size, "longest": self.base.longest}
-            self.rows.append(parse_batch(who, batch, **limits, may_have_weights=has_weights))
+            self.rows.append(parse_batch(_shown(name), batch, **limits, may_have_weights=has_weights))
         return [summarize_rows(name, own) for (name, _), own in zip(batches, self.rows, strict=True)]
 
     def train(self) -> tuple[dict[int, float], int]:
@@ -149,7 +148,7 @@ class RowCall:
         except BaseException as error:
             base.recover()
             if isinstance(error, ShardwiseError):
-                names = ", ".join(repr(entry.name) for entry in self.agreed if sum(entry.rows))
+                names = ", ".join(_shown(entry.name) for entry in self.agreed if sum(entry.rows))
                 error.add_note(f"This was a pass of {names}; all of it is discarded.")
             raise
 
@@ -228,16 +227,25 @@ def open_call(
 
 def _require_pairs(batches: object) -> None:
     """Raise ConfigError unless ``batches`` is a list of (name, rows)."""
-    entries: Any = batches if isinstance(batches, Sequence) and not isinstance(batches, str) else [None]
-    for entry in entries:
-        is_pair = isinstance(entry, tuple | list) and len(entry) == 2
-        if not is_pair or not isinstance(entry[0], str | None):
-            raise ConfigError(f"batches: is a {type(batches).__name__}, not a list of (name, rows). Pass one.")
+    if not isinstance(batches, Sequence) or isinstance(batches, str):
+        raise ConfigError(f"batches: is a {type(batches).__name__}, not a list of (name, rows). Pass one.")
+    for number, entry in enumerate(batches):
+        if not isinstance(entry, tuple | list) or len(entry) != 2:
+            raise ConfigError(f"batches[{number}]: is a {type(entry).__name__}, not a pair (name, rows). Pass one.")
+        if not isinstance(entry[0], str | None):
+            kind = type(entry[0]).__name__
+            raise ConfigError(
+                f"batches[{number}]: its name is a {kind}, not a string, or None for the base. Pass one."
+            )
 
 
-def get_tenant(tenants: Mapping[str, Tenant], name: str) -> Tenant:
+def _shown(name: str | None) -> str:
+    return "the base" if name is None else repr(name)
+
+
+def get_tenant(tenants: Mapping[str, Tenant], name: object) -> Tenant:
     """Return the tenant of this name, or raise ConfigError."""
-    if name not in tenants:
+    if not isinstance(name, str) or name not in tenants:
         raise ConfigError(f"no adapter named {name!r}. Adapters: {', '.join(tenants) or 'none'}")
     return tenants[name]
 

@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 
 from shardwise.bank import state as states
 from shardwise.bank import tenant_facts
-from shardwise.bank.tenant import Tenant, TenantOptions, TenantStart
+from shardwise.bank.tenant import Tenant, TenantStart
 from shardwise.engines.model_states import set_model_values, stored_values
 from shardwise.engines.pretrained_loading import weights_in
 from shardwise.engines.save_plan import AdapterTrainingState
 from shardwise.engines.verifying import require_as_saved
-from shardwise.errors import ConfigError, FormatError
+from shardwise.errors import FormatError
 from shardwise.execution.state_values import StateOptions
 from shardwise.execution.world import Clock, World
 from shardwise.formats.peft_adapter import TRAINING_KEY, find_training_file
@@ -137,10 +137,6 @@ def find_training(folder: Path, *, training_state: bool) -> states.StoredTrainin
         raise FormatError(f"{folder / file}: its header has no {TRAINING_KEY}. The file is corrupt. Save it again")
     tensors = {entry.key: (entry.shape, entry.dtype) for entry in header.entries}
     facts = tenant_facts.parse_state(text, f"{folder / file}: {TRAINING_KEY}")
-    try:
-        TenantOptions(**facts.options())
-    except ConfigError as error:
-        raise FormatError(f"{folder / file}: {error}. The file is corrupt. Save it again") from error
     return states.StoredTraining(str(folder / file), facts, tensors)
 
 

@@ -98,6 +98,7 @@ def _require_tensors(who: str, batch: Any) -> torch.Tensor:
         not isinstance(ids, torch.Tensor)
         or ids.ndim != 2
         or any(not isinstance(values, torch.Tensor) or values.shape != ids.shape for values in batch.values())
+        or any(values.is_meta or values.layout is not torch.strided for values in batch.values())
         or any(batch[key].dtype not in _INTEGERS for key in ("input_ids", "labels") if key in batch)
     ):
         raise ConfigError(

@@ -105,6 +105,11 @@ def parse_state(tenant: Tenant, what: str, state: object) -> StoredTraining | Te
             f"{what}: it has no {', '.join(missing)}; nor is it matrices alone, by PEFT's names. Pass the result "
             "of state_dict."
         )
+    for key in ("adapter", "training"):
+        if not all(isinstance(values, torch.Tensor) for values in state[key].values()):
+            raise ConfigError(f"{what}: {key} has values that are not tensors. Pass the result of state_dict")
+    if faults := [*_kind_faults(state["adapter"]), *_kind_faults(state["training"])]:
+        raise _refusal(what, tenant, faults)
     shapes = {key: tuple(values.shape) for key, values in state["adapter"].items()}
     facts = replace(validate_state(state["facts"], what), matrices=shapes)
     tensors = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in state["training"].items()}
@@ -120,12 +125,17 @@ def copy_values(tenant: Tenant, state: Mapping[str, Any], targets: Mapping[str, 
 
 
 def _matrix_faults(tenant: Tenant, state: Mapping[str, torch.Tensor]) -> list[str]:
-    faults = _compare_shapes({key: tuple(values.shape) for key, values in state.items()}, tenant.shapes)
-    for key, values in state.items():
-        if isinstance(values, DTensor) or values.is_meta or not values.is_floating_point():
-            kind = f"{type(values).__name__} of {values.dtype} on {values.device}"
-            faults.append(f"{key}: is a {kind}; a whole tensor of floating-point numbers is needed")
-    return faults
+    shapes = {key: tuple(values.shape) for key, values in state.items()}
+    return [*_compare_shapes(shapes, tenant.shapes), *_kind_faults(state)]
+
+
+def _kind_faults(state: Mapping[str, torch.Tensor]) -> list[str]:
+    return [
+        f"{key}: is a {type(values).__name__} of {values.dtype} on {values.device}; a whole tensor of "
+        "floating-point numbers is needed"
+        for key, values in state.items()
+        if isinstance(values, DTensor) or values.is_meta or not values.is_floating_point()
+    ]
 
 
 def restore(
@@ -304,7 +314,7 @@ def _base_faults(stored: Mapping[str, str], current: Mapping[str, str], on_other
 def _compare_shapes(stored: Mapping[str, tuple[int, ...]], current: Mapping[str, tuple[int, ...]]) -> list[str]:
     return [
         f"{key}: {stored.get(key, 'not stored')} in the state, {current.get(key, 'not stored')} in the adapter"
-        for key in sorted({*stored, *current})
+        for key in sorted({*stored, *current}, key=str)
         if stored.get(key) != current.get(key)
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -63,6 +64,21 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 """A tenant's loss: the mean over the supervised tokens of a window, or their sum, each times its weight."""
 
 
+def made_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
+    """Make the schedule of a tenant.
+
+    Raises:
+        ConfigError: the schedule lacks methods of torch's.
+    """
+    schedule = make(optimizer)
+    lacking = [n for n in ("step", "state_dict", "load_state_dict") if not callable(getattr(schedule, n, None))]
+    if lacking:
+        raise ConfigError(
+            f"schedule: made a {type(schedule).__name__}, which has no {', '.join(lacking)}. Return one of torch"
+        )
+    return schedule
+
+
 def unchanging(optimizer: Optimizer) -> ConstantLR:
     """Make the default schedule of a tenant, which leaves the learning rate as it is."""
     return ConstantLR(optimizer, factor=1.0, total_iters=0)
@@ -90,9 +106,14 @@ class TenantOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        faults = []
-        if not self.max_grad_norm > 0:
-            faults.append(f"max_grad_norm={self.max_grad_norm}: is not above 0. Leave it out for no limit")
+        faults = [
+            f"{name}={getattr(self, name)!r}: is not a function. Pass one"
+            for name in ("optimizer", "schedule")
+            if not callable(getattr(self, name))
+        ]
+        limit: object = self.max_grad_norm
+        if not isinstance(limit, int | float) or not limit > 0:
+            faults.append(f"max_grad_norm={limit!r}: is not above 0. Leave it out for no limit")
         if not _is_integer(self.gradient_accumulation_steps) or self.gradient_accumulation_steps < 1:
             faults.append(f"gradient_accumulation_steps={self.gradient_accumulation_steps!r}: pass 1 or more")
         if self.reduction not in get_args(Reduction):
@@ -152,7 +173,7 @@ class Tenant:
         }
         self.world = world
         self.optimizer = create_optimizer(options.optimizer, self.flat)
-        self.schedule = options.schedule(self.optimizer)
+        self.schedule = made_schedule(options.schedule, self.optimizer)
         self.max_grad_norm = options.max_grad_norm
         self.window = TenantWindow()
         self.windows = 0
@@ -194,10 +215,12 @@ class Tenant:
         if "lr" in changes and self.options.schedule is not unchanging:
             faults.append("lr: the schedule of this tenant sets it. Create it without one")
         for key, value in changes.items():
-            for number in value if isinstance(value, tuple) else (value,):
-                is_number = isinstance(number, int | float) and not math.isnan(number) and number >= 0
-                if not is_number or (key == "max_grad_norm" and number == 0):
-                    faults.append(f"{key}={value!r} is not a valid value")
+            present, numbers = self.settings.get(key), value if isinstance(value, tuple) else (value,)
+            lengths = [len(each) if isinstance(each, tuple) else -1 for each in (present, value)]
+            limit = math.inf if key == "max_grad_norm" else sys.float_info.max
+            are_numbers = all(isinstance(number, int | float) and 0 <= number <= limit for number in numbers)
+            if len({*lengths}) > 1 or not are_numbers or (key == "max_grad_norm" and value == 0):
+                faults.append(f"{key}={value!r} is not a valid value")
         if faults:
             raise ConfigError(f"invalid settings for the step of {self.name!r}:\n  " + "\n  ".join(faults))
 

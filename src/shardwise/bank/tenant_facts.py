@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from shardwise.bank.tenant import Tenant
+from shardwise.bank.tenant import Tenant, TenantOptions
 from shardwise.checkpoints import base_identity as bases
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.world import World
@@ -177,11 +177,16 @@ def validate_state(values: Mapping[str, Any], what: str) -> TenantState:
         raise FormatError(f"{what}: base is {shown(repr(base))}. The file is corrupt. Save it again")
     if values["micro_batches"] > values["gradient_accumulation_steps"] or values["steps"] > values["windows"]:
         raise FormatError(f"{what}: its counts contradict each other. The file is corrupt. Save it again")
-    return TenantState(**values)
+    facts = TenantState(**values)
+    try:
+        TenantOptions(**facts.options())
+    except ConfigError as error:
+        raise FormatError(f"{what}: {error}. The file is corrupt. Save it again") from error
+    return facts
 
 
-def _few(names: Collection[str]) -> str:
-    return ", ".join(shown(name) for name in sorted(names)[:8]) or "nothing"
+def _few(names: Collection[object]) -> str:
+    return ", ".join(shown(name) for name in sorted(map(str, names))[:8]) or "nothing"
 
 
 def to_json(value: Any, what: str, level: int = 0) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,7 +29,7 @@ from shardwise.checkpoints.state import (
     dcp_key,
     describe_selection,
 )
-from shardwise.engines.arguments import check_options, get_hints
+from shardwise.engines.arguments import check_options, get_hints, require_same_arguments
 from shardwise.errors import ConfigError, RankMismatchError, StorageError, answer_keywords
 from shardwise.execution.checksums import as_bytes
 from shardwise.execution.distributed_chunks import ChunkStaging, TensorsPlan, Views, chunk_views, plan_tensors
@@ -36,7 +37,7 @@ from shardwise.execution.memory import gc_disabled
 from shardwise.execution.replicas import Replicas, compare_replicas
 from shardwise.execution.state_values import require_values
 from shardwise.execution.tensor_metadata import metadata_by_name
-from shardwise.execution.world import Clock, MismatchedRanks, World
+from shardwise.execution.world import Clock, World
 from shardwise.models.optimizer_parsing import class_name
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.planning.load_plan import OnDiffering
@@ -243,10 +244,13 @@ class Checkpointer:
         Collective: yes.
 
         Raises:
+            ConfigError: the step is not a number of optimizer steps.
+            RankMismatchError: ranks pass different steps.
             StorageError: something cannot be removed.
         """
         self.wait()
         with self._world("discard_after") as world:
+            require_same_arguments(world, _comparable_step, step)
             removed = world.broadcast(folder.remove_after, self._root, step)
             self._newest = world.broadcast(folder.find_latest, self._root)
         return removed
@@ -289,7 +293,7 @@ class Checkpointer:
         with clock.phase("look"):
             contents = self._collect(world, step, state)
             collected, base = contents.collected, None
-            alike, data = world.all_reduce_object(contents.summary, compare_summaries)
+            alike, data = world.all_reduce_object(contents.summary, partial(compare_summaries, world))
             if isinstance(self._only, AdapterOnly):
                 samples = collected.base
                 base = world.map_reduce(samples.fingerprints, samples.identity)
@@ -346,8 +350,7 @@ class Checkpointer:
 
     @gc_disabled()
     def _contents(self, step: int, state: TrainState, rank: int) -> StateContents:
-        if type(step) is not int or not 0 <= step < _MAX_STEP:
-            raise ConfigError(f"step={step!r} is not a number of optimizer steps")
+        _comparable_step(step)
         write.require_after(self._root, step, self._newest)
         collected = collect_state(state, self._only, self._collected)
         require_values({dcp_key(path): tensor for path, tensor in collected.tensors.items()}, "the state")
@@ -355,11 +358,20 @@ class Checkpointer:
         return collect_contents(collected, state, rank)
 
 
+def _comparable_step(step: object) -> dict[str, str]:
+    """Check a step. Return it as text that ranks must have in common."""
+    if type(step) is not int or not 0 <= step < _MAX_STEP:
+        raise ConfigError(f"step={step!r} is not a number of optimizer steps")
+    return {"step": str(step)}
+
+
 def _plan(world: World, collected: CollectedState) -> tuple[TensorsPlan, Views, Replicas]:
     """Plan the writes of all ranks. Return also this rank's chunks, and its replicated tensors. Collective: yes."""
     tensors = {dcp_key(path): tensor for path, tensor in collected.tensors.items()}
     facts = world.all_gather(metadata_by_name, tensors)
-    plan = world.run_all(plan_tensors, collected.tensors, facts, collected.buffers, collected.alias_keys)
+    plan = world.run_all(
+        plan_tensors, collected.tensors, facts, collected.buffers, collected.alias_keys, world.global_ranks
+    )
     chunks = world.run_all(chunk_views, plan.by_rank[world.rank], tensors, collected.local)
     common = in_common({key: tuple(own[key].boxes for own in facts) for key in tensors}, world.rank)
     numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
@@ -369,7 +381,7 @@ def _plan(world: World, collected: CollectedState) -> tuple[TensorsPlan, Views, 
     return plan, chunks, replicas
 
 
-def compare_summaries(summaries: Sequence[StateSummary]) -> tuple[list[str], str]:
+def compare_summaries(world: World, summaries: Sequence[StateSummary]) -> tuple[list[str], str]:
     """Compare the state of all ranks.
 
     Return the random generators in the same state on all ranks, and "none", "one" or "each" for data positions.
@@ -377,11 +389,12 @@ def compare_summaries(summaries: Sequence[StateSummary]) -> tuple[list[str], str
     Raises:
         RankMismatchError: optimizers have different settings, or some ranks only have a data position.
     """
-    if odd := MismatchedRanks.among([item.settings for item in summaries]):
+    if odd := world.mismatched([item.settings for item in summaries]):
         own, first = (", ".join(map(str, summaries[rank].rates[:4])) or "none" for rank in (odd.first, 0))
         raise RankMismatchError(
-            f"the settings of the optimizers on rank {odd.text} are not those of rank 0 (learning rates {own} "
-            f"against {first}), because their schedules differ. Give all ranks the same settings"
+            f"the settings of the optimizers on rank {odd.text} are not those of rank {world.global_ranks[0]} "
+            f"(learning rates {own} against {first}), because their schedules differ. Give all ranks the same "
+            "settings"
         )
     generators = summaries[0].random
     alike = [name for name in generators if all(item.random.get(name) == generators[name] for item in summaries)]

@@ -103,8 +103,13 @@ class CheckpointHeader:
         """Check what the types do not show.
 
         Raises:
-            TypeError: the base is missing, an optimizer has no class, or a file no checksums.
+            TypeError: a number or a word is out of range, the base is missing, an optimizer has no class, or a
+                file no checksums.
         """
+        if self.data not in ("none", "one", "each"):
+            raise TypeError("data")
+        if self.step < 0 or self.world_size < 1:
+            raise TypeError("step or world_size")
         if (self.base is None) != (self.holds == "everything"):
             raise TypeError("base")
         if not all([type(value) for value in item] == [str, int] for item in self.optimizers):

@@ -34,7 +34,7 @@ from shardwise.execution.memory import WorkerPool, gc_disabled
 from shardwise.execution.rename_journal import remove_unnamed
 from shardwise.execution.torch_saves import loaded
 from shardwise.formats.contract import CheckpointIndex
-from shardwise.formats.distributed import ChunkPlace, open_state, parse_metadata
+from shardwise.formats.distributed import MAX_METADATA_BYTES, ChunkPlace, open_state, parse_metadata
 from shardwise.formats.joining import METADATA, KeyPath
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import ReopenReport
@@ -314,7 +314,7 @@ def open_folder(folder: Path) -> OpenCheckpoint:
     """Open the folder of one checkpoint, whatever its name, as :func:`open_checkpoint` does."""
     with LocalReader(folder) as reader:
         facts = CheckpointHeader.from_bytes(_read_limited(reader, FACTS, MAX_FACTS_BYTES), f"{folder}/{FACTS}")
-        content = reader.read(METADATA, 0, reader.size(METADATA))
+        content = _read_limited(reader, METADATA, MAX_METADATA_BYTES)
         if digest(content) != facts.metadata_sha256:
             raise FormatError(
                 f"{folder}/{METADATA}: is not the one recorded in {FACTS}. The folder mixes two checkpoints, or "
@@ -332,14 +332,22 @@ def open_folder(folder: Path) -> OpenCheckpoint:
         if stop > content_nbytes(facts.files[file]):
             raise FormatError(f"{folder}/{METADATA}: names the checksums of {file}. It is damaged")
     shapes = {path: tensor.shape for path, tensor in metadata.tensors.items()}
-    if unknown := [path for path in [*shapes, *metadata.objects] if not _is_known(path)]:
+    unknown = [path for path in shapes if not _is_of_tensor(path)]
+    if unknown := [*unknown, *(path for path in metadata.objects if not _is_of_value(path))]:
         raise FormatError(f"{folder}/{METADATA}: has {'.'.join(unknown[0])}, which no checkpoint of shardwise has")
     return OpenCheckpoint(folder, facts, index, metadata.objects, shapes)
 
 
-def _is_known(path: KeyPath) -> bool:
+def _is_of_tensor(path: KeyPath) -> bool:
     match path:
-        case ("model", _) | ("optimizer", "state", _, _) | ("optimizer", "param_groups"):
+        case ("model", _) | ("optimizer", "state", _, _):
+            return True
+    return False
+
+
+def _is_of_value(path: KeyPath) -> bool:
+    match path:
+        case ("optimizer", "state", _, _) | ("optimizer", "param_groups"):
             return True
         case ("optimizer", "reduced", _) | ("schedulers",) | ("scaler",) | ("rng", _) | ("data", _):
             return True

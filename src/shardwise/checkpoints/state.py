@@ -71,6 +71,15 @@ class TrainState:
     scaler: Stateful | None = None
     user: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        given: object = self.optimizers
+        if not isinstance(self.model, nn.Module):
+            raise ConfigError(f"model is a {type(self.model).__name__}. Pass a module of torch")
+        if not isinstance(given, (Optimizer, Sequence)) or not all(
+            isinstance(item, Optimizer) for item in self.all_optimizers
+        ):
+            raise ConfigError(f"optimizers is a {type(given).__name__}. Pass an optimizer of torch, or several")
+
     @property
     def all_optimizers(self) -> tuple[Optimizer, ...]:
         return (self.optimizers,) if isinstance(self.optimizers, Optimizer) else tuple(self.optimizers)

@@ -114,7 +114,10 @@ def _num_ranks(config: RunConfig) -> int:
     found = read_yaml(trl_accelerate_config(file))
     if (machines := found.get("num_machines") or 1) != 1:
         raise ConfigError(f"num_machines: {machines} in {file}. Start the ranks by torchrun on each machine.")
-    return int(found.get("num_processes") or 1)
+    count = str(found.get("num_processes") or 1)
+    if not count.isdecimal() or int(count) < 1:
+        raise ConfigError(f"num_processes: {count} in {file}. Write a number of ranks, 1 or more.")
+    return int(count)
 
 
 def without_token(config: RunConfig) -> RunConfig:

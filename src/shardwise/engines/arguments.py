@@ -126,17 +126,18 @@ def require_same_arguments(
         ShardwiseError: the same on every rank, if ``check`` raised it on any.
         RankMismatchError: ranks were called with different arguments.
     """
-    if fault := world.map_reduce(check, _difference, *args, **keywords):
+    if fault := world.map_reduce(check, functools.partial(_difference, world), *args, **keywords):
         raise RankMismatchError(fault)
 
 
-def _difference(settings_by_rank: Sequence[Mapping[str, str]]) -> str | None:
+def _difference(world: World, settings_by_rank: Sequence[Mapping[str, str]]) -> str | None:
     """Describe the first argument that is not the same on all ranks."""
     first = settings_by_rank[0]
     for name in dict.fromkeys(name for settings in settings_by_rank for name in settings):
         if odd := [rank for rank, each in enumerate(settings_by_rank) if each.get(name) != first.get(name)]:
             values = f"{settings_by_rank[odd[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
-            given = f"{name} on rank {format_ranks(odd)} is not that of rank 0 ({values:.500})"
+            ranks, first_rank = format_ranks(odd, world.global_ranks), world.global_ranks[0]
+            given = f"{name} on rank {ranks} is not that of rank {first_rank} ({values:.500})"
             return f"{given}. Give every rank the same"
     return None
 
@@ -286,8 +287,8 @@ def resolve_everywhere(
     if found[0] is not None:
         if absent := [rank for rank, path in enumerate(found) if path is None]:
             raise StorageError(
-                f"{os.fspath(name_or_path)}: is a directory on rank 0, but not on rank "
-                f"{format_ranks(absent)}. "
+                f"{os.fspath(name_or_path)}: is a directory on rank {world.global_ranks[0]}, but not on rank "
+                f"{format_ranks(absent, world.global_ranks)}. "
                 "Put it on every machine, or on a file system that all of them share"
             )
         return cast(Path, found[world.rank])

@@ -126,7 +126,9 @@ def set_model_values(
         brought = values.describe(world)
         places = _target_slots(held, names)
         of = {place.names[0]: item for place, item in places}
-        matched = world.run_all(lambda: match([place for place, _ in places], brought, tolerance))
+        matched = world.run_all(
+            lambda: match([place for place, _ in places], brought, tolerance, world.global_ranks)
+        )
         taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
         world.run_all(require_plain_tensors, list(taking.values()))
         # Computed while all is on meta, so that a model is filled as by a load.

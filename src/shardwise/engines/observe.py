@@ -155,6 +155,8 @@ class RankObserver:
         self._write()
 
     def _mark(self, name: str | None) -> None:
+        if os.getpid() != self._process:  # a forked child, in which nobody releases the lock
+            return
         with self._lock:
             thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
         if name is None:

@@ -81,8 +81,8 @@ def _first_state(world: World, given: ParsedState) -> tuple[ParsedState, tuple[i
                 ", ".join(abbreviate(sorted(first.keys.keys() ^ its.keys.keys()))) or "the parameter groups differ"
             )
             raise RankMismatchError(
-                f"ranks {bringing[0]} and {rank} bring different states of optimizers: {what}. Bring the same on "
-                "every rank, or all of it on some and nothing on the others"
+                f"ranks {world.global_ranks[bringing[0]]} and {world.global_ranks[rank]} bring different states of "
+                f"optimizers: {what}. Bring the same on every rank, or all of it on some and nothing on the others"
             )
     return first, tuple(bringing)
 
@@ -108,6 +108,7 @@ def _match(
     groups: matching.GroupMatch,
     brought_by_rank: Sequence[Mapping[str, matching.Brought]],
     tolerance: matching.Tolerance,
+    global_ranks: Sequence[int],
 ) -> matching.Match:
     """Match tensors. Numbers need no match: only the present state must not get lost."""
     unexpected, missing = set(groups.unexpected), {*groups.missing, *_forgotten(agreed)}
@@ -124,7 +125,7 @@ def _match(
         for name, key in targets.keys.items()
         if name not in agreed.keys and key.parameter not in missing
     ]
-    return matching.match(places, known, tolerance)
+    return matching.match(places, known, tolerance, global_ranks)
 
 
 def _forgotten(agreed: ParsedState) -> set[str]:
@@ -216,7 +217,7 @@ def match_optimizer_state(
         RankMismatchError: ranks bring different states.
     """
     agreed, brought_by = _first_state(world, given)
-    return world.run_all(_match_all, targets, agreed, brought_by, brought_by_rank, tolerance)
+    return world.run_all(_match_all, targets, agreed, brought_by, brought_by_rank, tolerance, world.global_ranks)
 
 
 def _match_all(
@@ -225,8 +226,10 @@ def _match_all(
     brought_by: tuple[int, ...],
     brought_by_rank: Sequence[Mapping[str, matching.Brought]],
     tolerance: matching.Tolerance,
+    global_ranks: Sequence[int],
 ) -> OptimizerMatch:
     _require_same_kind(targets, agreed)
     stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
     groups = matching.match_groups(targets.groups, agreed.groups, stateful, tolerance)
-    return OptimizerMatch(agreed, brought_by, groups, _match(targets, agreed, groups, brought_by_rank, tolerance))
+    matched = _match(targets, agreed, groups, brought_by_rank, tolerance, global_ranks)
+    return OptimizerMatch(agreed, brought_by, groups, matched)

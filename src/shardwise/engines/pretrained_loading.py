@@ -17,7 +17,7 @@ from shardwise.engines.loading import execute_load, get_base_form, sorted_union
 from shardwise.errors import ConfigError, FormatError, RankMismatchError, StorageError
 from shardwise.execution.agreement import require_same_settings
 from shardwise.execution.reading import ReadExecutor
-from shardwise.execution.world import Clock, MismatchedRanks, World
+from shardwise.execution.world import Clock, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import merged_index
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -263,9 +263,10 @@ def build_together(
         outlines.outline, found.directory, found.config, found.index, keywords, outlines.resizing(keywords)
     )
     pairs = world.all_gather(built.ties_stored_twice)
-    if odd := MismatchedRanks.among(pairs):
+    if odd := world.mismatched(pairs):
         raise RankMismatchError(
-            f"the list of declared ties that are stored twice on rank {odd.text} is not that of rank 0"
+            f"the list of declared ties that are stored twice on rank {odd.text} is not that of rank "
+            f"{world.global_ranks[0]}"
         )
     return built, pairs[0]
 

@@ -233,8 +233,8 @@ def _require_same(world: World, emitter: Emitter, ready: save_plan.PreparedSave)
         if files or keys:
             what = f"{len(keys)} tensors, such as {keys[0]}," if keys else f"the header of {files[0]}"
             raise StorageError(
-                f"{what} that rank {rank} wrote to {emitter.writer.root} read otherwise than they are in memory. "
-                "The disk or its driver loses data: the older save has been kept"
+                f"{what} that rank {world.global_ranks[rank]} wrote to {emitter.writer.root} read otherwise than "
+                "they are in memory. The disk or its driver loses data: the older save has been kept"
             )
 
 

@@ -39,7 +39,7 @@ def agree_on(
     """
     container = machine.cgroup_namespace() + machine.read_text(machine.OWN_GROUP)
     own = (plan.digest, repr_digest(settings)), container, estimate, available
-    found = world.all_reduce_object(own, partial(_count_ranks, check_memory=check_memory))
+    found = world.all_reduce_object(own, partial(_count_ranks, world, check_memory=check_memory))
     if isinstance(found, int):
         return found
     require_same_settings(world, settings)
@@ -50,15 +50,16 @@ def agree_on(
     )
 
 
-def _count_ranks(ranks: Sequence[RankPlan], *, check_memory: bool) -> MismatchedRanks | int:
+def _count_ranks(world: World, ranks: Sequence[RankPlan], *, check_memory: bool) -> MismatchedRanks | int:
     """Compare plans, and require enough memory, of which the ranks of a container share what is free."""
-    if mismatched := MismatchedRanks.among([digests for digests, *_ in ranks]):
+    if mismatched := world.mismatched([digests for digests, *_ in ranks]):
         return mismatched
     needed: Counter[str] = Counter()
     for _, container, estimate, _ in ranks:
         needed[container] += estimate.host_bytes
     for _, container, estimate, available in ranks if check_memory else ():
-        require_fits(replace(estimate, host_bytes=needed[container]), available)
+        rank = world.global_ranks[estimate.rank]
+        require_fits(replace(estimate, rank=rank, host_bytes=needed[container]), available)
     return max(Counter(container for _, container, *_ in ranks).values())
 
 
@@ -68,11 +69,12 @@ def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
     Raises:
         RankMismatchError: naming the settings that differ.
     """
-    if mismatched := world.map_reduce(repr_digest, MismatchedRanks.among, settings):
+    if mismatched := world.map_reduce(repr_digest, world.mismatched, settings):
         differing = _find_differences(world, mismatched, settings)
         shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
         raise RankMismatchError(
-            f"the config on rank {mismatched.text} is not that of rank 0: {shown}. Give every rank the same"
+            f"the config on rank {mismatched.text} is not that of rank {world.global_ranks[0]}: {shown}. Give "
+            "every rank the same"
         )
 
 

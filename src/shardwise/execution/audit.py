@@ -20,7 +20,7 @@ from shardwise.conversion.expression import Expression
 from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.execution.checksums import checksums
 from shardwise.execution.reading import ReadExecutor, read_identities
-from shardwise.execution.world import MismatchedRanks, World, repr_digest
+from shardwise.execution.world import World, repr_digest
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import TensorKind
 from shardwise.models.torch_api import to_torch
@@ -72,10 +72,10 @@ def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
         name: (tuple(tensor.shape), tensor.dtype, value)
         for (name, tensor), value in zip(buffers.items(), checksums(list(buffers.values())), strict=True)
     }
-    if world.all_reduce_object(repr_digest(sorted(sums.items())), MismatchedRanks.among) is None:
+    if world.all_reduce_object(repr_digest(sorted(sums.items())), world.mismatched) is None:
         return
     first = world.broadcast(lambda: sums)
-    differing = [name for name in sums if first.get(name) != sums[name]]
+    differing = [name for name in {**first, **sums} if first.get(name) != sums.get(name)]
     if names := sorted({name for found in world.all_gather_object(differing) for name in found}):
         raise RankMismatchError(
             f"non-persistent buffers differ between ranks: {', '.join(names[:20])}. Pass buffers=... with a "
@@ -157,7 +157,7 @@ def require_one_checkpoint(
             identities.update(read_identities(reader, files, world.check))
         return [_file_identity(world, reader, index, file) for file in files] if world.rank in firsts else []
 
-    world.map_reduce(sample, partial(_compare_copies, index.root, files, firsts))
+    world.map_reduce(sample, partial(_compare_copies, world, index.root, files, firsts))
     count = len(set(firsts))
     return identities, (
         f"the ranks read {count} copies of the checkpoint, whose sizes, headers and samples are equal",
@@ -165,7 +165,11 @@ def require_one_checkpoint(
 
 
 def _compare_copies(
-    root: str, files: Sequence[str], firsts: Sequence[int], facts: Sequence[Sequence[tuple[object, ...]]]
+    world: World,
+    root: str,
+    files: Sequence[str],
+    firsts: Sequence[int],
+    facts: Sequence[Sequence[tuple[object, ...]]],
 ) -> None:
     """Raise if copies differ. ``firsts`` has for each rank the first rank that reads the same copy."""
     for number, file in enumerate(files):
@@ -174,9 +178,9 @@ def _compare_copies(
             ranks = [rank for rank, first in enumerate(firsts) if facts[first][number][column] != expected]
             if ranks:
                 raise RankMismatchError(
-                    f"{shown(file)} in {root}: its {what} on rank {format_ranks(ranks)} is not that on rank 0. "
-                    "Copy the checkpoint to the machines of these ranks again, or put it on a file system that all "
-                    "machines share"
+                    f"{shown(file)} in {root}: its {what} on rank {format_ranks(ranks, world.global_ranks)} is not "
+                    f"that on rank {world.global_ranks[0]}. Copy the checkpoint to the machines of these ranks "
+                    "again, or put it on a file system that all machines share"
                 )
 
 

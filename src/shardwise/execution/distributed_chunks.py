@@ -32,6 +32,7 @@ from shardwise.layout import locate_box
 from shardwise.models.torch_api import copy_all, save_without_data, stored_at
 from shardwise.models.view import local_boxes, raw_bytes, strided_view
 from shardwise.planning.moves import Boxes, first_holder_shares, shares_by_rank
+from shardwise.report.names import ALL_RANKS
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading import LocalReader
 from shardwise.tensors import Box, ByteRange, Strided, numel
@@ -128,6 +129,7 @@ def plan_tensors(
     metadata: Sequence[Mapping[str, TensorMetadata]],
     buffers: Collection[str] = (),
     aliases: Mapping[StatePathT, StatePathT] | None = None,
+    global_ranks: Sequence[int] = ALL_RANKS,
 ) -> TensorsPlan:
     """Distribute the tensors over the ranks' files.
 
@@ -136,12 +138,13 @@ def plan_tensors(
         metadata: of the tensors that each rank holds, by key.
         buffers: keys of tensors that the first rank that holds them writes, see [Note: Patchworks].
         aliases: further names of tensors, with their first ones.
+        global_ranks: the ranks of the group in the default group, for errors.
 
     Raises:
         RankMismatchError: the ranks have different tensors.
         ShardingError: together they do not hold all of one.
     """
-    held = held_by_rank(metadata)
+    held = held_by_rank(metadata, global_ranks)
     ends = [0] * len(metadata)
     files: list[list[ArchivedChunk]] = [[] for _ in metadata]
     planned: dict[str, tuple[StatePath, tuple[int, ...], torch.dtype]] = {}

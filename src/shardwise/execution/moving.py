@@ -380,7 +380,7 @@ def gather(
         ShardingError: ranks do not have, together, all of a tensor.
     """
     metadata = world.all_gather(metadata_by_name, tensors)
-    held = world.run_all(held_by_rank, metadata)
+    held = world.run_all(held_by_rank, metadata, world.global_ranks)
     ranks = moves.receivers(form, world.size)
     gathered: dict[str, torch.Tensor] = {}
     items: list[Transfer] = []

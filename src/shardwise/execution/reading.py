@@ -131,6 +131,7 @@ class ReadExecutor:
     written: dict[str, int] = field(default_factory=dict)
     read_bytes: int = 0
     _last: tuple[object, Mapping[str, torch.Tensor]] | None = None
+    """The last block that was computed alone, and its key. Kept for a request that needs it and follows at once."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def place(self, schedule: ReadSchedule, tensors: Sequence[torch.Tensor]) -> None:
@@ -141,7 +142,10 @@ class ReadExecutor:
         """
         before = read_identities(self.reader, schedule.files, self.world.check)
         self._require_same(self.identities, before)
-        self._fill(schedule, tensors, self.budget_bytes)
+        try:
+            self._fill(schedule, tensors, self.budget_bytes)
+        finally:
+            self._last = None
         self._require_same(before, read_identities(self.reader, schedule.files, self.world.check))
 
     def _require_same(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -155,6 +159,8 @@ class ReadExecutor:
 
     def _fill(self, schedule: ReadSchedule, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
         targets = TargetTensors(tensors, [item.fqn for item in schedule.destinations])
+        if self._last is not None and all(task.key != self._last[0] for task in schedule.computed):
+            self._last = None
         for device, requests in schedule.batches:
             self._read_all(requests, targets, device, budget_bytes)
         if schedule.computed:
@@ -268,11 +274,16 @@ class ReadExecutor:
                 self.world.check()
                 if self._last is None or self._last[0] != task.key:
                     self._last = None  # freed before memory of the next is allocated
-                    self._last = task.key, evaluate(task, self.read_values(_get_inputs(task), staging_bytes))
+                    self._last = task.key, self._compute_alone(task, staging_bytes)
                 self._copy_outputs(task, self._last[1], targets, outputs[0])
         finally:
             for buffer in outputs:
                 buffer.finish()
+
+    def _compute_alone(self, task: ComputeTask, budget_bytes: int) -> Mapping[str, torch.Tensor]:
+        values = self.read_values(_get_inputs(task), budget_bytes)
+        self._last = None  # a block that the inputs were computed from
+        return evaluate(task, values)
 
     def _compute_block(
         self,

@@ -97,7 +97,9 @@ def compare_replicas(world: World, replicas: Replicas, on_differing_buffers: OnD
     if not mismatched:
         return ()
     return world.map_reduce(
-        replicas.checksums, partial(_find_differing_buffers, on_differing_buffers=on_differing_buffers), mismatched
+        replicas.checksums,
+        partial(_find_differing_buffers, world, on_differing_buffers=on_differing_buffers),
+        mismatched,
     )
 
 
@@ -134,7 +136,9 @@ def _by_group(gathered: Sequence[Mapping[ReplicaGroup, T]]) -> dict[ReplicaGroup
 
 
 def _find_differing_buffers(
-    gathered: Sequence[Mapping[ReplicaGroup, Mapping[str, list[int]]]], on_differing_buffers: OnDiffering
+    world: World,
+    gathered: Sequence[Mapping[ReplicaGroup, Mapping[str, list[int]]]],
+    on_differing_buffers: OnDiffering,
 ) -> tuple[str, ...]:
     """Return the names of buffers with differing checksums. Raises :class:`RankMismatchError` for other tensors."""
     parameters: dict[str, set[int]] = {}
@@ -146,7 +150,7 @@ def _find_differing_buffers(
                 (buffers if group.has_buffers else parameters).setdefault(name, set()).update(differing)
     if parameters:
         raise RankMismatchError(
-            f"{_describe_differing(parameters)}, and a save would mix them. Parameters "
+            f"{_describe_differing(world, parameters)}, and a save would mix them. Parameters "
             "stay equal if every rank begins with the same values and gradients are averaged. An adapter or a "
             "module that was added after sharding is not averaged: add it before (tuning=..., or before "
             "fully_shard), or give all ranks one rank's values (torch.distributed.broadcast) and average its "
@@ -154,14 +158,14 @@ def _find_differing_buffers(
         )
     if buffers and on_differing_buffers == "error":
         raise RankMismatchError(
-            f"{_describe_differing(buffers)}. These are buffers, such as running statistics: average them over the "
-            "ranks, or pass on_differing_buffers='first_rank' for those of the first rank"
+            f"{_describe_differing(world, buffers)}. These are buffers, such as running statistics: average them "
+            "over the ranks, or pass on_differing_buffers='first_rank' for those of the first rank"
         )
     return tuple(buffers)
 
 
-def _describe_differing(differing: Mapping[str, set[int]]) -> str:
-    names, ranks = few_names(differing), format_ranks(sorted(set().union(*differing.values())))
+def _describe_differing(world: World, differing: Mapping[str, set[int]]) -> str:
+    names, ranks = few_names(differing), format_ranks([*set().union(*differing.values())], world.global_ranks)
     count = f"{len(differing)} tensors have" if len(differing) > 1 else "one tensor has"
     return f"{count} other values on rank {ranks} than on the first rank that holds the same: {names}"
 
@@ -217,7 +221,7 @@ def require_alike_models(world: World, held: Sequence[TensorRef], bounds: Sequen
     items = [_item(item) for item in held]
     if len(set(world.all_gather_object(digest(items)))) > 1:
         gathered = world.all_gather_object(items)
-        world.run_all(require_alike, gathered)
+        world.run_all(require_alike, gathered, world.global_ranks)
     setup = [bound.description() for bound in bounds]
     world.require_equal(setup, "the setup of the optimizers (their classes, groups and settings)")
 
@@ -260,7 +264,7 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
     saved = [item for item in held if item.kind.is_saved]
     tensors = {item.fqn: item.tensor for item in saved}
     metadata = world.all_gather(_metadata_with_values, tensors)
-    boxes = world.run_all(held_by_rank, metadata)
+    boxes = world.run_all(held_by_rank, metadata, world.global_ranks)
     shares = world.run_all(_shares_by_name, saved, boxes)
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
     replicas = world.run_all(Replicas.among, tensors, in_common(boxes, world.rank), buffers)

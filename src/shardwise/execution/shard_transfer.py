@@ -68,9 +68,9 @@ def agree_on_sources(
     own = [(_dtype_name(tensors[name].dtype) if name in tensors else "", name in live) for name in names]
     gathered = world.all_gather_object(own)
     is_live = [[found for _, found in facts] for facts in gathered]
-    chosen = world.run_all(matching.select_sources, names, is_live, values_from)
+    chosen = world.run_all(matching.select_sources, names, is_live, values_from, world.global_ranks)
     stored = _with_source_dtypes([[dtype for dtype, _ in facts] for facts in gathered], chosen)
-    agreed = world.run_all(matching.select_dtypes, names, chosen, stored)
+    agreed = world.run_all(matching.select_dtypes, names, chosen, stored, world.global_ranks)
     replicated = {
         name: live[name]
         for name, source_ranks in zip(names, chosen, strict=True)
@@ -122,15 +122,17 @@ def _scalars(
         ranks = [rank for rank, values in enumerate(gathered) if key in values]
         rank = 0 if values_from == "first_rank" else matching.leading(ranks, counts)
         if rank not in ranks:
-            raise RankMismatchError(f"{values_from} relies on values that rank 0 does not have: {key}")
+            raise RankMismatchError(
+                f"{values_from} relies on values that rank {world.global_ranks[rank]} does not have: {key}"
+            )
         chosen[key] = gathered[rank][key]
         if values_from == "first_rank" or len({repr(gathered[other][key]) for other in ranks}) == 1:
             continue
         differed[str(key)] = rank
         if values_from != "any":
             raise RankMismatchError(
-                f"{key} is {chosen[key]} on rank {rank}, and has other values on others. Pass "
-                "values_from='first_rank' for those of rank 0"
+                f"{key} is {chosen[key]} on rank {world.global_ranks[rank]}, and has other values on others. Pass "
+                f"values_from='first_rank' for those of rank {world.global_ranks[0]}"
             )
     return chosen
 

@@ -145,7 +145,7 @@ class BroughtValues:
             RankMismatchError: ranks have different targets.
         """
         metadata = world.all_gather(tensor_metadata.metadata_by_name, targets)
-        world.run_all(tensor_metadata.require_same_tensors, metadata)
+        world.run_all(tensor_metadata.require_same_tensors, metadata, world.global_ranks)
         items = world.run_all(lambda: [self._transfer(item, targets, metadata) for item in match.taken])
         return moving.transfer(world, items, budget_bytes=budget_bytes, device=device)
 

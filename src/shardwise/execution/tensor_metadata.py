@@ -10,7 +10,7 @@ import torch
 from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.models.view import local_boxes
 from shardwise.planning import moves
-from shardwise.report.names import few_names
+from shardwise.report.names import ALL_RANKS, few_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,9 @@ def get_boxes(tensor: torch.Tensor, name: str) -> moves.Boxes:
     return tuple(item.box for item in local_boxes(tensor, name))
 
 
-def require_same_tensors(metadata: Sequence[Mapping[str, TensorMetadata]]) -> None:
+def require_same_tensors(
+    metadata: Sequence[Mapping[str, TensorMetadata]], global_ranks: Sequence[int] = ALL_RANKS
+) -> None:
     """Raise if ranks have different tensors. ``metadata`` are by rank.
 
     Raises:
@@ -49,19 +51,22 @@ def require_same_tensors(metadata: Sequence[Mapping[str, TensorMetadata]]) -> No
             continue
         names = [name for name in dict.fromkeys([*first, *other]) if other.get(name) != first.get(name)]
         raise RankMismatchError(
-            f"rank {rank} has other tensors than rank 0 (absent, or of another shape, dtype or order): "
-            f"{few_names(names or list(other))}. Build the model and its optimizers alike on every rank"
+            f"rank {global_ranks[rank]} has other tensors than rank {global_ranks[0]} (absent, or of another "
+            f"shape, dtype or order): {few_names(names or list(other))}. Build the model and its "
+            "optimizers alike on every rank"
         )
 
 
-def held_by_rank(metadata: Sequence[Mapping[str, TensorMetadata]]) -> dict[str, tuple[moves.Boxes, ...]]:
+def held_by_rank(
+    metadata: Sequence[Mapping[str, TensorMetadata]], global_ranks: Sequence[int] = ALL_RANKS
+) -> dict[str, tuple[moves.Boxes, ...]]:
     """Return the nonempty boxes of every tensor by rank: one object for all tensors with the same layout.
 
     Raises:
         RankMismatchError: ranks have different tensors.
         ShardingError: ranks do not have, together, all of a tensor.
     """
-    require_same_tensors(metadata)
+    require_same_tensors(metadata, global_ranks)
     known: dict[tuple[moves.Boxes, ...], tuple[moves.Boxes, ...]] = {}
     held: dict[str, tuple[moves.Boxes, ...]] = {}
     for name in metadata[0]:

@@ -326,7 +326,7 @@ def write_distributed_folder(
     tensors, packed = world.run_all(_tensors_and_packed, state, is_packed=world.rank == 0)
     by_key = {flat_key(path): tensor for path, tensor in tensors.items()}
     metadata = world.all_gather(metadata_by_name, by_key)
-    plan = world.run_all(plan_tensors, tensors, metadata)
+    plan = world.run_all(plan_tensors, tensors, metadata, global_ranks=world.global_ranks)
     sizes = world.all_gather_object({path: len(value) for path, value in packed.items()})
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
     files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}

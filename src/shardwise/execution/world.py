@@ -41,6 +41,7 @@ class World:
     """The ranks of a process group, or one process alone (``group`` None and ``size`` 1).
 
     A context manager: at the end of the block this rank has left the call. ``channel`` is None for one process.
+    ``global_ranks`` are the ranks of the group in the default group, which messages show.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class World:
         self.rank = rank
         self.size = size
         self.group = group
+        self.global_ranks: Sequence[int] = range(size)
         self.timeouts = timeouts or Timeouts()
         self.channel: ControlChannel | None = None
         self._call = call
@@ -63,8 +65,10 @@ class World:
             from shardwise.execution.control_channel import ControlChannel
 
             name = f"shardwise/{group.group_name if group is not None else 'all'}{purpose}"
-            global_ranks = dist.get_process_group_ranks(group)
-            self.channel = ControlChannel(torch_api.default_store(), name, rank, global_ranks, self.timeouts, call)
+            self.global_ranks = dist.get_process_group_ranks(group)
+            self.channel = ControlChannel(
+                torch_api.default_store(), name, rank, self.global_ranks, self.timeouts, call
+            )
             weakref.finalize(self, self.channel.close)
 
     @classmethod
@@ -171,10 +175,15 @@ class World:
 
         Raises:
             RankMismatchError: a value differs. The message names ``what`` and the ranks whose value is not that of
-                rank 0.
+                the first rank.
         """
-        if mismatched := self.all_reduce_object(value, MismatchedRanks.among):
-            raise RankMismatchError(f"{what} on rank {mismatched.text} is not that of rank 0")
+        if mismatched := self.all_reduce_object(value, self.mismatched):
+            raise RankMismatchError(f"{what} on rank {mismatched.text} is not that of rank {self.global_ranks[0]}")
+
+    def mismatched(self, values: Sequence[object]) -> MismatchedRanks | None:
+        """Return the ranks whose values, by rank, are not the first rank's. None if all are equal."""
+        ranks = [rank for rank, value in enumerate(values) if value != values[0]]
+        return MismatchedRanks(ranks[0], format_ranks(ranks, self.global_ranks)) if ranks else None
 
     def is_first_at(self, place: str) -> bool:
         """Return True on the lowest of the ranks that pass this ``place``. Collective: yes."""
@@ -261,18 +270,12 @@ class MismatchedRanks:
     """Ranks that do not have the first rank's value.
 
     Attributes:
-        first: the lowest of them.
-        text: all of them, abbreviated for messages.
+        first: the lowest of them, in the group.
+        text: all of them in the default group, abbreviated for messages.
     """
 
     first: int
     text: str
-
-    @classmethod
-    def among(cls, values: Sequence[object]) -> MismatchedRanks | None:
-        """Return the ranks with differing values, or None if all are equal."""
-        ranks = [rank for rank, value in enumerate(values) if value != values[0]]
-        return cls(ranks[0], format_ranks(ranks)) if ranks else None
 
 
 def repr_digest(value: object) -> bytes:

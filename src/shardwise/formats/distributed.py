@@ -289,7 +289,7 @@ class _Parser:
         return names if ".".join(names) == key else (key,)
 
 
-_LAYOUT: Final = "torch distributed checkpoint"
+LAYOUT: Final = "torch distributed checkpoint"
 _MODEL_FOLDERS = ("pytorch_model_fsdp_*", "model", "distributed_checkpoint")
 
 
@@ -306,7 +306,7 @@ class _DistributedFolders(contract.CheckpointFormat):
         name: str,
         faults: contract.FormatFaults,  # noqa: ARG002
     ) -> contract.FileSelection:
-        return contract.FileSelection(_LAYOUT, [], folder=name.removesuffix(joining.METADATA))
+        return contract.FileSelection(LAYOUT, [], folder=name.removesuffix(joining.METADATA))
 
     def find(
         self,
@@ -315,14 +315,14 @@ class _DistributedFolders(contract.CheckpointFormat):
         faults: contract.FormatFaults,  # noqa: ARG002 - as any format
     ) -> contract.FileSelection | None:
         if joining.METADATA in names:
-            return contract.FileSelection(_LAYOUT, [])
+            return contract.FileSelection(LAYOUT, [])
         models = [
             folder
             for folder in joining.distributed_folders(names)
             if any(fnmatchcase(folder, pattern) for pattern in _MODEL_FOLDERS)
         ]
         if len(models) == 1:
-            return contract.FileSelection(_LAYOUT, [], folder=f"{models[0]}/")
+            return contract.FileSelection(LAYOUT, [], folder=f"{models[0]}/")
         chunks = [name for name in names if name.endswith(SUFFIX) and name.count("/") <= 1]
         if not chunks and not joining.distributed_folders(names):
             return None
@@ -376,7 +376,7 @@ def open_state(
         for place in metadata.objects.values():
             found.files.setdefault(place.file, reader.size(place.file))
     faults.raise_if_any()
-    layout = _LAYOUT if file is None else "torch file"
+    layout = LAYOUT if file is None else "torch file"
     return contract.CheckpointIndex(reader.root, found.files, found.entries, {}, layout, found.composed)
 
 

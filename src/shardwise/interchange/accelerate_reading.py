@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import get_world
+from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.engines.model_states import set_model_values, stored_values
 from shardwise.engines.optimizer_fit import OptimizerTargets
 from shardwise.engines.optimizer_states import optimizer_targets, set_optimizer_values
@@ -23,7 +23,7 @@ from shardwise.execution.torch_saves import Levels, read_rank_file
 from shardwise.execution.world import Clock, World
 from shardwise.formats import accelerate_saves
 from shardwise.formats.joining import METADATA
-from shardwise.interchange.accelerate_writing import beside_trained
+from shardwise.interchange.accelerate_writing import beside_trained, require_number
 from shardwise.models.optimizer_parsing import ParameterOrder, ParsedState, read, with_names
 from shardwise.models.rebind import label
 from shardwise.models.selection import AdapterOnly, Selection
@@ -48,14 +48,21 @@ class FilesSource:
     options: state_values.StateOptions
 
     def agree(self, world: World, mode: object) -> None:
-        """Raise if ranks pass different arguments. Collective: yes.
+        """Raise if an argument is not supported, or ranks pass different ones. Collective: yes.
 
         Raises:
-            RankMismatchError: naming the ranks.
+            ConfigError, RankMismatchError: the message has the argument.
         """
+        world.run_all(self._check, mode)
         state_values.require_same_call(
             world, os.fspath(self.path), self.number, mode, self.tolerance, options=self.options
         )
+
+    def _check(self, mode: object) -> None:
+        require_number(self.number)
+        given = {f"on_{item.name}": getattr(self.tolerance, item.name) for item in fields(self.tolerance)}
+        given["order" if isinstance(mode, str) else "only"] = mode
+        check_options({**get_hints(load_accelerate_model), **get_hints(load_accelerate_optimizer)}, given)
 
 
 @answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")

@@ -68,8 +68,13 @@ class FilesPlace:
 
     def _check(self) -> None:
         check_options(get_hints(save_accelerate_model), {"form": self.form})
-        if type(self.number) is not int or self.number < 0:
-            raise ConfigError(f"number={self.number!r}: is not an index. Pass the position in the folder, from 0")
+        require_number(self.number)
+
+
+def require_number(number: object) -> None:
+    """Raise ConfigError unless this is the number of a model or an optimizer."""
+    if type(number) is not int or number < 0:
+        raise ConfigError(f"number={number!r}: is not an index. Pass the position in the folder, from 0")
 
 
 @answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")

@@ -29,7 +29,7 @@ from shardwise.execution.torch_saves import Levels, flattened, load_plain, neste
 from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex
-from shardwise.formats.distributed import holds_optimizer, open_state, read_metadata
+from shardwise.formats.distributed import LAYOUT, holds_optimizer, open_state, read_metadata
 from shardwise.formats.joining import METADATA
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.torch_files import TorchFileContents, read_torch_file
@@ -283,7 +283,8 @@ def _remove(folder: Path, index: CheckpointIndex) -> str:
     """Remove the checkpoint's own files, and its folders if they are then empty."""
     folders = _checkpoint_folders(folder, index)
     files = [folder / file for file in index.files]
-    files += [place / METADATA for place in folders if (place / METADATA).is_file()]
+    if index.layout == LAYOUT:  # otherwise it is of another checkpoint
+        files += [place / METADATA for place in folders if (place / METADATA).is_file()]
     try:
         # The metadata goes first, so that an interrupted removal leaves no folder that looks complete.
         for file in sorted(files, key=lambda file: file.name != METADATA):

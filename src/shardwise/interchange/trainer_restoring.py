@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -162,6 +161,7 @@ def _set_model(
 STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILE = "optimizer.pt"
 _MAX_STATE_BYTES = 500_000_000
+_MAX_EPOCH = 1e18
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise FormatError(f"{what}: holds a {type(state).__name__}, not an object")
     step, epoch = state.get("global_step"), state.get("epoch") or 0
-    if type(step) is not int or step < 0 or not isinstance(epoch, (int, float)) or not math.isfinite(epoch):
+    if type(step) is not int or step < 0 or not isinstance(epoch, (int, float)) or not abs(epoch) < _MAX_EPOCH:
         raise FormatError(f"{what}: global_step {step!r} and epoch {epoch!r} are no place in a training")
     return state
 

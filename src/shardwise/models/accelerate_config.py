@@ -19,8 +19,11 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.models.policies import UNUSED_BY_FSDP2, Classes, MinSize, WrapPolicy
 
 _MAX_BYTES = 1_000_000
+_MAX_DIGITS = 9
 
 _RESHARDS: Final = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
+_BOOLS: Final = {**dict.fromkeys(("true", "yes", "on"), True), **dict.fromkeys(("false", "no", "off"), False)}
+_SIZES: Final = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 _PRECISIONS: Final = {"no": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _REFUSED: Final = {
@@ -62,6 +65,8 @@ def read_accelerate_config(
         ConfigError: it cannot be read, or keys are unknown, contradictory, or not supported. The message has every
             such key.
     """
+    if not isinstance(source, (str, os.PathLike, Mapping)):
+        raise ConfigError(f"the configuration={source!r}: it must be the path of a file, or its values")
     name = "the configuration" if isinstance(source, Mapping) else os.fspath(source)
     reading = _Reading(source if isinstance(source, Mapping) else _read_file(Path(source)))
     fields, replicas = reading.fields(), reading.replicas()
@@ -80,66 +85,86 @@ def _read_file(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path}: the configuration cannot be read ({error.strerror or error})") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: the configuration cannot be read ({error})") from error
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+    if not isinstance(value, Mapping):
         raise ConfigError(f"{path}: the configuration is keys with values, and this is a {type(value).__name__}")
     return value
 
 
 class _Reading:
-    """One configuration. ``fsdp`` has its FSDP keys without prefix. ``faults`` and ``notes`` are sentences."""
+    """One configuration. ``fsdp`` has its FSDP keys without prefix, and ``written`` how each was given.
+
+    ``faults`` and ``notes`` are sentences.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
         self.faults: list[str] = []
         self.notes: list[str] = []
         self.fsdp: dict[str, Any] = {}
-        nested = values.get("fsdp_config") or {}
-        if isinstance(nested, (str, os.PathLike)):
+        self.written: dict[str, str] = {}
+        nested = values.get("fsdp_config")
+        if nested and isinstance(nested, (str, os.PathLike)):
             nested = _read_file(Path(nested))
-        if not isinstance(nested, Mapping):
-            self.faults.append(f"fsdp_config={nested!r}: it must be keys with values, or the path of a JSON file")
-            nested = {}
-        own = {key: value for key, value in values.items() if _is_fsdp_key(key)}
+        nested = self._mapping("fsdp_config", nested)
+        own = {key: value for key, value in self._mapping("", values).items() if _is_fsdp_key(key)}
         for key, value in {**own, **nested}.items():
             plain = key.removeprefix("fsdp_")
             self._take(_ALIASES.get(plain, plain), key, value)
-        self.fsdp = {**self._words(values.get("fsdp")), **self.fsdp}
-        kind = str(values.get("distributed_type", "FSDP")).rpartition(".")[2].upper()
+        words = self._words(values.get("fsdp"))
+        self.fsdp = {**words, **self.fsdp}
+        self.written = {**dict.fromkeys(words, f"fsdp={values.get('fsdp')}"), **self.written}
+        kind = str(values.get("distributed_type") or "FSDP").rpartition(".")[2].upper()
         if kind not in ("FSDP", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "NO"):
-            self.faults.append(f"distributed_type={kind}: this is not FSDP, and only FSDP2 is done here")
+            self.faults.append(
+                f"distributed_type={values['distributed_type']}: this is not FSDP, and only FSDP2 is done here"
+            )
         elif kind != "FSDP" and not self.fsdp:
             self.faults.append(
                 f"distributed_type={kind}: nothing in it says how the model is sharded. Run accelerate config"
             )
+
+    def _mapping(self, name: str, value: Any) -> Mapping[str, Any]:
+        """Return keys with values (none if there are none), or add a fault. ``name`` is "" for the whole."""
+        if isinstance(value or {}, Mapping):
+            strange = [key for key in value or {} if not isinstance(key, str)]
+            self.faults += [f"{name}: the key {key!r} is no text. Put it in quotes".lstrip(": ") for key in strange]
+            return {key: item for key, item in (value or {}).items() if isinstance(key, str)}
+        file = ", or the path of a JSON file" if name == "fsdp_config" else ""
+        self.faults.append(f"{name}={value!r}: it must be keys with values{file}")
+        return {}
 
     def _take(self, plain: str, key: str, value: Any) -> None:
         """Convert the value of a key to its type."""
         if plain not in _FSDP_KEYS:
             self.faults.append(f"{key}: no such key. {nearest(plain, _FSDP_KEYS)}".rstrip())
             return
-        kind, text = _FSDP_KEYS[plain], str(value).rpartition(".")[2].upper()
+        kind, text, written = _FSDP_KEYS[plain], str(value).rpartition(".")[2].upper(), f"{key}={value}"
         if plain == "reshard_after_forward" and text in _RESHARDS:
             value = _RESHARDS[text]
         elif plain in _REFUSED and value not in (None, "", [], {}, "None", False):
             self.faults.append(f"{key}={value!r}: {_REFUSED[plain]}. Take it out.")
         elif kind is bool and value is not None:
-            value = yaml.safe_load(str(value).lower())
-            if not isinstance(value, bool):
+            parsed = _BOOLS.get(str(value).strip().lower())
+            if parsed is None:
                 self.faults.append(f"{key}={value!r}: it must be true or false")
+            value = parsed
         elif isinstance(kind, tuple) and value is not None:
-            word = kind[int(text) - 1] if text.isdecimal() and 1 <= int(text) <= len(kind) else text
+            word = dict(zip("12345", kind, strict=False)).get(text, text)
             if word not in kind or word == "NO_SHARD":
                 words = [known for known in kind if known != "NO_SHARD"]
                 self.faults.append(f"{key}={value!r}: it must be one of {', '.join(words)}")
             value = word
         if value is not None and self.fsdp.setdefault(plain, value) != value:
-            self.faults.append(f"{key}={value!r} and {plain}={self.fsdp[plain]!r} are one key. Give one of them")
+            self.faults.append(f"{written} and {self.written[plain]} are one key. Give one of them")
+        elif value is not None:
+            self.written[plain] = written
 
     def _words(self, legacy: Any) -> dict[str, Any]:
         """Return the keys that the Trainer's ``fsdp`` (true, or words) stands for."""
         if not legacy:
             return {}
-        words = [] if legacy is True else legacy.split() if isinstance(legacy, str) else [str(it) for it in legacy]
+        listed = [] if legacy is True else legacy.split() if isinstance(legacy, str) else legacy
+        words = [str(word) for word in (listed if isinstance(listed, (list, tuple)) else [listed])]
         strategies = [word.upper() for word in words if word.upper() in _RESHARDS]
         strange = set(words) - {"offload", "auto_wrap"} - {word.lower() for word in strategies}
         if strange or len(strategies) > 1:
@@ -158,9 +183,9 @@ class _Reading:
         self._add_notes()
         dtype = self._dtype()
         strategy = self.fsdp.get("sharding_strategy")
-        reshards = {key: self.fsdp[key] for key in ("reshard_after_forward",) if key in self.fsdp}
+        reshards = {self.written[key]: self.fsdp[key] for key in ("reshard_after_forward",) if key in self.fsdp}
         if strategy in _RESHARDS:
-            reshards[f"sharding_strategy={strategy}, which has it"] = _RESHARDS[strategy]
+            reshards[self.written["sharding_strategy"]] = _RESHARDS[strategy]
         return {
             "wrap": self._wrap(),
             # accelerate computes, reduces and returns in one dtype
@@ -188,16 +213,18 @@ class _Reading:
                 self.notes.append(f"{name}: it is the training's, and no matter of sharding")
 
     def _single_value(self, given: Mapping[str, Any], default: Any) -> Any:
-        """Return the value that these keys share, or add a fault if they differ."""
+        """Return the value that these keys, as they are written, share, or add a fault if they differ."""
         if len(set(given.values())) > 1:
-            named = " and ".join(f"{key}={value}" for key, value in given.items())
-            self.faults.append(f"{named} contradict each other")
+            self.faults.append(f"{' and '.join(given)} contradict each other")
         return next(iter(given.values()), default)
 
     def _wrap(self) -> WrapPolicy:
         classes = self.fsdp.get("transformer_layer_cls_to_wrap") or ()
-        listed = classes.split(",") if isinstance(classes, str) else map(str, classes)
-        names = tuple(dict.fromkeys(name.strip() for name in listed))
+        listed = classes.split(",") if isinstance(classes, str) else classes
+        if not isinstance(listed, (list, tuple, set)):
+            self.faults.append(f"transformer_layer_cls_to_wrap={classes!r}: it must be names of classes")
+            listed = ()
+        names = tuple(dict.fromkeys(str(name).strip() for name in listed))
         numel = self.fsdp.get("min_num_params")
         default = "TRANSFORMER_BASED_WRAP" if names else "SIZE_BASED_WRAP" if numel else "NO_WRAP"
         policy = self.fsdp.get("auto_wrap_policy", default)
@@ -206,14 +233,16 @@ class _Reading:
             ("min_num_params", 0 if numel == "0" else numel, "SIZE_BASED_WRAP"),
         ):
             if value and policy != wanted:
-                self.faults.append(f"{key}={value} contradicts auto_wrap_policy={policy}")
+                chosen = self.written.get("auto_wrap_policy", f"auto_wrap_policy={policy}")
+                self.faults.append(f"{key}={value} contradicts {chosen}")
         if policy == "TRANSFORMER_BASED_WRAP":
             return Classes(names) if names else "no_split_modules"
         try:
             count = int(float(numel or 0)) if policy == "SIZE_BASED_WRAP" else 0
         except (TypeError, ValueError, OverflowError):
+            count = -1
+        if count < 0 or numel is True:
             self.faults.append(f"min_num_params={numel!r}: it must be a number of parameters")
-            count = 0
         return MinSize(count) if count > 0 else "whole_model"
 
     def _dtype(self) -> torch.dtype | None:
@@ -221,45 +250,63 @@ class _Reading:
         given = {
             "mixed_precision": self.values.get("mixed_precision"),
             "mixed_precision_policy": self.fsdp.get("mixed_precision_policy"),
-            **{flag: flag for flag in ("bf16", "fp16") if self.values.get(flag) is True},
+            **{
+                flag: self.values[flag]
+                for flag in ("bf16", "fp16")
+                if _BOOLS.get(str(self.values.get(flag)).lower())
+            },
         }
-        words = {key: str(value or "no").lower() for key, value in given.items() if value is not None}
-        for key, word in words.items():
+        found: dict[str, torch.dtype | None] = {}
+        for key, value in given.items():
+            word = key if key in ("bf16", "fp16") else str(value or "no").lower()
             if word not in _PRECISIONS:
-                self.faults.append(f"{key}={given[key]!r}: it must be one of {', '.join(_PRECISIONS)}")
-        found: torch.dtype | None = self._single_value(
-            {key: _PRECISIONS.get(word) for key, word in words.items()}, None
-        )
-        return found
+                self.faults.append(f"{key}={value!r}: it must be one of {', '.join(_PRECISIONS)}")
+            elif value is not None:
+                found[f"{key}={value}"] = _PRECISIONS[word]
+        dtype: torch.dtype | None = self._single_value(found, None)
+        return dtype
 
     def replicas(self) -> int:
         """Return the number of copies of the sharded model (HSDP)."""
-        given = {
-            str(key).removeprefix("parallelism_config_"): value
-            for key, value in (self.values.get("parallelism_config") or {}).items()
+        mapping = self._mapping("parallelism_config", self.values.get("parallelism_config"))
+        given = {key.removeprefix("parallelism_config_"): value for key, value in mapping.items()}
+        sizes = {
+            key: self._count(f"parallelism_config.{key}", value)
+            for key, value in given.items()
+            if key.endswith("_size")
         }
-        for key, value in given.items():
-            if key.endswith("_size") and value is not None and (not str(value).isdecimal() or int(value) < 1):
-                self.faults.append(f"parallelism_config.{key}={value!r}: it must be 1 or more")
-            elif key in ("tp_size", "cp_size", "sp_size") and int(value or 1) > 1:
+        for key, size in sizes.items():
+            if key not in _SIZES:
+                self.faults.append(f"parallelism_config.{key}: no such key. {nearest(key, _SIZES)}".rstrip())
+            elif not key.startswith("dp_") and size > 1:
                 self.faults.append(
-                    f"{key}={value}: a Sharding has shards and replicas only. docs/meshes.md has a loop for "
+                    f"{key}={size}: a Sharding has shards and replicas only. docs/meshes.md has a loop for "
                     "each of the others."
                 )
-        replicas, shards = (int(given.get(key) or 1) for key in ("dp_replicate_size", "dp_shard_size"))
+        replicas, shards = (sizes.get(key, 1) for key in ("dp_replicate_size", "dp_shard_size"))
         ranks = self.values.get("num_processes")
-        if shards > 1 and ranks not in (None, -1, shards * replicas):
+        if shards > 1 and str(ranks) not in ("None", "-1", str(shards * replicas)):
             self.faults.append(
                 f"num_processes={ranks} contradicts dp_replicate_size={replicas} times dp_shard_size={shards}"
             )
         strategy = str(self.fsdp.get("sharding_strategy"))
-        machines = int(self.values.get("num_machines") or 1) if strategy.startswith("HYBRID") else 1
+        machines = 1
+        if strategy.startswith("HYBRID"):
+            machines = self._count("num_machines", self.values.get("num_machines"))
         if strategy.startswith("HYBRID") and replicas == machines == 1:
             self.faults.append(
-                f"sharding_strategy={strategy}: it does not say how many replicas there are. Give num_machines "
-                "(one for each), or parallelism_config.dp_replicate_size"
+                f"{self.written['sharding_strategy']}: it does not say how many replicas there are. Give "
+                "num_machines (one for each), or parallelism_config.dp_replicate_size"
             )
         return max(replicas, machines)
+
+    def _count(self, key: str, value: Any) -> int:
+        """Return a number that is 1 or more, 1 if it is absent, or add a fault."""
+        text = "1" if value is None else str(value)
+        if text.isdecimal() and len(text) < _MAX_DIGITS and int(text) > 0:
+            return int(text)
+        self.faults.append(f"{key}={value!r}: it must be 1 or more")
+        return 1
 
 
 def _is_fsdp_key(key: str) -> bool:

@@ -80,13 +80,8 @@ def read(
         ConfigError: it has another layout, or values that cannot be set.
     """
     given = ParsedState()
-    whole: object = state or {}
-    if not isinstance(whole, Mapping) or (whole and not _is_state_dict(whole)):
-        raise ConfigError(
-            "the state of optimizers is {'state': {name: {...}}, 'param_groups': [{'params': [name, ...], ...}]}, "
-            "as get_optimizer_state_dict() and torch.distributed.checkpoint.state_dict make it, or None on a rank "
-            "without"
-        )
+    whole: Mapping[str, Any] = {} if state is None else state
+    require_state_dict(whole)
     for group in whole.get("param_groups", ()):
         names = group["params"]
         if not all(isinstance(name, str) for name in names):
@@ -121,11 +116,12 @@ def with_names(
     ``groups`` and ``shapes`` are those of the present parameters.
 
     Raises:
-        ConfigError: the numbers have no names, and their order is unknown.
+        ConfigError: it has another layout, or the numbers have no names, and their order is unknown.
         KeyMismatchError: groups or shapes are not those of the present parameters.
     """
-    given = [group for group in state.get("param_groups", ()) if isinstance(group, Mapping)]
-    numbers = [list(group.get("params", ())) for group in given]
+    require_state_dict(state)
+    given = state["param_groups"]
+    numbers = [list(group["params"]) for group in given]
     if not any(isinstance(number, int) for members in numbers for number in members):
         return {}
     names = _names_in_order(given, numbers, groups, order)
@@ -168,7 +164,7 @@ def _require_shapes(
 ) -> None:
     """Raise KeyMismatchError for values of another shape than the parameter that their number stands for."""
     for number, entries in state.get("state", {}).items():
-        name = names.get(int(number) if str(number).isdigit() else number, "")
+        name = names.get(int(number) if str(number).isdecimal() else number, "")
         for entry, value in entries.items():
             is_tensor = isinstance(value, torch.Tensor) and value.numel() != 1
             if is_tensor and name in shapes and value.shape != shapes[name]:
@@ -179,14 +175,21 @@ def _require_shapes(
                 )
 
 
-def _is_state_dict(whole: Mapping[str, Any]) -> bool:
-    values, groups = whole.get("state"), whole.get("param_groups")
-    return (
+def require_state_dict(whole: object) -> None:
+    """Raise ConfigError unless this has the layout of a state dict, or is an empty one."""
+    values, groups = (whole.get("state"), whole.get("param_groups")) if isinstance(whole, Mapping) else (None, None)
+    is_sound = (
         isinstance(values, Mapping)
         and all(isinstance(entries, Mapping) for entries in values.values())
         and isinstance(groups, (list, tuple))
-        and all(isinstance(group, Mapping) and "params" in group for group in groups)
+        and all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups)
     )
+    if not is_sound and whole != {}:
+        raise ConfigError(
+            "the state of optimizers is {'state': {name: {...}}, 'param_groups': [{'params': [name, ...], ...}]}, "
+            "as get_optimizer_state_dict() and torch.distributed.checkpoint.state_dict make it, or None on a rank "
+            "without"
+        )
 
 
 _NAMES = ("params", "param_names")
@@ -259,6 +262,9 @@ def unlike(
         else:
             for why in _differences(settings, saved):
                 found.setdefault(f"{why} ({here})", []).append(name)
+            for setting in settings.keys() & saved.keys():
+                if not _is_setting(saved[setting], settings[setting]):
+                    found.setdefault(f"the setting {setting} of {here} is {saved[setting]!r:.80}", []).append(name)
     return [f"{why}: {abbreviate(sorted(names))}" for why, names in sorted(found.items())]
 
 
@@ -272,6 +278,14 @@ def _differences(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> list[
         elif setting in _SWITCHES & saved.keys() and bool(settings[setting]) != bool(saved[setting]):
             found.append(f"saved with {setting}={saved[setting]!r}, and it is {settings[setting]!r} now")
     return found
+
+
+def _is_setting(value: Any, present: Any) -> bool:
+    """Return whether a value can take the place of a present number, or numbers. Of others nothing is known."""
+    if isinstance(present, tuple) and all(map(_is_number, present)):
+        is_as_long = isinstance(value, (list, tuple)) and len(value) == len(present)
+        return is_as_long and all(map(_is_setting, value, present))
+    return value is None or isinstance(present, bool) or not _is_number(present) or _is_number(value)
 
 
 _LISTS = "base_lrs _last_lr min_lrs max_lrs base_momentums max_momentums lr_lambdas _schedulers"
@@ -306,8 +320,11 @@ def _is_like(here: object, there: object) -> bool:
         return is_list and all(map(_is_like, here, there))  # type: ignore[call-overload]
     if isinstance(here, dict) and isinstance(there, dict):
         return scheduler_mismatch(here, there) is None
-    return type(here) is type(there) or (_is_number(here) and _is_number(there))
+    return _is_number(there) if _is_number(here) else type(here) is type(there)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    """Return whether this is a number and not NaN."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and (value.is_meta or not bool(value.isnan()))
+    return isinstance(value, (int, float)) and value == value

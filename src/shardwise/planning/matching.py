@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.planning.load_plan import OnUnexpected, allows, describe_faults
 from shardwise.planning.moves import covers
-from shardwise.report.names import abbreviate, collapse, few_names, format_ranks
+from shardwise.report.names import ALL_RANKS, abbreviate, collapse, few_names, format_ranks
 from shardwise.tensors import Box, DType, follows
 
 OnFault: TypeAlias = OnUnexpected
@@ -92,7 +92,10 @@ class Match:
 
 
 def match(
-    places: Sequence[StateSlot], brought_by_rank: Sequence[Mapping[str, Brought]], tolerance: Tolerance
+    places: Sequence[StateSlot],
+    brought_by_rank: Sequence[Mapping[str, Brought]],
+    tolerance: Tolerance,
+    global_ranks: Sequence[int] = ALL_RANKS,
 ) -> Match:
     """Find the source of every slot.
 
@@ -102,7 +105,7 @@ def match(
             lists all of them.
     """
     bringing = [rank for rank, brought in enumerate(brought_by_rank) if brought]
-    _require_same_names(brought_by_rank, bringing)
+    _require_same_names(brought_by_rank, bringing, global_ranks)
     names = list(brought_by_rank[bringing[0]]) if bringing else []
     known = {name for place in places for name in place.names}
     unexpected = [name for name in names if name not in known]
@@ -122,7 +125,7 @@ def match(
             if not any(allows(tolerance.missing, name) for name in place.names):
                 faults["missing"].append(place.names[0])
             continue
-        wrong = _misfit(place, present, brought_by_rank, bringing)
+        wrong = _misfit(place, present, brought_by_rank, bringing, global_ranks)
         if wrong is not None:
             name, sentence = wrong
             mismatched.append(name)
@@ -145,15 +148,18 @@ def match(
     return Match(tuple(taken), tuple(missing), tuple(unexpected), tuple(mismatched))
 
 
-def _require_same_names(brought_by_rank: Sequence[Mapping[str, Brought]], bringing: Sequence[int]) -> None:
+def _require_same_names(
+    brought_by_rank: Sequence[Mapping[str, Brought]], bringing: Sequence[int], global_ranks: Sequence[int]
+) -> None:
     for rank in bringing[1:]:
         first, mine = brought_by_rank[bringing[0]], brought_by_rank[rank]
-        lines = [f"{name} is not on rank {rank}" for name in first if name not in mine]
-        lines += [f"{name} is not on rank {bringing[0]}" for name in mine if name not in first]
+        one, other = global_ranks[bringing[0]], global_ranks[rank]
+        lines = [f"{name} is not on rank {other}" for name in first if name not in mine]
+        lines += [f"{name} is not on rank {one}" for name in mine if name not in first]
         if lines:
             shown = "\n  ".join(abbreviate(lines))
             raise RankMismatchError(
-                f"ranks {bringing[0]} and {rank} bring different states:\n  {shown}\nBring the same on every "
+                f"ranks {one} and {other} bring different states:\n  {shown}\nBring the same on every "
                 "rank, or all of it on some and nothing on the others."
             )
 
@@ -163,12 +169,13 @@ def _misfit(
     present: Sequence[str],
     brought_by_rank: Sequence[Mapping[str, Brought]],
     bringing: Sequence[int],
+    global_ranks: Sequence[int],
 ) -> tuple[str, str] | None:
     for name in present:
         for rank in bringing:
             found = brought_by_rank[rank][name]
             if found.shape != place.shape or not follows(found.dtype, place.dtype):
-                return name, f"{name}: brought {found} by rank {rank}, wanted {place}"
+                return name, f"{name}: brought {found} by rank {global_ranks[rank]}, wanted {place}"
     return None
 
 
@@ -289,22 +296,23 @@ def digest(items: Sequence[object]) -> bytes:
     return hashlib.sha256(repr(items).encode()).digest()
 
 
-def require_alike(items_by_rank: Sequence[Sequence[Item]]) -> None:
-    """Check that the items of every rank equal those of rank 0.
+def require_alike(items_by_rank: Sequence[Sequence[Item]], global_ranks: Sequence[int] = ALL_RANKS) -> None:
+    """Check that the items of every rank equal those of the first.
 
     Raises:
         RankMismatchError: items differ. The error lists tensors, each with its description on both ranks.
     """
     first = {item.names[0]: item for item in items_by_rank[0]}
-    for rank, items in enumerate(items_by_rank):
+    for rank, items in zip(global_ranks, items_by_rank, strict=False):
         mine = {item.names[0]: item for item in items}
         lines = [
-            f"{name} is {mine.get(name, 'absent')} on rank {rank}, {first.get(name, 'absent')} on rank 0"
+            f"{name} is {mine.get(name, 'absent')} on rank {rank}, {first.get(name, 'absent')} on "
+            f"rank {global_ranks[0]}"
             for name in dict.fromkeys([*first, *mine])
             if first.get(name) != mine.get(name)
         ]
         if not lines and list(first) != list(mine):
-            lines = [f"the order of the tensors on rank {rank} is not that on rank 0"]
+            lines = [f"the order of the tensors on rank {rank} is not that on rank {global_ranks[0]}"]
         if lines:
             shown = "\n  ".join(pattern for pattern, _ in collapse(lines)[:_SHOWN])
             raise RankMismatchError(
@@ -314,7 +322,10 @@ def require_alike(items_by_rank: Sequence[Sequence[Item]]) -> None:
 
 
 def select_sources(
-    names: Sequence[str], live_by_rank: Sequence[Sequence[bool]], values_from: ValuesFrom
+    names: Sequence[str],
+    live_by_rank: Sequence[Sequence[bool]],
+    values_from: ValuesFrom,
+    global_ranks: Sequence[int] = ALL_RANKS,
 ) -> list[tuple[int, ...]]:
     """Return the source rank of each rank for every tensor, or ``NOBODY``.
 
@@ -329,7 +340,8 @@ def select_sources(
         if having and (
             (values_from == "first_rank" and not live[0]) or (values_from == "all_ranks" and not all(live))
         ):
-            lacking.setdefault(_who([rank for rank, has in enumerate(live) if not has]), []).append(name)
+            absent = [rank for rank, has in enumerate(live) if not has]
+            lacking.setdefault(_who(absent, global_ranks), []).append(name)
         having = having[:1] if values_from == "first_rank" else having
         leader = leading(having, most) if having else 0
         chosen.append(tuple(rank if rank in having else leader for rank in range(len(live))) if having else NOBODY)
@@ -374,13 +386,16 @@ def resolve_differences(
     if taken and values_from != "any":
         raise RankMismatchError(
             f"{len(taken)} tensors have other values on some ranks than on others: {few_names(taken)}. Seed the "
-            "ranks alike, or pass values_from='first_rank' for those of rank 0"
+            "ranks alike, or pass values_from='first_rank' for those of the first"
         )
     return settled, taken
 
 
 def select_dtypes(
-    names: Sequence[str], chosen: Sequence[tuple[int, ...]], dtypes_by_rank: Sequence[Sequence[str]]
+    names: Sequence[str],
+    chosen: Sequence[tuple[int, ...]],
+    dtypes_by_rank: Sequence[Sequence[str]],
+    global_ranks: Sequence[int] = ALL_RANKS,
 ) -> list[str]:
     """Return the dtype of every tensor on all ranks.
 
@@ -404,7 +419,9 @@ def select_dtypes(
         else:
             faults.append(
                 f"{name} is "
-                + ", ".join(f"{dtype} on {_who(_ranks(found, dtype))}" for dtype in sorted(set(found)))
+                + ", ".join(
+                    f"{dtype} on {_who(_ranks(found, dtype), global_ranks)}" for dtype in sorted(set(found))
+                )
             )
     if faults:
         shown = "\n  ".join(pattern for pattern, _ in collapse(faults)[:_SHOWN])
@@ -421,5 +438,5 @@ def _ranks(found: Sequence[str], dtype: str) -> list[int]:
     return [rank for rank, other in enumerate(found) if other == dtype]
 
 
-def _who(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+def _who(ranks: Sequence[int], global_ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks, global_ranks)}"

@@ -167,6 +167,8 @@ class _MergePlanner:
     tensors: dict[str, list[Edit]] = field(default_factory=dict)
     keys: dict[str, list[Edit]] = field(default_factory=dict)
     modules: dict[str, None] = field(default_factory=dict)
+    sources: dict[tuple[type[Edit], str], str] = field(default_factory=dict)
+    """The adapter's key for each kind of edit of a tensor of the base."""
 
     def plan(self, what: str) -> MergePlan:
         factors: dict[str, _Matrices] = {}
@@ -224,7 +226,7 @@ class _MergePlanner:
                 "shapes that do not fit", f"{shown(key)}: {leaf.shape}, the base has {shown(bare)} as {place[2]}"
             )
         else:
-            self.add(place, module, Replaced(module, leaf))
+            self.add(place, module, Replaced(module, leaf), key)
 
     def fold(self, name: str, matrices: _Matrices) -> None:
         """Plan the edits for the factors under this PEFT name."""
@@ -274,8 +276,11 @@ class _MergePlanner:
             return self.keys, name, targets.keys[name]
         return None
 
-    def add(self, place: tuple[dict[str, list[Edit]], str, Shape], module: str, edit: Edit) -> None:
+    def add(self, place: tuple[dict[str, list[Edit]], str, Shape], module: str, edit: Edit, key: str) -> None:
         edits, name, _ = place
+        first = self.sources.setdefault((type(edit), name), key)
+        if first != key:
+            self.fault("tensors that are stored twice", f"{shown(first)} and {shown(key)}")
         edits.setdefault(name, []).append(edit)
         self.modules[module] = None
 
@@ -289,6 +294,11 @@ class _MergePlanner:
             absent = "lora_A" if a is None else "lora_B"
             self.fault("tensors that are missing in the adapter", f"{absent} of {shown(module)}, beside {listed}")
             return
+        for one, other in (("lora_A", "lora_embedding_A"), ("lora_B", "lora_embedding_B")):
+            if one in matrices and other in matrices:
+                self.fault(
+                    "tensors that are stored twice", f"{shown(matrices[one].key)} and {shown(matrices[other].key)}"
+                )
         place = self.find(weight)
         if place is None:
             self.fault("modules that the base does not have", f"{shown(weight)}, wanted by {listed}")
@@ -317,7 +327,7 @@ class _MergePlanner:
                 )
                 return
         magnitude = self.magnitude(module, shape[1 if form is WeightForm.COLUMNS else 0], matrices)
-        self.add(place, named, LowRank(named, form, rank, self.config.scaling(named), a, b, magnitude))
+        self.add(place, named, LowRank(named, form, rank, self.config.scaling(named), a, b, magnitude), a.key)
         self.fold_bias(module, named, matrices)
 
     def find_weight_form(
@@ -358,7 +368,7 @@ class _MergePlanner:
         elif bias.shape != place[2]:
             self.fault("shapes that do not fit", f"{shown(bias.key)}: {bias.shape}, the base's bias is {place[2]}")
         else:
-            self.add(place, named, Added(named, self.config.scaling(named), bias))
+            self.add(place, named, Added(named, self.config.scaling(named), bias), bias.key)
 
 
 def _unwrapped(name: str) -> tuple[str, int]:

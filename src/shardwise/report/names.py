@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 _DIGITS = re.compile(r"(\d{1,18})")
 """Names are untrusted. Python rejects the conversion of numbers with thousands of digits."""
@@ -11,6 +12,10 @@ _SHOWN = 6
 
 _MOST_RANKS = 8
 """Ranks, or ranges of them, in a message."""
+
+
+ALL_RANKS: Final = range(1 << 31)
+"""The global rank of each rank of the default group."""
 
 
 def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
@@ -26,8 +31,12 @@ def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
     return [(_pattern(words, numbers), len(numbers)) for words, numbers in groups.items()]
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks in ascending order, shortened if there are many: ``1, 3``, or ``1-511, 513-1023``."""
+def format_ranks(ranks: Sequence[int], global_ranks: Sequence[int] = ALL_RANKS) -> str:
+    """Format ranks in ascending order, shortened if there are many: ``1, 3``, or ``1-511, 513-1023``.
+
+    ``global_ranks`` are the ranks of the group in the default group.
+    """
+    ranks = sorted(global_ranks[rank] for rank in ranks)
     if len(ranks) <= _MOST_RANKS:
         return ", ".join(map(str, ranks))
     runs = _runs(ranks)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from shardwise.errors import StorageError
 
@@ -121,14 +121,22 @@ def without_secrets(url: str) -> str:
     """Format a URL for messages without user, password, query and fragment. Other strings are unchanged."""
     if not is_url(url):
         return url
-    components = urlsplit(url)
+    components = _parts_of(url)
     host = components.netloc.rpartition("@")[2]
     return f"{components.scheme.lower()}://{host}{components.path}".rstrip("/")
 
 
+def _parts_of(url: str) -> SplitResult:
+    """Return the parts of a URL, of which only the scheme is known if it is invalid."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return SplitResult(url.partition("://")[0], "", "", "", "")
+
+
 def redacted(text: str, url: str, options: Mapping[str, object]) -> str:
     """Remove credentials from a foreign text: those of the URL, and the secrets among the options."""
-    components = urlsplit(url)
+    components = _parts_of(url)
     found = {components.query, components.username or "", components.password or "", *_secrets(options)}
     for secret in sorted(found, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:
@@ -145,7 +153,7 @@ def _secrets(options: Mapping[str, object], *, is_secret: bool = False) -> Itera
         elif isinstance(value, str) and hidden:
             yield value
         elif isinstance(value, str) and "@" in value:  # the URL of a proxy or an endpoint
-            yield from filter(None, (urlsplit(value).username, urlsplit(value).password))
+            yield from filter(None, (_parts_of(value).username, _parts_of(value).password))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ mixture, conversion to ``messages``, and assistant masks.
 
 import copy
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -111,7 +112,8 @@ def _find_builder(name: str) -> str | None:
 
 
 def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[str, AnyDataset]:
-    if len(weights) != len(mixture.datasets) or not all(weight > 0 for weight in weights):
+    is_number = [type(weight) in (int, float) and 0 < weight < math.inf for weight in weights]
+    if len(weights) != len(mixture.datasets) or not all(is_number):
         raise ConfigError(
             f"interleave: has {len(weights)} weights for {len(mixture.datasets)} datasets. Give each one above 0."
         )
@@ -140,7 +142,12 @@ def _split(found: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[s
         raise ConfigError(
             "test_split_size: cannot split a streamed dataset. Set dataset_test_split, or do not stream."
         )
-    split = train.train_test_split(test_size=size, seed=0)
+    try:
+        split = train.train_test_split(test_size=size, seed=0)
+    except ValueError as error:
+        raise ConfigError(
+            f"test_split_size: {size} cannot be used, {error} Write a fraction of the rows."
+        ) from error
     return {name: split["train"], "test": split["test"]}
 
 
@@ -219,8 +226,12 @@ def _batch(
 def _tokenized(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     chat = to_messages(row)
     if "messages" not in chat:
-        context = [{**message, "weight": 0} for message in chat.get("prompt", ())]
-        chat["messages"] = [*context, *chat.get("completion", ())]
+        context = [{**message, "weight": 0} for message in _turns("prompt", chat.get("prompt", []))]
+        chat["messages"] = [*context, *_turns("completion", chat.get("completion", []))]
+    if not isinstance(chat.get("chat_template_kwargs") or {}, Mapping):
+        raise MalformedRowError("chat_template_kwargs: is not a mapping. Write {NAME: VALUE, ...}.")
+    for index, message in enumerate(chat["messages"]):
+        _require_message(message, f"messages[{index}]")
     if not any(message["role"] == "assistant" for message in chat["messages"]):
         raise MalformedRowError("messages: none has the role 'assistant'. Add one, or remove the row.")
     return masks(chat["messages"], chat.get("tools"), chat.get("chat_template_kwargs"))
@@ -258,6 +269,8 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
         MalformedRowError: naming the key that is malformed.
     """
     found = {key: _parsed(key, _without_nulls(value)) for key, value in row.items() if value is not None}
+    if tools := found.pop("tools", None):
+        found["tools"] = _functions(tools)
     if "messages" in found:
         turns = found.pop("messages")
     elif "conversations" in found or "conversation" in found:
@@ -266,14 +279,43 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
         return _from_alpaca(found)
     else:
         return found
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise MalformedRowError("messages: is not a list of messages. Write [{role: ..., content: ...}, ...].")
-    messages = [_message(turn, f"messages[{index}]") for index, turn in enumerate(turns)]
+    messages = [_message(turn, f"messages[{index}]") for index, turn in enumerate(_turns("messages", turns))]
     if isinstance(system := found.pop("system", None), str) and system:
         messages.insert(0, {"role": "system", "content": system})
-    if tools := found.pop("tools", None):
-        found["tools"] = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
     return {**found, "messages": messages}
+
+
+def _turns(key: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        raise MalformedRowError(f"{key}: is not a list of messages. Write [{{role: ..., content: ...}}, ...].")
+    return value
+
+
+def _require_message(message: Mapping[str, Any], name: str) -> None:
+    """Check that a message has a role, text as its content, and calls of functions with JSON as arguments."""
+    if not isinstance(message.get("role"), str):
+        raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}.")
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text", ""), str) for part in parts):
+        raise MalformedRowError(f"{name}.content: is not text, nor a list of parts of text. Write content: TEXT.")
+    try:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            if not isinstance(function["name"], str):
+                raise TypeError
+            if isinstance(arguments := function.get("arguments"), str):
+                json.loads(arguments or "{}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise MalformedRowError(
+            f"{name}.tool_calls: is not a list of calls. Write [{{function: {{name: ..., arguments: ...}}}}, ...]."
+        ) from error
+
+
+def _functions(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise MalformedRowError("tools: is not a list of functions. Write [{name: ..., parameters: ...}, ...].")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
 def _parsed(key: str, value: Any) -> Any:
@@ -289,7 +331,9 @@ def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
     if "role" in turn:
         return dict(turn)
     speaker = turn.get("from")
-    if speaker not in _ROLES:
+    if speaker is None:
+        raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}.")
+    if not isinstance(speaker, str) or speaker not in _ROLES:
         raise MalformedRowError(f"{name}: has the speaker {speaker!r}. Use one of {', '.join(_ROLES)}.")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     said = turn.get("value", "")
@@ -321,6 +365,9 @@ def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
         raise MalformedRowError("history: is not a list of pairs. Write [[question, answer], ...].") from error
     if "output" not in row:
         raise MalformedRowError("output: is missing beside 'instruction'. Add it.")
+    for key in ("instruction", "input", "output"):
+        if not isinstance(row.get(key, ""), str):
+            raise MalformedRowError(f"{key}: is not text. Put it in quotes.")
     asked = "\n".join(text for text in (row.pop("instruction"), row.pop("input", None)) if text)
     messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": row.pop("output")}]
     return {**row, "messages": messages}

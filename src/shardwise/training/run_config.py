@@ -12,7 +12,7 @@ its entry of ``tenants`` and its point of ``sweep`` override them.
 import difflib
 import itertools
 import json
-import os
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -72,6 +72,11 @@ _REJECTED: Final[Mapping[str, str]] = {
 }
 """Keys that are rejected if they are set, with the reason and the remedy."""
 
+_AT_LEAST_1: Final = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("num_processes", "dp_replicate_size", "tokens_per_pass"),
+)
+
 OPTIMIZERS: Final = frozenset(
     {
         *("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit"),
@@ -118,8 +123,15 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     faults = [fault for key, value in values.items() for fault in find_faults(key, value, _method_in(values))]
     if faults:
         raise ConfigError("\n  ".join([f"{source}: invalid keys ({len(faults)}).", *faults]))
-    own = {key: values.get(key, spec.get("default")) for key, spec in OWN_KEYS.items()}
+    own = {key: _parsed_own(values.get(key, spec.get("default")), spec["types"]) for key, spec in OWN_KEYS.items()}
     return RunConfig(source, _method_in(values), {k: v for k, v in values.items() if k not in OWN_KEYS}, own)
+
+
+def _parsed_own(value: Any, types: Sequence[str]) -> Any:
+    """Return the value of a key of ``OWN_KEYS``, in which a list or a number may be written as a string."""
+    if not isinstance(value, str) or "str" in types:
+        return value
+    return [word.strip() for word in value.split(",")] if "list" in types else int(value)
 
 
 def _method_in(values: Mapping[str, Any]) -> TrainMethod:
@@ -165,6 +177,10 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
         yield f"{key}: {_REJECTED[key]}"
     elif key == "optim" and value not in OPTIMIZERS:
         yield f"optim: {value} is not known to step sharded parameters. Use one of {', '.join(sorted(OPTIMIZERS))}."
+    elif key == "env":
+        for name, one in (value or {}).items():
+            if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{one}":
+                yield f"env: {_format_value(name)} cannot be set to {_format_value(one)}. Write NAME: VALUE."
     elif key == "datasets":
         for number, entry in enumerate(value or ()):
             if not isinstance(entry, dict) or "path" not in entry:
@@ -178,7 +194,7 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
 def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> Iterator[str]:
     """Yield a fault if a key is unknown, or a value has none of its types and choices."""
     if key not in specs:
-        near = difflib.get_close_matches(key, specs, n=1)
+        near = difflib.get_close_matches(str(key), specs, n=1)
         yield f"is not a key of {whose}." + (f" Did you mean {near[0]}?" if near else "")
         return
     types: Sequence[str] = specs[key]["types"]
@@ -193,11 +209,22 @@ def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> 
     if not fits:
         expected = " or ".join(name for name in types if name != "null") + (" or null" if "null" in types else "")
         yield f"{_format_value(value)} is a {kind}. Expected {expected}."
+    elif {"int", "float"} & {*types} and kind in ("int", "float", "str"):
+        yield from _number_faults(key, value)
     choices = specs[key].get("choices")
     if fits and choices and kind == "str" and value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)
         shown = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(choices)}."
         yield f"{_format_value(value)} is not a choice. {shown}"
+
+
+def _number_faults(key: str, value: Any) -> Iterator[str]:
+    with suppress(ValueError, OverflowError):  # a word, or a number beyond floats
+        number = float(value)
+        if math.isnan(number) or (key == "num_train_epochs" and math.isinf(number)):
+            yield f"{_format_value(value)} is not finite. Write a number."
+        elif key in _AT_LEAST_1 and number < 1:
+            yield f"{_format_value(value)} is less than 1. Write 1 or more."
 
 
 def _is_number(text: str, types: Sequence[str]) -> bool:
@@ -231,11 +258,11 @@ def read_yaml(file: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(file.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{os.fspath(file)}: cannot be read, {error.strerror}. Check the path.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{os.fspath(file)}: is not valid YAML. {error}") from error
+        raise ConfigError(f"{file}: cannot be read, {error.strerror}. Check the path.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a date or a number
+        raise ConfigError(f"{file}: is not valid YAML. {error}") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ConfigError(f"{os.fspath(file)}: is not a mapping of keys to values. Write lines KEY: VALUE.")
+        raise ConfigError(f"{file}: is not a mapping of keys to values. Write lines KEY: VALUE.")
     return found
 
 
@@ -264,7 +291,7 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             continue
         try:
             parsed = [_parse_value(name, text) for text in texts]
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"--{key}: is not a valid value. {error}") from error
         yield name, parsed[0] if len(parsed) == 1 else parsed
 

@@ -264,6 +264,8 @@ def load_data(
                     f"{name}: is not a split of the dataset, which has {', '.join(found)}. Set "
                     "dataset_train_split, dataset_test_split or test_split_size."
                 )
+        if empty := [name for name in names if next(iter(found[name]), None) is None]:
+            raise ConfigError(f"{empty[0]}: has no rows. Check the dataset, or set another split.")
         datasets = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
         if images := {"image", "images"} & set(get_dataset_column_names(datasets[0])):
             raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column.")

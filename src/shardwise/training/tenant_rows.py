@@ -86,9 +86,9 @@ def _prepared(rows: Any, arguments: trl_setup.TrlArguments, processor: Any) -> T
         raise ConfigError(f"the dataset cannot be prepared, {error}. Check its rows.") from error
     found = found.select_columns(["input_ids", "labels"])
     found = found.select([number for number, ids in enumerate(found["input_ids"]) if len(ids) > 1])
-    if not len(found):
-        raise ConfigError("the dataset has no row to train on. Check its rows and max_length.")
     supervised = sum(len(labels) - 1 - labels[1:].count(-100) for labels in found["labels"])
+    if not supervised:
+        raise ConfigError("the dataset has no row to train on. Check its rows and max_length.")
     return TokenizedRows(found, [len(ids) for ids in found["input_ids"]], supervised)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import shutil
 import time
 from collections import deque
@@ -268,10 +269,10 @@ class TenantTraining:
 
     def _restore(self, state: TrainerState) -> None:
         kept: Any = state.stateful_callbacks
-        position = kept.get(_POSITION, {})
-        if position.get("count") != self._order.count:
+        position = kept[_POSITION]
+        if position["count"] != self._order.count:
             raise ConfigError(
-                f"{self._folder}: has a training on {position.get('count')} rows, not {self._order.count}. Use the "
+                f"{self._folder}: has a training on {position['count']} rows, not {self._order.count}. Use the "
                 "same datasets, or another output_dir."
             )
         self._position = self._order.epoch, self._order.offset = position["epoch"], position["offset"]
@@ -352,7 +353,8 @@ class TenantTraining:
         strategy = getattr(self.args, f"{kind}_strategy")
         if strategy == "epoch":
             return self._order.offset == 0
-        return strategy == "steps" and not self.state.global_step % getattr(self.state, f"{kind}_steps")
+        steps = getattr(self.state, f"{kind}_steps")
+        return strategy == "steps" and steps > 0 and not self.state.global_step % steps
 
     def _note_step(self, step: TenantStep) -> None:
         tokens = sum(one.num_supervised_tokens for one in self._window)
@@ -406,7 +408,8 @@ class TenantTraining:
         content = json.dumps({**asdict(self.state), "stateful_callbacks": position}, indent=2, sort_keys=True)
         with open_writer(place) as writer:
             writer.replace(STATE_FILE, content.encode())
-        for step in _complete_steps(self._folder)[: -(self.args.save_total_limit or 1 << 30)]:
+        limit = self.args.save_total_limit or 0
+        for step in _complete_steps(self._folder)[:-limit] if limit > 0 else ():
             old = self._folder / f"checkpoint-{step}"
             (old / STATE_FILE).unlink()
             shutil.rmtree(old)
@@ -434,6 +437,12 @@ def _find_latest(folder: Path) -> tuple[int, TrainerState | None]:
         return 0, None
     file = folder / f"checkpoint-{steps[-1]}" / STATE_FILE
     try:
-        return steps[-1], TrainerState.load_from_json(str(file))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        state = TrainerState.load_from_json(str(file))
+        kept: Any = state.stateful_callbacks
+        position = kept[_POSITION]
+        count, epoch, offset = (operator.index(position[key]) for key in ("count", "epoch", "offset"))
+        if not 0 <= offset < count or not 0 <= epoch <= state.global_step:
+            raise ValueError("its position is outside of the rows")
+        return steps[-1], state
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise FormatError(f"{file}: cannot be read, {error}. Remove {file.parent}.") from error
