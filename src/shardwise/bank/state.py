@@ -313,7 +313,7 @@ def _base_faults(stored: Mapping[str, str], current: Mapping[str, str], on_other
 
 def _compare_shapes(stored: Mapping[str, tuple[int, ...]], current: Mapping[str, tuple[int, ...]]) -> list[str]:
     return [
-        f"{key}: {stored.get(key, 'not stored')} in the state, {current.get(key, 'not stored')} in the adapter"
+        f"{key}: {stored.get(key, 'not there')} in the state, {current.get(key, 'not there')} in the adapter"
         for key in sorted({*stored, *current}, key=str)
         if stored.get(key) != current.get(key)
     ]
