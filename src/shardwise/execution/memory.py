@@ -165,9 +165,9 @@ class DeviceStaging:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._pinned = HostStaging(nbytes, is_pinned=True), HostStaging(nbytes, is_pinned=True)
-        self._device = device
+        self.device = device
         self._module = module_of(device)
         self._stream = self._module.Stream(device)
         self._stream.wait_stream(self._module.current_stream(device))
@@ -177,15 +177,21 @@ class DeviceStaging:
 
     def begin(self) -> memoryview:
         self._turn = 1 - self._turn
-        with self._module.device(self._device):  # the current one of a new thread is the first of the machine
+        with self._module.device(self.device):  # the current one of a new thread is the first of the machine
             if not self._copied:
                 self._copied = [self._module.Event() for _ in self._pinned]
             self._copied[self._turn].synchronize()
             return self._pinned[self._turn].begin()
 
+    @contextmanager
+    def queued(self) -> Iterator[None]:
+        """Have the block's work on the device done after the copies, in memory of this buffer's stream."""
+        with self._module.device(self.device), self._module.stream(self._stream):
+            yield
+
     def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
         copy = segment.copy
-        with self._module.stream(self._stream):
+        with self.queued():
             pinned = self._pinned[self._turn].buffer
             source = as_stored(pinned, segment, start)
             target = strided_view(tensor, copy.target)
@@ -193,10 +199,9 @@ class DeviceStaging:
                 target.copy_(source, non_blocking=True)
                 return
             if not self._on_device:
-                with self._module.device(self._device):
-                    self._on_device = [
-                        torch.empty(self._nbytes, dtype=torch.uint8, device=self._device) for _ in self._pinned
-                    ]
+                self._on_device = [
+                    torch.empty(self.nbytes, dtype=torch.uint8, device=self.device) for _ in self._pinned
+                ]
             part = slice(start, start + segment.bytes.nbytes)
             buffer = self._on_device[self._turn]
             buffer[part].copy_(pinned[part], non_blocking=True)
@@ -213,10 +218,10 @@ class DeviceStaging:
         if target.device.type == "cpu":
             target.copy_(values)
             return
-        for part in row_slices(target.shape, self._nbytes // target.element_size()):
+        for part in row_slices(target.shape, self.nbytes // target.element_size()):
             self.begin()
             staged = self._pinned[self._turn].stage(values[part], dtype=target.dtype)
-            with self._module.stream(self._stream):
+            with self.queued():
                 target[part].copy_(staged, non_blocking=True)
             self.end()
 
