@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from shardwise.execution.memory import HostStaging, memory_of, row_slices
+from shardwise.execution.staging import HostStaging, memory_of, row_slices
 from shardwise.models.torch_api import sent, settle
 from shardwise.models.view import raw_bytes
 from shardwise.planning.fingerprints import LANES, MODULUS, SPAN_BYTES, block_weight, fingerprint, lane_weights

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 
 from shardwise.conversion.computed import ComputeTask, DeviceOperation
-from shardwise.execution.memory import HostStaging
+from shardwise.execution.staging import HostStaging
 
 _NUMBERS = 1024
 _SPREAD = 2_654_435_761

@@ -18,14 +18,8 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from shardwise.execution.memory import (
-    HostStaging,
-    collected_later,
-    in_background,
-    memory_of,
-    pinned_bytes,
-    row_slices,
-)
+from shardwise.execution.memory import collected_later, in_background
+from shardwise.execution.staging import HostStaging, memory_of, pinned_bytes, row_slices
 from shardwise.execution.tensor_facts import TensorFacts, held_by_rank
 from shardwise.formats.torch_files import read_torch_tensor
 from shardwise.layout import place_of

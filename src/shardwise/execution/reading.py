@@ -16,15 +16,8 @@ from shardwise.conversion.expression import Expression, stored_leaves
 from shardwise.conversion.regions import Region
 from shardwise.errors import StorageError
 from shardwise.execution.device_computing import evaluate_on_device, has_bits_of_cpu
-from shardwise.execution.memory import (
-    DeviceStaging,
-    HostStaging,
-    StagingBuffer,
-    WorkerPool,
-    computing,
-    memory_of,
-    staging_buffers,
-)
+from shardwise.execution.memory import WorkerPool, computing
+from shardwise.execution.staging import DeviceStaging, HostStaging, StagingBuffer, memory_of, staging_buffers
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import LocalBox
@@ -388,7 +381,7 @@ class ReadExecutor:
         """Copy the outputs of a block to their places."""
         for part in task.moves:
             values = strided_view(outputs[part.output].contiguous(), part.source)
-            buffer.upload(values, strided_view(targets.tensors[part.target], part.place))
+            buffer.copy(values, strided_view(targets.tensors[part.target], part.place))
         self._count_outputs(task, targets)
 
     def _count_outputs(self, task: ComputeTask, targets: TargetTensors) -> None:

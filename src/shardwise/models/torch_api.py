@@ -60,6 +60,13 @@ def accelerator() -> torch.device | None:
     return found if found is not None and found.type in KINDS else None
 
 
+def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device. Values of the host go there from pinned memory, without a wait."""
+    if device.type == "cpu" or values.device.type != "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def module_of(device: torch.device) -> Any:
     """Return torch's module for a type of accelerator.
 
