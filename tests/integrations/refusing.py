@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,21 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         found["model_init"] = told(lambda: made(model_init=lambda: model))
         found["peft_config"] = told(lambda: made(peft_config=object()))
         found["fsdp of accelerate"] = told(lambda: made(of=type("Mine", (ShardwiseTrainer, _UnderFsdp), {})))
-        split = ParallelismConfig(cp_size=2)
-        found["context parallel"] = told(lambda: made(args=TrainingArguments(**given, parallelism_config=split)))
+        splits: dict[str, dict[str, Any]] = {
+            "tensor parallel": {"parallelism_config": ParallelismConfig(tp_size=2)},
+            "other ranks": {"parallelism_config": ParallelismConfig(cp_size=4)},
+            "smoothing": {"parallelism_config": ParallelismConfig(cp_size=2), "label_smoothing_factor": 0.1},
+            "evaluation": {"parallelism_config": ParallelismConfig(cp_size=2), "eval_strategy": "epoch"},
+        }
+        for name, others in splits.items():
+            found[name] = told(partial(made, args=TrainingArguments(**given, **others)))
+        split = TrainingArguments(**given, parallelism_config=ParallelismConfig(cp_size=2))
+        found["own loss"] = told(partial(made, args=split, compute_loss_func=min))
+        found["evaluate"] = told(partial(made(args=split).evaluate, rows))
+        model.set_attn_implementation("eager")
+        found["eager"] = told(partial(made, args=split))
+        model.set_attn_implementation("sdpa")
+        AcceleratorState._reset_state(reset_partial_state=True)
         found["fsdp"] = told(lambda: made(args=TrainingArguments(**given, fsdp=True)))
         AcceleratorState._reset_state(reset_partial_state=True)
         os.environ.pop("ACCELERATE_USE_FSDP", None)
