@@ -336,6 +336,7 @@ def copies_through_pageable_memory(folder: str, fp8: str, out: str) -> list[str]
             faults.append(f"{what}: {counts['pinned_peak']} pinned bytes")
 
     options = shardwise.options
+    shardwise.from_pretrained(fp8, dtype="bfloat16")  # keeps tables
     lora = shardwise.Lora(LoraConfig(r=2, target_modules="all-linear"))
     for what, source, keywords in (("FP8", fp8, {}), ("a LoRA", folder, {"tuning": lora})):
         with counted(f"load of {what}"):
