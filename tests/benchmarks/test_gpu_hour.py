@@ -26,6 +26,7 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
     assert code == 0
     assert "skipped" in parts["tests"]["found"]["summary"]
     assert parts["load"]["found"]["seconds"].keys() == {"shardwise", "transformers", "dcp"}
+    assert len(parts["load"]["found"]["computed"]) == 4
     assert parts["step"]["found"]["greatest difference of a loss"] < 1e-4
     assert parts["step"]["found"]["Trainer"]["loss_difference"] < 1e-4
     assert "aten::" in parts["step"]["found"]["one step"]["profile"]
