@@ -198,6 +198,10 @@ def evaluated(expression: Expression, tensors: dict[str, torch.Tensor], box: Box
             for source, need in zip(task.inputs, task.block.inputs, strict=True)
         ]
         made = task.evaluate(values)
+        if task.fits_devices:
+            on_device, is_bad = task.operation.evaluate_on_device(task.block, values, most)
+            assert not is_bad
+            assert all(torch.equal(on_device[name], made[name]) for name in made)
         for move in task.moves:
             source = (
                 made[move.output]
