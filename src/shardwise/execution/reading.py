@@ -252,7 +252,7 @@ class ReadExecutor:
             buffer.end()
 
     def _compute(self, tasks: Sequence[ComputeTask], targets: TargetTensors, budget_bytes: int) -> None:
-        """Compute blocks, and copy them to their places.
+        """Compute blocks, and copy them to their places: on an accelerator where it has the CPU's bits.
 
         Blocks that fit into the budget together are computed by separate workers. Larger ones are computed alone,
         and their inputs read by all workers. Pinned buffers for copies to an accelerator are half of the staging.
@@ -362,6 +362,7 @@ class ReadExecutor:
         share: load_memory.ComputingShare,
         buffer: DeviceStaging,
     ) -> torch.Tensor:
+        """Read the inputs of a block and evaluate it. Return whether the CPU has to, as a tensor of the device."""
         schedule, values = self._planned_values(_inputs_of(task), share.staging_bytes, buffer.device, buffer.nbytes)
         inputs = TargetTensors(values, [""] * len(values))
         for _, requests in schedule.batches:
