@@ -85,6 +85,6 @@ def experts(folder: str) -> dict[str, list[int]]:
 
 
 def test_a_pass_of_experts(ranks, tmp_path):
-    """torch's grouped product waits twice in a layer, for the rows of each expert, on devices without a kernel for it."""
+    """torch's grouped product waits twice in a layer, for the rows of each expert, where it has no kernel."""
     expected = {"grouped_mm": [4, 0, 4], "batched_mm": [0, 0, 0]}
     assert ranks.run(experts, written("mixtral", tmp_path)) == [expected] * 2
