@@ -65,12 +65,13 @@ def test_packing(ranks, stored, kind, form):
 
 
 def changed(source: str, folder: Path, name: str, value: int | float) -> str:
-    """A copy of a model in whose first file one element of a tensor of this kind is another."""
+    """A copy of a model in which the first element of the first tensor of this kind is another."""
     for file in Path(source).iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    file = min(folder.glob("*.safetensors"))
+    files = folder.glob("*.safetensors")
+    file, key = min((file, key) for file in files for key in load_file(file) if key.endswith(name))
     tensors = load_file(file)
-    changed = tensors[next(key for key in tensors if key.endswith(name))]
+    changed = tensors[key]
     (changed.view(torch.uint8) if changed.itemsize == 1 else changed).view(-1)[0] = value
     save_file(tensors, file, {"format": "pt"})
     return str(folder)
