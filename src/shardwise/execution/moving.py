@@ -324,8 +324,12 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
             last[name, number] = _present(by_name[name].source).view(shares[name][world.rank][number]).contiguous()
         return last[name, number]
 
-    rounds = world.run_all(lambda: moves.plan_rounds([[item.move() for item in items]], shares, budget_bytes))
-    staging = world.run_all(_staging_of, items, budget_bytes)
+    rounds, staging = world.run_all(
+        lambda: (
+            moves.plan_rounds([[item.move() for item in items]], shares, budget_bytes),
+            _staging_of(items, budget_bytes),
+        )
+    )
     exchange = Exchange(world, rounds, share_of, None, {item.name: item.dtype for item in items}, device, staging)
     for _ in exchange.run():
         for (name, box), values in exchange.received.items():

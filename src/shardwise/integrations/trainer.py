@@ -116,6 +116,11 @@ class ShardwiseTrainer(_Trainer):
         config, is_split = self.args.parallelism_config, self._cp_size > 1
         with patch.object(self.args, "parallelism_config", None if is_split else config):
             super().create_accelerator_and_postprocess()
+        if accelerate_compat.is_context_parallel(self.accelerator):
+            raise ConfigError(
+                "accelerate's configuration has cp_size. Pass TrainingArguments(parallelism_config="
+                "ParallelismConfig(cp_size=...)) instead, which is checked and has whole sequences split"
+            )
         if is_split:
             accelerate_compat.split_sequences(self.accelerator, config, self._trained)
         size = dist.get_world_size() if dist.is_initialized() else 1

@@ -316,21 +316,13 @@ def _require_splittable(kind: type, model: nn.Module, args: Any, given: Mapping[
         "compute_loss_func": given.get("compute_loss_func") is not None,
         f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor > 0,
         f"eval_strategy={args.eval_strategy.value!r}": args.eval_strategy != "no",
-        "a model whose forward has no num_items_in_batch": not _accepts_loss_arguments(model),
+        "a model that is not a causal language model": getattr(_inner(model), "loss_type", None) != "ForCausalLM",
     }
     if named := [name for name, is_unfit in unfit.items() if is_unfit]:
         raise ConfigError(
             f"{kind.__name__}(cp_size={config.cp_size}) with {named[0]}: it would compute from this rank's part of "
             "each sequence. Leave it out, or write the loop with accelerate (docs/meshes.md)"
         )
-
-
-def _accepts_loss_arguments(model: nn.Module) -> bool:
-    """Return whether a model takes ``num_items_in_batch`` and ``shift_labels``, as the Trainer finds out."""
-    inner = _inner(model)
-    parameters = inspect.signature(type(inner).forward).parameters.values()
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-    return bool(getattr(inner, "accepts_loss_kwargs", takes_any))
 
 
 def already_sharded(what: str) -> ConfigError:
