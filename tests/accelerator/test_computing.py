@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.accelerator import checks, simulated
-from tests.accelerator.ranks import simulated_ranks
 from tests.accelerator.test_ranks import require_same, written
 from tests.quantized import quantizing
 
@@ -19,13 +18,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 Fp4, Nf4 = shardwise.options.Fp4, shardwise.options.Nf4
 SMALL = shardwise.options.LoadOptions(budget_bytes=checks.BUDGET_BYTES)
-STORED = ["fp8 blocks", "fp8 of a tensor", "nvfp4", "int4 with zero points"]
-
-
-@pytest.fixture(scope="module")
-def ranks(library):
-    with simulated_ranks(2) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +44,24 @@ def loads(folder: str, keywords: dict[str, Any]) -> list[str]:
     return checks.unlike(checks.own_values(there), checks.own_values(here))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", STORED)
-def test_decoding(ranks, stored, kind, dtype):
-    require_same(ranks, loads, stored(kind), {"dtype": dtype, "options": SMALL})
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("fp8 blocks", "bfloat16"),
+        ("fp8 blocks", "float32"),
+        ("fp8 of a tensor", "bfloat16"),
+        ("nvfp4", "bfloat16"),
+        ("int4 with zero points", "bfloat16"),
+    ],
+)
+def test_decoding(two_ranks, stored, kind, dtype):
+    require_same(two_ranks, loads, stored(kind), {"dtype": dtype, "options": SMALL})
 
 
 @pytest.mark.parametrize("form", [Nf4(block_size=32), Fp4(block_size=32)], ids=["nf4", "fp4"])
 @pytest.mark.parametrize("kind", ["numbers", "fp8 blocks"])
-def test_packing(ranks, stored, kind, form):
-    require_same(ranks, loads, stored(kind), {"dtype": "bfloat16", "quantization": form})
+def test_packing(two_ranks, stored, kind, form):
+    require_same(two_ranks, loads, stored(kind), {"dtype": "bfloat16", "quantization": form})
 
 
 def changed(source: str, folder: Path, name: str, value: int | float) -> str:
@@ -85,10 +85,10 @@ def blocks_on_the_host(folder: str) -> int:
     return evaluate.call_count
 
 
-def test_weights_that_are_not_numbers_are_decoded_on_the_host(ranks, stored, tmp_path):
+def test_weights_that_are_not_numbers_are_decoded_on_the_host(two_ranks, stored, tmp_path):
     """Code 0x7F of F8_E4M3 is NaN, whose bits differ between devices."""
     folder = changed(stored("fp8 blocks"), tmp_path, "q_proj.weight", 0x7F)
-    assert sorted(ranks.run(blocks_on_the_host, folder)) == [0, 1]
+    assert sorted(two_ranks.run(blocks_on_the_host, folder)) == [0, 1]
 
 
 def errors(folder: str) -> list[str]:
@@ -102,9 +102,9 @@ def errors(folder: str) -> list[str]:
     return found
 
 
-def test_a_scale_that_is_not_finite_is_the_same_error(ranks, stored, tmp_path):
+def test_a_scale_that_is_not_finite_is_the_same_error(two_ranks, stored, tmp_path):
     folder = changed(stored("fp8 blocks"), tmp_path, "q_proj.weight_scale_inv", float("inf"))
-    for there, here in ranks.run(errors, folder):
+    for there, here in two_ranks.run(errors, folder):
         assert there == here
         assert "q_proj.weight_scale_inv: dequantizing: a scale is NaN or infinite" in there
 
@@ -127,8 +127,8 @@ def loads_on_another_device(folder: str) -> list[str]:
     return found
 
 
-def test_a_device_with_other_bits_computes_nothing(ranks, stored):
-    require_same(ranks, loads_on_another_device, stored("fp8 blocks"))
+def test_a_device_with_other_bits_computes_nothing(two_ranks, stored):
+    require_same(two_ranks, loads_on_another_device, stored("fp8 blocks"))
 
 
 def costs(folder: str) -> dict[str, int]:
@@ -147,9 +147,9 @@ def costs(folder: str) -> dict[str, int]:
     return found
 
 
-def test_reads_keep_to_the_budget(ranks, stored):
+def test_reads_keep_to_the_budget(two_ranks, stored):
     """Each request is one copy from pinned memory, before which its worker may wait for an earlier one."""
-    for found in ranks.run(costs, stored("fp8 blocks")):
+    for found in two_ranks.run(costs, stored("fp8 blocks")):
         assert found["pageable_to_device"] == found["pageable_to_host"] == 0
         assert found["pinned_peak"] <= checks.BUDGET_BYTES
         assert found["device_peak"] <= checks.BUDGET_BYTES

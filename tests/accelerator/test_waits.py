@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from tests.accelerator import simulated
-from tests.accelerator.ranks import simulated_ranks
 from tests.accelerator.test_ranks import written
 from tests.integrations import runs
 from tests.integrations.accelerating import launched
@@ -21,12 +20,6 @@ WITHOUT_MASKS = mock.patch("transformers.masking_utils.find_packed_sequence_indi
 """transformers looks for packed rows in the positions, and waits for the answer, in each forward pass."""
 
 WAITS = ("host_waits", "pageable_to_device", "pageable_to_host")
-
-
-@pytest.fixture(scope="module")
-def ranks(library):
-    with simulated_ranks(2) as found:
-        yield found
 
 
 class _Marks(TrainerCallback):
@@ -62,9 +55,9 @@ def steps(folder: str, out: str, by: str) -> dict[str, list[list[int]]]:
     return found
 
 
-def test_steps_of_the_trainer(ranks, tmp_path):
+def test_steps_of_the_trainer(two_ranks, tmp_path):
     folder = str(runs.write(tmp_path / "models"))
-    ours, theirs = (ranks.run(steps, folder, str(tmp_path / by), by)[0] for by in ("shardwise", "doors"))
+    ours, theirs = (two_ranks.run(steps, folder, str(tmp_path / by), by)[0] for by in ("shardwise", "doors"))
     assert ours["step to step"] == [[0, 0, 0]] * 3
     assert ours["log to step"] == [[0, 0, 0]]
     assert ours["step to log"] == theirs["step to log"]
@@ -84,7 +77,7 @@ def experts(folder: str) -> dict[str, list[int]]:
     return found
 
 
-def test_a_pass_of_experts(ranks, tmp_path):
+def test_a_pass_of_experts(two_ranks, tmp_path):
     """torch's grouped product waits twice in a layer, for the rows of each expert, where it has no kernel."""
     expected = {"grouped_mm": [4, 0, 4], "batched_mm": [0, 0, 0]}
-    assert ranks.run(experts, written("mixtral", tmp_path)) == [expected] * 2
+    assert two_ranks.run(experts, written("mixtral", tmp_path)) == [expected] * 2
