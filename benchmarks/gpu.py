@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks import meter
 from benchmarks.place import own_device, synchronize
@@ -90,6 +91,26 @@ def load(arm: str, folder: str, warm_up: str) -> dict[str, float]:
         synchronize()
         seconds = time.perf_counter() - start
     return {"seconds": seconds, "peak_bytes": peak.nbytes}
+
+
+def load_computed(folder: str, warm_up: str, packs: bool, on_device: bool) -> float:
+    """Seconds of a load of FP8, or that packs to NF4, computed on the device or the host. Collective: yes."""
+    import torch.distributed as dist
+
+    import shardwise
+    from shardwise.execution import reading
+
+    quieten()
+    form = shardwise.options.Nf4() if packs else "dequantize"
+    with mock.patch.object(reading, "has_bits_of_cpu", return_value=on_device):
+        shardwise.from_pretrained(warm_up, dtype="bfloat16", quantization=form)
+        if dist.get_rank() == 0:
+            meter.warm_cache(meter.files_of(Path(folder)))
+        dist.barrier()
+        start = time.perf_counter()
+        shardwise.from_pretrained(folder, dtype="bfloat16", quantization=form)
+        synchronize()
+        return time.perf_counter() - start
 
 
 class Peak:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks import checkpoint, four_bit_peers, gpu, tenancy, train, trainer
+from benchmarks import checkpoint, four_bit_peers, gpu, quantized, tenancy, train, trainer
 from benchmarks.checkpoints import Shape, write
 from benchmarks.place import add_device, machine, own_device, synchronize
 from benchmarks.start import with_tokenizer
@@ -121,7 +121,7 @@ def launch(given: Given) -> dict[str, Any]:
 
 
 def load(given: Given) -> dict[str, Any]:
-    """A checkpoint in the page cache to the device, in fresh processes that take turns."""
+    """A checkpoint in the page cache to the device, in fresh processes that take turns; FP8, and packed to NF4."""
     folder, warm_up = given.write(EIGHT), str(write(EIGHT.tiny(), given.folder))
     nbytes = (EIGHT.tiny() if given.is_tiny else EIGHT).nbytes
     rates = given.run(gpu.rates, folder, 1 << 20 if given.is_tiny else 256 << 20, ranks=1)[0]
@@ -140,10 +140,18 @@ def load(given: Given) -> dict[str, Any]:
     seconds = {arm: statistics.median(run["seconds"] for run in own) for arm, own in runs.items() if own}
     roof = nbytes / 1e9 / min(rates["pinned to device"], rates["page cache to pinned"]) / given.ranks
     ratios = {arm: seconds["shardwise"] / own for arm, own in seconds.items() if arm != "shardwise"}
+    computed = {
+        f"{form} on the {'device' if on_device else 'host'}": max(
+            given.run(gpu.load_computed, source, warm_up, form == "NF4", on_device)
+        )
+        for form, source in (("FP8", str(quantized.quantized(Path(folder)))), ("NF4", folder))
+        for on_device in (True, False)
+    }
     return {"GB/s": rates, "seconds": seconds, "over the roof": seconds["shardwise"] / roof, "over": ratios} | {
         "bytes": nbytes,
         "failed": failed,
         "runs": runs,
+        "computed": computed,
     }
 
 

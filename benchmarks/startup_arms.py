@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.observe import observe
 from shardwise.engines.pretrained_loading import from_pretrained
-from shardwise.execution.memory import as_memoryview
 from shardwise.execution.processes import this_device
+from shardwise.execution.staging import as_memoryview
 from shardwise.models.view import local_tensor, raw_bytes
 from shardwise.observing import phase
 from shardwise.planning.fingerprints import fingerprint

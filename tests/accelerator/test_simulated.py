@@ -29,7 +29,7 @@ def rank(library):
 
 
 BUDGETS = {
-    "load": {"host_waits": 12, "pageable_to_device": 2, "pageable_to_host": 2, "pinned_peak": 8 << 20},
+    "load": {"host_waits": 12, "pageable_to_device": 0, "pageable_to_host": 2, "pinned_peak": 8 << 20},
     "save": {"host_waits": 22, "pageable_to_device": 0, "pageable_to_host": 0, "pinned_peak": 32 << 20},
     "step": {"host_waits": 2, "pageable_to_device": 1, "pageable_to_host": 0, "pinned_peak": 0},
     "bank pass": {"host_waits": 8, "pageable_to_device": 5, "pageable_to_host": 1, "pinned_peak": 0},

@@ -30,6 +30,7 @@ def require_launch(found: dict[str, Any]) -> None:
 
 def require_load(found: dict[str, Any]) -> None:
     assert found["seconds"].keys() == {"shardwise", "transformers", "dcp"}
+    assert len(found["computed"]) == 4
 
 
 def require_step(found: dict[str, Any]) -> None:

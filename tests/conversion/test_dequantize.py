@@ -77,6 +77,9 @@ def test_any_box_in_any_blocks(case):
         before = [value.clone() for value in given_values]
         made = node.operation.evaluate(block, given_values)[node.output]
         assert made.dtype == torch.float32
+        on_device, is_bad = node.operation.evaluate_on_device(block, given_values, most)
+        torch.testing.assert_close(on_device[node.output], made, rtol=0, atol=0, equal_nan=True)
+        assert bool(is_bad) == bool(made.isnan().any())
         part(found, block.outputs[node.output]).copy_(made)
         assert all(
             torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, given_values, strict=True)
@@ -175,6 +178,8 @@ def test_scales_that_are_none_are_an_error_that_names_them(scales, overall, besi
     values += [] if beside is None else [beside]
     with pytest.raises(FormatError, match=told):
         task.evaluate(values)
+    assert task.fits_devices
+    assert task.operation.evaluate_on_device(task.block, values, 1 << 20)[1]
 
 
 def evaluated(expression: Expression, tensors: dict[str, torch.Tensor], box: Box, most: int) -> torch.Tensor:
@@ -193,6 +198,10 @@ def evaluated(expression: Expression, tensors: dict[str, torch.Tensor], box: Box
             for source, need in zip(task.inputs, task.block.inputs, strict=True)
         ]
         made = task.evaluate(values)
+        if task.fits_devices:
+            on_device, is_bad = task.operation.evaluate_on_device(task.block, values, most)
+            assert not is_bad
+            assert all(torch.equal(on_device[name], made[name]) for name in made)
         for move in task.moves:
             source = (
                 made[move.output]

@@ -12,7 +12,7 @@ from tests.conversion.test_four_bit import same
 
 from shardwise.conversion.computed import Computed, ComputeTask
 from shardwise.conversion.expression import Stored
-from shardwise.conversion.four_bit import scales_in
+from shardwise.conversion.four_bit import bounds_and_order, scales_in
 from shardwise.conversion.packed import quantized_rows
 from shardwise.errors import FormatError
 from shardwise.tensors import Box, DType, Form4
@@ -65,6 +65,9 @@ def test_any_rows_in_any_blocks(case):
         before = given_values.clone()
         made = operation.evaluate(block, [given_values])
         assert same(before, given_values)
+        on_device, is_bad = operation.evaluate_on_device(block, [given_values], most)
+        assert not is_bad
+        assert all(same(on_device[name], made[name]) for name in made)
         for name, box in block.outputs.items():
             part(found[name], box).copy_(made[name])
             part(times[name], box).add_(1)
@@ -104,6 +107,22 @@ def test_what_is_not_finite_is_named(dtype, value, shape, at, told):
     task = ComputeTask(packed.operation, packed.sources, blocks[0], ())
     with pytest.raises(FormatError, match=f"^layer.weight: quantizing: {told}.*leave this weight"):
         task.evaluate([values])
+    assert packed.operation.evaluate_on_device(blocks[0], [values], 1 << 20)[1]
+
+
+@pytest.mark.parametrize("form", list(Form4))
+def test_codes_on_a_device_at_the_bounds_and_of_small_scales(form):
+    """Values at, below and above each bound, and blocks whose scale has no normal reciprocal."""
+    bounds = torch.from_numpy(bounds_and_order(form)[0])
+    near = [torch.nextafter(bounds, torch.full_like(bounds, end)) for end in (-2.0, 2.0)]
+    row = torch.cat([torch.ones(1), bounds, *near, -torch.ones(18)])
+    rows = torch.stack([row * scale for scale in (1.0, 3.0, 1e-37, 3e-39, 1e-45, 0.0, -0.0, 3e38)])
+    packed, _ = node(tuple(rows.shape), DType.F32, DType.F32, 64, form)
+    (block,) = packed.operation.blocks({"packed": [Box.whole(packed.shape)]}, 1 << 20)
+    made = packed.operation.evaluate(block, [rows])
+    on_device, is_bad = packed.operation.evaluate_on_device(block, [rows], 1 << 20)
+    assert not is_bad
+    assert all(same(on_device[name], made[name]) for name in made)
 
 
 def test_rows_are_named_by_their_places_in_the_whole():

@@ -69,3 +69,16 @@ def test_a_failed_block_waits_for_its_function():
     with pytest.raises(RuntimeError, match="the block"), in_background(work):
         raise RuntimeError("the block")
     assert done == [1]
+
+
+class SlowToEnd(threading.Thread):
+    def run(self) -> None:
+        super().run()
+        time.sleep(0.05)
+
+
+def test_no_worker_is_alive_when_all_is_done(monkeypatch):
+    """One that is about to end may hold its buffer, in addition to those of the next."""
+    monkeypatch.setattr(threading, "Thread", SlowToEnd)
+    WorkerPool(lambda task, buffer: None, [bytearray(8)] * 4).run(range(8))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardwise-worker")]

@@ -1,16 +1,24 @@
 """The same bits on an accelerator. One device is enough: a mesh of one rank."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from tests import truth, zoo
 from tests.engines import on_ranks, sharding
+from tests.quantized import quantizing
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 
 import shardwise
+from shardwise.execution import reading
 from shardwise.execution.checksums import checksums
+from shardwise.execution.device_computing import has_bits_of_cpu
 from shardwise.models.torch_api import both_backends
+from shardwise.models.view import raw_bytes
+
+Fp4, Nf4 = shardwise.options.Fp4, shardwise.options.Nf4
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +74,22 @@ def test_an_unsharded_load_goes_to_the_device_requested(mixtral, kind):
     on_host = shardwise.from_pretrained(mixtral)
     values = on_cpu(truth.snapshot(on_gpu)["values"])
     assert truth.differences({"values": values, "ties": []}, truth.snapshot(on_host) | {"ties": []}) == []
+
+
+@pytest.mark.parametrize("form", ["dequantize", Nf4(block_size=32), Fp4(block_size=32)], ids=str)
+def test_fp8_is_decoded_and_packed_on_the_device_with_the_bits_of_the_cpu(tmp_path, kind, form):
+    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "llama")
+    zoo.save_original(zoo.build(specimen), tmp_path)
+    quantizing.quantize(tmp_path, "fp8 blocks")
+    device = torch.device(kind, 0)
+    assert has_bits_of_cpu(device)
+    keywords = {"dtype": "bfloat16", "quantization": form}
+    with mock.patch.object(reading, "evaluate", side_effect=AssertionError("computed on the host")):
+        options = shardwise.options.LoadOptions(device=device)
+        on_gpu = shardwise.from_pretrained(tmp_path, options=options, **keywords)
+    on_host = shardwise.from_pretrained(tmp_path, **keywords)
+    for (name, one), other in zip(on_gpu.named_parameters(), on_host.parameters(), strict=True):
+        assert torch.equal(raw_bytes(one.cpu()), raw_bytes(other)), name
 
 
 def test_it_trains(mixtral, one_rank, kind):

@@ -15,10 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import shardwise
+from shardwise.integrations import ShardwiseTrainer, for_trainer
 
 LENGTH = 16
 
@@ -117,6 +124,36 @@ def trained_in_contexts(checkpoint: str, sizes: dict[str, int], axes: tuple[str,
             assert split[0].shape == (2, LENGTH // sizes["cp_size"])
             accelerator.backward(loss_of(model, *split, items) * dist.get_world_size())
         return faults, furthest_gradient(model, reference)
+
+
+def trained_by_the_trainer(checkpoint: str, out: str, sizes: dict[str, int]) -> tuple[list[float], dict[str, Any]]:
+    """Losses and weights of three steps of four rows. Labels are not equally many in all parts of sequences."""
+    ids, *_ = rows(12)
+    examples = [
+        {"input_ids": row, "labels": [-100] * (number % 11) + row[number % 11 :]}
+        for number, row in enumerate(ids.tolist())
+    ]
+    groups = dist.get_world_size() // sizes["cp_size"] if sizes else 1
+    with launched(), ring_attention_on_cpus():
+        arguments = TrainingArguments(
+            out,
+            use_cpu=True,
+            max_steps=3,
+            per_device_train_batch_size=2 // groups,
+            gradient_accumulation_steps=2,
+            logging_steps=1,
+            learning_rate=0.1,
+            optim="sgd",
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            parallelism_config=ParallelismConfig(**sizes) if sizes else None,
+        )
+        model = shardwise.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
+        kind: Any = type("Mine", (ShardwiseTrainer, Trainer), {})
+        trainer = kind(model=for_trainer(model), args=arguments, train_dataset=examples)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], whole(model)
 
 
 def refusals(checkpoint: str) -> dict[str, str]:

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
-from tests.integrations.runs import Run, launched, rank, rows_of
+from tests.integrations.runs import Run, bring_up, launched, rank, rows_of
 from tests.training import tiny
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -89,6 +90,14 @@ class _UnderFsdp(Trainer):
         self.is_fsdp_enabled = True
 
 
+class _UnderSequences(Trainer):
+    """As where accelerate's configuration asks for context parallelism, which it does not heed on CPUs."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.state.parallelism_config = ParallelismConfig(cp_size=2)
+
+
 def trainers(folder: str, output: str) -> dict[str, str]:
     """What a trainer says of what it is given."""
     import datasets
@@ -117,8 +126,27 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         found["model_init"] = told(lambda: made(model_init=lambda: model))
         found["peft_config"] = told(lambda: made(peft_config=object()))
         found["fsdp of accelerate"] = told(lambda: made(of=type("Mine", (ShardwiseTrainer, _UnderFsdp), {})))
-        split = ParallelismConfig(cp_size=2)
-        found["context parallel"] = told(lambda: made(args=TrainingArguments(**given, parallelism_config=split)))
+        splits: dict[str, dict[str, Any]] = {
+            "tensor parallel": {"parallelism_config": ParallelismConfig(tp_size=2)},
+            "other ranks": {"parallelism_config": ParallelismConfig(cp_size=4)},
+            "smoothing": {"parallelism_config": ParallelismConfig(cp_size=2), "label_smoothing_factor": 0.1},
+            "evaluation": {"parallelism_config": ParallelismConfig(cp_size=2), "eval_strategy": "epoch"},
+        }
+        for name, others in splits.items():
+            found[name] = told(partial(made, args=TrainingArguments(**given, **others)))
+        split = TrainingArguments(**given, parallelism_config=ParallelismConfig(cp_size=2))
+        found["sequences of accelerate"] = told(
+            partial(made, of=type("Mine", (ShardwiseTrainer, _UnderSequences), {}))
+        )
+        AcceleratorState._reset_state(reset_partial_state=True)
+        classes = bring_up(Run(folder, model="classes"))
+        found["classes"] = told(partial(made, model=classes, args=split))
+        found["own loss"] = told(partial(made, args=split, compute_loss_func=min))
+        found["evaluate"] = told(partial(made(args=split).evaluate, rows))
+        model.set_attn_implementation("eager")
+        found["eager"] = told(partial(made, args=split))
+        model.set_attn_implementation("sdpa")
+        AcceleratorState._reset_state(reset_partial_state=True)
         found["fsdp"] = told(lambda: made(args=TrainingArguments(**given, fsdp=True)))
         AcceleratorState._reset_state(reset_partial_state=True)
         os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -169,4 +197,5 @@ def of_trl(folder: str, output: str) -> dict[str, str]:
             "precompute": made("DPO", others={"ref_model": model}, precompute_ref_log_probs=True),
             "grpo": made("GRPO", others={"reward_funcs": len}, beta=0.1),
             "head apart": made("SFT", model=apart),
+            "sequences": made("SFT", parallelism_config=ParallelismConfig(cp_size=2)),
         }

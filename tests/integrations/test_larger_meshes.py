@@ -58,6 +58,19 @@ def test_gradients_of_split_sequences_are_those_of_whole_ones(worlds, dense, ran
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [(2, {"cp_size": 2}), pytest.param(4, {"dp_shard_size": 2, "cp_size": 2}, marks=pytest.mark.slow)],
+)
+def test_a_trainer_with_split_sequences_trains_as_with_whole_ones(worlds, dense, tmp_path, ranks, sizes):
+    ((losses, weights),) = worlds(1).run(larger_meshes.trained_by_the_trainer, dense, str(tmp_path / "1"), {})
+    assert len(losses) == 3
+    for found, own in worlds(ranks).run(larger_meshes.trained_by_the_trainer, dense, str(tmp_path / "2"), sizes):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert max(float((own[name] - value).abs().max()) for name, value in weights.items()) < 1e-5
+
+
+@pytest.mark.distributed
 def test_what_would_train_on_other_values_than_it_says_is_refused_by_name(worlds, dense):
     found, other = worlds(2).run(larger_meshes.refusals, dense)
     assert found == other

@@ -94,7 +94,15 @@ def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "model_init": "ShardwiseTrainer trains a loaded model",
         "peft_config": "Load the model with from_pretrained(tuning=Lora(config)) instead",
         "fsdp of accelerate": "would have the Trainer shard a model that is sharded already",
-        "context parallel": "parallelism_config has cp_size=2, and the Trainer supports a model",
+        "tensor parallel": "parallelism_config has tp_size=2, and the Trainer supports a model",
+        "other ranks": "parallelism_config is for 4 ranks, and there are 2",
+        "smoothing": "Mine(cp_size=2) with label_smoothing_factor=0.1: it would compute from this rank's part",
+        "evaluation": "Mine(cp_size=2) with eval_strategy='epoch'",
+        "sequences of accelerate": "accelerate's configuration has cp_size. Pass TrainingArguments",
+        "classes": "Mine(cp_size=2) with a model that is not a causal language model: it would compute",
+        "own loss": "Mine(cp_size=2) with compute_loss_func: it would compute",
+        "evaluate": "evaluate, predict: with cp_size=2 each rank would evaluate a part of each sequence",
+        "eager": "with attn_implementation='eager': under context parallelism every rank",
         "fsdp": "would have the Trainer shard a model that is sharded already",
         "adafactor": "transformers' Adafactor: steps whole tensors, not shards. Use torchao's AdamW8bit.",
         "other folder": "resume_from_checkpoint, or output_dir, on rank 1 is not that of rank 0",
@@ -115,6 +123,7 @@ def test_trainers_of_trl(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "precompute": "TRL would hash the model's weights",
         "grpo": "compares with a reference model, which TRL would load whole on every rank. Pass beta=0.0",
         "head apart": "TRL reads the weight of the model's head without calling it",
+        "sequences": "Mine(cp_size=2) with a trainer of TRL: it would compute from this rank's part",
     }
     for name, text in expected.items():
         assert text in found[name], (name, found[name])

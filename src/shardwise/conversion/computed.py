@@ -5,6 +5,11 @@ tensors, never of a shard, so a scale always belongs to the same elements, regar
 divide the requested box into such blocks, read the inputs of a block, evaluate it, and copy the results to the
 target, within a memory budget. An operation with ``evaluate_into`` writes its outputs directly to the target, in
 the target's dtype.
+
+[Note: Bits of devices] A :class:`DeviceOperation` can be evaluated on an accelerator, because its steps have one
+correct result: copies, comparisons, integers, and single roundings (a product, a difference, a quotient, a cast).
+Sums are not among them. The bits of NaN differ between devices, and an error that depends on values would need a
+wait. So it returns a tensor in addition, which is true if the CPU has to evaluate the block again.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from shardwise.conversion.expression import Expression, Leaf, Shape, Stored, iter_leaves
 from shardwise.conversion.regions import Region
@@ -76,6 +81,20 @@ class Operation(Hashable, Protocol):
         ...
 
 
+@runtime_checkable
+class DeviceOperation(Operation, Protocol):
+    """Operation that an accelerator can evaluate with the bits of the CPU. See [Note: Bits of devices]."""
+
+    def evaluate_on_device(
+        self, block: ComputedBlock, values: Sequence[Any], most_bytes: int
+    ) -> tuple[Mapping[str, Any], Any]:
+        """Return the values of a block, by output, and whether the CPU has to evaluate it, without waiting.
+
+        All tensors are on the device of ``values``. Memory: ``most_bytes``, at least those of the block.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Computed(Leaf):
     """One output of an operation. ``dtype`` is that of the evaluated values."""
@@ -130,12 +149,16 @@ class OutputMove:
 
 @dataclass(frozen=True, slots=True)
 class ComputeTask:
-    """A block to compute from these inputs, and the locations of its outputs."""
+    """A block to compute from these inputs, and the locations of its outputs.
+
+    ``fits_devices`` means that an accelerator can compute it, and everything that it is computed from.
+    """
 
     operation: Operation
     inputs: tuple[Expression, ...]
     block: ComputedBlock
     moves: tuple[OutputMove, ...]
+    fits_devices: bool = False
 
     @property
     def key(self) -> object:
@@ -167,6 +190,7 @@ def compute_tasks(items: Iterable[tuple[int, Computed, Region]], most_bytes: int
         for _, leaf, region in group:
             wanted.setdefault(leaf.output, []).append(region.bounds)
         disjoint = {name: merge_overlapping(boxes) for name, boxes in wanted.items()}
+        fits_devices = _fits_devices(operation, inputs)
         for block in operation.blocks(disjoint, most_bytes):
             moves = [
                 OutputMove(target, leaf.output, *piece.strided(contiguous_strides(box.sizes)))
@@ -174,7 +198,13 @@ def compute_tasks(items: Iterable[tuple[int, Computed, Region]], most_bytes: int
                 if (box := block.outputs.get(leaf.output)) is not None
                 for piece in region.within(box)
             ]
-            yield ComputeTask(operation, inputs, block, tuple(moves))
+            yield ComputeTask(operation, inputs, block, tuple(moves), fits_devices)
+
+
+def _fits_devices(operation: Operation, inputs: Iterable[Expression]) -> bool:
+    return isinstance(operation, DeviceOperation) and all(
+        _fits_devices(leaf.operation, leaf.sources) for source in inputs for leaf in computed_leaves(source)
+    )
 
 
 class SmallestBlocks:
@@ -248,6 +278,20 @@ _CASTS = {DType.F32: "float", DType.BF16: "bfloat16", DType.F16: "half", DType.I
 def cast(values: Any, dtype: DType) -> Any:
     """Cast a torch tensor to one of these dtypes, without importing torch."""
     return getattr(values, _CASTS[dtype])()
+
+
+_tables: dict[tuple[tuple[float, ...], DType], Any] = {}
+
+
+def table_for(numbers: tuple[float, ...], dtype: DType, like: Any) -> Any:
+    """Return numbers as a flat tensor on the device of ``like``, without waiting. Keeps pinned copies."""
+    none = cast(like.new_empty(0, device="cpu"), dtype)
+    if like.is_cpu:
+        return none.new_tensor(numbers)
+    if (numbers, dtype) not in _tables:
+        pinned = none.new_empty(len(numbers), pin_memory=True)
+        _tables[numbers, dtype] = pinned.copy_(none.new_tensor(numbers))
+    return _tables[numbers, dtype].to(like.device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,18 @@ from one zero point to the next. :class:`AddToWords` does the same.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, TypeAlias
 
-from shardwise.conversion.computed import BadValues, Computed, ComputedBlock, aligned_blocks, cast, every_nth
+from shardwise.conversion.computed import (
+    BadValues,
+    Computed,
+    ComputedBlock,
+    aligned_blocks,
+    cast,
+    every_nth,
+    table_for,
+)
 from shardwise.conversion.expression import Expression, Shape, permute, reshape
 from shardwise.tensors import Box, Code, DType, numel
 
@@ -38,6 +47,10 @@ _STRIP_ELEMENTS = 1 << 18
 
 _STRIP_BYTES = 12
 """Memory for each element of a strip: its value, its scale if scales are expanded, and an index."""
+
+
+_Check: TypeAlias = tuple[Any, int, str]
+"""Whether an input is usable, its index, and its fault otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +130,29 @@ class Dequantize:
         Raises:
             BadValues: scales are not finite, or the scale of the whole tensor is 0.
         """
+        checks = self._write(block.outputs[_OUT], values, outputs[_OUT], _STRIP_ELEMENTS)
+        for is_usable, source, fault in checks:
+            if not is_usable:
+                shown = fault.format(float(values[source].view(-1)[0]))
+                raise BadValues(f"{shown}. Download or write the checkpoint again.", source)
+
+    def evaluate_on_device(
+        self, block: ComputedBlock, values: Sequence[Any], most_bytes: int
+    ) -> tuple[Mapping[str, Any], Any]:
         box = block.outputs[_OUT]
-        stored, factors, zeros = self._inputs(values)
-        table = _values_by_byte(self.code, stored)
-        for strip in aligned_blocks([box], self.shape, self._byte_aligned, _STRIP_ELEMENTS):
+        numbers = cast(values[0].new_empty(0), self.rounds_to).new_empty(box.sizes)
+        strip_elements = _STRIP_ELEMENTS + max(0, most_bytes - block.nbytes) // _STRIP_BYTES
+        checks = self._write(box, values, numbers, strip_elements)
+        is_bad = numbers.isnan().any()
+        for is_usable, _, _ in checks:
+            is_bad = is_bad | ~is_usable
+        return {_OUT: numbers}, is_bad
+
+    def _write(self, box: Box, values: Sequence[Any], out: Any, strip_elements: int) -> Sequence[_Check]:
+        """Write the values of a box, strip by strip. Return checks of the inputs."""
+        stored, factors, zeros, checks = self._inputs(values)
+        table = table_for(_values_by_byte(self.code), DType.F32, stored).view(256, self.code.per_byte)
+        for strip in aligned_blocks([box], self.shape, self._byte_aligned, strip_elements):
             codes = _slice(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
             numbers = table.index_select(0, codes.int().view(-1)).view(strip.sizes)
             if zeros is not None:
@@ -129,31 +161,29 @@ class Dequantize:
             if factors is not None:
                 by_block, spread = self._spread(numbers, self._strip_scales(factors, strip, box), strip)
                 by_block.mul_(spread)
-            _slice(outputs[_OUT], strip, box).copy_(cast(numbers, self.rounds_to))
+            _slice(out, strip, box).copy_(cast(numbers, self.rounds_to))
+        return checks
 
-    def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Return the codes, and scales and zero points as float32 or None."""
+    def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Sequence[_Check]]:
+        """Return the codes, scales and zero points (float32 or None), and checks."""
         stored, *rest = values
         if not self.unit:
-            return stored, None, None
+            return stored, None, None, ()
         scales, *rest = rest
         factors = scales.float()
         if self.has_exponents and not scales.is_floating_point():
-            factors = factors.new_tensor(POWERS)[scales.int()]
-        _require_finite(factors, "a scale", 1)
+            factors = table_for(POWERS, DType.F32, scales)[scales.int()]
+        checks: list[_Check] = [(factors.isfinite().all(), 1, "a scale is NaN or infinite")]
         if self.overall:
             whole = rest.pop(0).float()
             factors = factors * whole if self.overall > 0 else factors / whole
-            if not whole.isfinite().all() or not whole.all() or not factors.isfinite().all():
-                raise BadValues(
-                    f"the scale of the whole tensor is {float(whole)}, with which scales are 0 or not finite. "
-                    "Download or write the checkpoint again.",
-                    2,
-                )
+            is_usable = whole.isfinite().all() & whole.all() & factors.isfinite().all()
+            fault = "the scale of the whole tensor is {}, with which scales are 0 or not finite"
+            checks.append((is_usable, 2, fault))
         zeros = rest.pop(0).float() if self.has_zeros else None
         if zeros is not None:
-            _require_finite(zeros, "a zero point", 2 + bool(self.overall))
-        return stored, factors, zeros
+            checks.append((zeros.isfinite().all(), 2 + bool(self.overall), "a zero point is NaN or infinite"))
+        return stored, factors, zeros, checks
 
     def _strip_scales(self, scales: Any, strip: Box, box: Box) -> Any:
         return _slice(scales, self._get_scales(strip), self._get_scales(box))
@@ -176,11 +206,6 @@ class Dequantize:
         return scales.repeat_interleave(unit, dim).narrow(dim, at % unit, size)
 
 
-def _require_finite(values: Any, name: str, source: int) -> None:
-    if not values.isfinite().all():
-        raise BadValues(f"{name} is NaN or infinite. Download or write the checkpoint again.", source)
-
-
 POWERS = (*(2.0 ** (byte - _EXPONENT_BIAS) for byte in range(255)), float("nan"))
 """Values of the 256 codes of E8M0."""
 
@@ -193,12 +218,12 @@ def _slice(tensor: Any, box: Box, whole: Box) -> Any:
     return tensor
 
 
-def _values_by_byte(code: Code, like: Any) -> Any:
-    """Return the one or two values of each byte, float32 ``[256, 1 or 2]``."""
-    numbers = cast(like.new_empty(0), DType.F32).new_tensor(code.numbers)
+@cache
+def _values_by_byte(code: Code) -> tuple[float, ...]:
+    """Return the one or two values of each byte, one byte after the other."""
     if code.per_byte == 1:
-        return numbers.view(256, 1)
-    return numbers.new_tensor([(first, second) for second in code.numbers for first in code.numbers])
+        return code.numbers
+    return tuple(number for second in code.numbers for first in code.numbers for number in (first, second))
 
 
 def decoded(values: Expression, shape: Sequence[int], code: Code) -> Expression:
@@ -301,6 +326,11 @@ class AddToWords:
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         words = values[0].view(cast(values[0].new_empty(0), DType.I32).dtype)
         return {_OUT: (words + self.constant).view(values[0].dtype)}
+
+    def evaluate_on_device(
+        self, block: ComputedBlock, values: Sequence[Any], _most_bytes: int
+    ) -> tuple[Mapping[str, Any], Any]:
+        return self.evaluate(block, values), values[0].new_zeros(()).bool()
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,11 @@ class AsBytes:
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         return {_BYTES: values[0].view(cast(values[0].new_empty(0), DType.U8).dtype)}
 
+    def evaluate_on_device(
+        self, block: ComputedBlock, values: Sequence[Any], _most_bytes: int
+    ) -> tuple[Mapping[str, Any], Any]:
+        return self.evaluate(block, values), values[0].new_zeros(()).bool()
+
 
 def as_bytes(numbers: Expression) -> Expression:
     """Return the bytes of numbers in memory: (.., n) become (.., n * itemsize)."""
@@ -348,6 +353,18 @@ class QuantizeRows:
                 "cannot be put into 4 bits. The checkpoint is damaged, or leave this weight as it is"
             )
         return {_CODES: codes, _SCALES: scales}
+
+    def evaluate_on_device(
+        self, block: ComputedBlock, values: Sequence[Any], most_bytes: int
+    ) -> tuple[Mapping[str, Any], Any]:
+        none = cast(values[0].new_empty(0), DType.U8)
+        codes, scales = (none.new_empty(block.outputs[name].sizes) for name in (_CODES, _SCALES))
+        numbers, spare = cast(values[0], self.dtype), max(0, most_bytes - block.nbytes)
+        at_once = four_bit.CHUNK + spare // four_bit.scratch_bytes(1) // four_bit.CHUNK * four_bit.CHUNK
+        is_finite = four_bit.quantize_rows_on_device(
+            numbers, self.block, self.form, codes, four_bit.scales_in(scales), at_once
+        )
+        return {_CODES: codes, _SCALES: scales}, ~is_finite
 
 
 def _with_width(box: Box, width: int) -> Box:

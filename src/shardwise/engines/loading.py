@@ -15,6 +15,7 @@ from shardwise.execution.agreement import agree_on
 from shardwise.execution.audit import audit, find_unequal_tied, require_equal_buffers
 from shardwise.execution.memory import gc_disabled, materialize
 from shardwise.execution.reading import ReadExecutor
+from shardwise.execution.staging import StagingBuffer, upload_buffer
 from shardwise.execution.world import Clock, World
 from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.models import pretrained, view
@@ -157,7 +158,7 @@ def finish(
     """
     written = dict(read)
     with clock.phase("fill"):
-        fill(load, means, written)
+        fill(load, means, written, upload_buffer(load.home, load.request.options.budget_bytes))
         attributes = load.initializers.compute_attributes(load.home)
     with clock.phase("audit"):
         audit(load.plan, written, view.meta_leftovers(model))
@@ -203,14 +204,16 @@ def column_slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True))
 
 
-def fill(load: load_plan.Load, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
+def fill(
+    load: load_plan.Load, means: Mapping[str, torch.Tensor], written: dict[str, int], staging: StagingBuffer
+) -> None:
     """Fill tensors that come from no checkpoint: initialized ones and recomputed buffers."""
     layout, additions, seed = load.plan.layout, load.request.additions, load.request.options.seed
     by_name = {name: item for item in load.held for name in item.names}
     for item in load.held:
         tensor = layout.by_name[item.fqn]
         if item.fqn in load.programs:
-            from shardwise.models.initial_programs import copy_program, fill_from_program
+            from shardwise.models.initial_programs import copy_program, values_from_program
 
             program = load.programs[item.fqn]
             first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy gets the values of its original
@@ -218,19 +221,20 @@ def fill(load: load_plan.Load, means: Mapping[str, torch.Tensor], written: dict[
                 whole = load.initializers.whole(first, seed=seed)
                 program = copy_program(whole)
             boxes = boxes_to_fill(load.plan, item.fqn)
-            fill_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn)
+            for target, values in values_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn):
+                staging.copy(values, target)
             written[item.fqn] = written.get(item.fqn, 0) + sum(piece.box.numel for piece in boxes)
         elif item.fqn in means:
             for piece in boxes_to_fill(load.plan, item.fqn):
                 mean = means[item.fqn][column_slices(piece.box)]
-                view.strided_view(item.local, piece.local).copy_(mean.expand(piece.box.sizes))
+                staging.copy(mean.expand(piece.box.sizes), view.strided_view(item.local, piece.local))
                 written[item.fqn] = written.get(item.fqn, 0) + piece.box.numel
         elif item.fqn in additions.norms and isinstance(load.plan.fills[item.fqn], Init):
             norms = additions.norms[item.fqn]
             fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)
             written[item.fqn] = tensor.local_numel
         elif item.kind is TensorKind.BUFFER and (value := load.computed[item.fqn].value) is not None:
-            set_value(item, value)
+            set_value(item, value, staging)
 
 
 def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
@@ -262,15 +266,17 @@ def fill_with_norms(
         item.local[start : start + step] = norms.of(block).to(item.local.dtype)
 
 
-def set_value(item: view.TensorRef, value: torch.Tensor) -> None:
+def set_value(item: view.TensorRef, value: torch.Tensor, staging: StagingBuffer) -> None:
     """Give a buffer that has memory its value."""
     is_expanded = any(
         size > 1 and not stride for size, stride in zip(item.local.shape, item.local.stride(), strict=True)
     )
-    if is_expanded:  # its elements share memory
-        item.install(value.to(item.local.device))
-    else:
-        item.local.copy_(value)
+    if is_expanded and item.local.device.type == "cpu":  # its elements share memory
+        item.install(value)
+        return
+    if is_expanded:
+        item.install(torch.empty(value.shape, dtype=value.dtype, device=item.local.device))
+    staging.copy(value, item.local)
 
 
 def get_base_form(model: nn.Module) -> load_plan.BaseForm:

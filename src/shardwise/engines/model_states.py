@@ -15,6 +15,7 @@ from shardwise.execution import state_values
 from shardwise.execution.memory import materialize, staging_device
 from shardwise.execution.moving import Traffic, gather
 from shardwise.execution.replicas import equal_on_all, require_alike_models
+from shardwise.execution.staging import upload_buffer
 from shardwise.execution.world import Clock, World
 from shardwise.formats.opening import open_checkpoint
 from shardwise.layout import TensorKind
@@ -141,7 +142,7 @@ def set_model_values(
         world.run_all(lambda: materialize(awaiting, fsdp_params(model), home))
         targets = {name: item.tensor for name, item in taking.items()}
         traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
-        recomputed = world.run_all(_fill, initializers, computed, home)
+        recomputed = world.run_all(_fill, initializers, computed, home, options.budget_bytes)
     return state_report(
         world,
         values,
@@ -168,11 +169,15 @@ def _computed(initializers: Initializers, only: Selection) -> list[tuple[TensorR
 
 
 def _fill(
-    initializers: Initializers, computed: list[tuple[TensorRef, torch.Tensor]], home: torch.device
+    initializers: Initializers,
+    computed: list[tuple[TensorRef, torch.Tensor]],
+    home: torch.device,
+    budget_bytes: int,
 ) -> tuple[str, ...]:
     """Fill buffers, and attributes that were left on meta. Return the names of both."""
+    staging = upload_buffer(home, budget_bytes)
     for item, value in computed:
-        set_value(item, value)
+        set_value(item, value, staging)
     attributes = initializers.compute_attributes(home) if computed else ()
     return (*(item.fqn for item, _ in computed), *attributes)
 

@@ -191,7 +191,7 @@ def _move(
             world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
         )
     with clock.phase("finish"):
-        awaiting = world.run_all(arrivals.finish, bounds, sharding)
+        awaiting = world.run_all(arrivals.finish, bounds, sharding, options.budget_bytes)
     return {
         "groups": groups,
         "sent_bytes": traffic.sent_bytes,

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from shardwise.execution.memory import HostStaging, as_memoryview, row_slices
+from shardwise.execution.staging import HostStaging, as_memoryview, row_slices
 from shardwise.models.torch_api import sent, synchronize_streams
 from shardwise.models.view import raw_bytes
 from shardwise.planning.fingerprints import (

@@ -18,14 +18,8 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from shardwise.execution.memory import (
-    HostStaging,
-    as_memoryview,
-    gc_disabled,
-    in_background,
-    pinned_bytes,
-    row_slices,
-)
+from shardwise.execution.memory import gc_disabled, in_background
+from shardwise.execution.staging import HostStaging, as_memoryview, pinned_bytes, row_slices
 from shardwise.execution.tensor_metadata import TensorMetadata, held_by_rank
 from shardwise.formats.torch_files import read_torch_tensor
 from shardwise.layout import locate_box

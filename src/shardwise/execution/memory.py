@@ -1,4 +1,4 @@
-"""Memory and threads of a rank: memory for meta tensors, staging buffers, free memory, worker threads.
+"""Memory and threads of a rank: memory for meta tensors, free memory, worker threads.
 
 Tensors get memory at every place where a model registers them. Workers stop together when one of them fails.
 """
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Generic, ParamSpec, TypeAlias, TypeVar
 
@@ -22,12 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError
 from shardwise.models import torch_api
-from shardwise.models.torch_api import accelerator_module, take_after, to_torch
-from shardwise.models.view import TensorRef, local_tensor, strided_view
-from shardwise.planning.load_memory import Available, Segment, plan_staging
+from shardwise.models.torch_api import take_after
+from shardwise.models.view import TensorRef, local_tensor
+from shardwise.planning.load_memory import Available
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.machine import GROUPS, OWN_GROUP, control_groups, number_in, read_text
-from shardwise.tensors import Strided, row_blocks
 
 
 def compute_device(held: Sequence[TensorRef], default: torch.device | None) -> torch.device:
@@ -104,167 +102,6 @@ def _allocate(item: TensorRef, managers: Managers, home: torch.device) -> torch.
 def offloads_shards(managers: Managers) -> bool:
     """Return whether sharded parameters live on the CPU although the mesh is of another device."""
     return any(torch_api.is_offloaded(manager) for manager in managers.values())
-
-
-class HostStaging:
-    """Staging buffer of one worker in host memory, pinned for tensors of an accelerator.
-
-    Memory: ``nbytes`` (a power of two if pinned, since torch rounds up to one), from the first use on.
-    """
-
-    def __init__(self, nbytes: int, *, is_pinned: bool = False) -> None:
-        self.nbytes = nbytes
-        self._is_pinned = is_pinned
-
-    @cached_property
-    def buffer(self) -> torch.Tensor:
-        """The buffer, as flat bytes."""
-        return torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
-
-    def stage(self, values: torch.Tensor, start: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a row-major copy of a tensor at byte ``start`` of the buffer, cast to ``dtype`` if given."""
-        dtype = values.dtype if dtype is None else dtype
-        staged = self.buffer[start : start + values.numel() * dtype.itemsize]
-        return staged.view(dtype).view(values.shape).copy_(values)
-
-    def copy(self, values: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy values to a tensor of the same shape, from an accelerator to the host through the buffer."""
-        if target.device.type != "cpu" or values.device.type == "cpu":
-            target.copy_(values)
-            return
-        for rows in row_slices(values.shape, self.nbytes // values.element_size()):
-            target[rows].copy_(self.stage(values[rows]))
-
-    def begin(self) -> memoryview:
-        """Return the buffer for the bytes of the next request."""
-        return as_memoryview(self.buffer)
-
-    def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
-        """Copy a segment, read to byte ``start`` of the buffer, into its place in the tensor."""
-        strided_view(tensor, segment.copy.target).copy_(as_stored(self.buffer, segment, start))
-
-    def upload(self, values: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy host values to a tensor of the same shape, cast to its dtype."""
-        target.copy_(values)
-
-    def end(self) -> None:
-        """Mark the end of a request: all of its segments have been put."""
-
-    def finish(self) -> None:
-        """Wait for all copies."""
-
-
-class DeviceStaging:
-    """Staging of one worker for tensors on an accelerator: two pinned buffers in turn, and a stream of its own.
-
-    Created on the thread that made or last wrote the tensors, so that the device's queue is in order.
-
-    While one buffer is copied to the device, the next request is read into the other. Bytes that are only moved
-    are copied straight into the tensor. Those that are cast or strided go to a buffer on the device first. Memory:
-    two times ``nbytes``, pinned, and as much again on the device for tensors that are cast or strided.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._nbytes = nbytes
-        self._pinned = HostStaging(nbytes, is_pinned=True), HostStaging(nbytes, is_pinned=True)
-        self._device = device
-        self._module = accelerator_module(device)
-        self._stream = self._module.Stream(device)
-        self._stream.wait_stream(self._module.current_stream(device))
-        self._on_device: list[torch.Tensor] = []
-        self._copied: list[Any] = []
-        self._turn = 0
-
-    def begin(self) -> memoryview:
-        self._turn = 1 - self._turn
-        with self._module.device(self._device):  # the current one of a new thread is the first of the machine
-            if not self._copied:
-                self._copied = [self._module.Event() for _ in self._pinned]
-            self._copied[self._turn].synchronize()
-            return self._pinned[self._turn].begin()
-
-    def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
-        copy = segment.copy
-        with self._module.stream(self._stream):
-            pinned = self._pinned[self._turn].buffer
-            source = as_stored(pinned, segment, start)
-            target = strided_view(tensor, copy.target)
-            if copy.source.is_contiguous and copy.target.is_contiguous and source.dtype == target.dtype:
-                target.copy_(source, non_blocking=True)
-                return
-            if not self._on_device:
-                with self._module.device(self._device):
-                    self._on_device = [
-                        torch.empty(self._nbytes, dtype=torch.uint8, device=self._device) for _ in self._pinned
-                    ]
-            used = slice(start, start + segment.bytes.nbytes)
-            buffer = self._on_device[self._turn]
-            buffer[used].copy_(pinned[used], non_blocking=True)
-            target.copy_(as_stored(buffer, segment, start))
-
-    def end(self) -> None:
-        self._copied[self._turn].record(self._stream)
-
-    def finish(self) -> None:
-        self._stream.synchronize()
-
-    def upload(self, values: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy host values to a tensor of the same shape. They are cast to its dtype on the host."""
-        if target.device.type == "cpu":
-            target.copy_(values)
-            return
-        for rows in row_slices(target.shape, self._nbytes // target.element_size()):
-            self.begin()
-            staged = self._pinned[self._turn].stage(values[rows], dtype=target.dtype)
-            with self._module.stream(self._stream):
-                target[rows].copy_(staged, non_blocking=True)
-            self.end()
-
-
-StagingBuffer: TypeAlias = HostStaging | DeviceStaging
-"""Staging buffer of one worker of a load."""
-
-
-def row_slices(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
-    """Yield indices of blocks of a tensor of this shape, in order, each of at most ``most`` elements (at least 1).
-
-    Each block is one run of a row-major tensor.
-    """
-    for box in row_blocks(shape, max(1, most)):
-        yield tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-
-
-def pinned_bytes(budget_bytes: int, needed_bytes: int) -> int:
-    """Return the size of a pinned buffer, a power of two: at least the needed bytes if the budget allows it."""
-    return 1 << (min(budget_bytes, max(1, 2 * needed_bytes - 1)).bit_length() - 1)
-
-
-def as_stored(staging: torch.Tensor, segment: Segment, start: int) -> torch.Tensor:
-    """Return the elements of a segment at byte ``start`` of a buffer, in the order of its copy."""
-    source, dtype = segment.copy.source, to_torch(segment.dtype)
-    values = staging[start : start + segment.bytes.nbytes].view(dtype)
-    return strided_view(values, Strided(0, source.sizes, source.strides))
-
-
-def staging_buffers(
-    budget_bytes: int, concurrency: int, device: torch.device, most_bytes: int | None = None
-) -> Sequence[StagingBuffer]:
-    """Return at most ``concurrency`` staging buffers for tensors on a device, together within the budget.
-
-    On an accelerator they are no larger than ``most_bytes``, the most that one request stages, rounded up to a
-    power of two.
-    """
-    staging = plan_staging(budget_bytes, concurrency, on_device=device.type != "cpu")
-    if device.type == "cpu":
-        return [HostStaging(staging.nbytes) for _ in range(staging.workers)]
-    nbytes = staging.nbytes if most_bytes is None else min(staging.nbytes, 1 << max(most_bytes - 1, 0).bit_length())
-    return [DeviceStaging(nbytes, device) for _ in range(staging.workers)]
-
-
-def as_memoryview(flat: torch.Tensor) -> memoryview:
-    """Return the bytes of a flat CPU tensor."""
-    array: Any = flat.numpy()
-    return memoryview(array)
 
 
 _MEMINFO = Path("/proc/meminfo")
@@ -379,10 +216,14 @@ class WorkerPool(Generic[Task, Buffer]):
         pending = iter(tasks)
         buffers = self.buffers[: max(1, min(len(self.buffers), len(tasks)))]
         self._at_work = len(buffers)
-        for number, buffer in enumerate(buffers):
+        threads = [
             threading.Thread(
                 target=self._serve, args=(pending, buffer), name=f"shardwise-worker-{number}", daemon=True
-            ).start()
+            )
+            for number, buffer in enumerate(buffers)
+        ]
+        for thread in threads:
+            thread.start()
         try:
             with self._finished:
                 while self._at_work:
@@ -391,6 +232,8 @@ class WorkerPool(Generic[Task, Buffer]):
                         self.check()
         finally:
             self._stop = True
+        for thread in threads:
+            thread.join()  # its buffer is freed before others are allocated
         if self._failure is not None:
             raise self._failure
 

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.conversion.expression import Stored
-from shardwise.execution.memory import HostStaging, pinned_bytes, trim_heap
+from shardwise.execution.memory import trim_heap
+from shardwise.execution.staging import DeviceStaging, HostStaging, StagingBuffer, pinned_bytes
 from shardwise.execution.tensor_metadata import held_by_rank, metadata_by_name
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox, locate_box
@@ -94,6 +95,7 @@ class Exchange:
             None, blocks are put into ``received``, on ``device``, and the caller removes them after each round.
         dtypes: the dtype in which a tensor is sent, by key. Sources cast to it.
         device: of staging memory: of the kind that the process group's backend moves.
+        staging: for copies between the host and an accelerator.
     """
 
     world: World
@@ -102,6 +104,7 @@ class Exchange:
     buffer_for: BufferFor | None
     dtypes: Mapping[str, torch.dtype]
     device: torch.device
+    staging: StagingBuffer = field(default_factory=partial(HostStaging, 0))
     traffic: Traffic = field(default_factory=Traffic)
     received: dict[tuple[str, Box], torch.Tensor] = field(default_factory=dict)
     _staging: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
@@ -159,7 +162,7 @@ class Exchange:
                     strict=True,
                 ):
                     for copy in copies:
-                        copy.copy_(values)
+                        self.staging.copy(values, copy)
                 self.traffic.sent_bytes += _nbytes(block, pieces) * len(offsets)
 
     def _source_values(self, block: moves.Block, pieces: Sequence[moves.Piece]) -> Iterator[torch.Tensor]:
@@ -171,7 +174,7 @@ class Exchange:
         memory = self._buffer(block.key, block.box)
         for piece, value in zip(pieces, values, strict=True):
             self.world.check()
-            strided_view(memory, piece.target).copy_(value)
+            self.staging.copy(value, strided_view(memory, piece.target))
 
     def _buffer(self, key: str, box: Box) -> torch.Tensor:
         if self.buffer_for is not None:
@@ -282,7 +285,7 @@ class Transfer:
         )
         return moves.Move(self.name, Stored(self.name, tuple(self.shape), DType.U8), self.dtype.itemsize, lacking)
 
-    def copy_local(self, rank: int, staging: HostStaging) -> int:
+    def copy_local(self, rank: int, staging: StagingBuffer) -> int:
         """Copy this rank's own values. Return their bytes."""
         own = [box for box in self.wanted[rank] if box.numel and _is_local(box, self.held[rank])]
         for box in own:
@@ -321,10 +324,13 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
             last[name, number] = _present(by_name[name].source).view(shares[name][world.rank][number]).contiguous()
         return last[name, number]
 
-    rounds = world.run_all(lambda: moves.plan_rounds([[item.move() for item in items]], shares, budget_bytes))
-    exchange = Exchange(world, rounds, get_share, None, {item.name: item.dtype for item in items}, device)
-    largest = max((item.nbytes for item in items), default=0)
-    staging = HostStaging(pinned_bytes(budget_bytes, largest), is_pinned=True)
+    rounds, staging = world.run_all(
+        lambda: (
+            moves.plan_rounds([[item.move() for item in items]], shares, budget_bytes),
+            _staging_of(items, budget_bytes),
+        )
+    )
+    exchange = Exchange(world, rounds, get_share, None, {item.name: item.dtype for item in items}, device, staging)
     for _ in exchange.run():
         for (name, box), values in exchange.received.items():
             staging.copy(values.view(box.sizes), _present(by_name[name].target).view(box))
@@ -333,6 +339,16 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
         world.run_all(lambda: [item.copy_local(world.rank, staging) for item in items])
     )
     return exchange.traffic
+
+
+def _staging_of(items: Sequence[Transfer], budget_bytes: int) -> StagingBuffer:
+    """Return a buffer for copies between this rank's host memory and its accelerator, if it has tensors there."""
+    places = [place.local.device for item in items for place in (item.source, item.target) if place is not None]
+    device = next((place for place in places if place.type != "cpu"), None)
+    if device is None:
+        return HostStaging(0)
+    largest = max(item.nbytes for item in items)
+    return DeviceStaging(pinned_bytes(budget_bytes // 2, largest), device, is_side=False)
 
 
 Prepare: TypeAlias = Callable[[Sequence[str]], Mapping[str, LocalTensor]]

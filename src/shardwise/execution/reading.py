@@ -15,7 +15,9 @@ from shardwise.conversion.computed import Computed, ComputeTask, Copy, compute_t
 from shardwise.conversion.expression import Expression, stored_leaves
 from shardwise.conversion.regions import Region
 from shardwise.errors import StorageError
-from shardwise.execution.memory import StagingBuffer, WorkerPool, as_memoryview, computing, staging_buffers
+from shardwise.execution.device_computing import evaluate_on_device, has_bits_of_cpu
+from shardwise.execution.memory import WorkerPool, computing
+from shardwise.execution.staging import DeviceStaging, HostStaging, StagingBuffer, as_memoryview, staging_buffers
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import LocalBox
@@ -67,6 +69,7 @@ def plan_reads(
     policy: ReadPolicy,
     budget_bytes: int,
     start_at: float = 0.0,
+    staged_bytes: int | None = None,
 ) -> ReadSchedule:
     """Decide how destinations are filled. Pure: reads nothing, and takes no memory for values.
 
@@ -77,6 +80,7 @@ def plan_reads(
         budget_bytes: for the staging of all workers together.
         start_at: position in the requests at which to start, as a fraction, so that ranks do not all request the
             same part of a remote storage.
+        staged_bytes: the size of a worker's staging buffer, if it is smaller than the budget allows.
     """
     items = tuple(item for item in destinations if item.boxes)
     leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
@@ -92,6 +96,7 @@ def plan_reads(
     for device, device_copies in copied.items():
         is_on_host = device.type == "cpu"
         staging = load_memory.plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
+        nbytes = staging.nbytes if staged_bytes is None else min(staged_bytes, staging.nbytes)
         segments: list[tuple[str, load_memory.Segment]] = []
         for number, copy in device_copies:
             entry = index.entries[copy.leaf.key]
@@ -103,11 +108,11 @@ def plan_reads(
                     entry,
                     needs_staging=not is_on_host or items[number].dtype != to_torch(copy.leaf.dtype),
                     policy=policy,
-                    block_bytes=staging.nbytes,
+                    block_bytes=nbytes,
                 )
             )
         start = start_at if policy.is_remote else 0.0
-        requests = load_memory.schedule(segments, policy, staging_bytes=staging.nbytes, start_at=start)
+        requests = load_memory.schedule(segments, policy, staging_bytes=nbytes, start_at=start)
         batches.append((device, tuple(requests)))
     most_bytes = load_memory.ComputingShare.from_budget(budget_bytes, policy.concurrency).most_bytes
     return ReadSchedule(items, tuple(files), tuple(batches), tuple(compute_tasks(computed, most_bytes)))
@@ -193,16 +198,20 @@ class ReadExecutor:
         return values
 
     def _planned_values(
-        self, wanted: Sequence[Wanted], budget_bytes: int
+        self,
+        wanted: Sequence[Wanted],
+        budget_bytes: int,
+        device: torch.device = _CPU,
+        staged_bytes: int | None = None,
     ) -> tuple[ReadSchedule, list[torch.Tensor]]:
         """Return the reads of boxes of expressions, and uninitialized memory for them."""
         items = [
-            ReadTarget("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, _CPU)
+            ReadTarget("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, device)
             for expression, box, dtype in wanted
         ]
         start_at = self.world.rank / self.world.size
-        schedule = plan_reads(items, self.index, self.reader.policy, budget_bytes, start_at)
-        return schedule, [torch.empty(box.sizes, dtype=dtype, device=_CPU) for _, box, dtype in wanted]
+        schedule = plan_reads(items, self.index, self.reader.policy, budget_bytes, start_at, staged_bytes)
+        return schedule, [torch.empty(box.sizes, dtype=dtype, device=device) for _, box, dtype in wanted]
 
     def count(self, fqn: str, numel: int) -> None:
         """Add to the number of elements of a tensor that have been written."""
@@ -249,7 +258,7 @@ class ReadExecutor:
             buffer.end()
 
     def _compute(self, tasks: Sequence[ComputeTask], targets: TargetTensors, budget_bytes: int) -> None:
-        """Compute blocks, and copy them to their places.
+        """Compute blocks, and copy them to their places: on an accelerator where it has the CPU's bits.
 
         Blocks that fit into the budget together are computed by separate workers. Larger ones are computed alone,
         and their inputs read by all workers. Pinned buffers for copies to an accelerator are half of the staging.
@@ -257,6 +266,10 @@ class ReadExecutor:
         policy = self.reader.policy
         share = load_memory.ComputingShare.from_budget(budget_bytes, policy.concurrency)
         device = next((tensor.device for tensor in targets.tensors if tensor.device.type != "cpu"), _CPU)
+        if device.type != "cpu" and has_bits_of_cpu(device):
+            tasks = self._compute_on_device(tasks, targets, device, share)
+        if not tasks:
+            return
         staging_bytes = share.staging_bytes if device.type == "cpu" else share.staging_bytes // 2
         most_bytes = max(task.block.nbytes for task in tasks)
         outputs = staging_buffers(staging_bytes, policy.concurrency, device, most_bytes)
@@ -305,13 +318,91 @@ class ReadExecutor:
             self._compute_block(inputs, inputs_bytes, inner, buffers)
         self._copy_outputs(task, evaluate(task, values), targets, buffers[1])
 
+    def _compute_on_device(
+        self,
+        tasks: Sequence[ComputeTask],
+        targets: TargetTensors,
+        device: torch.device,
+        share: load_memory.ComputingShare,
+    ) -> list[ComputeTask]:
+        """Compute the blocks that an accelerator can. Return those that are left for the CPU.
+
+        Inputs go from the files to the device as they are stored. The values of all blocks are checked together.
+        """
+        fitting: list[ComputeTask] = []
+        left: list[ComputeTask] = []
+        for task in tasks:
+            is_on_device = all(targets.tensors[part.target].device == device for part in task.moves)
+            fits = task.fits_devices and is_on_device and task.block.nbytes <= share.most_bytes
+            (fitting if fits else left).append(task)
+        if not fitting:
+            return left
+        is_bad = torch.zeros(len(fitting), dtype=torch.bool, device=device)
+        input_bytes = max(
+            sum(box.numel * dtype.itemsize for _, box, dtype in _get_inputs(task)) for task in fitting
+        )
+        most_bytes = max(load_memory.SEGMENT_ALIGNMENT, input_bytes)
+        buffers = staging_buffers(share.staging_bytes, self.reader.policy.concurrency, device, most_bytes)
+        try:
+            compute = partial(self._compute_block_on_device, targets, share, is_bad)
+            WorkerPool(compute, buffers, self.world.check).run(list(enumerate(fitting)))
+        finally:
+            for buffer in buffers:
+                buffer.finish()
+        found: list[bool] = HostStaging(len(fitting), is_pinned=True).stage(is_bad).tolist()
+        for task, is_left in zip(fitting, found, strict=True):
+            if is_left:
+                left.append(task)
+            else:
+                self._count_outputs(task, targets)
+        return left
+
+    def _compute_block_on_device(
+        self,
+        targets: TargetTensors,
+        share: load_memory.ComputingShare,
+        is_bad: torch.Tensor,
+        numbered: tuple[int, ComputeTask],
+        buffer: DeviceStaging,
+    ) -> None:
+        """Queue one block on a worker thread, and set its element of ``is_bad`` if the CPU has to compute it."""
+        number, task = numbered
+        with buffer.queued():
+            is_bad[number].copy_(self._queue_block(task, targets, share, buffer))
+
+    def _queue_block(
+        self,
+        task: ComputeTask,
+        targets: TargetTensors,
+        share: load_memory.ComputingShare,
+        buffer: DeviceStaging,
+    ) -> torch.Tensor:
+        """Read the inputs of a block and evaluate it. Return whether the CPU has to, as a tensor of the device."""
+        schedule, values = self._planned_values(
+            _get_inputs(task), share.staging_bytes, buffer.device, buffer.nbytes
+        )
+        inputs = TargetTensors(values, [""] * len(values))
+        for _, requests in schedule.batches:
+            for request in requests:
+                self._read(inputs, request, buffer)
+        inner = load_memory.ComputingShare.from_budget(share.staging_bytes, self.reader.policy.concurrency)
+        found = [self._queue_block(each, inputs, inner, buffer) for each in schedule.computed]
+        outputs, is_bad = evaluate_on_device(task, values, share.most_bytes)
+        for part in task.moves:
+            computed = strided_view(outputs[part.output].contiguous(), part.source)
+            strided_view(targets.tensors[part.target], part.place).copy_(computed)
+        return torch.stack([is_bad, *found]).any()
+
     def _copy_outputs(
         self, task: ComputeTask, outputs: Mapping[str, torch.Tensor], targets: TargetTensors, buffer: StagingBuffer
     ) -> None:
         """Copy the outputs of a block to their places."""
         for move in task.moves:
             values = strided_view(outputs[move.output].contiguous(), move.source)
-            buffer.upload(values, strided_view(targets.tensors[move.target], move.place))
+            buffer.copy(values, strided_view(targets.tensors[move.target], move.place))
+        self._count_outputs(task, targets)
+
+    def _count_outputs(self, task: ComputeTask, targets: TargetTensors) -> None:
         with self._lock:
             for move in task.moves:
                 self.count(targets.names[move.target], move.place.numel)

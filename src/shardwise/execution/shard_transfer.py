@@ -12,6 +12,7 @@ from shardwise.errors import RankMismatchError
 from shardwise.execution import moving
 from shardwise.execution.checksums import checksums
 from shardwise.execution.memory import compute_device, materialize
+from shardwise.execution.staging import upload_buffer
 from shardwise.execution.world import World
 from shardwise.layout import TensorKind
 from shardwise.models import torch_api, wrap
@@ -237,7 +238,7 @@ class IncomingShards:
             targets[name] = moving.LocalTensor.from_tensor(target, name)
         return targets
 
-    def finish(self, bounds: Sequence[Bound], sharding: Sharding) -> list[str]:
+    def finish(self, bounds: Sequence[Bound], sharding: Sharding, budget_bytes: int) -> list[str]:
         """Bind the optimizers to the final parameters, and average gradients of replicated ones.
 
         Return the names of parameters without values, for which memory has been allocated.
@@ -254,13 +255,16 @@ class IncomingShards:
         for item in awaiting:
             if item.tensor.dtype.is_floating_point and item.tensor.dtype.itemsize > 1:
                 item.local.fill_(float("nan"))
+        staging = upload_buffer(self.home, budget_bytes)
         for item in self.held.values():
             if (
                 item.kind is not TensorKind.PARAMETER
                 and not item.tensor.is_meta
                 and item.tensor.device != self.home
             ):
-                item.install(item.tensor.to(self.home))
+                values = item.tensor
+                item.install(torch.empty_like(values, device=self.home))
+                staging.copy(values, item.tensor)
         parameters = {item.fqn: item.tensor for item in self.held.values() if isinstance(item.tensor, nn.Parameter)}
         for bound in bounds:
             bound.rebind(parameters, self.state, self.supply.scalars)

@@ -13,17 +13,11 @@ import torch
 from tqdm import tqdm
 
 from shardwise.conversion.expression import Expression
-from shardwise.execution.memory import (
-    HostStaging,
-    WorkerPool,
-    as_memoryview,
-    as_stored,
-    in_background,
-    pinned_bytes,
-)
+from shardwise.execution.memory import WorkerPool, in_background
 from shardwise.execution.moving import Exchange
 from shardwise.execution.reading import storage_bytes
 from shardwise.execution.replicas import ShardSender
+from shardwise.execution.staging import HostStaging, as_memoryview, as_stored, pinned_bytes
 from shardwise.execution.world import World
 from shardwise.formats.contract import TensorEntry
 from shardwise.formats.safetensors_files import NewFile

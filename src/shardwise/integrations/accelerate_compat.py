@@ -117,6 +117,16 @@ def set_context(accelerator: Any, context: Any) -> None:
     accelerator._cp_context = context
 
 
+def split_sequences(accelerator: Any, config: Any, model: nn.Module) -> None:
+    """Have the accelerator of a Trainer split sequences as a ``ParallelismConfig`` says.
+
+    accelerate takes such a configuration with a plugin of FSDP2 only, by which the Trainer would shard the model.
+    """
+    accelerator.state.parallelism_config = config
+    accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
+    accelerator._prepare_cp(model)
+
+
 def prepared_counts(accelerator: Any) -> tuple[int, int]:
     """Return the numbers of models and of optimizers that an accelerator has prepared."""
     return len(accelerator._models), len(accelerator._optimizers)

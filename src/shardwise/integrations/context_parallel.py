@@ -65,6 +65,17 @@ def require_split(model: nn.Module, split: SplitSequences) -> None:
     Raises:
         ConfigError: the attention is not torch's ``scaled_dot_product_attention``.
     """
+    require_sdpa(model)
+    for _, inner in outermost_pretrained(without_compile(model)):
+        inner.register_forward_pre_hook(split.require_inputs, with_kwargs=True)
+
+
+def require_sdpa(model: nn.Module) -> None:
+    """Check a model's attention.
+
+    Raises:
+        ConfigError: it is not torch's ``scaled_dot_product_attention``.
+    """
     for _, inner in outermost_pretrained(without_compile(model)):
         attention = get_attention_implementation(inner)
         if attention != "sdpa":
@@ -72,4 +83,3 @@ def require_split(model: nn.Module, split: SplitSequences) -> None:
                 f"{type(inner).__name__} with attn_implementation={attention!r}: under context parallelism every "
                 "rank would attend to its own part of a sequence only. Load it with attn_implementation='sdpa'."
             )
-        inner.register_forward_pre_hook(split.require_inputs, with_kwargs=True)

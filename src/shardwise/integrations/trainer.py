@@ -35,13 +35,14 @@ from shardwise.errors import ConfigError, KeyMismatchError, RankLostError
 from shardwise.execution.collective_errors import translate_collective_errors
 from shardwise.execution.locked_folder import Saving
 from shardwise.execution.world import World
+from shardwise.integrations import accelerate_compat
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
 from shardwise.integrations.trainer_marks import (
     already_sharded,
     named_arguments,
-    require_data_parallel,
+    require_rows_or_sequences,
     require_trainable,
 )
 from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerFacts
@@ -112,7 +113,16 @@ class ShardwiseTrainer(_Trainer):
         if self.args.dataloader_pin_memory:  # otherwise each batch waits for all earlier work of the device
             settings: Any = self.args.accelerator_config
             settings.non_blocking = True
-        super().create_accelerator_and_postprocess()
+        config, is_split = self.args.parallelism_config, self._cp_size > 1
+        with patch.object(self.args, "parallelism_config", None if is_split else config):
+            super().create_accelerator_and_postprocess()
+        if accelerate_compat.is_context_parallel(self.accelerator):
+            raise ConfigError(
+                "accelerate's configuration has cp_size. Pass TrainingArguments(parallelism_config="
+                "ParallelismConfig(cp_size=...)) instead, which is checked and has whole sequences split"
+            )
+        if is_split:
+            accelerate_compat.split_sequences(self.accelerator, config, self._trained)
         size = dist.get_world_size() if dist.is_initialized() else 1
         if self.args.world_size != size:
             raise ConfigError(
@@ -125,9 +135,23 @@ class ShardwiseTrainer(_Trainer):
                 "ACCELERATE_USE_FSDP, or accelerate's configuration," if self.is_fsdp_enabled else "deepspeed"
             )
         if self.accelerator.parallelism_config is not None:
-            require_data_parallel(self.accelerator.parallelism_config)
+            require_rows_or_sequences(self.accelerator.parallelism_config)
         # The Trainer refuses resumable checkpoints of models that are sharded already. Those of this class are.
         self._save_only_model, self.args.save_only_model = self.args.save_only_model, True
+
+    def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
+        """Evaluate like the Trainer. With ``cp_size`` its mean could leave out parts of the last sequences."""
+        if self._cp_size > 1:
+            raise ConfigError(
+                f"evaluate, predict: with cp_size={self._cp_size} each rank would evaluate a part of each "
+                "sequence. Evaluate a saved checkpoint without it"
+            )
+        return super().evaluation_loop(*positional, **keywords)
+
+    @property
+    def _cp_size(self) -> int:
+        config: Any = self.args.parallelism_config
+        return 1 if config is None else int(config.cp_size)
 
     def create_optimizer(self, *positional: Any, **keywords: Any) -> Any:
         """Create the optimizer like the Trainer, and reject one that cannot step shards."""

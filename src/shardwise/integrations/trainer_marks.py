@@ -32,6 +32,7 @@ from shardwise.engines.saving import save, save_adapter
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.execution.world import World
 from shardwise.integrations import trainer_compat as compat
+from shardwise.integrations.context_parallel import require_sdpa
 from shardwise.models.gradients import average_replicated_gradients, is_averaged, require_synchronized
 from shardwise.models.selection import has_adapters
 from shardwise.models.view import abbreviate, without_compile
@@ -242,7 +243,9 @@ def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> Non
         raise already_sharded("fsdp" if getattr(args, "fsdp", None) else "deepspeed")
     parallelism = getattr(args, "parallelism_config", None)
     if parallelism is not None:
-        require_data_parallel(parallelism)
+        require_rows_or_sequences(parallelism)
+    if parallelism is not None and parallelism.cp_size > 1:
+        _require_splittable(kind, model, args, given, world)
     if given.get("peft_config") is not None:
         raise ConfigError(
             f"{kind.__name__}(peft_config=...): an adapter that is added after sharding would not be sharded, and "
@@ -281,17 +284,44 @@ def _require_reference(kind: type, model: nn.Module, args: Any, given: Mapping[s
         )
 
 
-def require_data_parallel(config: Any) -> None:
-    """Check that a ``ParallelismConfig`` has data parallel axes only.
+def require_rows_or_sequences(config: Any) -> None:
+    """Check that ranks of a ``ParallelismConfig`` have rows of their own, or share sequences.
 
     Raises:
         ConfigError: it has other axes.
     """
-    sizes = {name: getattr(config, name) for name in ("tp_size", "cp_size", "sp_size")}
+    sizes = {name: getattr(config, name) for name in ("tp_size", "sp_size")}
     if others := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
         raise ConfigError(
             f"parallelism_config has {', '.join(others)}, and the Trainer supports a model that is sharded "
-            "already with data parallelism only. Write the loop with accelerate (docs/meshes.md)."
+            "already with data and context parallelism only. Write the loop with accelerate (docs/meshes.md)."
+        )
+
+
+def _require_splittable(kind: type, model: nn.Module, args: Any, given: Mapping[str, Any], world: World) -> None:
+    """Check that a Trainer can train with sequences that ranks share.
+
+    Raises:
+        ConfigError: a loss or a metric would be computed of a part of a sequence, or ranks are missing.
+    """
+    config = args.parallelism_config
+    if config.total_size != world.size:
+        raise ConfigError(
+            f"parallelism_config is for {config.total_size} ranks, and there are {world.size}. Pass "
+            "dp_replicate_size, dp_shard_size and cp_size whose product is the number of ranks"
+        )
+    require_sdpa(model)
+    unfit = {
+        "a trainer of TRL": compat.is_trl_trainer(kind),
+        "compute_loss_func": given.get("compute_loss_func") is not None,
+        f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor > 0,
+        f"eval_strategy={args.eval_strategy.value!r}": args.eval_strategy != "no",
+        "a model that is not a causal language model": getattr(_inner(model), "loss_type", None) != "ForCausalLM",
+    }
+    if named := [name for name, is_unfit in unfit.items() if is_unfit]:
+        raise ConfigError(
+            f"{kind.__name__}(cp_size={config.cp_size}) with {named[0]}: it would compute from this rank's part of "
+            "each sequence. Leave it out, or write the loop with accelerate (docs/meshes.md)"
         )
 
 

@@ -203,7 +203,9 @@ def build_notes(chosen: SelectedModules, quantization: KeptForm) -> tuple[str, .
         by_reason.setdefault(why, []).append(name)
     how = f"{quant_type_name(quantization.form)}, blocks of {quantization.block_size}"
     notes = (
-        [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed on the CPU"] if chosen.layers else []
+        [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed while they are read"]
+        if chosen.layers
+        else []
     )
     if chosen.stacks:
         names = ", ".join(pattern for pattern, _ in collapse(sorted(chosen.stacks)))

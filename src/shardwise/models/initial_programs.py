@@ -156,6 +156,14 @@ def fill_from_program(
     program: Program, local: torch.Tensor, boxes: Sequence[LocalBox], *, seed: int, fqn: str
 ) -> None:
     """Compute the values of this rank's boxes into ``local``. Memory: one block of ``BLOCK_NUMEL`` elements."""
+    for target, values in values_from_program(program, local, boxes, seed=seed, fqn=fqn):
+        target.copy_(values)
+
+
+def values_from_program(
+    program: Program, local: torch.Tensor, boxes: Sequence[LocalBox], *, seed: int, fqn: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield views of ``local`` that make up this rank's boxes, with their values on the CPU."""
     for item in boxes:
         region = flatten(Region.from_box(item.box, item.local), program.shape)
         (first,), (stop,) = region.origin, region.bounds.stops
@@ -166,7 +174,7 @@ def fill_from_program(
             block = _block(program, start, seed, fqn)
             for piece in pieces:
                 source, target = piece.strided((1,))
-                strided_view(local, target).copy_(strided_view(block, source))
+                yield strided_view(local, target), strided_view(block, source)
 
 
 def _block(program: Program, start: int, seed: int, fqn: str) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torch import nn
 from shardwise.errors import KeyMismatchError
 from shardwise.layout import Origin, TensorKind
 from shardwise.models import pretrained
-from shardwise.models.torch_api import get_buffers, tree_leaves, tree_map_only, writes_to
+from shardwise.models.torch_api import get_buffers, sent, tree_leaves, tree_map_only, writes_to
 from shardwise.models.view import TensorRef, attributes_on_meta
 
 if TYPE_CHECKING:
@@ -215,7 +215,8 @@ class Initializers:
                 value = getattr(fresh.get_submodule(slot.fqn.rpartition(".")[0]), slot.name)
                 if any(isinstance(item, torch.Tensor) and item.is_meta for item in tree_leaves(value)):
                     continue  # the constructor does not compute it: an error of the audit
-                setattr(slot.module, slot.name, tree_map_only(torch.Tensor, lambda item: item.to(device), value))
+                value = tree_map_only(torch.Tensor, partial(sent, device=device), value)
+                setattr(slot.module, slot.name, value)
                 found.append(f"{prefix}.{slot.fqn}" if prefix else slot.fqn)
         return tuple(found)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, KeyMismatchError, ShardingError
-from shardwise.models.torch_api import splitting_dim
+from shardwise.models.torch_api import sent, splitting_dim
 from shardwise.models.view import TensorRef, local_tensor
 
 _log = logging.getLogger(__name__)
@@ -225,9 +225,9 @@ class _Binder:
 def _to_device(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:
     """Move a single number as torch does: steps to the host unless a kernel reads them, others to the parameter."""
     if key.entry == "step":
-        return value.to(parameter.device) if is_read_by_kernels else value
+        return sent(value, parameter.device) if is_read_by_kernels else value
     if parameter.ndim == 0 and value.is_floating_point():
-        return value.to(parameter.device, parameter.dtype)
+        return sent(value.to(parameter.dtype), parameter.device)
     return value
 
 

@@ -216,8 +216,10 @@ def add_all(targets: list[torch.Tensor], stacked: torch.Tensor) -> None:
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a CPU tensor to a device through pinned memory, so that the host does not wait."""
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+    """Return a tensor on a device. Values of the host go there through pinned memory, so that it does not wait."""
+    if device.type == "cpu" or values.device.type != "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def is_temporary(module: nn.Module, name: str) -> bool:
