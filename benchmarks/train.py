@@ -127,7 +127,9 @@ def bytes_in_tensors() -> int:
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in gc.get_objects()
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
     }
     return sum(storages.values())
 

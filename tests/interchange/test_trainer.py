@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused_by_all(worlds, checkpoints, tmp_path, how)
 def test_an_epoch_that_is_none(tmp_path, epoch):
     (tmp_path / "trainer_state.json").write_text(f'{{"global_step": 2, "epoch": {epoch}}}')
     with pytest.raises(FormatError, match="are no place in a training"):
-        TrainerFolder.of(tmp_path)
+        TrainerFolder.open(tmp_path)
 
 
 @pytest.mark.parametrize("kind", resuming.MADE)

@@ -38,7 +38,10 @@ def faults(folder: str) -> dict[str, Any]:
             raise MemoryError("no room for the scales")
         return full_tensor(tensor)
 
-    with mock.patch.object(LocalTensor, "of", fail), mock.patch.object(DTensor, "full_tensor", fail_as_well):
+    with (
+        mock.patch.object(LocalTensor, "from_tensor", fail),
+        mock.patch.object(DTensor, "full_tensor", fail_as_well),
+    ):
         told["fails alone"] = attempt(our_model, folder, "nf4", torch.float32, "flat", NESTED)
 
     lora = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"]))
