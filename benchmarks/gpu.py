@@ -98,11 +98,11 @@ def load_computed(folder: str, warm_up: str, packs: bool, on_device: bool) -> fl
     import torch.distributed as dist
 
     import shardwise
-    from shardwise.execution import reading
+    from shardwise.execution import device_computing
 
     quieten()
     form = shardwise.options.Nf4() if packs else "dequantize"
-    with mock.patch.object(reading, "has_bits_of_cpu", return_value=on_device):
+    with mock.patch.object(device_computing, "has_bits_of_cpu", return_value=on_device):
         shardwise.from_pretrained(warm_up, dtype="bfloat16", quantization=form)
         if dist.get_rank() == 0:
             meter.warm_cache(meter.files_of(Path(folder)))

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from shardwise.checkpoints.facts import (
     FACTS,
@@ -32,13 +31,12 @@ from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.memory import WorkerPool, gc_disabled
 from shardwise.execution.rename_journal import remove_unnamed
-from shardwise.execution.torch_saves import loaded
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.distributed import MAX_METADATA_BYTES, ChunkPlace, open_state, parse_metadata
 from shardwise.formats.joining import METADATA, KeyPath
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import ReopenReport
-from shardwise.storage.contract import INCOMPLETE, StorageReader, StorageWriter
+from shardwise.storage.contract import INCOMPLETE, StorageWriter
 from shardwise.storage.names import is_url
 from shardwise.storage.reading import LocalReader
 from shardwise.storage.writing import open_writer
@@ -375,20 +373,6 @@ def _require_size(reader: LocalReader, file: str, nbytes: int) -> None:
             f"{reader.root}/{file}: has {found} bytes, and {nbytes} were written. It is damaged: copy it again, or "
             "restore another checkpoint"
         )
-
-
-def read_value(reader: StorageReader, opened: OpenCheckpoint, path: KeyPath) -> Any:
-    """Read a value that is not a tensor.
-
-    Raises:
-        FormatError: the value is missing, or is not plain data.
-    """
-    what = f"{'.'.join(path)} in {opened.folder}"
-    place = opened.objects.get(path)
-    if place is None:
-        raise FormatError(f"{what}: is missing. Restore another checkpoint")
-    content = reader.read(place.file, place.bytes.start, place.bytes.stop)
-    return loaded(content, what)
 
 
 def verify(directory: str | os.PathLike[str]) -> ReopenReport:

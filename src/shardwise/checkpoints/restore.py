@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoints.base_identity import BaseMatch, compare_bases
 from shardwise.checkpoints.comparison import Comparison, compare, require_same_tuning
 from shardwise.checkpoints.facts import CheckedReader
-from shardwise.checkpoints.folder import OpenCheckpoint, open_checkpoint, read_value, resolve
+from shardwise.checkpoints.folder import OpenCheckpoint, open_checkpoint, resolve
 from shardwise.checkpoints.state import (
     REDUCED,
     CheckpointerOptions,
@@ -31,10 +31,11 @@ from shardwise.engines.arguments import OpenSource
 from shardwise.engines.load_plan import Load, LoadOptions, LoadRequest, prepare_load
 from shardwise.engines.loading import execute_load
 from shardwise.engines.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
-from shardwise.errors import KeyMismatchError, ShardingError
+from shardwise.errors import FormatError, KeyMismatchError, ShardingError
 from shardwise.execution.memory import gc_disabled
 from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
 from shardwise.execution.replicas import require_alike_models
+from shardwise.execution.torch_saves import loaded
 from shardwise.execution.world import Clock, World
 from shardwise.formats.joining import KeyPath
 from shardwise.models.gradients import average_replicated_gradients
@@ -196,7 +197,7 @@ class NonTensorValues:
 def _common_values(reader: CheckedReader, opened: OpenCheckpoint) -> dict[KeyPath, Any]:
     names = {"optimizer", "schedulers", "scaler"}
     return {
-        path: read_value(reader, opened, path)
+        path: _read_value(reader, opened, path)
         for path in opened.objects
         if (path[0] in names and (path[:2] != REDUCED[:2] or path == REDUCED)) or path == ("rng", "rank_0")
     }
@@ -214,7 +215,7 @@ def _local_values(reader: CheckedReader, opened: OpenCheckpoint, world: World) -
             paths["data"] = "data", own
     if opened.facts.data == "one":
         paths["data"] = "data", "rank_0"
-    return {component: read_value(reader, opened, path) for component, path in paths.items()}
+    return {component: _read_value(reader, opened, path) for component, path in paths.items()}
 
 
 def _restore_components(
@@ -401,3 +402,17 @@ def _rebound(collected: CollectedState) -> OptimizerTargets:
         bound.rebind(parameters, tensors, scalars)
         bound.tensors = tensors
     return OptimizerTargets.from_optimizers(held, collected.bounds)
+
+
+def _read_value(reader: StorageReader, opened: OpenCheckpoint, path: KeyPath) -> Any:
+    """Read a value that is not a tensor.
+
+    Raises:
+        FormatError: the value is missing, or is not plain data.
+    """
+    what = f"{'.'.join(path)} in {opened.folder}"
+    place = opened.objects.get(path)
+    if place is None:
+        raise FormatError(f"{what}: is missing. Restore another checkpoint")
+    content = reader.read(place.file, place.bytes.start, place.bytes.stop)
+    return loaded(content, what)

@@ -44,7 +44,7 @@ def execute_load(
         )
     shows_progress = options.progress and world.rank == 0
     with pretrained.progress_bar("Loading weights", plan.layout.local_nbytes, enabled=shows_progress) as bar:
-        executor = ReadExecutor(
+        executor = executor_class(load.home)(
             source.reader,
             source.index,
             options.budget_bytes,
@@ -68,6 +68,15 @@ def execute_load(
     with clock.phase("audit"):
         require_equal_buffers(world, load.held)
     return make_report(world, model, source, load, executor, attributes, clock)
+
+
+def executor_class(home: torch.device) -> type[ReadExecutor]:
+    """Return the executor of reads into tensors of a device."""
+    if home.type == "cpu":
+        return ReadExecutor
+    from shardwise.execution.device_computing import DeviceReadExecutor
+
+    return DeviceReadExecutor
 
 
 def materialize_and_read(load: load_plan.Load, executor: ReadExecutor, clock: Clock) -> None:

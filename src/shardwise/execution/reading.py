@@ -15,9 +15,8 @@ from shardwise.conversion.computed import Computed, ComputeTask, Copy, compute_t
 from shardwise.conversion.expression import Expression, stored_leaves
 from shardwise.conversion.regions import Region
 from shardwise.errors import StorageError
-from shardwise.execution.device_computing import evaluate_on_device, has_bits_of_cpu
 from shardwise.execution.memory import WorkerPool, computing
-from shardwise.execution.staging import DeviceStaging, HostStaging, StagingBuffer, as_memoryview, staging_buffers
+from shardwise.execution.staging import StagingBuffer, as_memoryview, staging_buffers
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import LocalBox
@@ -265,11 +264,10 @@ class ReadExecutor:
         """
         policy = self.reader.policy
         share = load_memory.ComputingShare.from_budget(budget_bytes, policy.concurrency)
-        device = next((tensor.device for tensor in targets.tensors if tensor.device.type != "cpu"), _CPU)
-        if device.type != "cpu" and has_bits_of_cpu(device):
-            tasks = self._compute_on_device(tasks, targets, device, share)
+        tasks = self._compute_on_device(tasks, targets, share)
         if not tasks:
             return
+        device = targets.device
         staging_bytes = share.staging_bytes if device.type == "cpu" else share.staging_bytes // 2
         most_bytes = max(task.block.nbytes for task in tasks)
         outputs = staging_buffers(staging_bytes, policy.concurrency, device, most_bytes)
@@ -294,7 +292,7 @@ class ReadExecutor:
                 buffer.finish()
 
     def _compute_alone(self, task: ComputeTask, budget_bytes: int) -> Mapping[str, torch.Tensor]:
-        values = self.read_values(_get_inputs(task), budget_bytes)
+        values = self.read_values(get_inputs(task), budget_bytes)
         self._last = None  # a block that the inputs were computed from
         return evaluate(task, values)
 
@@ -306,7 +304,7 @@ class ReadExecutor:
         buffers: tuple[StagingBuffer, StagingBuffer],
     ) -> None:
         """Compute one block on a worker thread. ``budget_bytes`` bounds the inputs of all workers together."""
-        schedule, values = self._planned_values(_get_inputs(task), budget_bytes)
+        schedule, values = self._planned_values(get_inputs(task), budget_bytes)
         inputs = TargetTensors(values, [""] * len(values))
         for _, requests in schedule.batches:
             for request in requests:
@@ -321,77 +319,11 @@ class ReadExecutor:
     def _compute_on_device(
         self,
         tasks: Sequence[ComputeTask],
-        targets: TargetTensors,
-        device: torch.device,
-        share: load_memory.ComputingShare,
-    ) -> list[ComputeTask]:
-        """Compute the blocks that an accelerator can. Return those that are left for the CPU.
-
-        Inputs go from the files to the device as they are stored. The values of all blocks are checked together.
-        """
-        fitting: list[ComputeTask] = []
-        left: list[ComputeTask] = []
-        for task in tasks:
-            is_on_device = all(targets.tensors[part.target].device == device for part in task.moves)
-            fits = task.fits_devices and is_on_device and task.block.nbytes <= share.most_bytes
-            (fitting if fits else left).append(task)
-        if not fitting:
-            return left
-        is_bad = torch.zeros(len(fitting), dtype=torch.bool, device=device)
-        input_bytes = max(
-            sum(box.numel * dtype.itemsize for _, box, dtype in _get_inputs(task)) for task in fitting
-        )
-        most_bytes = max(load_memory.SEGMENT_ALIGNMENT, input_bytes)
-        buffers = staging_buffers(share.staging_bytes, self.reader.policy.concurrency, device, most_bytes)
-        try:
-            compute = partial(self._compute_block_on_device, targets, share, is_bad)
-            WorkerPool(compute, buffers, self.world.check).run(list(enumerate(fitting)))
-        finally:
-            for buffer in buffers:
-                buffer.finish()
-        found: list[bool] = HostStaging(len(fitting), is_pinned=True).stage(is_bad).tolist()
-        for task, is_left in zip(fitting, found, strict=True):
-            if is_left:
-                left.append(task)
-            else:
-                self._count_outputs(task, targets)
-        return left
-
-    def _compute_block_on_device(
-        self,
-        targets: TargetTensors,
-        share: load_memory.ComputingShare,
-        is_bad: torch.Tensor,
-        numbered: tuple[int, ComputeTask],
-        buffer: DeviceStaging,
-    ) -> None:
-        """Queue one block on a worker thread, and set its element of ``is_bad`` if the CPU has to compute it."""
-        number, task = numbered
-        with buffer.queued():
-            is_bad[number].copy_(self._queue_block(task, targets, share, buffer))
-
-    def _queue_block(
-        self,
-        task: ComputeTask,
-        targets: TargetTensors,
-        share: load_memory.ComputingShare,
-        buffer: DeviceStaging,
-    ) -> torch.Tensor:
-        """Read the inputs of a block and evaluate it. Return whether the CPU has to, as a tensor of the device."""
-        schedule, values = self._planned_values(
-            _get_inputs(task), share.staging_bytes, buffer.device, buffer.nbytes
-        )
-        inputs = TargetTensors(values, [""] * len(values))
-        for _, requests in schedule.batches:
-            for request in requests:
-                self._read(inputs, request, buffer)
-        inner = load_memory.ComputingShare.from_budget(share.staging_bytes, self.reader.policy.concurrency)
-        found = [self._queue_block(each, inputs, inner, buffer) for each in schedule.computed]
-        outputs, is_bad = evaluate_on_device(task, values, share.most_bytes)
-        for part in task.moves:
-            computed = strided_view(outputs[part.output].contiguous(), part.source)
-            strided_view(targets.tensors[part.target], part.place).copy_(computed)
-        return torch.stack([is_bad, *found]).any()
+        targets: TargetTensors,  # noqa: ARG002 - for subclasses
+        share: load_memory.ComputingShare,  # noqa: ARG002
+    ) -> Sequence[ComputeTask]:
+        """Compute the blocks that an accelerator can. Return those that are left for the CPU."""
+        return tasks
 
     def _copy_outputs(
         self, task: ComputeTask, outputs: Mapping[str, torch.Tensor], targets: TargetTensors, buffer: StagingBuffer
@@ -414,7 +346,8 @@ def evaluate(task: ComputeTask, values: Sequence[torch.Tensor]) -> Mapping[str, 
     return task.evaluate(values)
 
 
-def _get_inputs(task: ComputeTask) -> list[Wanted]:
+def get_inputs(task: ComputeTask) -> list[Wanted]:
+    """Return the boxes that a block is computed from."""
     return [
         (source, box, to_torch(source.dtype)) for source, box in zip(task.inputs, task.block.inputs, strict=True)
     ]
@@ -443,6 +376,11 @@ class TargetTensors:
     tensors: Sequence[torch.Tensor]
     names: Sequence[str]
     _memories: dict[int, memoryview] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """The accelerator of the tensors, or else the CPU."""
+        return next((tensor.device for tensor in self.tensors if tensor.device.type != "cpu"), _CPU)
 
     def memory(self, target: int) -> memoryview:
         """Return the bytes of a tensor on the host."""
