@@ -71,7 +71,7 @@ def run_demo(out: Path, steps: int) -> list[str]:
     verified = _finish([sys.executable, "-m", "shardwise", "verify", str(out / "trained")])
 
     _heading("5. The same model on 2 ranks and by transformers in one process, compared bit by bit")
-    differing = sorted(set().union(*run_spawned(2, differing_tensors, str(out / "trained"), timeout_s=_TIMEOUT_S)))
+    differing = sorted(set().union(*run_spawned(2, differing_tensors, str(out / "trained"))))
     click.echo(f"   on 2 ranks: {f'{len(differing)} tensors differ' if differing else 'bitwise equal'}")
     different = f"on 2 ranks {', '.join(differing)} differ from transformers'" if differing else ""
 
