@@ -2,10 +2,10 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -42,7 +42,7 @@ from shardwise.models.optimizer_parsing import class_name
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import OnFault, Tolerance
-from shardwise.planning.moves import in_common
+from shardwise.planning.moves import Common, in_common
 from shardwise.report.save_reports import CheckpointReport, RestoreReport
 from shardwise.tensors import Box
 
@@ -104,6 +104,7 @@ class Checkpointer:
         self._options = options
         self._staging = ChunkStaging()
         self._collected: CollectedState | None = None
+        self._last_plan: _Plan | None = None
         self._executor = futures.ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
         self._on_its_way: tuple[int, futures.Future[CheckpointReport]] | None = None
         self._newest = folder.find_latest(self._root)
@@ -298,7 +299,8 @@ class Checkpointer:
                 samples = collected.base
                 base = world.map_reduce(samples.fingerprints, samples.identity)
         with clock.phase("plan"):
-            plan, chunks, replicas = _plan(world, collected)
+            self._last_plan, chunks, replicas = _plan(world, collected, self._last_plan)
+            plan = self._last_plan.tensors
         with clock.phase("compare"):
             differing = compare_replicas(world, replicas, self._on_differing_buffers)
         facts = CheckpointHeader(
@@ -365,20 +367,40 @@ def _comparable_step(step: object) -> dict[str, str]:
     return {"step": str(step)}
 
 
-def _plan(world: World, collected: CollectedState) -> tuple[TensorsPlan, Views, Replicas]:
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The plan of a checkpoint, which later ones reuse while no rank has other tensors.
+
+    Attributes:
+        facts: of this rank's tensors, their kinds and names, and the ranks.
+        tensors: the writes of all ranks.
+        common: boxes that this rank has in common with others, with their ranks.
+    """
+
+    facts: tuple[object, ...]
+    tensors: TensorsPlan
+    common: Mapping[str, Common]
+
+
+def _plan(world: World, collected: CollectedState, before: _Plan | None) -> tuple[_Plan, Views, Replicas]:
     """Plan the writes of all ranks. Return also this rank's chunks, and its replicated tensors. Collective: yes."""
     tensors = {dcp_key(path): tensor for path, tensor in collected.tensors.items()}
-    facts = world.all_gather(metadata_by_name, tensors)
-    plan = world.run_all(
-        plan_tensors, collected.tensors, facts, collected.buffers, collected.alias_keys, world.global_ranks
-    )
-    chunks = world.run_all(chunk_views, plan.by_rank[world.rank], tensors, collected.local)
-    common = in_common({key: tuple(own[key].boxes for own in facts) for key in tensors}, world.rank)
+    own = world.run_all(metadata_by_name, tensors)
+    facts = (own, collected.buffers, collected.alias_keys, tuple(world.global_ranks))
+    if before is None or not all(world.all_gather_object(before.facts == facts)):
+        by_rank = world.all_gather_object(own)
+        plan = world.run_all(
+            plan_tensors, collected.tensors, by_rank, collected.buffers, collected.alias_keys, world.global_ranks
+        )
+        boxes = {key: tuple(metadata[key].boxes for metadata in by_rank) for key in tensors}
+        before = _Plan(facts, plan, in_common(boxes, world.rank))
+    chunks = world.run_all(chunk_views, before.tensors.by_rank[world.rank], tensors, collected.local)
     numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
+    common = dict(before.common)
     if world.size > 1:  # every rank has the numbers of optimizers
         common |= {name: ((Box.whole(value.shape), tuple(range(world.size))),) for name, value in numbers.items()}
     replicas = world.run_all(Replicas.among, {**tensors, **numbers}, common, collected.buffers)
-    return plan, chunks, replicas
+    return before, chunks, replicas
 
 
 def compare_summaries(world: World, summaries: Sequence[StateSummary]) -> tuple[list[str], str]:
