@@ -489,3 +489,16 @@ def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
             error = attempt(lambda: Checkpointer(folder).save(1, Training().state))
             held.release()
     return error
+
+
+def save_before_and_after_a_step(folder: str) -> tuple[list[int], list[str]]:
+    """Save without optimizer state, with it, and with it again. Return the tensors of each, and what differs."""
+    training, checkpointer = Training(), Checkpointer(folder)
+    counts = [checkpointer.save(0, training.state).tensors]
+    for step in (1, 2):
+        training.step()
+        counts.append(checkpointer.save(step, training.state).tensors)
+    wanted = training.taken()
+    other = Training(seed=1)
+    Checkpointer(folder).restore(other.state)
+    return counts, differences(other.taken(), wanted)

@@ -345,3 +345,10 @@ def test_state_alone_is_enough(tmp_path):
     report = Checkpointer(tmp_path).restore(TrainState(other))
     assert report.restored == ("model", "rng")
     assert differences(dict(other.state_dict()), dict(model.state_dict())) == []
+
+
+def test_state_that_the_optimizer_makes_between_two_checkpoints_is_stored(worlds, tmp_path):
+    """The plan of the first is not reused for the second, but that of the second for the third."""
+    (first, second, third), differing = worlds(2).run(on_ranks.save_before_and_after_a_step, str(tmp_path))[0]
+    assert first < second == third
+    assert differing == []
