@@ -183,7 +183,7 @@ def _write_local(world: World, job: Job, saving: Saving) -> WrittenFile:
 
 
 def write_in_background(world: World, job: Job) -> CheckpointReport:
-    """Write the checkpoint in a thread, whose ranks meet over the store, in no collective. Leaves ``world``."""
+    """Write the checkpoint on a background thread. Ranks meet over the store. Closes ``world``."""
     start = time.perf_counter()
     with world:
         report = carry_out(world, job)

@@ -325,7 +325,7 @@ def stored_key(expression: Expression) -> str | None:
 
 
 def rows_stored(expression: Expression) -> int | None:
-    """Return the number of leading rows that a checkpoint holds, or None if it holds all."""
+    """Return how many leading rows are stored if the expression ends in missing rows, else None."""
     if isinstance(expression, Concat) and expression.dim == 0 and isinstance(expression.sources[-1], Hole):
         return expression.shape[0] - expression.sources[-1].shape[0]
     return None

@@ -393,14 +393,16 @@ def load(
 
     Raises:
         ConfigError: an argument has the wrong type or value.
-        KeyMismatchError: checkpoint and model do not match. The message has all faults, and no byte has been read.
+        KeyMismatchError: checkpoint and model do not match. The message has all faults of keys and shapes, and no
+            tensor has been changed. Tied tensors that are stored twice are compared after that.
         FormatError: the checkpoint's files contradict their format.
         StorageError: bytes could not be read. Some tensors may have been written.
         ShardingError: the model's sharding cannot be understood.
         RankMismatchError: ranks pass different arguments, have different files or plans, or hold different
             non-persistent buffers.
+        RankLostError: a rank ended, or does not answer.
 
-    Every error is the same on every rank.
+    Every error is the same on every rank, except after the loss of one.
     """
     consent, clock = Consent(on_missing, on_mismatched, on_unexpected), Clock()
     with arguments.get_world(options, "load") as world:

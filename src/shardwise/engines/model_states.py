@@ -58,10 +58,10 @@ class CollectedModel:
     """Tensors of a model that are returned as its state dict, checked on all ranks.
 
     Attributes:
-        held: all that is in the model.
-        names: those of the state, to canonical FQNs.
-        tensors: by first name, tied ones once. A buffer that differs has the first rank's values.
-        differing: the buffers that do.
+        held: all tensors of the model.
+        names: canonical FQNs, by the names of the state dict.
+        tensors: by canonical FQN, tied ones once. A buffer that differs has the first rank's values.
+        differing: FQNs of buffers whose values differ between ranks.
         home: device of staging buffers.
     """
 

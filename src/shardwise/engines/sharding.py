@@ -33,7 +33,7 @@ class ShardOptions(StateOptions):
     """Settings of a sharding. None of them changes the values.
 
     Attributes:
-        budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
+        budget_bytes: memory of each rank for staging, on the device of the process group's backend.
         process_group: the ranks of the mesh. None is the default group, or this process alone.
         timeouts: how long ranks wait for each other.
     """
@@ -122,7 +122,7 @@ def shard(
             group nothing is sharded.
         optimizers: those that were made of the model's parameters, on every rank in the same order.
         values_from: ranks whose values are used.
-        trained_dtype: ``torch.float32`` keeps trained parameters in a wider dtype.
+        trained_dtype: dtype of the trained parameters: ``torch.float32``, or ``"unchanged"`` for the one they have.
         options: budget, process group, timeouts.
 
     Raises:

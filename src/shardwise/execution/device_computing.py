@@ -15,12 +15,12 @@ from shardwise.planning import load_memory
 
 _NUMBERS = 1024
 _SPREAD = 2_654_435_761
-"""Its multiples, as bits, have all exponents and signs."""
+"""Multiples of it, as bits of float32, spread over all exponents and both signs."""
 
 
 @cache
 def has_bits_of_cpu(device: torch.device) -> bool:
-    """Return whether arithmetic of an accelerator has the CPU's bits. Tried once on each, which waits for it.
+    """Return whether an accelerator's results are bitwise the CPU's. Tried once for each, which synchronizes it.
 
     Some flush subnormal numbers to zero, or divide approximately.
     """

@@ -104,9 +104,9 @@ class Detector:
 
     Attributes:
         answered_s: when the store answered last, by the monotonic clock.
-        error: the failure of the connection to the store, if any.
+        error: the exception that ended the heartbeat thread, if any.
         heartbeats: those of the watched processes, by rank among all that use the store.
-        watchers: their ``watch(store)`` is called at each heartbeat, on this thread and over its connection.
+        watchers: their ``watch(store)`` is called at each heartbeat, on its thread and over its connection.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -169,7 +169,7 @@ class Detector:
                 self._awake.clear()
             if self._has_ended:
                 keys.set(f"beat/{self._rank}", _ENDED)
-        except Exception as error:  # the store is gone
+        except Exception as error:  # the store is gone, or a watcher failed
             self.error = error
 
 

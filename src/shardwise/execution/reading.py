@@ -257,7 +257,7 @@ class ReadExecutor:
             buffer.end()
 
     def _compute(self, tasks: Sequence[ComputeTask], targets: TargetTensors, budget_bytes: int) -> None:
-        """Compute blocks, and copy them to their places: on an accelerator where it has the CPU's bits.
+        """Compute blocks, and copy them to the target tensors. A subclass computes them on an accelerator.
 
         Blocks that fit into the budget together are computed by separate workers. Larger ones are computed alone,
         and their inputs read by all workers. Pinned buffers for copies to an accelerator are half of the staging.
@@ -322,7 +322,7 @@ class ReadExecutor:
         targets: TargetTensors,  # noqa: ARG002 - for subclasses
         share: load_memory.ComputingShare,  # noqa: ARG002
     ) -> Sequence[ComputeTask]:
-        """Compute the blocks that an accelerator can. Return those that are left for the CPU."""
+        """Return the blocks that are left for the CPU: all, unless a subclass computes some on an accelerator."""
         return tasks
 
     def _copy_outputs(

@@ -78,7 +78,7 @@ def take_lock(writer: StorageWriter, save_id: str) -> None:
     to detect).
 
     Raises:
-        StorageError: another save is in progress, or its process died on another machine that does not renew locks.
+        StorageError: another save is in progress, or it cannot be determined whether its process is alive.
     """
     _ACTIVE.add(save_id)
     try:

@@ -200,7 +200,7 @@ def derive_seed(seed: int, fqn: str, block: int) -> int:
 
 @contextlib.contextmanager
 def truncated_normal_as_one_step() -> Iterator[None]:
-    """Record ``trunc_normal_`` as one step within the block, because its rejection sampling needs values."""
+    """Record ``trunc_normal_`` as one step inside of this context, because its rejection sampling needs values."""
 
     def record(
         tensor: torch.Tensor,

@@ -1,7 +1,7 @@
 """Properties of a transformers model, and the binding of a checkpoint's keys to its tensors.
 
-This file, ``build`` and ``revert`` use transformers' unexported names (checked with 5.17 and 5.23). A missing name
-is an error when its file is imported. ``tests/canary`` asserts the behavior of each name.
+This file, ``build`` and ``revert`` use transformers' unexported names (checked with 5.17 and 5.23). An imported
+name that is missing is an error when its file is imported. ``tests/canary`` asserts the behavior of each name.
 
 [Note: Keys] The order of steps is that of transformers' loader (``convert_and_load_state_dict_in_model``): keys in
 natural order, all renames, at most one converter, the retry for keys that are already the model's, the base-model

@@ -265,8 +265,9 @@ ValuesFrom: TypeAlias = Literal["any", "all_ranks", "first_rank"]
 """Ranks whose values are used.
 
 ``"any"``: ranks that have values keep their own, and the others get those of the lowest rank that has the most of
-the model. So do ranks whose values differ; the report names them. ``"all_ranks"``: each rank's own; an error if one
-has none, or values that differ. ``"first_rank"``: rank 0's; an error if it has none where another has some.
+the model. If values differ, those of that rank replace the others', and the report names the tensors.
+``"all_ranks"``: each rank's own; an error if one has none, or values that differ. ``"first_rank"``: rank 0's; an
+error if it has none where another has some.
 """
 
 NOBODY: tuple[int, ...] = ()

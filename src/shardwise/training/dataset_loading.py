@@ -184,7 +184,7 @@ def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_pro
 
 
 def is_conversational(found: AnyDataset) -> bool:
-    """Return whether rows are chats: ``messages``, or a ``prompt`` and ``completion`` that are messages."""
+    """Return whether the first row has ``messages``, or a ``prompt`` that is a list of messages."""
     row: Mapping[str, Any] = next(iter(found))
     return "messages" in row or isinstance(row.get("prompt"), list)
 

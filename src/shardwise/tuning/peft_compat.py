@@ -152,7 +152,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
             raise ConfigError(f"PEFT cannot put this LoRA into {type(base).__name__}: {error}") from error
     own.init_lora_weights = config.init_lora_weights
     if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
-        # It calls the model's forward directly, so that FSDP2's hooks do not run.
+        # It calls the model's forward directly, which bypasses FSDP2's hooks.
         model.base_model.forward = partial(_called, model.base_model)  # a nested function could not be pickled
     for _, layer in layers(model):
         if _is_packed(layer) and hasattr(layer, "parameter_name"):
