@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.errors import ShardingError
 from shardwise.planning.fingerprints import RecordedSave, fingerprint_file, from_bytes, to_bytes
-from shardwise.planning.load_memory import ComputingShare, plan_staging
+from shardwise.planning.load_memory import Available, ComputingShare, plan_staging, require_fits
 from shardwise.planning.load_plan import describe_faults
+from shardwise.report.reports import RankEstimate
 
 # Staging
 
@@ -110,3 +113,16 @@ def test_faults_in_words() -> None:
     assert lines[14] == f"  {'':<17}... and 18 more"
     assert lines[15] == "  unexpected 1     model.extra"
     assert lines[16] == "Pass one; two."
+
+
+# Free memory
+
+
+def test_memory_that_ranks_of_a_container_need_together_is_not_given_as_one_ranks() -> None:
+    estimate = RankEstimate(3, 0, 0, 5 << 30, 8 << 30, 0)
+    require_fits(estimate, Available(5 << 30, 8 << 30), 4)
+    shared = r"rank 3 needs 8.00 GiB of host memory for the 4 ranks of its container, of which 2.00 GiB is free"
+    with pytest.raises(ShardingError, match=shared):
+        require_fits(estimate, Available(host_bytes=2 << 30), 4)
+    with pytest.raises(ShardingError, match=r"needs 5.00 GiB of device memory, of which 1.00 GiB is free"):
+        require_fits(estimate, Available(1 << 30, 8 << 30), 4)

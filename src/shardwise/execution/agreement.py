@@ -54,13 +54,14 @@ def _count_ranks(world: World, ranks: Sequence[RankPlan], *, check_memory: bool)
     """Compare plans, and require enough memory, of which the ranks of a container share what is free."""
     if mismatched := world.mismatched([digests for digests, *_ in ranks]):
         return mismatched
+    sharers = Counter(container for _, container, *_ in ranks)
     needed: Counter[str] = Counter()
     for _, container, estimate, _ in ranks:
         needed[container] += estimate.host_bytes
     for _, container, estimate, available in ranks if check_memory else ():
         rank = world.global_ranks[estimate.rank]
-        require_fits(replace(estimate, rank=rank, host_bytes=needed[container]), available)
-    return max(Counter(container for _, container, *_ in ranks).values())
+        require_fits(replace(estimate, rank=rank, host_bytes=needed[container]), available, sharers[container])
+    return max(sharers.values())
 
 
 def require_same_settings(world: World, settings: Mapping[str, str]) -> None:

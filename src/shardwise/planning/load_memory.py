@@ -158,19 +158,22 @@ class Available:
     host_bytes: int | None = None
 
 
-def require_fits(estimate: RankEstimate, available: Available) -> None:
+def require_fits(estimate: RankEstimate, available: Available, ranks: int = 1) -> None:
     """Refuse a load that does not fit, before anything is read.
+
+    The host memory of the estimate is that of so many ``ranks``, which share what is free.
 
     Raises:
         ShardingError: the load does not fit. The error contains the rank, the memory it needs, the free memory and
             remedies.
     """
+    sharing = f" for the {ranks} ranks of its container" if ranks > 1 else ""
     needs = (
-        ("device", estimate.device_bytes, available.device_bytes),
-        ("host", estimate.host_bytes, available.host_bytes),
+        ("device memory", estimate.device_bytes, available.device_bytes),
+        (f"host memory{sharing}", estimate.host_bytes, available.host_bytes),
     )
     faults = [
-        f"{in_bytes(need)} of {kind} memory, of which {in_bytes(free)} is free"
+        f"{in_bytes(need)} of {kind}, of which {in_bytes(free)} is free"
         for kind, need, free in needs
         if free is not None and need > free
     ]
