@@ -1,5 +1,6 @@
 """Functions that ranks run in tests of checkpoints."""
 
+import copy
 import random
 import threading
 import warnings
@@ -492,10 +493,15 @@ def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
 
 
 def save_before_and_after_a_step(folder: str) -> tuple[list[int], list[str]]:
-    """Save without optimizer state, with it, and with it again. Return the tensors of each, and what differs."""
+    """Save without optimizer state, with it, with it again, and with it in other memory on the last rank.
+
+    Return the tensors of each, and what differs.
+    """
     training, checkpointer = Training(), Checkpointer(folder)
     counts = [checkpointer.save(0, training.state).tensors]
-    for step in (1, 2):
+    for step in (1, 2, 3):
+        if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
         training.step()
         counts.append(checkpointer.save(step, training.state).tensors)
     wanted = training.taken()

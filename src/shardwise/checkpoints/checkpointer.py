@@ -15,6 +15,7 @@ import torch
 
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
+from shardwise.checkpoints.base_identity import BaseIdentity, BaseSamples
 from shardwise.checkpoints.facts import CheckpointHeader
 from shardwise.checkpoints.state import (
     CheckpointerOptions,
@@ -26,7 +27,6 @@ from shardwise.checkpoints.state import (
     adapter_settings,
     collect_contents,
     collect_state,
-    dcp_key,
     describe_selection,
 )
 from shardwise.engines.arguments import check_options, get_hints, require_same_arguments
@@ -40,6 +40,7 @@ from shardwise.execution.tensor_metadata import metadata_by_name
 from shardwise.execution.world import Clock, World
 from shardwise.models.optimizer_parsing import class_name
 from shardwise.models.selection import AdapterOnly, Selection
+from shardwise.models.view import local_tensor
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.planning.moves import Common, in_common
@@ -103,8 +104,7 @@ class Checkpointer:
         self._on_differing_buffers = on_differing_buffers
         self._options = options
         self._staging = ChunkStaging()
-        self._collected: CollectedState | None = None
-        self._last_plan: _Plan | None = None
+        self._plan: _Plan | None = None
         self._executor = futures.ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
         self._on_its_way: tuple[int, futures.Future[CheckpointReport]] | None = None
         self._newest = folder.find_latest(self._root)
@@ -293,16 +293,15 @@ class Checkpointer:
         """Agree with all ranks on the content of the checkpoint. Collective: yes."""
         with clock.phase("look"):
             contents = self._collect(world, step, state)
-            collected, base = contents.collected, None
-            alike, data = world.all_reduce_object(contents.summary, partial(compare_summaries, world))
-            if isinstance(self._only, AdapterOnly):
-                samples = collected.base
-                base = world.map_reduce(samples.fingerprints, samples.identity)
+            collected = contents.collected
+            compare = partial(compare_summaries, world, contents.base)
+            alike, data, base, is_planned = world.all_reduce_object(contents.summary, compare)
         with clock.phase("plan"):
-            self._last_plan, chunks, replicas = _plan(world, collected, self._last_plan)
-            plan = self._last_plan.tensors
+            if self._plan is None or not is_planned:
+                self._plan = _plan(world, collected)
+            plan = self._plan.tensors
         with clock.phase("compare"):
-            differing = compare_replicas(world, replicas, self._on_differing_buffers)
+            differing = compare_replicas(world, self._plan.replicas(collected), self._on_differing_buffers)
         facts = CheckpointHeader(
             step=step,
             world_size=world.size,
@@ -332,7 +331,7 @@ class Checkpointer:
             self._newest,
             self._keep,
             plan,
-            chunks,
+            self._plan.chunks,
             contents.stored(data, world.rank),
             facts,
             self._options.budget_bytes,
@@ -348,16 +347,21 @@ class Checkpointer:
         """Check the call and collect this rank's state. Collective: yes."""
         call = repr((step, self._keep, self._mode, self._only))
         world.require_equal(call, "the list of arguments (step, keep, mode, only)")
-        return world.run_all(self._contents, step, state, world.rank)
+        return world.run_all(self._contents, world, step, state)
 
     @gc_disabled()
-    def _contents(self, step: int, state: TrainState, rank: int) -> StateContents:
+    def _contents(self, world: World, step: int, state: TrainState) -> StateContents:
         _comparable_step(step)
         write.require_after(self._root, step, self._newest)
-        collected = collect_state(state, self._only, self._collected)
-        require_values({dcp_key(path): tensor for path, tensor in collected.tensors.items()}, "the state")
-        self._collected = collected
-        return collect_contents(collected, state, rank)
+        planned = self._plan.collected if self._plan else None
+        collected = collect_state(state, self._only, planned)
+        require_values(collected.by_key, "the state")
+        contents = collect_contents(collected, state, world.rank)
+        contents.summary.is_planned = self._plan is not None and self._plan.is_for(world, collected)
+        if isinstance(self._only, AdapterOnly):
+            contents.base = planned.base if planned and contents.summary.is_planned else collected.base
+            contents.summary.base = contents.base.fingerprints()
+        return contents
 
 
 def _comparable_step(step: object) -> dict[str, str]:
@@ -369,44 +373,67 @@ def _comparable_step(step: object) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The plan of a checkpoint, which later ones reuse while no rank has other tensors.
+    """The plan of a checkpoint, which later ones reuse while every rank has the same tensors in the same memory.
 
     Attributes:
-        facts: of this rank's tensors, their kinds and names, and the ranks.
+        collected: the state that it was made for.
+        global_ranks: the ranks of the group in the default group.
         tensors: the writes of all ranks.
+        chunks: views of this rank's chunks.
         common: boxes that this rank has in common with others, with their ranks.
+        replicated: the tensors that this rank has in common with others.
     """
 
-    facts: tuple[object, ...]
+    collected: CollectedState
+    global_ranks: tuple[int, ...]
     tensors: TensorsPlan
+    chunks: Views
     common: Mapping[str, Common]
+    replicated: Replicas
 
-
-def _plan(world: World, collected: CollectedState, before: _Plan | None) -> tuple[_Plan, Views, Replicas]:
-    """Plan the writes of all ranks. Return also this rank's chunks, and its replicated tensors. Collective: yes."""
-    tensors = {dcp_key(path): tensor for path, tensor in collected.tensors.items()}
-    own = world.run_all(metadata_by_name, tensors)
-    facts = (own, collected.buffers, collected.alias_keys, tuple(world.global_ranks))
-    if before is None or not all(world.all_gather_object(before.facts == facts)):
-        by_rank = world.all_gather_object(own)
-        plan = world.run_all(
-            plan_tensors, collected.tensors, by_rank, collected.buffers, collected.alias_keys, world.global_ranks
+    def is_for(self, world: World, collected: CollectedState) -> bool:
+        """Return whether the plan is valid for the state as it is now."""
+        planned = self.collected
+        return (
+            planned.memory == collected.memory
+            and planned.facts == collected.facts
+            and planned.tensors.keys() == collected.tensors.keys()
+            and self.global_ranks == tuple(world.global_ranks)
         )
-        boxes = {key: tuple(metadata[key].boxes for metadata in by_rank) for key in tensors}
-        before = _Plan(facts, plan, in_common(boxes, world.rank))
-    chunks = world.run_all(chunk_views, before.tensors.by_rank[world.rank], tensors, collected.local)
-    numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
-    common = dict(before.common)
-    if world.size > 1:  # every rank has the numbers of optimizers
-        common |= {name: ((Box.whole(value.shape), tuple(range(world.size))),) for name, value in numbers.items()}
-    replicas = world.run_all(Replicas.among, {**tensors, **numbers}, common, collected.buffers)
-    return before, chunks, replicas
+
+    def replicas(self, collected: CollectedState) -> Replicas:
+        """Return the tensors and numbers that this rank has in common with others."""
+        if not collected.numbers or len(self.global_ranks) == 1:
+            return self.replicated
+        numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
+        everyone = tuple(range(len(self.global_ranks)))  # every rank has the numbers of optimizers
+        common = {name: ((Box.whole(value.shape), everyone),) for name, value in numbers.items()}
+        return Replicas.among({**self.collected.by_key, **numbers}, {**self.common, **common}, collected.buffers)
 
 
-def compare_summaries(world: World, summaries: Sequence[StateSummary]) -> tuple[list[str], str]:
+def _plan(world: World, collected: CollectedState) -> _Plan:
+    """Plan the writes of all ranks. Collective: yes."""
+    tensors = collected.by_key
+    by_rank = world.all_gather(metadata_by_name, tensors)
+    plan = world.run_all(
+        plan_tensors, collected.tensors, by_rank, collected.buffers, collected.alias_keys, world.global_ranks
+    )
+    boxes = {key: tuple(metadata[key].boxes for metadata in by_rank) for key in tensors}
+    common = in_common(boxes, world.rank)
+    local = {key: local_tensor(tensor) for key, tensor in tensors.items()}
+    chunks = world.run_all(chunk_views, plan.by_rank[world.rank], tensors, local)
+    replicated = world.run_all(Replicas.among, tensors, common, collected.buffers)
+    return _Plan(collected, tuple(world.global_ranks), plan, chunks, common, replicated)
+
+
+def compare_summaries(
+    world: World, samples: BaseSamples | None, summaries: Sequence[StateSummary]
+) -> tuple[list[str], str, BaseIdentity | None, bool]:
     """Compare the state of all ranks.
 
-    Return the random generators in the same state on all ranks, and "none", "one" or "each" for data positions.
+    Returns:
+        The random generators in the same state on all ranks, "none", "one" or "each" for data positions, the
+        identity of the base of an adapter, and whether all ranks can reuse the plan.
 
     Raises:
         RankMismatchError: optimizers have different settings, or some ranks only have a data position.
@@ -424,4 +451,5 @@ def compare_summaries(world: World, summaries: Sequence[StateSummary]) -> tuple[
     data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
     if "" in positions and data != "none":
         raise RankMismatchError("some ranks have a position in the data and others none. Give all ranks theirs")
-    return alike, data
+    base = samples.identity([item.base for item in summaries]) if samples else None
+    return alike, data, base, all(item.is_planned for item in summaries)

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoints.base_identity import BaseSamples, select_base
@@ -29,6 +30,7 @@ from shardwise.models.optimizer_parsing import labeled, written_out
 from shardwise.models.rebind import Bound, bind_optimizers, describe_sharding, inner_tensors
 from shardwise.models.selection import AdapterOnly, Selection, names_outside
 from shardwise.models.view import TensorRef, collect_tensors, local_tensor, without_compile
+from shardwise.tensors import Box
 
 
 def dcp_key(path: KeyPath) -> str:
@@ -168,9 +170,16 @@ class CollectedState:
         )
 
     @cached_property
-    def local(self) -> dict[str, torch.Tensor]:
-        """This rank's shards, by :func:`dcp_key`."""
-        return {dcp_key(path): local_tensor(tensor) for path, tensor in self.tensors.items()}
+    def by_key(self) -> dict[str, torch.Tensor]:
+        """All tensors that a checkpoint stores, by :func:`dcp_key`."""
+        return {dcp_key(path): tensor for path, tensor in self.tensors.items()}
+
+    @cached_property
+    def memory(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Identity, address and strides of each tensor. Equal at a later step if their memory is the same."""
+        tensors = [*(item.tensor for item in self.held), *self.tensors.values()]
+        local = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        return [(id(tensor), own.data_ptr(), own.stride()) for tensor, own in zip(tensors, local, strict=True)]
 
 
 def collect_state(state: TrainState, only: Selection, before: CollectedState | None = None) -> CollectedState:
@@ -248,12 +257,16 @@ class StateSummary:
         data: position in the data, or "" without one.
         settings: settings of the optimizers (learning rates, betas, ...).
         rates: learning rates, by group.
+        base: fingerprints of the samples of the base, for an adapter.
+        is_planned: whether this rank can reuse the plan of the checkpoint before.
     """
 
     random: dict[str, str] = field(default_factory=dict)
     data: str = ""
     settings: str = ""
     rates: list[float] = field(default_factory=list)
+    base: dict[tuple[str, Box], int] = field(default_factory=dict)
+    is_planned: bool = False
 
 
 @dataclass(slots=True)
@@ -265,6 +278,7 @@ class StateContents:
         user: JSON of the user.
         common: pickled values that the first rank stores for all.
         own: pickled values of this rank.
+        base: samples of the base of an adapter.
         summary: what the ranks compare.
     """
 
@@ -272,6 +286,7 @@ class StateContents:
     user: dict[str, Any]
     common: dict[KeyPath, Any] = field(default_factory=dict)
     own: dict[KeyPath, Any] = field(default_factory=dict)
+    base: BaseSamples | None = None
     summary: StateSummary = field(default_factory=StateSummary)
 
     def stored(self, data: str, rank: int) -> dict[KeyPath, bytes]:

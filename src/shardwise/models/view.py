@@ -93,10 +93,12 @@ class TensorRef:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a DTensor's local tensor, or the tensor itself. Without autograd."""
-    if isinstance(tensor, DTensor):
-        with torch.no_grad():
-            return tensor.to_local()
-    return tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if not torch.is_grad_enabled():  # many small tensors: entering no_grad costs more than the rest
+        return tensor.to_local()
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
