@@ -65,11 +65,11 @@ class RankMismatchError(CheckpointError):
 
 
 class RankLostError(CheckpointError):
-    """A rank that the others wait for was killed, has ended, is stopped, or ran out of memory."""
+    """A rank that the others wait for was killed, has ended, or is stopped."""
 
 
 class TrainingError(ShardwiseError):
-    """A training cannot continue: its loss or gradient is not finite."""
+    """A training cannot continue: its loss or gradient is not finite, or a rank is out of memory."""
 
 
 class ConfigError(ShardwiseError):

@@ -1,6 +1,7 @@
 """Ranks that act together, fail together, and are ended when they do not."""
 
 import os
+import re
 import signal
 import time
 
@@ -32,6 +33,12 @@ def test_errors_that_are_not_ours_travel_too(worlds):
 def test_what_the_first_rank_finds_or_raises_is_everybody_s(worlds):
     assert worlds(3).run(faults.first_shares) == [{"rank": 0}] * 3
     assert worlds(3).run(faults.first_fails) == [("FormatError", "the header lies", [0, 1, 2])] * 3
+
+
+def test_out_of_memory_on_one_rank_is_a_training_error_on_all(worlds):
+    for kind, text in worlds(2).run(faults.out_of_memory):
+        assert kind == "TrainingError"
+        assert re.search(r"rank 1 \(.*\) has left the call: out of memory \(no more\)", text)
 
 
 def test_ranks_that_disagree_are_named(worlds):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar, cast
 
 import torch.distributed as dist
 
-from shardwise.errors import ConfigError, RankLostError, RankMismatchError, ShardwiseError
+from shardwise.errors import ConfigError, RankLostError, RankMismatchError, ShardwiseError, TrainingError
 from shardwise.execution import Timeouts
 from shardwise.execution.outcomes import Failure, Stopped, at_step, attempt, decode, encode
 from shardwise.models import torch_api
@@ -244,7 +244,7 @@ class World:
                 message = encode(latest)
                 channel.publish(message)
                 result = decode(message)
-        except RankLostError as error:
+        except (RankLostError, TrainingError) as error:
             if not channel.store_loss() or not isinstance(own, Failure) or own.is_stop:
                 raise at_step(error, current_phases()) from error.__cause__
             # The first rank has ended, maybe because of this failure, of which this rank has the details.

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.state import TrainState, describe_selection, generator_states, restore_generators
-from shardwise.errors import ConfigError, KeyMismatchError, RankLostError
+from shardwise.errors import ConfigError, KeyMismatchError, RankLostError, ShardwiseError, TrainingError
 from shardwise.execution.collective_errors import translate_collective_errors
 from shardwise.execution.locked_folder import Saving
 from shardwise.execution.world import World
@@ -176,7 +176,8 @@ class ShardwiseTrainer(_Trainer):
         Raises:
             ConfigError: there is no checkpoint, checkpoints of another run are in the folder, or the checkpoint is
                 of another kind of tuning or another number of rows per step.
-            RankLostError: a rank is lost, or has run out of memory.
+            RankLostError: a rank is lost.
+            TrainingError: a rank has run out of memory.
 
         These are the same on every rank. Other errors of one rank, in its data loader or its loss, are raised
         there. The others raise a RankLostError with its message.
@@ -236,8 +237,8 @@ class ShardwiseTrainer(_Trainer):
     def _synchronize(self, world: World) -> None:
         try:
             world.all_gather_object(None)
-        except RankLostError as lost:
-            raise RankLostError(f"{self._where()}: {lost}") from lost
+        except (RankLostError, TrainingError) as lost:
+            raise type(lost)(f"{self._where()}: {lost}") from lost
 
     def _where(self) -> str:
         return f"in step {self.state.global_step + 1}"
@@ -405,7 +406,7 @@ def _catch(action: Callable[P, object], *args: P.args, **keywords: P.kwargs) -> 
     return None
 
 
-def _end_stuck(lost: RankLostError) -> None:
+def _end_stuck(lost: ShardwiseError) -> None:
     """Exit this process, which waits for a lost rank in a collective that cannot be interrupted."""
     _log.error("%s. This rank waits for it in a collective, and exits", lost)
     logging.shutdown()
