@@ -117,6 +117,9 @@ def test_a_file_with_a_broken_row_is_named(tmp_path: Path) -> None:
     tiny.write_rows(tmp_path / "rows.jsonl", '{"text": "a"}', '{"text": ')
     with pytest.raises(ConfigError, match=r"rows.jsonl: cannot be loaded"):
         load(str(tmp_path / "rows.jsonl"))
+    for weights in (None, [1.0]):
+        with pytest.raises(ConfigError, match=r"rows.jsonl: cannot be loaded"):
+            load(None, mixture({"path": str(tmp_path / "rows.jsonl")}), weights)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion.computed import Bindings, SmallestBlocks, computed_leaves, computes
 from shardwise.conversion.expression import rows_stored, stored_leaves
 from shardwise.engines.arguments import OpenSource
-from shardwise.errors import KeyMismatchError, ShardingError
+from shardwise.errors import ConfigError, KeyMismatchError, ShardingError
 from shardwise.execution import Timeouts, memory
 from shardwise.execution.reading import ReadSchedule, ReadTarget, plan_reads
 from shardwise.execution.world import World
@@ -225,14 +225,14 @@ def require_within_budget(plan: LoadPlan, budget_bytes: int) -> None:
     """Reject conversions that compute, if one of their smallest blocks needs more than the budget.
 
     Raises:
-        KeyMismatchError: naming the tensor and the bytes.
+        ConfigError: naming the tensor and the bytes.
     """
     blocks = SmallestBlocks()
     for name, read in plan.reads().items():
         for leaf in computed_leaves(read.expression):
             if (nbytes := blocks.nbytes(leaf)) > budget_bytes:
-                raise KeyMismatchError(
-                    f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
+                raise ConfigError(
+                    f"{name}: is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
                     f"{nbytes:,} bytes at once, and the budget is {budget_bytes:,}. Raise budget_bytes"
                 )
 

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.conversion.computed import Computed, ComputedBlock, SmallestBlocks, aligned_blocks, computed_leaves
 from shardwise.conversion.expression import Expression
-from shardwise.errors import FormatError, KeyMismatchError
+from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.committing import begin_save, commit_save, undo_save
 from shardwise.execution.memory import in_background, trim_heap
 from shardwise.execution.reading import ReadExecutor
@@ -132,15 +132,15 @@ class Outgoing:
         """Check that computed tensors need at most :data:`COMPUTED_BYTES` at once.
 
         Raises:
-            KeyMismatchError: naming a tensor that does.
+            ConfigError: naming a tensor that needs more.
         """
         blocks = SmallestBlocks()
         for key, (_, expression) in self.made.items():
             for leaf in computed_leaves(expression):
                 if (nbytes := blocks.nbytes(leaf)) > COMPUTED_BYTES:
-                    raise KeyMismatchError(
-                        f"{shown(key)} is made by {leaf.operation.label} of {len(leaf.sources)} tensors, of which "
-                        f"{in_bytes(nbytes)} would be needed at once, and {in_bytes(COMPUTED_BYTES)} is the limit. "
+                    raise ConfigError(
+                        f"{shown(key)}: is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which "
+                        f"needs {in_bytes(nbytes)} at once, and the limit is {in_bytes(COMPUTED_BYTES)}. "
                         "Do this with transformers, or PEFT, in memory"
                     )
 

@@ -81,7 +81,7 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
 
         whole = copy.copy(mixture)
         whole.test_split_size = None  # TRL's split has no seed, so each rank would get a different one
-        mixed: Mapping[str, AnyDataset] = _call("datasets", get_dataset, whole)
+        mixed: Mapping[str, AnyDataset] = _call(_names(mixture.datasets), get_dataset, whole)
         return (
             mixed
             if mixture.test_split_size is None
@@ -122,13 +122,14 @@ def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[s
     loaded: list[AnyDataset] = []
     for entry in mixture.datasets:
         options = {key: getattr(entry, key) for key in ("path", "name", "data_dir", "data_files", "split")}
-        dataset = _call(entry.path, datasets.load_dataset, **options, streaming=mixture.streaming)
-        loaded.append(
-            dataset if entry.columns is None else _call(entry.path, dataset.select_columns, entry.columns)
-        )
+        dataset = _call(_names([entry]), datasets.load_dataset, **options, streaming=mixture.streaming)
+        if entry.columns is not None:
+            dataset = _call(_names([entry]), dataset.select_columns, entry.columns)
+        loaded.append(dataset)
     shares = [weight / sum(weights) for weight in weights]
     options = {"seed": seed, "stopping_strategy": "all_exhausted_without_replacement"}
-    mixed = _call("interleave", datasets.interleave_datasets, loaded, probabilities=shares, **options)
+    names = _names(mixture.datasets)
+    mixed = _call(names, datasets.interleave_datasets, loaded, probabilities=shares, **options)
     found = {"train": mixed}
     return found if mixture.test_split_size is None else _split(found, "train", mixture.test_split_size)
 
@@ -151,15 +152,19 @@ def _split(found: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[s
     return {name: split["train"], "test": split["test"]}
 
 
-def _call(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+def _names(entries: Sequence[Any]) -> str:
+    return ", ".join(str(entry.data_files or entry.path) for entry in entries)
+
+
+def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     try:
         return read(*args, **keywords)
     except ShardwiseError:
         raise
     except Exception as error:  # of datasets, pyarrow, the hub: any
         cause = error.__cause__ or error
-        told = redacted(f"{name_}: cannot be loaded as a dataset, {cause}", name_, {})
-        raise ConfigError(f"{told}. Check the name and the rows.") from error
+        message = redacted(f"{names}: cannot be loaded as a dataset, {cause}", names, {})
+        raise ConfigError(f"{message}. Check the name and the rows.") from error
 
 
 # Rows
