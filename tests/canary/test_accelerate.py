@@ -129,11 +129,11 @@ def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypa
     assert not build.loads_for_fsdp()
 
 
-def test_peft_moves_adapters_through_doors_and_copies_modules(tmp_path: Path, monkeypatch) -> None:
+def test_peft_moves_adapters_through_patched_methods_and_copies_modules(tmp_path: Path, monkeypatch) -> None:
     from peft import LoraConfig, get_peft_model
 
     seen: list[nn.Module] = []
-    for owner, name in peft_compat.replaced_methods():
+    for owner, name in peft_compat.methods_to_patch():
         original = vars(owner)[name]
 
         def door(*given, original=original, **keywords):

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integrations.requirements import require_doors
+from tests.integrations.requirements import require_patched_names
 from tests.training import tiny
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-require_doors()
+require_patched_names()
 from shardwise.integrations import trainer_compat as compat  # noqa: E402
 
 

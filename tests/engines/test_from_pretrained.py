@@ -329,7 +329,7 @@ def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monk
     def read(*_):
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(memory, "available_memory", lambda home: Available(host_bytes=100_000))
+    monkeypatch.setattr(memory, "available_memory", lambda device: Available(host_bytes=100_000))
     with monkeypatch.context() as reading:
         reading.setattr(loading.ReadExecutor, "place", read)
         told = r"rank 0 needs .* of host memory, of which 97.66 KiB is free"

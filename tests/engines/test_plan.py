@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import shardwise
 from shardwise import ConfigError, KeyMismatchError, Sharding, ShardingError
-from shardwise.engines.sharding import sharding_named, wrap_named
+from shardwise.engines.sharding import build_sharding, build_wrap_policy
 from shardwise.options import Classes, Ignore, Initialize, MinSize
 from shardwise.storage.contract import LOCAL, OBJECT_STORE
 
@@ -189,16 +189,16 @@ def test_more_ranks_than_rows_hold_nothing_of_some_tensors(tmp_path):
     ],
 )
 def test_wrap_policies_by_name(text, policy):
-    assert wrap_named(text) == policy
+    assert build_wrap_policy(text) == policy
 
 
 @pytest.mark.parametrize("text", ["atuo", "class=X", "classes=", "min-size=x"])
 def test_an_unknown_wrap_policy_is_refused(text):
     with pytest.raises(ConfigError, match="is not known. Pass one of auto, "):
-        wrap_named(text)
+        build_wrap_policy(text)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float17", "nn"])
 def test_mixed_precision_has_a_floating_dtype(dtype):
     with pytest.raises(ConfigError, match=f"param_dtype='{dtype}'"):
-        sharding_named("auto", param_dtype=dtype, offload=False)
+        build_sharding("auto", param_dtype=dtype, offload=False)

@@ -235,25 +235,25 @@ def test_models_sharded_by_anybody_are_left_alone(worlds, qwen3):
     assert worlds(2).run(accelerate_errors.taken, qwen3) == [[], []]
 
 
-def doors() -> dict[str, object]:
+def patched() -> dict[str, object]:
     from shardwise.integrations.accelerate_patches import _replacements
 
     return {f"{owner.__name__}.{name}": vars(owner)[name] for owner, name, _ in _replacements()}
 
 
 def test_the_switch_puts_everything_back_nested_and_raising():
-    before = doors()
+    before = patched()
     with shardwise.integrations.accelerate() as outer:
-        installed = doors()
+        installed = patched()
         assert all(installed[name] is not before[name] for name in before)
         outer.install()
         with suppress(KeyError), shardwise.integrations.accelerate():
-            assert doors() == installed
+            assert patched() == installed
             raise KeyError
-        assert doors() == installed, "it stays on until the last one is off"
-    assert doors() == before
+        assert patched() == installed, "it stays on until the last one is off"
+    assert patched() == before
     outer.remove()
-    assert doors() == before
+    assert patched() == before
 
 
 def test_a_door_that_another_program_has_wrapped_stays_theirs_and_passes_on():

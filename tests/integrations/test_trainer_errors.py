@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.requirements import require_doors
+from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import write
 from tests.support import EffectLog, recorded, states_after_crash
 from tests.support.local_ranks import LocalRanks
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.world import World
 
-require_doors()
+require_patched_names()
 from tests.integrations import refusing  # noqa: E402
 
 from shardwise.integrations import for_trainer, trainer_runs  # noqa: E402
@@ -64,9 +64,9 @@ def test_models(two: LocalRanks, folder: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_the_doors_are_closed_again(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
+def test_patches_are_removed(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     """And an adapter is saved by us meanwhile, not by PEFT, which has copies of what is elsewhere."""
-    found = same_on(two, refusing.doors, str(folder), str(tmp_path / "saved"))
+    found = same_on(two, refusing.patched, str(folder), str(tmp_path / "saved"))
     assert found["same"]
     assert found["opened"]
     assert found["closed"]
@@ -129,7 +129,7 @@ def test_trainers_of_trl(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         assert text in found[name], (name, found[name])
 
 
-def test_a_transformers_whose_doors_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_without_the_patched_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """One error, which names the door and the versions that have it."""
     kept = sys.modules.pop("shardwise.integrations.trainer_compat")
     owner = next(kind for kind in PreTrainedModel.__mro__ if "is_distributed_loading_by_transformers" in vars(kind))

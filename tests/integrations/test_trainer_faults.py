@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from tests.integrations.failing import fail_alone
-from tests.integrations.requirements import require_doors
+from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import Run, train
 from tests.support.local_ranks import LocalRanks
 
-require_doors()
+require_patched_names()
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]

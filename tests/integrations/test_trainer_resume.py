@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.integrations import eight_bits
-from tests.integrations.requirements import require_doors
+from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import Outcome, Run, caught, require_same, train
 from tests.support.local_ranks import LocalRanks, RankError
 
 from shardwise.options import Ignore
 
-require_doors()
+require_patched_names()
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]

@@ -82,8 +82,8 @@ def test_a_load_that_looks_while_another_finishes_looks_again(tmp_path, monkeypa
 
     def finish_first(*arguments):
         monkeypatch.setattr(rename_journal, "_link", link)
-        with locked_here(tmp_path) as marked:
-            rename_journal.tidy(marked)
+        with locked_here(tmp_path) as saving:
+            rename_journal.clean_up(saving)
         looked.append(True)
         return link(*arguments)
 

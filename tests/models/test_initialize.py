@@ -9,14 +9,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from shardwise.errors import KeyMismatchError
 from shardwise.layout import LocalBox
 from shardwise.models import initial_programs
-from shardwise.models.initial_programs import Programmed, fill_from_program
+from shardwise.models.initial_programs import ProgramTensor, fill_from_program
 from shardwise.models.initialize import Initializers, unfit_programs
 from shardwise.models.view import boxes_at, collect_tensors
 from shardwise.tensors import Box, Strided, contiguous_strides
 
 
 def program_of(init, shape=(40, 50), dtype=torch.float32):
-    tensor = Programmed.fresh(shape, dtype)
+    tensor = ProgramTensor.fresh(shape, dtype)
     with torch.no_grad(), initial_programs.truncated_normal_as_one_step():
         init(tensor)
     return tensor.program

@@ -108,7 +108,7 @@ def test_a_shared_tensor_stored_twice_is_read_once_and_compared():
     stored = {"embed": ((4, 2), F32), "head": ((4, 2), F32)}
     made = plan([tensor("embed", 4, 2, aliases=("head",))], stored)
     assert made.fills["embed"] == Read(Stored("embed", (4, 2), F32))
-    assert made.twins == {"embed": (Stored("head", (4, 2), F32),)}
+    assert made.duplicates == {"embed": (Stored("head", (4, 2), F32),)}
 
 
 def test_a_shared_tensor_may_be_stored_under_any_of_its_names():

@@ -4,11 +4,11 @@ import pytest
 
 from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.planning.load_plan import Ignore
-from shardwise.planning.matching import Brought, StateSlot, Tolerance, match, match_groups
+from shardwise.planning.matching import Provided, StateSlot, Tolerance, match, match_groups
 from shardwise.tensors import Box, DType
 
-WHOLE = Brought((4, 2), DType.F32, (Box.whole((4, 2)),))
-HALVES = [Brought((4, 2), DType.F32, (Box((start, 0), (2, 2)),)) for start in (0, 2)]
+WHOLE = Provided((4, 2), DType.F32, (Box.whole((4, 2)),))
+HALVES = [Provided((4, 2), DType.F32, (Box((start, 0), (2, 2)),)) for start in (0, 2)]
 STRICT = Tolerance()
 
 
@@ -28,7 +28,7 @@ def test_of_several_names_that_are_brought_the_first_is_taken():
 
 
 def test_ranks_of_a_subgroup_are_shown_as_global_ranks():
-    with pytest.raises(RankMismatchError, match="ranks 4 and 6 bring different states:\n  a is not on rank 6"):
+    with pytest.raises(RankMismatchError, match="ranks 4 and 6 provide different states:\n  a is not on rank 6"):
         match([], [{"a": WHOLE}, {"b": WHOLE}], STRICT, (4, 6))
     with pytest.raises(KeyMismatchError, match="by rank 6, wanted"):
         match([place("a", shape=(3, 2))], [{}, {"a": WHOLE}], STRICT, (4, 6))
@@ -46,8 +46,8 @@ def test_all_faults_come_at_once():
     *lines, ways = str(caught.value).splitlines()
     assert lines == [
         "the state does not fit:",
-        "  mismatched 2     c: brought (4, 2) F32 by rank 0, wanted (3, 2) F32",
-        "                   d: brought (4, 2) F32 by rank 0, wanted (4, 2) I32",
+        "  mismatched 2     c: provided (4, 2) F32 by rank 0, wanted (3, 2) F32",
+        "                   d: provided (4, 2) F32 by rank 0, wanted (4, 2) I32",
         "  missing 1        b",
         "  unexpected 1     e",
     ]
@@ -55,8 +55,8 @@ def test_all_faults_come_at_once():
 
 
 def test_a_tied_name_with_another_shape_is_a_fault_of_its_own():
-    other = Brought((2, 2), DType.F32, (Box.whole((2, 2)),))
-    with pytest.raises(KeyMismatchError, match=r"b: brought \(2, 2\)"):
+    other = Provided((2, 2), DType.F32, (Box.whole((2, 2)),))
+    with pytest.raises(KeyMismatchError, match=r"b: provided \(2, 2\)"):
         match([place("a", "b")], [{"a": WHOLE, "b": other}], STRICT)
 
 

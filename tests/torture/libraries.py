@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 
 @cache
 def has_trainer() -> bool:
-    """Whether this transformers has the doors that ShardwiseTrainer takes."""
+    """Whether this transformers has the names that ShardwiseTrainer patches."""
     try:
         import shardwise.integrations.trainer_compat  # noqa: F401
     except (ConfigError, ImportError):

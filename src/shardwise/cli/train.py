@@ -268,10 +268,10 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, g
     if is_local(model):
         local_path(model, HubOptions())
     from shardwise.engines.estimating import plan, tuning_named
-    from shardwise.engines.sharding import sharding_named
+    from shardwise.engines.sharding import build_sharding
 
     wrap, param_dtype = found.pop("wrap", "auto"), found.pop("param_dtype", None)
-    found["sharding"] = sharding_named(wrap, param_dtype=param_dtype, offload=found.pop("offload"))
+    found["sharding"] = build_sharding(wrap, param_dtype=param_dtype, offload=found.pop("offload"))
     found["hub"] = HubOptions(revision=found.pop("revision", None))
     if "tuning" in found:
         found["tuning"] = tuning_named(found["tuning"])

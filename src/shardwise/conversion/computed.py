@@ -109,7 +109,7 @@ class Computed(Leaf):
     def signature(self) -> Hashable:
         return "computed", self.operation, self.output, self.shape
 
-    def over(self, sources: Sequence[Expression]) -> Expression:
+    def with_sources(self, sources: Sequence[Expression]) -> Expression:
         return Computed(self.operation, self.output, self.shape, self.dtype, tuple(sources))
 
     def __str__(self) -> str:
@@ -338,7 +338,7 @@ class ComputedRegion:
 def copies_and_computed(
     expression: Expression, box: Box, into: Strided | None = None
 ) -> tuple[list[Copy], list[ComputedRegion]]:
-    """Return the copies and computed regions that fill ``box``: each element exactly once, except for holes.
+    """Return the copies and computed regions that fill ``box``: each stored element exactly once.
 
     ``into`` is the box's layout in the target's memory, by default a contiguous tensor of the box's sizes. Nothing
     fills an empty box.

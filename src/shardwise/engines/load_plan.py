@@ -23,7 +23,7 @@ from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import initialize, pretrained, torch_api
 from shardwise.models.view import TensorRef, build_layout, collect_tensors, padded_numels, require_plain_tensors
-from shardwise.planning.load_memory import Available, Homes, estimate_rank
+from shardwise.planning.load_memory import Available, MemoryPlacement, estimate_rank
 from shardwise.planning.load_plan import Consent, Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
 from shardwise.report.reports import RankEstimate
 
@@ -93,7 +93,7 @@ class Load:
         held: the model's tensors.
         computed: values of non-persistent buffers, by FQN.
         programs: initializers of missing tensors, by FQN.
-        home: device on which the model computes.
+        device: device on which the model computes.
         managers: FSDP2's parameter groups.
         items: destinations of all that is read.
         shared: the boxes by rank of tensors that ranks read together.
@@ -107,7 +107,7 @@ class Load:
     computed: Mapping[str, initialize.ComputedBuffer]
     plan: LoadPlan
     programs: Mapping[str, Program]
-    home: torch.device
+    device: torch.device
     managers: memory.Managers
     items: Sequence[ReadTarget]
     shared: Mapping[str, tuple[Boxes, ...]]
@@ -178,9 +178,9 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     plan = plan_load(source.index, layout, request.bindings, rules, request.consent, additions.base_names)
     require_within_budget(plan, options.budget_bytes)
     programs = plan_initial_values(initializers, plan, options)
-    home, managers = memory.compute_device(held, options.device), torch_api.fsdp_params(model)
+    device, managers = memory.compute_device(held, options.device), torch_api.fsdp_params(model)
     by_name = {item.fqn: item for item in held}
-    items = read_targets(plan, by_name, memory.target_devices(held, managers, home))
+    items = read_targets(plan, by_name, memory.target_devices(held, managers, device))
     shared: Mapping[str, tuple[Boxes, ...]] = {}
     targets, mode = items, options.shared_reads
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
@@ -188,12 +188,12 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
 
         shared = shared_boxes(world, by_name, items)
         targets = local_targets(world, shared, items)
-    homes = Homes.from_plan(
+    placement = MemoryPlacement.from_plan(
         plan,
         policy,
-        device=home.type,
+        device=device.type,
         budget_bytes=options.budget_bytes,
-        offloads_shards=home.type != "cpu" and memory.offloads_shards(managers),
+        offloads_shards=device.type != "cpu" and memory.offloads_shards(managers),
     )
     needs_memory = any(item.tensor.is_meta for item in held)
     return Load(
@@ -203,13 +203,13 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
         computed,
         plan,
         programs,
-        home,
+        device,
         managers,
         items,
         shared,
         own=plan_reads(targets, source.index, policy, options.budget_bytes, world.rank / world.size),
-        estimate=estimate_rank(plan, world.rank, homes, padded_numels(held, managers)),
-        available=memory.available_memory(home) if needs_memory else Available(),
+        estimate=estimate_rank(plan, world.rank, placement, padded_numels(held, managers)),
+        available=memory.available_memory(device) if needs_memory else Available(),
         settings=pretrained.get_settings(additions.base or model),
     )
 

@@ -32,8 +32,8 @@ _AT_ONCE_BYTES = 32 << 20
 def _quantize_batch(world: World, layers: Mapping[str, Any], budget_bytes: int) -> dict[str, int]:
     """Nest the scales of a few layers. Collective: yes."""
     raw = {name: layer.weight_whole_scales.detach() for name, layer in layers.items()}
-    home = next(iter(raw.values())).device
-    gathered = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=home)
+    device = next(iter(raw.values())).device
+    gathered = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=device)
     wholes = {name: found.view(torch.float32) for name, found in gathered.items()}
     offsets = world.broadcast(lambda: {name: float(compute_offset(whole)) for name, whole in wholes.items()})
     return world.run_all(_quantize_layers, layers, wholes, offsets)

@@ -32,7 +32,7 @@ from shardwise.engines.model_states import set_model_values
 from shardwise.engines.outline import Outline, build_outline
 from shardwise.engines.pretrained_loading import decide_ties
 from shardwise.errors import ConfigError, KeyMismatchError, ShardingError
-from shardwise.execution.state_values import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
+from shardwise.execution.state_values import ProvidedValues, StateOptions, StoredValues, Values, by_canonical_names
 from shardwise.execution.world import Clock, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.integrations import accelerate_compat as compat
@@ -323,7 +323,7 @@ def load_full_state_dict(
             reader = stack.enter_context(world.run_all(partial(LocalReader, pending.folder)))
             _set(world, plain, StoredValues(reader, pending.index, expressions, options.budget_bytes), options)
         if has_live:
-            _set(world, plain, BroughtValues(live if world.rank == 0 else {}), options)
+            _set(world, plain, ProvidedValues(live if world.rank == 0 else {}), options)
     settle(plain)
     return model
 

@@ -24,13 +24,13 @@ from shardwise.checkpoints.folder import find_latest
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.committing import publish, write_again
 from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
-from shardwise.execution.rename_journal import remove_unnamed
+from shardwise.execution.rename_journal import remove_pending
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
 from shardwise.interchange.trainer_restoring import STATE_FILE, TrainerFolder
 from shardwise.planning import fingerprints
-from shardwise.planning.commit_plan import on_its_way
+from shardwise.planning.commit_plan import pending_name
 from shardwise.storage.folders import FoldersWriter, folders_in, remove_files
 
 FACTS_FILE = "shardwise.trainer.json"
@@ -281,7 +281,7 @@ def _undo(run: Path, step: int, locked: LockedFolder) -> None:
             _remove_incomplete(folder)
         return
     with FoldersWriter(folder, folders_in(folder)) as writer:
-        writer.remove(on_its_way(FACTS_FILE, locked.save_id))
+        writer.remove(pending_name(FACTS_FILE, locked.save_id))
         names = writer.list()
         is_begun = BEGUN_FILE in names or FACTS_FILE in names
         if not is_begun and (names or writer.folders):  # it was removed, and this save's files came later
@@ -356,9 +356,9 @@ def remove_but(run: Path, best: int) -> None:
     Raises:
         StorageError: another save is in progress there, or a file cannot be removed.
     """
-    with locked_here(run) as locked:
+    with locked_here(run) as saving:
         complete = [step for step, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
-        remove_under(locked, run, [step for step in complete if step != best])
+        remove_under(saving.locked, run, [step for step in complete if step != best])
 
 
 def _remove_left(run: Path) -> None:
@@ -373,7 +373,7 @@ def _remove_incomplete(folder: Path) -> None:
     The file that could still commit it is removed first, in case its writer resumes.
     """
     with FoldersWriter(folder, folders_in(folder)) as writer:
-        remove_unnamed(writer, [name for name in writer.list() if name.startswith(f".{FACTS_FILE}.")])
+        remove_pending(writer, [name for name in writer.list() if name.startswith(f".{FACTS_FILE}.")])
         if FACTS_FILE not in writer.list():
             _empty(writer, folder)
 

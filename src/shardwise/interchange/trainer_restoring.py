@@ -211,12 +211,12 @@ class TrainerFolder:
         Raises:
             FormatError: there is none.
         """
-        home = self.path if adapter == "default" else self.path / adapter
-        file = next((home / name for name in ADAPTER_WEIGHTS if (home / name).is_file()), None)
+        folder = self.path if adapter == "default" else self.path / adapter
+        file = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
         if file is None:
             raise FormatError(
-                f"{home}: has neither {' nor '.join(ADAPTER_WEIGHTS)}, nor {MODEL.stem}* beside it, and the model "
-                "has adapters. Check the path, and the adapter's name"
+                f"{folder}: has neither {' nor '.join(ADAPTER_WEIGHTS)}, nor {MODEL.stem}* beside it, and the "
+                "model has adapters. Check the path, and the adapter's name"
             )
         return file
 

@@ -28,7 +28,7 @@ from shardwise.tensors import ByteRange, DType, Strided, numel
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
+class MemoryPlacement:
     """Placement of tensors on a rank, and the host memory that a load uses in addition.
 
     Attributes:
@@ -44,8 +44,8 @@ class Homes:
     @classmethod
     def from_plan(
         cls, plan: LoadPlan, policy: ReadPolicy, *, device: str, budget_bytes: int, offloads_shards: bool
-    ) -> Homes:
-        """Return the homes of a load, counting only the part of the budget that the load uses."""
+    ) -> MemoryPlacement:
+        """Return the placement of a load, counting only the part of the budget that the load uses."""
         staging = plan_staging(budget_bytes, policy.concurrency, on_device=device != "cpu")
         return cls(device, max(staging.total_bytes, largest_computation(plan)), offloads_shards)
 
@@ -66,14 +66,14 @@ def largest_computation(plan: LoadPlan) -> int:
 
 
 def estimate_rank(
-    plan: LoadPlan, rank: int, homes: Homes, padded_numels: Mapping[str, int] | None = None
+    plan: LoadPlan, rank: int, placement: MemoryPlacement, padded_numels: Mapping[str, int] | None = None
 ) -> RankEstimate:
     """Forecast the load of ``plan`` on the rank whose boxes are in ``plan.layout``.
 
     Args:
         plan: the plan of the load.
         rank: the rank.
-        homes: placement of tensors.
+        placement: placement of tensors.
         padded_numels: elements of memory, by FQN, of tensors whose memory is padded.
     """
     padded = padded_numels or {}
@@ -82,7 +82,7 @@ def estimate_rank(
     for tensor in plan.layout.tensors:
         memory = padded.get(tensor.fqn, tensor.local_numel)
         spreads[tensor.fqn] = made.setdefault((tensor.boxes, memory), Spread((tensor.boxes,), memory))
-    return LoadSizes(plan, plan.layout.tensors, spreads).at(rank, 0, homes)
+    return LoadSizes(plan, plan.layout.tensors, spreads).at(rank, 0, placement)
 
 
 class LoadSizes:
@@ -104,8 +104,8 @@ class LoadSizes:
             spread = spreads[plan.layout.by_name[name].fqn]
             self.read[spread] = self.read.get(spread, 0.0) + rate
 
-    def at(self, rank: int, position: int, homes: Homes) -> RankEstimate:
-        device, host = homes.memory(sharded_bytes=self.sharded, whole_bytes=self.whole)
+    def at(self, rank: int, position: int, placement: MemoryPlacement) -> RankEstimate:
+        device, host = placement.memory(sharded_bytes=self.sharded, whole_bytes=self.whole)
         held = sum(local_numel(spread, position) * size for spread, size in self.held.items())
         read = sum(local_numel(spread, position) * rate for spread, rate in self.read.items())
         return RankEstimate(rank, held, self.saved, device, host, round(read))

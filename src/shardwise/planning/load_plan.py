@@ -166,7 +166,7 @@ class LoadPlan:
     missing_keys: tuple[str, ...] = ()
     unexpected_keys: tuple[str, ...] = ()
     mismatched_keys: tuple[str, ...] = ()
-    twins: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)
+    duplicates: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)
     """Further expressions for a tensor that several names share: stored twice, and so required to be equal."""
 
     def reads(self) -> dict[str, Read]:
@@ -188,11 +188,11 @@ class LoadPlan:
 
     @cached_property
     def digest(self) -> str:
-        """One digest of all fingerprints, sorted by name, and of the names in ``twins``.
+        """One digest of all fingerprints, sorted by name, and of the names in ``duplicates``.
 
         They are sorted because modules may register tensors in the order of a set.
         """
-        facts = (sorted(self.fingerprints.items()), sorted(self.twins))
+        facts = (sorted(self.fingerprints.items()), sorted(self.duplicates))
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def _fingerprint(self, name: str, fill: Fill) -> str:
@@ -232,7 +232,7 @@ class _LoadPlanner:
     consent: Consent
     base_names: Mapping[str, str]
     fills: dict[str, Fill] = field(default_factory=dict)
-    twins: dict[str, tuple[Expression, ...]] = field(default_factory=dict)
+    duplicates: dict[str, tuple[Expression, ...]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -275,7 +275,7 @@ class _LoadPlanner:
             missing_keys=tuple(self.missing),
             unexpected_keys=tuple(self.unexpected),
             mismatched_keys=tuple(self.mismatched),
-            twins=self.twins,
+            duplicates=self.duplicates,
         )
 
     def fill(self, tensor: TensorLayout) -> Fill:
@@ -299,7 +299,7 @@ class _LoadPlanner:
                 self.fault(kind, f"{tensor.fqn}: {reason}")
                 return Read(offer)
         if len(offers) > 1:
-            self.twins[tensor.fqn] = tuple(offers[1:])
+            self.duplicates[tensor.fqn] = tuple(offers[1:])
         return Read(offers[0])
 
     def known(self, name: str) -> str:

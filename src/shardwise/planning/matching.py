@@ -38,7 +38,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class Provided:
     """A tensor as provided by one rank. ``boxes`` are the boxes of its elements on that rank."""
 
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ class Match:
 
 def match(
     places: Sequence[StateSlot],
-    brought_by_rank: Sequence[Mapping[str, Brought]],
+    provided_by_rank: Sequence[Mapping[str, Provided]],
     tolerance: Tolerance,
     global_ranks: Sequence[int] = ALL_RANKS,
 ) -> Match:
@@ -104,9 +104,9 @@ def match(
         KeyMismatchError: there are missing, unexpected or mismatched tensors that are not tolerated. The error
             lists all of them.
     """
-    bringing = [rank for rank, brought in enumerate(brought_by_rank) if brought]
-    _require_same_names(brought_by_rank, bringing, global_ranks)
-    names = list(brought_by_rank[bringing[0]]) if bringing else []
+    providers = [rank for rank, provided in enumerate(provided_by_rank) if provided]
+    _require_same_names(provided_by_rank, providers, global_ranks)
+    names = list(provided_by_rank[providers[0]]) if providers else []
     known = {name for place in places for name in place.names}
     unexpected = [name for name in names if name not in known]
     faults: dict[str, list[str]] = {
@@ -119,13 +119,13 @@ def match(
     missing: list[str] = []
     mismatched: list[str] = []
     for place in places:
-        present = [name for name in place.names if bringing and name in brought_by_rank[bringing[0]]]
+        present = [name for name in place.names if providers and name in provided_by_rank[providers[0]]]
         if not present:
             missing.append(place.names[0])
             if not any(allows(tolerance.missing, name) for name in place.names):
                 faults["missing"].append(place.names[0])
             continue
-        wrong = _misfit(place, present, brought_by_rank, bringing, global_ranks)
+        wrong = _misfit(place, present, provided_by_rank, providers, global_ranks)
         if wrong is not None:
             name, sentence = wrong
             mismatched.append(name)
@@ -133,49 +133,49 @@ def match(
                 faults["mismatched"].append(sentence)
             continue
         name = present[0]
-        held = tuple(brought[name].boxes if brought else () for brought in brought_by_rank)
+        held = tuple(provided[name].boxes if provided else () for provided in provided_by_rank)
         if not covers(place.shape, held):
             incomplete.append(name)
-        taken.append(Taken(place, name, brought_by_rank[bringing[0]][name].dtype, held))
+        taken.append(Taken(place, name, provided_by_rank[providers[0]][name].dtype, held))
     if any(faults.values()):
         raise KeyMismatchError(describe_faults("the state does not fit:", faults, STATE_REMEDIES))
     if incomplete:
         shown = "\n  ".join(abbreviate(incomplete))
         raise RankMismatchError(
-            f"what the ranks bring of these is not, together, each element once:\n  {shown}\nBring whole "
-            "tensors, or on every rank its own shards of one sharding."
+            f"the ranks together do not provide each element once:\n  {shown}\nPass whole tensors, or on every "
+            "rank its own shards of one sharding."
         )
     return Match(tuple(taken), tuple(missing), tuple(unexpected), tuple(mismatched))
 
 
 def _require_same_names(
-    brought_by_rank: Sequence[Mapping[str, Brought]], bringing: Sequence[int], global_ranks: Sequence[int]
+    provided_by_rank: Sequence[Mapping[str, Provided]], providers: Sequence[int], global_ranks: Sequence[int]
 ) -> None:
-    for rank in bringing[1:]:
-        first, mine = brought_by_rank[bringing[0]], brought_by_rank[rank]
-        one, other = global_ranks[bringing[0]], global_ranks[rank]
+    for rank in providers[1:]:
+        first, mine = provided_by_rank[providers[0]], provided_by_rank[rank]
+        one, other = global_ranks[providers[0]], global_ranks[rank]
         lines = [f"{name} is not on rank {other}" for name in first if name not in mine]
         lines += [f"{name} is not on rank {one}" for name in mine if name not in first]
         if lines:
             shown = "\n  ".join(abbreviate(lines))
             raise RankMismatchError(
-                f"ranks {one} and {other} bring different states:\n  {shown}\nBring the same on every "
-                "rank, or all of it on some and nothing on the others."
+                f"ranks {one} and {other} provide different states:\n  {shown}\nPass the same on every "
+                "rank, or all of it on some and None on the others."
             )
 
 
 def _misfit(
     place: StateSlot,
     present: Sequence[str],
-    brought_by_rank: Sequence[Mapping[str, Brought]],
-    bringing: Sequence[int],
+    provided_by_rank: Sequence[Mapping[str, Provided]],
+    providers: Sequence[int],
     global_ranks: Sequence[int],
 ) -> tuple[str, str] | None:
     for name in present:
-        for rank in bringing:
-            found = brought_by_rank[rank][name]
+        for rank in providers:
+            found = provided_by_rank[rank][name]
             if found.shape != place.shape or not follows(found.dtype, place.dtype):
-                return name, f"{name}: brought {found} by rank {global_ranks[rank]}, wanted {place}"
+                return name, f"{name}: provided {found} by rank {global_ranks[rank]}, wanted {place}"
     return None
 
 

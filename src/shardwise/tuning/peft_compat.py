@@ -344,7 +344,7 @@ def save_config(model: Any, adapter: str, folder: str) -> None:
     config.save_pretrained(folder, auto_mapping_dict=mapping)
 
 
-def replaced_methods() -> list[tuple[Any, str]]:
+def methods_to_patch() -> list[tuple[Any, str]]:
     """Return (class, name) of the functions by which PEFT moves a new adapter to the device of its layer.
 
     Their arguments are modules, including the layer with the adapter. Empty if PEFT is not installed.
@@ -357,10 +357,10 @@ def replaced_methods() -> list[tuple[Any, str]]:
         from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
         moved, replaced = "_move_adapter_to_device_of_base_layer", "_replace_module"
-        doors = [(BaseTunerLayer, moved), (ParamWrapper, moved), (BaseTuner, replaced), (LoraModel, replaced)]
-        for owner, name in doors:
+        methods = [(BaseTunerLayer, moved), (ParamWrapper, moved), (BaseTuner, replaced), (LoraModel, replaced)]
+        for owner, name in methods:
             require_names(owner, name)
-    return doors
+    return methods
 
 
 def find_adapter_layer(given: Iterable[object]) -> nn.Module | None:
