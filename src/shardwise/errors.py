@@ -33,11 +33,11 @@ T = TypeVar("T")
 class ShardwiseError(Exception):
     """Base class of shardwise's errors.
 
-    ``step`` is the call and the phase in which the ranks were, as in "load, read", if a collective raised the error
-    on behalf of a rank.
+    ``phase`` is the call and the phase in which the ranks were, as in "load, read", if a collective raised the
+    error on behalf of a rank.
     """
 
-    step: str = ""
+    phase: str = ""
 
 
 class CheckpointError(ShardwiseError):

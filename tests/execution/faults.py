@@ -133,5 +133,5 @@ def fail_in_a_step() -> tuple[str, str, list[str]]:
         try:
             world.run_all(gone_on, 1)
         except StorageError as error:
-            return str(error), error.step, error.__notes__
+            return str(error), error.phase, error.__notes__
     return "", "", []

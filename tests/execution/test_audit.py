@@ -23,8 +23,8 @@ def planned():
     entries = {key: TensorEntry(key, DType.F32, shape, "m", 0, 4) for key, shape in shapes.items()}
     index = CheckpointIndex("somewhere", {"m": 100}, entries, {}, "single file")
     layout = build_layout(collect_tensors(model))
-    offers = {key: (leaf,) for key, leaf in stored_tensors(index).items()}
-    return model, plan_load(index, layout, Bindings(offers), ModelRules(), Consent())
+    matched = {key: (leaf,) for key, leaf in stored_tensors(index).items()}
+    return model, plan_load(index, layout, Bindings(matched), ModelRules(), Consent())
 
 
 def test_full_coverage_passes(planned):

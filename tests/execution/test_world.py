@@ -68,7 +68,7 @@ def test_one_rank_of_a_machine_is_the_first(worlds):
 
 
 def test_an_error_has_the_step_in_which_its_rank_was(worlds):
-    expected = ("rank 1: gone", "load, read", ["The ranks were in this step: load, read"])
+    expected = ("rank 1: gone", "load, read", ["The ranks were in this phase: load, read"])
     assert worlds(3).run(faults.fail_in_a_step) == [expected] * 3
 
 

@@ -205,7 +205,7 @@ def test_only_what_is_trained_is_kept_in_float32(half: Path, worlds: Worlds) -> 
         name: "torch.float32" if "layers.1" in name else "torch.bfloat16"
         for name, _ in reference.stock(half, None).named_parameters()
     }
-    as_stored = shardwise.from_pretrained(half, tuning=Full(), trained="unchanged")
+    as_stored = shardwise.from_pretrained(half, tuning=Full(), trained_dtype="unchanged")
     assert {parameter.dtype for parameter in as_stored.parameters()} == {torch.bfloat16}
 
 
@@ -220,7 +220,7 @@ def test_magnitudes_are_those_of_the_weights_as_they_are_stored(half: Path) -> N
 def test_biases_are_trained_as_peft_trains_them(half: Path) -> None:
     for bias in ("all", "lora_only"):
         config = LoraConfig(r=2, target_modules=["q_proj"], bias=bias)
-        model = shardwise.from_pretrained(half, tuning=Lora(config), trained="unchanged")
+        model = shardwise.from_pretrained(half, tuning=Lora(config), trained_dtype="unchanged")
         assert _trained(model) == _trained(reference.stock(half, config, torch.bfloat16))
         assert any(name.endswith("bias") for name in _trained(model))
     with pytest.raises(ConfigError, match=r"q_proj.* two dtypes .*mp_policy"):

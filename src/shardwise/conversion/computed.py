@@ -430,16 +430,16 @@ class Bindings:
     """The outcome of applying renames and conversions to the keys of a checkpoint.
 
     Attributes:
-        offers: every expression that a tensor of the model could be, by its name. A plan reports more than one.
-        leaders: the first result of the conversion that a tensor comes from, by the tensor's name. transformers
+        matched: every expression that a tensor of the model could be, by its name. A plan reports more than one.
+        primary: the first result of the conversion that a tensor comes from, by the tensor's name. transformers
             chooses the dtype of all results by it.
         unmatched: the renamed key, by key, if the model has no tensor of that name.
-        faults: a sentence for each conversion that failed, with the names of its results.
-        strays: expressions of unmatched keys, by renamed key. The model may get a tensor of that name later.
+        errors: a sentence for each conversion that failed, with the names of its results.
+        leftover: expressions of unmatched keys, by renamed key. The model may get a tensor of that name later.
     """
 
-    offers: Mapping[str, tuple[Expression, ...]]
-    leaders: Mapping[str, str] = field(default_factory=dict)
+    matched: Mapping[str, tuple[Expression, ...]]
+    primary: Mapping[str, str] = field(default_factory=dict)
     unmatched: Mapping[str, str] = field(default_factory=dict)
-    faults: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    strays: Mapping[str, Expression] = field(default_factory=dict)
+    errors: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    leftover: Mapping[str, Expression] = field(default_factory=dict)

@@ -353,7 +353,7 @@ def _without_keys(node: Expression, numbers: dict[str, int]) -> Hashable:
     return node.signature, *(_without_keys(source, numbers) for source in node.sources)
 
 
-def view(source: Expression, strided: Strided) -> Expression:
+def as_strided(source: Expression, strided: Strided) -> Expression:
     """Build ``torch.as_strided`` of a flat source.
 
     Steps of the largest stride become rows of a reshape, those of the next stride its columns, and so on. If the

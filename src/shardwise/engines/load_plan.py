@@ -286,7 +286,7 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
         if target in by_name
         and source in by_name
         and by_name[target] is not by_name[source]
-        and not (bindings.offers.get(target) and bindings.offers.get(source))
+        and not (bindings.matched.get(target) and bindings.matched.get(source))
     }
     if not loose:
         return
@@ -297,7 +297,7 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
             "model.tie_weights() before fully_shard"
         )
     assert isinstance(model, PreTrainedModel)
-    pretrained.tie(model, set(by_name) - set(bindings.offers), set())
+    pretrained.tie(model, set(by_name) - set(bindings.matched), set())
 
 
 def plan_fields(plan: LoadPlan) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, las
 from shardwise.models import pretrained, view
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
 from shardwise.models.pretrained import bind, mark_loaded
-from shardwise.planning.load_memory import spare_tensors, stored_tensors
+from shardwise.planning.load_memory import extra_tensors, stored_tensors
 from shardwise.planning.load_plan import Consent, Init, Keep, LoadPlan, OnMissing, OnUnexpected, Read
 from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
@@ -309,7 +309,7 @@ def prepare_checkpoint(
     form, transforms = get_base_form(model), pretrained.conversion_transforms(model, key_mapping)
     held = view.collect_tensors(model)
     layout = form.logical_layout(view.build_layout(held), held)
-    bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare_tensors(source.index))
+    bindings = bind(model, stored_tensors(source.index), layout, transforms, extra=extra_tensors(source.index))
     load_plan.tie_declared(model, held, bindings)
     bindings = form.allocate_staging(model, form.update_bindings(model, bindings))
     additions = Additions(nested=form.deferred_names(model))

@@ -129,15 +129,15 @@ def bind_offline(
 
 def _resolve_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
     """Tie declared ties with equal values. Return the names with values of their own."""
-    offers, twice = built.bindings.offers, built.ties_stored_twice()
+    matched, twice = built.bindings.matched, built.ties_stored_twice()
     differing = set(compare_ties(built, twice, executor))
     built.equal_ties = frozenset(name for name, _ in twice) - differing
     separate = differing | set(untied)
     sources = pretrained.declared_ties(built.model)
     # A name that loses its tie starts as a copy of the tensor that it was tied to.
-    begun = {name: offers.get(name) or offers.get(sources.get(name, name)) for name in separate}
+    begun = {name: matched.get(name) or matched.get(sources.get(name, name)) for name in separate}
     copies = {name: offered for name, offered in begun.items() if offered}
-    built.bindings = replace(built.bindings, offers={**offers, **copies})
+    built.bindings = replace(built.bindings, matched={**matched, **copies})
     built.equal_ties -= separate
     built.tie(separate)
     return separate

@@ -331,7 +331,7 @@ class CheckpointIndex:
         wrapper: path of the model in nested dicts, such as "model".
         ignored: other values there, which are not loaded.
         quantized: ``quant_method`` of a quantized checkpoint, or "".
-        spare: entries that are loaded only into a model with a tensor of that name.
+        extra: entries that are loaded only into a model with a tensor of that name.
     """
 
     root: str
@@ -343,7 +343,7 @@ class CheckpointIndex:
     wrapper: str = ""
     ignored: tuple[str, ...] = ()
     quantized: str = ""
-    spare: frozenset[str] = frozenset()
+    extra: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -363,7 +363,7 @@ class CheckpointIndex:
         simple = [
             StoredTensor(key, entry.dtype, entry.shape, (entry,))
             for key, entry in self.entries.items()
-            if key not in composing and key not in self.spare
+            if key not in composing and key not in self.extra
         ]
         return simple + [
             StoredTensor(

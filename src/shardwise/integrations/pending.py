@@ -146,7 +146,7 @@ def load_later(
             return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
         transforms = list(load_config.weight_mapping or ())
         outline = build_outline(model, source.index, build.get_load_dtype(load_config), transforms)
-        for sentence in outline.bindings.faults:
+        for sentence in outline.bindings.errors:
             raise KeyMismatchError(f"{folder}: {sentence}")
         # Both names of a tie may be stored, and transformers would compare tensors on meta.
         untied, _ = decide_ties(world, outline, outline.ties_stored_twice(), source, options)
@@ -198,7 +198,7 @@ def _registered(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
 
 def _record(model: Any, folder: Path, outline: Outline, index: CheckpointIndex) -> Any:
     """Record the pending tensors. Return the loading info for transformers."""
-    offers = outline.bindings_less_ties().offers
+    matched = outline.bindings_less_ties().matched
     missing: set[str] = set()
     mismatched: set[tuple[str, Any, Any]] = set()
     tensors: dict[int, tuple[torch.Tensor, Expression, int]] = {}
@@ -206,7 +206,7 @@ def _record(model: Any, folder: Path, outline: Outline, index: CheckpointIndex) 
         if not item.kind.is_saved:
             continue
         for name in item.names:
-            stored = offers.get(name, ())
+            stored = matched.get(name, ())
             if not stored:
                 missing.add(name)
             elif len(stored) > 1:

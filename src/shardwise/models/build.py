@@ -240,10 +240,10 @@ def vocabulary_tensors(model: PreTrainedModel, held: list[TensorRef]) -> set[str
 
 def resized(bindings: Bindings, names: set[str], size: int) -> Bindings:
     """Return the bindings for a model with ``size`` tokens. ``names`` are its tensors with a row for each token."""
-    offers = dict(bindings.offers)
-    for name in names & offers.keys():
-        offers[name] = tuple(_with_rows(expression, size) for expression in offers[name])
-    return replace(bindings, offers=offers)
+    matched = dict(bindings.matched)
+    for name in names & matched.keys():
+        matched[name] = tuple(_with_rows(expression, size) for expression in matched[name])
+    return replace(bindings, matched=matched)
 
 
 def _with_rows(expression: Expression, size: int) -> Expression:

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from shardwise._face import found_at
 from shardwise.conversion.computed import Computed, Copy, SmallestBlocks, computed_leaves, computes
-from shardwise.conversion.expression import Expression, Stored, concat, rows_stored, stored_leaves, view
+from shardwise.conversion.expression import Expression, Stored, as_strided, concat, rows_stored, stored_leaves
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.formats.contract import CheckpointIndex, Composition, Joined, TensorEntry, View, Whole
 from shardwise.layout import LocalBox, Spread, TensorKind, TensorLayout
@@ -210,9 +210,9 @@ def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
     }
 
 
-def spare_tensors(index: CheckpointIndex) -> dict[str, Expression]:
+def extra_tensors(index: CheckpointIndex) -> dict[str, Expression]:
     """Return the tensors, by key, that are loaded only into a model that has a tensor of that name."""
-    return {key: Stored(key, index.entries[key].shape, index.entries[key].dtype) for key in sorted(index.spare)}
+    return {key: Stored(key, index.entries[key].shape, index.entries[key].dtype) for key in sorted(index.extra)}
 
 
 def _expression(index: CheckpointIndex, composition: Composition) -> Expression:
@@ -224,7 +224,7 @@ def _expression(index: CheckpointIndex, composition: Composition) -> Expression:
         case Whole(key):
             return leaf(key)
         case View(key, strided):
-            return view(leaf(key), strided)
+            return as_strided(leaf(key), strided)
         case Joined(pieces, dim):
             return concat([_expression(index, inner) for inner in pieces], dim)
         case _:

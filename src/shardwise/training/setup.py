@@ -129,7 +129,7 @@ def load_model(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
     keywords = model_options(arguments, method)
     keywords["tuning"] = tuning = build_tuning(arguments)
     if isinstance(tuning, Full):
-        keywords["trained"] = "unchanged"  # TRL trains in the dtype that is loaded
+        keywords["trained_dtype"] = "unchanged"  # TRL trains in the dtype that is loaded
     return for_trainer(_without_secrets(from_pretrained(arguments.model.model_name_or_path, **keywords)))
 
 
@@ -407,7 +407,7 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
     }
     options |= placed
     if isinstance(tuning, Full):
-        options["trained"] = "unchanged"
+        options["trained_dtype"] = "unchanged"
     if replicas > 1:
         options["mesh"] = {"replicate": replicas, "shard": max(ranks // replicas, 1)}
     made = plan(arguments.model.model_name_or_path, ranks=ranks, **options)
