@@ -189,7 +189,7 @@ def refused(base: Path, match: str, config: Any = None, **keywords: Any) -> None
         ("use_dora=True needs norms of whole weights", {"use_dora": True}),
         ("bias='all' trains the base", {"bias": "all"}),
         (r"modules_to_save \(lm_head\) are copies", {"modules_to_save": ["lm_head"]}),
-        ("init_lora_weights='pissa' changes the base", {"init_lora_weights": "pissa"}),
+        ("init_lora_weights='pissa': changes the base", {"init_lora_weights": "pissa"}),
         ("nothing is named 'q_prj'. The nearest are q_proj", {"target_modules": ["q_prj", "v_proj"]}),
         (
             "Only linear layers, embeddings and fused experts",

@@ -68,7 +68,7 @@ def test_any_box_of_numbers(data):
     for place in itertools.product(*map(range, shape)):
         *rows, column = place
         byte = int(values[(*rows, column // 2)])
-        wanted[place] = form.numbers[byte & 15 if column % 2 else byte >> 4] * scales[(*rows, column // 32)]
+        wanted[place] = form.codebook[byte & 15 if column % 2 else byte >> 4] * scales[(*rows, column // 32)]
     box = draw(boxes(shape))
     found = evaluated(node, [values, scales], box, draw(st.sampled_from([1, 200, 100_000])))
     assert found.dtype == DTYPES[dtype]

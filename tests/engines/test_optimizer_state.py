@@ -58,7 +58,7 @@ FAULTS = {
     "twice": ("KeyMismatchError", "twice 1          embed.weight"),
     "lost moment": ("KeyMismatchError", "missing 1        blocks.0.0.weight: exp_avg"),
     "shape": ("KeyMismatchError", "blocks.0.0.weight: exp_avg: provided (4, 5) F32 by rank 0, wanted (7, 5) F32"),
-    "numbers": ("ConfigError", "numbers in place of parameters' names"),
+    "numbers": ("ConfigError", "indices in place of parameters' names"),
     "layout": ("ConfigError", "the state of optimizers is {'state'"),
     "object": ("ConfigError", "blocks.0.0.weight: exp_avg in the state is a list"),
     "lost moment on rank 1": ("RankMismatchError", "blocks.0.0.weight: exp_avg"),

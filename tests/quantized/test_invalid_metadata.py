@@ -90,7 +90,7 @@ def in_four_bits(state: dict[str, Any], dtype: str = "U8") -> MemoryReader:
     parts = {
         "m.weight": (dtype, [64 * width, 1], bytes(64)),
         "m.weight.absmax": ("U8", [2], bytes(2)),
-        "m.weight.quant_map": ("F32", [16], struct.pack("<16f", *Form4.NF4.numbers)),
+        "m.weight.quant_map": ("F32", [16], struct.pack("<16f", *Form4.NF4.codebook)),
         "m.weight.nested_absmax": ("F32", [1], struct.pack("<f", 1.0)),
         "m.weight.nested_quant_map": ("F32", [256], bytes(1024)),
         "m.weight.quant_state.bitsandbytes__nf4": ("U8", [len(told)], told),

@@ -247,7 +247,7 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
         ),
         (
             Lora(LoraConfig(target_modules="nothing.*")),
-            r"PEFT cannot put this LoRA into Qwen3ForCausalLM: .*not found",
+            r"Qwen3ForCausalLM: PEFT cannot add this LoRA, .*not found",
         ),
         (Lora(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_hed"])), r"modules_to_save.*lm_head"),
         (Lora(LoraConfig(target_modules=[], target_parameters=["mlp.expert.up"])), r"target_parameters: nothing"),
@@ -256,9 +256,9 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
             Lora(LoraConfig(target_modules=["q_proj", "k_proj"], exclude_modules=["k_proj"])),
             r"target_modules: 'k_proj' is there, and PEFT does not adapt it",
         ),
-        (Lora(LoraConfig(target_modules=["q_proj"], rank_pattern={"(": 4})), r"PEFT cannot put .* unterminated"),
-        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")), r"'pissa' changes the base"),
-        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="orthogonal")), r"needs whole weights"),
+        (Lora(LoraConfig(target_modules=["q_proj"], rank_pattern={"(": 4})), r"PEFT cannot add .* unterminated"),
+        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")), r"'pissa': changes the base"),
+        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="orthogonal")), r"needs full weights"),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights=False, use_dora=True)), r"use_dora with"),
         (
             Lora(LoraConfig(target_modules=["q_proj"], modules_to_save="lm_head")),

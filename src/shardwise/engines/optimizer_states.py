@@ -59,10 +59,10 @@ def collect_optimizers(
     tensors, scalars = _state_by_label(world, bounds)
     world.run_all(require_values, tensors, what)
     device = staging_device(held, tensors.values())
-    numbers = {
+    values = {
         name: value if isinstance(value, torch.Tensor) else as_bytes(value) for name, value in scalars.items()
     }
-    both = {**tensors, **numbers}
+    both = {**tensors, **values}
     equal_on_all(world, both, (), "error", budget_bytes=options.budget_bytes, device=device)
     return CollectedOptimizers(bounds, tensors, scalars, device)
 

@@ -354,7 +354,7 @@ class CheckpointIndex:
         return sum(item.nbytes for ranges in by_file.values() for item in coalesce(ranges, max_gap_bytes=0))
 
     def is_scaled(self, key: str) -> bool:
-        """Return whether a tensor is stored in few bits, with scales. Its dtype is that of the numbers."""
+        """Return whether a tensor is stored in few bits, with scales. Its dtype is the dequantized one."""
         return key in self.composed and not isinstance(self.composed[key].composition, Whole | View | Joined)
 
     def tensors(self) -> list[StoredTensor]:

@@ -74,7 +74,7 @@ class _LayersInWords:
             )
             for name in (_VALUES, _ZEROS):
                 entries[layer[name].key] = words_as_bytes(layer[name])
-            if weight.numbers is None and _GROUPS in layer:
+            if weight.group_indices is None and _GROUPS in layer:
                 del entries[layer[_GROUPS].key]
         faults.raise_if_any()
         return replace(index, entries=entries, composed=composed)

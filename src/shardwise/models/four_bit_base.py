@@ -212,7 +212,7 @@ def build_notes(chosen: SelectedModules, quantization: KeptForm) -> tuple[str, .
         form = how if isinstance(quantization.form, Code) else f"{how}, plain scales"
         notes.append(f"experts are in four bits ({form}) and are computed one after the other: {names}")
     notes += [
-        f"{', '.join(pattern for pattern, _ in collapse(members))} keeps its numbers: {why}"
+        f"{', '.join(pattern for pattern, _ in collapse(members))} is dequantized: {why}"
         for why, members in by_reason.items()
     ]
     if chosen.absent:
@@ -304,13 +304,13 @@ def _quantize_experts(
     }
 
 
-def _codes_and_scales(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:
+def _codes_and_scales(layer: Any, weight: Expression, name: str) -> dict[str, Expression]:
     """Return the expressions of a weight's codes and scales by local name.
 
     Scales that are to be nested, and are not stored nested, are ``weight_whole_scales``.
     """
     form, block = layer.packing.form, layer.packing.block_size
-    if layer.is_nested and (stored := nested_as_stored(numbers, form, block)) is not None:
+    if layer.is_nested and (stored := nested_as_stored(weight, form, block)) is not None:
         return dict(zip((layers.WEIGHT, layers.SCALES, layers.NESTED, layers.OFFSET), stored, strict=True))
-    weight, scales = packed(numbers, form, block, rounds_to=from_torch(layer.packing.dtype, name))
+    weight, scales = packed(weight, form, block, rounds_to=from_torch(layer.packing.dtype, name))
     return {layers.WEIGHT: weight, layers.WHOLE_SCALES if layer.is_nested else layers.SCALES: scales}

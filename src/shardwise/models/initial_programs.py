@@ -85,7 +85,7 @@ class ProgramTensor(torch.Tensor):
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "generator"}
         target = args[0] if args and isinstance(args[0], ProgramTensor) else None
         others = [item for item in tree_leaves((args[1:], kwargs)) if isinstance(item, torch.Tensor)]
-        if target is not None and func in _SAME:
+        if target is not None and func in _ALIASES:
             return target
         if target is not None and func in _ROWS and target.ndim == len(target.program.shape):
             return _take_rows(target, func, *args[1:])
@@ -112,7 +112,7 @@ class ProgramTensor(torch.Tensor):
         self.program.add(step, overwrites=func in _OVERWRITES or func is _TRUNCATED_NORMAL)
 
 
-_SAME = {aten.detach.default, aten.alias.default}
+_ALIASES = {aten.detach.default, aten.alias.default}
 
 
 _ROWS = {aten.select.int, aten.slice.Tensor}

@@ -230,7 +230,7 @@ def _expression(index: CheckpointIndex, composition: Composition) -> Expression:
         case _:
             if composition.kind not in NODES:
                 raise ConfigError(
-                    f"no dequantization is known for {composition.kind!r}. Add a line for it to NODES"
+                    f"{composition.kind!r}: has no entry in NODES, by which it is dequantized. Add one"
                 )
             node: MakeNode = found_at(NODES[composition.kind])
             return node(composition, leaf)

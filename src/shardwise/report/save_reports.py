@@ -237,7 +237,7 @@ class TrainerReport(Report):
         optimizer: report of the optimizer's state, or None if it was not restored.
         restored: restored components: "model", "optimizer", "scheduler", "random numbers".
         not_restored: all else that the folder holds or a run needs, with the reason.
-        told: numbers and texts in ``trainer_state.json`` (best_metric, num_input_tokens_seen, max_steps, ...).
+        trainer_state: numbers and texts in ``trainer_state.json`` (best_metric, max_steps, ...).
     """
 
     checkpoint: str
@@ -247,7 +247,7 @@ class TrainerReport(Report):
     optimizer: StateReport | None
     restored: tuple[str, ...] = hidden()
     not_restored: Mapping[str, str] = hidden()
-    told: Mapping[str, Any] = hidden()
+    trainer_state: Mapping[str, Any] = hidden()
 
     def headline(self) -> Iterator[str]:
         yield f"{self.checkpoint}: step {self.step}, epoch {self.epoch:g}"

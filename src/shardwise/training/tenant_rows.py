@@ -38,12 +38,12 @@ class TokenizedRows:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def tensors(self, numbers: Sequence[int]) -> RowTensors:
+    def tensors(self, indices: Sequence[int]) -> RowTensors:
         """Collate rows, padded on the right. No rows give tensors of shape (0, 1)."""
-        if not numbers:
+        if not indices:
             return {"input_ids": torch.zeros((0, 1), dtype=torch.int64)}
         collate = sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0)
-        collated: RowTensors = collate([self.rows[number] for number in numbers])
+        collated: RowTensors = collate([self.rows[index] for index in indices])
         return collated
 
 
@@ -97,7 +97,7 @@ class MicroBatch:
     """A micro-batch.
 
     Attributes:
-        rows: numbers of the rows, by rank.
+        rows: indices of the rows, by rank.
         tokens: padded length of a row.
     """
 

@@ -175,10 +175,10 @@ def next_pass(waiting: Sequence[TenantTraining], budget: int) -> list[TenantTrai
     return taken
 
 
-def _sort_key(numbers: Mapping[str, Any]) -> tuple[bool, bool, float]:
+def _sort_key(metrics: Mapping[str, Any]) -> tuple[bool, bool, float]:
     """Return a sort key: tenants by evaluation loss, then those without one by loss, then failures."""
-    eval_loss: float | None = numbers.get("eval_loss")
-    return "failure" in numbers, eval_loss is None, numbers.get("loss", 0.0) if eval_loss is None else eval_loss
+    eval_loss: float | None = metrics.get("eval_loss")
+    return "failure" in metrics, eval_loss is None, metrics.get("loss", 0.0) if eval_loss is None else eval_loss
 
 
 def _summary(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]:
@@ -374,8 +374,8 @@ class TenantTraining:
             self._losses = []
             self._log(loss=average, grad_norm=step.grad_norm, learning_rate=step.learning_rate)
 
-    def _log(self, **numbers: float) -> None:
-        self.state.log_history.append({**numbers, "epoch": self.state.epoch, "step": self.state.global_step})
+    def _log(self, **metrics: float) -> None:
+        self.state.log_history.append({**metrics, "epoch": self.state.epoch, "step": self.state.global_step})
 
     def last_logged(self) -> dict[str, float]:
         """Return the last loss and evaluation loss that were logged."""
