@@ -221,11 +221,11 @@ def test_configs_that_are_no_pairs_of_matrices(base, match, config):
         ("reduction='all': pass 'mean'", {"reduction": "all"}),
     ],
 )
-def test_options_that_cannot_be(base, match, keywords):
+def test_invalid_options_are_refused(base, match, keywords):
     refused(base, match, **keywords)
 
 
-def test_calls_that_cannot_be(base):
+def test_invalid_calls_are_refused(base):
     members = {"ada": recipes()["ada"], "bob": recipes()["bob"], "cy": replace(recipes()["cy"], more={})}
     bank = bank_of(base, members)
     batch = rows_for("ada", members["ada"], 0)

@@ -81,7 +81,7 @@ def test_one_process_is_no_fsdp_and_a_state_may_become_one(accelerator) -> None:
     assert compat.fsdp2_plugin().auto_wrap_policy is None
 
 
-def test_what_is_prepared_beside_a_model(accelerator) -> None:
+def test_objects_prepared_with_a_model(accelerator) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -62,7 +62,7 @@ def test_parameters_that_are_averaged_are_identified_by_a_mark() -> None:
     assert compat.HOOKED in inspect.getsource(Trainer._sync_replicated_trainable_parameters)
 
 
-def test_what_is_replaced_is_requested() -> None:
+def test_the_trainer_calls_the_overridden_methods() -> None:
     """The Trainer saves and resumes by the methods that ShardwiseTrainer overrides."""
     saving = inspect.getsource(Trainer._save_checkpoint)
     for name in (

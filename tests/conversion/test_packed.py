@@ -129,7 +129,7 @@ def test_any_of_the_bytes_of_numbers(data):
     assert torch.equal(found, part(numbers.view(torch.uint8), box))
 
 
-def test_what_is_stored_so_is_taken_as_it_is():
+def test_rows_stored_in_the_same_form_are_copied():
     values, scales = Stored("w", (256, 1), DType.U8), Stored("s", (8,), DType.F32)
     numbers = dequantized_rows(values, scales, (8, 64), Form4.NF4, 64, DType.BF16)
     weight, raw = packed(numbers, Form4.NF4, 64, rounds_to=DType.BF16)

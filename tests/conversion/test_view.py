@@ -76,6 +76,6 @@ def test_an_empty_view() -> None:
         (Strided(0, (2, 2, 2), (3, 2, 1)), 9, "steps of 3 see elements twice"),
     ],
 )
-def test_views_that_cannot_be(of: Strided, count: int, words: str) -> None:
+def test_invalid_views_are_refused(of: Strided, count: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         as_strided(flat(count), of)

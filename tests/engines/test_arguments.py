@@ -104,7 +104,7 @@ def test_keywords_that_are_unknown_are_refused(qwen3, keyword, said):
         ({"revision": "v2", "hub": HubOptions(revision="v1")}, "given twice"),
     ],
 )
-def test_keywords_of_transformers_that_mean_nothing_here_say_what_to_do(qwen3, keywords, said):
+def test_unsupported_keywords_of_transformers_name_the_alternative(qwen3, keywords, said):
     with pytest.raises(ConfigError, match=said):
         shardwise.from_pretrained(qwen3, **keywords)
     with pytest.raises(ConfigError, match=said):

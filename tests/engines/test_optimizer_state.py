@@ -68,14 +68,14 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_does_not_fit_is_one_error_and_changes_nothing(worlds, fault):
+def test_mismatches_are_one_error_and_change_nothing(worlds, fault):
     kind, text = FAULTS[fault]
     found = worlds(2).run(optimizing.refused, fault)
     require_same_error([end[:2] for end in found], kind, text)
     assert [changed for _, _, changed in found] == [[], []]
 
 
-def test_what_is_ignored_stays_and_is_reported(worlds):
+def test_ignored_state_is_unchanged_and_reported(worlds):
     for faults, report in worlds(2).run(optimizing.tolerated):
         assert faults == []
         assert report["missing"] == ("blocks.0.0.weight",)
@@ -83,7 +83,7 @@ def test_what_is_ignored_stays_and_is_reported(worlds):
         assert report["mismatched"] == ("blocks.1.0.weight: exp_avg",)
 
 
-def test_what_has_not_been_stepped_starts_afresh_and_is_reported(worlds):
+def test_parameters_without_state_are_reported(worlds):
     for faults, names in worlds(2).run(optimizing.without_state):
         assert faults == []
         assert names == ("blocks.0.0.bias",)

@@ -16,7 +16,7 @@ def test_the_full_state_is_that_of_the_whole_model(worlds, size, way):
     assert worlds(size).run(stating.full_state, way) == [[]] * size
 
 
-def test_replicas_share_what_is_large(worlds):
+def test_replicas_share_large_tensors(worlds):
     assert worlds(4).run(stating.large_state) == [[]] * 4
 
 
@@ -68,7 +68,7 @@ def test_a_model_on_meta_gets_memory(worlds):
         assert report["on_meta"] == ("blocks.0.table.angles", "blocks.1.table.angles")
 
 
-def test_so_does_a_model_of_transformers_with_what_no_state_has(worlds):
+def test_a_transformers_model_on_meta_gets_its_computed_buffers(worlds):
     """Its rotary frequencies are in no state: they are computed, as a load computes them."""
     for differing, leftovers, recomputed in [*worlds(2).run(stating.onto_meta_of_transformers)]:
         assert differing == []
@@ -97,7 +97,7 @@ FAULTS = {
 }
 
 
-def test_what_does_not_fit_is_one_error_and_changes_nothing(worlds):
+def test_mismatches_are_one_error_and_change_nothing(worlds):
     for found in zip(*worlds(3).run(stating.refused, list(FAULTS)), strict=True):
         ((fault, *_), *_) = found
         kind, text = FAULTS[fault]
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_one_error_and_changes_nothing(worlds):
         assert [changed for *_, changed in found] == [[]] * 3, fault
 
 
-def test_what_is_ignored_keeps_its_values_and_is_reported(worlds):
+def test_ignored_tensors_keep_their_values_and_are_reported(worlds):
     for faults, report in worlds(2).run(stating.tolerated):
         assert faults == []
         assert report["missing"] == ("blocks.0.norm.bias",)
@@ -133,7 +133,7 @@ def test_half_of_a_mesh_is_refused(worlds):
 
 
 @pytest.mark.parametrize("form", ["first_rank", "local", None])
-def test_what_is_no_form_is_refused(form):
+def test_an_unknown_form_is_refused(form):
     with pytest.raises(ConfigError, match="is not known. Pass one of 'full', 'full_on_all_ranks', 'sharded'"):
         stating.shardwise.get_model_state_dict(stating.sharding.Net(), form)
 
@@ -148,7 +148,7 @@ def test_gathering_stages_no_more_than_its_budget(worlds):
 
 
 @pytest.mark.parametrize("adapter", ["default", "second"])
-def test_an_adapter_s_state_is_what_peft_saves(worlds, adapter):
+def test_an_adapter_state_equals_that_of_peft(worlds, adapter):
     for faults, changed in worlds(2).run(stating.adapter_state, adapter, ("default", "second")):
         assert faults == []
         assert changed

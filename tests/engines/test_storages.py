@@ -57,7 +57,7 @@ def test_a_file_replaced_while_it_is_read_is_noticed(worlds, qwen3, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["once", "alone"])
-def test_replicas_hold_the_same_bits_whoever_read_them(worlds, qwen3, wanted, mode):
+def test_replicas_hold_the_same_bits(worlds, qwen3, wanted, mode):
     outcomes = worlds(4).run(on_ranks.shared_load, str(qwen3), (2, 2), mode)
     for values, _ in outcomes:
         assert same(values, wanted)

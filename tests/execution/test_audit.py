@@ -38,7 +38,7 @@ def test_one_element_too_few_or_too_many_is_an_error(planned, written):
         audit(planned[1], written, [])
 
 
-def test_what_is_left_on_meta_is_an_error(planned):
+def test_tensors_left_on_meta_are_an_error(planned):
     model, plan = planned
     model.two = nn.Parameter(torch.zeros(5, device="meta"))
     model.cache = torch.zeros(2, device="meta")

@@ -119,7 +119,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("content", STRANGE)
-def test_a_list_that_makes_no_sense_is_refused(tmp_path, content):
+def test_an_invalid_rename_list_is_refused(tmp_path, content):
     """It names no file to be removed but those that accelerate gives their names."""
     save(1, tmp_path)
     good = {"token": "0123abcd", "names": ["scheduler.bin"], "older": []}

@@ -30,7 +30,7 @@ def test_errors_that_are_not_ours_travel_too(worlds):
     assert worlds(2).run(faults.foreign_error) == [("CheckpointError", "KeyError: 'absent'")] * 2
 
 
-def test_what_the_first_rank_finds_or_raises_is_everybody_s(worlds):
+def test_a_broadcast_returns_or_raises_the_same_on_all_ranks(worlds):
     assert worlds(3).run(faults.first_shares) == [{"rank": 0}] * 3
     assert worlds(3).run(faults.first_fails) == [("FormatError", "the header lies", [0, 1, 2])] * 3
 

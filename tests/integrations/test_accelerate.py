@@ -72,7 +72,7 @@ def test_a_model_is_as_in_the_files_in_both_strategies(worlds, qwen3, tied):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["whole", "lora", "classes", "saved modules"])
-def test_what_accelerate_loads_is_bitwise_the_same_under_the_switch(worlds, qwen3, tied, kind):
+def test_models_loaded_by_accelerate_are_bitwise_the_same_under_the_switch(worlds, qwen3, tied, kind):
     """Adapters, heads that the files lack, and modules that PEFT copies; in the same groups."""
     assert worlds(2).run(accelerating.brought_up_by_theirs, qwen3, kind) == [([], [])] * 2
     assert worlds(2).run(accelerating.brought_up, qwen3, THEIRS, True, kind) == [[], []]
@@ -222,7 +222,7 @@ SAID = {
 
 
 @pytest.mark.distributed
-def test_what_cannot_be_taken_is_refused_on_all_ranks(worlds, qwen3):
+def test_unsupported_models_are_refused_on_all_ranks(worlds, qwen3):
     first, second = worlds(2).run(accelerate_errors.not_taken, qwen3)
     assert first.keys() == SAID.keys()
     assert first == second, "every error is the same on every rank"

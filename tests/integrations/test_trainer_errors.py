@@ -194,7 +194,7 @@ def test_it_comes_before_the_trainer() -> None:
         type("Wrong", (Trainer, ShardwiseTrainer), {})
 
 
-def test_what_the_trainer_writes_into_folders_lasts_too_and_is_requested(tmp_path: Path) -> None:
+def test_folders_written_by_the_trainer_are_synced(tmp_path: Path) -> None:
     """As tokenizers with several chat templates have them. What was cut meanwhile does not count."""
     facts = trainer_runs.TrainerFacts(3, "everything", 8, 2)
     log, run = EffectLog(tmp_path / "log"), tmp_path / "run"

@@ -17,9 +17,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
 
 
 @pytest.mark.parametrize("place", ["batches", "loss", pytest.param("model", marks=pytest.mark.slow)])
-def test_what_one_rank_raises_alone_ends_the_others(
-    two: LocalRanks, folder: Path, tmp_path: Path, place: str
-) -> None:
+def test_an_error_of_one_rank_ends_the_others(two: LocalRanks, folder: Path, tmp_path: Path, place: str) -> None:
     """Both processes live on, so that no broken connection could end the wait; and both go on to train.
 
     Where it fails within the model, the other one is in a gather by then.

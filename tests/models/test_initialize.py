@@ -94,7 +94,7 @@ def test_seed_and_name_choose_the_values():
         lambda w: w.copy_(torch.rand(50)),  # drawn by the initializer: not from the name of the tensor
     ],
 )
-def test_what_is_not_element_by_element_is_known(init):
+def test_initializers_that_are_not_elementwise_are_recognized(init):
     assert not program_of(init).is_elementwise
 
 

@@ -80,7 +80,7 @@ def test_two_keys_for_one_tensor_are_refused():
         plan([tensor("norm", 2)], {"norm": ((2,), F32), "model.norm": ((2,), F32)}, matched={"norm": (one, other)})
 
 
-def test_a_mismatch_may_start_afresh_with_consent_only():
+def test_a_mismatch_is_initialized_with_consent_only():
     stored = {"score": ((3, 2), F32)}
     consent = Consent(mismatched=Initialize(("score",)))
     made = plan([tensor("score", 5, 2)], stored, consent=consent)
@@ -100,7 +100,7 @@ def test_keys_that_the_model_class_ignores_need_no_consent():
     assert made.missing_keys == made.unexpected_keys == ()
 
 
-def test_what_tuning_adds_needs_no_consent_and_counts_as_nothing_missing():
+def test_tensors_added_by_tuning_need_no_consent_and_are_not_missing():
     made = plan([tensor("a", 2), tensor("a.lora_A", 2, origin=Origin.TUNING)], {"a": ((2,), F32)})
     assert made.fills["a.lora_A"] == Init(Origin.TUNING)
     assert made.missing_keys == ()
@@ -130,7 +130,7 @@ def test_a_glob_alone_is_no_tuple_of_globs(consent):
         consent("score.*")
 
 
-def test_the_digest_tells_plans_apart_and_not_the_order():
+def test_the_digest_differs_between_plans_and_not_by_order():
     leaf = Stored("w", (6, 2), F32)
     experts = [tensor("a", 3, 2), tensor("b", 3, 2)]
     halves = {"a": (slice_dim(leaf, 0, 0, 3),), "b": (slice_dim(leaf, 0, 3, 3),)}

@@ -72,7 +72,7 @@ def test_empty_groups_are_paired_in_order():
     assert match_groups([[], ["a"], []], [[], ["a"], []], [], STRICT).source_groups == (0, 1, 2)
 
 
-def test_what_may_be_missing_or_unexpected_does_not_set_groups_apart():
+def test_tolerated_parameters_do_not_distinguish_groups():
     tolerance = Tolerance(Ignore(only=("b",)), Ignore(only=("old*",)))
     found = match_groups([["a", "b"], ["b2"], ["c"]], [["c", "old"], ["a"], ["b2"]], ["old2"], tolerance)
     assert found.source_groups == (1, 2, 0)

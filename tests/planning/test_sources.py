@@ -94,7 +94,7 @@ def test_the_receivers_dtype_counts_but_exact_ones_are_never_cast(sources, dtype
         ((0, 0, 0), ("float32", "bfloat16", "float16")),
     ],
 )
-def test_dtypes_that_cannot_be_everybodys_are_refused(sources, dtypes):
+def test_dtypes_without_a_common_choice_are_refused(sources, dtypes):
     with pytest.raises(RankMismatchError, match="w is .*float32 on rank 0"):
         select_dtypes(["w"], [sources], [[dtype] for dtype in dtypes])
 

@@ -78,7 +78,7 @@ def test_blocks_of_microscaling_floats_are_of_32_numbers(dtype: DType) -> None:
         {"quant_method": "fp8", "weight_block_size": [True, 128]},
     ],
 )
-def test_a_config_that_makes_no_sense_is_an_error_that_says_so(config: dict[str, Any]) -> None:
+def test_an_invalid_config_is_an_error(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="is not supported|is not a list of two sizes"):
         find_form(config)
 
@@ -127,7 +127,7 @@ def test_packed_bytes_may_be_stored_under_any_dtype(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("offset", [10**400, -(10**39), 1e39, True, "1", None], ids=lambda value: str(value)[:6])
-def test_an_offset_of_scales_that_is_no_float32_is_an_error_that_says_so(offset: object) -> None:
+def test_an_offset_of_scales_must_be_float32(offset: object) -> None:
     reader = in_four_bits({**STATE, "nested_offset": offset})
     with pytest.raises(FormatError, match="m.weight: its quant_state has the nested_offset"):
         dequantized_index(reader, open_checkpoint(reader))

@@ -75,14 +75,14 @@ def test_without_a_request_experts_become_numbers(gpt_oss):
     assert len(packed_stacks(asked)) == 2 * 2 * len(STACKS)
 
 
-def test_what_cannot_stay_as_it_is_stored(gpt_oss, mixture, tmp_path):  # noqa: F811
+def test_experts_that_cannot_stay_as_stored_are_refused(gpt_oss, mixture, tmp_path):  # noqa: F811
     with pytest.raises(shardwise.ConfigError, match=r"'as_stored': the checkpoint is not stored in four bits"):
         shardwise.from_pretrained(str(mixture), quantization="as_stored")
     with pytest.raises(shardwise.ConfigError, match=r"quantization='as_stored' keeps them in four bits"):
         shardwise.from_pretrained(str(gpt_oss), quantization="as_stored", tuning=shardwise.Full())
     shardwise.save(shardwise.from_pretrained(str(gpt_oss)), tmp_path)
     model = shardwise.from_pretrained(str(gpt_oss), quantization="as_stored")
-    with pytest.raises(shardwise.ConfigError, match=r"gate_up_proj: numbers are not quantized to MXFP4"):
+    with pytest.raises(shardwise.ConfigError, match=r"gate_up_proj: weights are not quantized to MXFP4"):
         shardwise.load(model, tmp_path)
 
 

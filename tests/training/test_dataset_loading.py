@@ -108,7 +108,7 @@ def test_weights_interleave_datasets(tmp_path: Path) -> None:
         (None, mixture({"path": "x", "fraction": 0.5}), [1.0], "interleave: contradicts fraction"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(name: Any, mixed: Any, weights: Any, message: str) -> None:
+def test_datasets_that_cannot_be_loaded_are_named(name: Any, mixed: Any, weights: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(name, mixed, weights)
 

@@ -71,7 +71,7 @@ def test_every_ranks_part_of_a_saved_adapter_arrives(tied: Path, tmp_path: Path,
 
 
 @pytest.mark.distributed
-def test_what_is_saved_is_peft_own_file(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
+def test_a_saved_adapter_equals_the_file_of_peft(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
     adapter = tmp_path / "adapter"
     for size in (1, 2):
         run = worlds(size).run if size > 1 else lambda function, *args: [function(*args)]
@@ -178,7 +178,7 @@ def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, 
         (Lora(NARROW, placement="replicated"), False, "can be merged into it. Save the adapter"),
     ],
 )
-def test_peft_merges_into_shards_or_says_that_it_cannot(
+def test_peft_merges_into_shards_or_the_error_names_the_reason(
     tuning: Lora, safe: bool, told: str, tied: Path, worlds: Worlds
 ) -> None:
     for (kind, text), apart in worlds(2).run(on_ranks.merge_in_place, str(tied), {"tuning": tuning}, safe):

@@ -212,7 +212,7 @@ def build_notes(chosen: SelectedModules, quantization: KeptForm) -> tuple[str, .
         form = how if isinstance(quantization.form, Code) else f"{how}, plain scales"
         notes.append(f"experts are in four bits ({form}) and are computed one after the other: {names}")
     notes += [
-        f"{', '.join(pattern for pattern, _ in collapse(members))} is dequantized: {why}"
+        f"{', '.join(pattern for pattern, _ in collapse(members))} is not quantized: {why}"
         for why, members in by_reason.items()
     ]
     if chosen.absent:
