@@ -163,7 +163,7 @@ def test_which_checkpoints_go(complete: list[int], limit: int | None, best: int 
     assert trainer_runs.steps_to_remove(complete, limit, best) == removed
 
 
-FACTS = trainer_runs.TrainerFacts(3, "mine", 8, 2).to_bytes()
+HEADER = trainer_runs.TrainerHeader(3, "mine", 8, 2).to_bytes()
 
 
 @pytest.mark.parametrize(
@@ -175,13 +175,13 @@ FACTS = trainer_runs.TrainerFacts(3, "mine", 8, 2).to_bytes()
         b'{"version": 1}',
         b'{"version": 2}',
         b'{"version": 1, "step": -1, "holds": "x"}',
-        FACTS.replace(b"8", b"-8"),
-        FACTS.replace(b'"mine"', b"3"),
+        HEADER.replace(b"8", b"-8"),
+        HEADER.replace(b'"mine"', b"3"),
     ],
 )
 def test_facts_of_strangers(content: bytes) -> None:
     with pytest.raises(FormatError):
-        trainer_runs.TrainerFacts.from_bytes(content, "facts")
+        trainer_runs.TrainerHeader.from_bytes(content, "header")
 
 
 def test_it_comes_before_the_trainer() -> None:
@@ -196,13 +196,13 @@ def test_it_comes_before_the_trainer() -> None:
 
 def test_folders_written_by_the_trainer_are_synced(tmp_path: Path) -> None:
     """As tokenizers with several chat templates have them. What was cut meanwhile does not count."""
-    facts = trainer_runs.TrainerFacts(3, "everything", 8, 2)
+    header = trainer_runs.TrainerHeader(3, "everything", 8, 2)
     log, run = EffectLog(tmp_path / "log"), tmp_path / "run"
     place = run / "checkpoint-3"
     with recorded(log, run), trainer_runs.locked_for(World(0, 1), run, 3) as saving:
         (place / "additional_chat_templates").mkdir()
         (place / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
-        trainer_runs.complete(saving, place, facts)
+        trainer_runs.complete(saving, place, header)
         saving.locked.release()
     *_, last = states_after_crash({}, log.effects(), samples=0)
     assert last.files["checkpoint-3/additional_chat_templates/tools.jinja"] == b"{{ x }}"

@@ -45,7 +45,7 @@ from shardwise.integrations.trainer_marks import (
     require_rows_or_sequences,
     require_trainable,
 )
-from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerFacts
+from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerHeader
 from shardwise.interchange.trainer_restoring import load_trainer_checkpoint
 from shardwise.models.rebind import plain_optimizer, require_sharded_parameters
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
@@ -188,8 +188,8 @@ class ShardwiseTrainer(_Trainer):
             source, has_incomplete = world.broadcast(folders.resume_source, run, requested)
             self._events.best = None
             if source is not None:
-                facts = world.broadcast(folders.read_complete_facts, source)
-                world.run_all(self._require_same, facts, source)
+                header = world.broadcast(folders.read_complete_header, source)
+                world.run_all(self._require_same, header, source)
                 self._events.best = world.broadcast(folders.find_best, source)
             if has_incomplete:
                 world.broadcast(folders.remove_left, run)
@@ -253,20 +253,20 @@ class ShardwiseTrainer(_Trainer):
         assert isinstance(self.model, nn.Module), "the constructor has checked it"
         return self.model
 
-    def _require_same(self, facts: TrainerFacts, source: Path) -> None:
+    def _require_same(self, header: TrainerHeader, source: Path) -> None:
         what = f"resume_from_checkpoint={str(source)!r}"
         own = describe_selection(self._only())
-        if facts.holds not in (own, MODEL_ALONE):
+        if header.holds not in (own, MODEL_ALONE):
             raise KeyMismatchError(
-                f"{what}: holds the state of {facts.holds}, and this training has {own}. Resume it with the tuning "
-                "that it was saved with (Full, Freeze, Lora, and the adapter's name)"
+                f"{what}: holds the state of {header.holds}, and this training has {own}. Resume it with the "
+                "tuning that it was saved with (Full, Freeze, Lora, and the adapter's name)"
             )
         rows = self.get_total_train_batch_size(self.args)
-        if rows != facts.rows_per_step and not self.args.ignore_data_skip:
+        if rows != header.rows_per_step and not self.args.ignore_data_skip:
             raise ConfigError(
-                f"{what}: was saved with {facts.rows_per_step} rows in a step, and this training has {rows} "
+                f"{what}: was saved with {header.rows_per_step} rows in a step, and this training has {rows} "
                 "(per_device_train_batch_size * gradient_accumulation_steps * ranks; it was saved by "
-                f"{facts.world_size} ranks), so that its position in the data cannot be restored. Keep the number "
+                f"{header.world_size} ranks), so that its position in the data cannot be restored. Keep the number "
                 "of rows in a step, or pass ignore_data_skip=True"
             )
 
@@ -290,8 +290,8 @@ class ShardwiseTrainer(_Trainer):
             raise_together(world, failure)
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
-            facts = TrainerFacts(step, holds, rows, world.size)
-            world.broadcast(folders.complete, saving, folder, facts)
+            header = TrainerHeader(step, holds, rows, world.size)
+            world.broadcast(folders.complete, saving, folder, header)
             self._saved_step = step
             world.broadcast(self._end_save, run, limit, saving)
 
@@ -340,8 +340,8 @@ class ShardwiseTrainer(_Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
         folder = Path(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
-            facts = world.broadcast(folders.read_facts, folder)
-        if facts.holds == MODEL_ALONE:
+            header = world.broadcast(folders.read_header, folder)
+        if header.holds == MODEL_ALONE:
             _log.warning("%s: holds the model alone (save_only_model). The optimizer starts from zero", folder)
             load_trainer_checkpoint(self._trained, folder)
 
