@@ -179,7 +179,7 @@ HEADER = trainer_runs.TrainerHeader(3, "mine", 8, 2).to_bytes()
         HEADER.replace(b'"mine"', b"3"),
     ],
 )
-def test_facts_of_strangers(content: bytes) -> None:
+def test_invalid_headers_are_refused(content: bytes) -> None:
     with pytest.raises(FormatError):
         trainer_runs.TrainerHeader.from_bytes(content, "header")
 

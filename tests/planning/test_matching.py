@@ -16,13 +16,13 @@ def place(*names, shape=(4, 2), dtype=DType.F32):
     return StateSlot(names, shape, dtype)
 
 
-def test_any_of_a_place_s_names_will_do():
+def test_a_tensor_is_found_under_any_of_its_names():
     (taken,) = match([place("a", "b")], [{"b": WHOLE}, {}], STRICT).taken
     assert (taken.name, taken.place.names[0]) == ("b", "a")
     assert taken.held == ((Box.whole((4, 2)),), ())
 
 
-def test_of_several_names_that_are_brought_the_first_is_taken():
+def test_the_first_of_several_provided_names_is_used():
     (taken,) = match([place("a", "b")], [{"b": WHOLE, "a": WHOLE}], STRICT).taken
     assert taken.name == "a"
 
@@ -34,12 +34,12 @@ def test_ranks_of_a_subgroup_are_shown_as_global_ranks():
         match([place("a", shape=(3, 2))], [{}, {"a": WHOLE}], STRICT, (4, 6))
 
 
-def test_shards_are_a_whole_together():
+def test_shards_of_all_ranks_make_the_full_tensor():
     (taken,) = match([place("a")], [{"a": half} for half in HALVES], STRICT).taken
     assert [boxes[0].offsets for boxes in taken.held] == [(0, 0), (2, 0)]
 
 
-def test_all_faults_come_at_once():
+def test_all_faults_are_in_one_error():
     places = [place("a"), place("b"), place("c", shape=(3, 2)), place("d", dtype=DType.I32)]
     with pytest.raises(KeyMismatchError) as caught:
         match(places, [{"a": WHOLE, "c": WHOLE, "d": WHOLE, "e": WHOLE}], STRICT)

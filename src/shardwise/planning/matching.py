@@ -104,11 +104,11 @@ def match(
         KeyMismatchError: there are missing, unexpected or mismatched tensors that are not tolerated. The error
             lists all of them.
     """
-    providers = [rank for rank, provided in enumerate(provided_by_rank) if provided]
-    _require_same_names(provided_by_rank, providers, global_ranks)
-    names = list(provided_by_rank[providers[0]]) if providers else []
+    providers = {rank: provided for rank, provided in zip(global_ranks, provided_by_rank, strict=False) if provided}
+    _require_same_names(providers)
+    first = next(iter(providers.values()), {})
     known = {name for place in places for name in place.names}
-    unexpected = [name for name in names if name not in known]
+    unexpected = [name for name in first if name not in known]
     faults: dict[str, list[str]] = {
         "mismatched": [],
         "missing": [],
@@ -119,13 +119,13 @@ def match(
     missing: list[str] = []
     mismatched: list[str] = []
     for place in places:
-        present = [name for name in place.names if providers and name in provided_by_rank[providers[0]]]
+        present = [name for name in place.names if name in first]
         if not present:
             missing.append(place.names[0])
             if not any(allows(tolerance.missing, name) for name in place.names):
                 faults["missing"].append(place.names[0])
             continue
-        wrong = _misfit(place, present, provided_by_rank, providers, global_ranks)
+        wrong = _misfit(place, present, providers)
         if wrong is not None:
             name, sentence = wrong
             mismatched.append(name)
@@ -136,7 +136,7 @@ def match(
         held = tuple(provided[name].boxes if provided else () for provided in provided_by_rank)
         if not covers(place.shape, held):
             incomplete.append(name)
-        taken.append(Taken(place, name, provided_by_rank[providers[0]][name].dtype, held))
+        taken.append(Taken(place, name, first[name].dtype, held))
     if any(faults.values()):
         raise KeyMismatchError(describe_faults("the state does not fit:", faults, STATE_REMEDIES))
     if incomplete:
@@ -148,12 +148,9 @@ def match(
     return Match(tuple(taken), tuple(missing), tuple(unexpected), tuple(mismatched))
 
 
-def _require_same_names(
-    provided_by_rank: Sequence[Mapping[str, Provided]], providers: Sequence[int], global_ranks: Sequence[int]
-) -> None:
-    for rank in providers[1:]:
-        first, mine = provided_by_rank[providers[0]], provided_by_rank[rank]
-        one, other = global_ranks[providers[0]], global_ranks[rank]
+def _require_same_names(providers: Mapping[int, Mapping[str, Provided]]) -> None:
+    for other, mine in providers.items():
+        one, first = next(iter(providers.items()))
         lines = [f"{name} is not on rank {other}" for name in first if name not in mine]
         lines += [f"{name} is not on rank {one}" for name in mine if name not in first]
         if lines:
@@ -165,17 +162,13 @@ def _require_same_names(
 
 
 def _misfit(
-    place: StateSlot,
-    present: Sequence[str],
-    provided_by_rank: Sequence[Mapping[str, Provided]],
-    providers: Sequence[int],
-    global_ranks: Sequence[int],
+    place: StateSlot, present: Sequence[str], providers: Mapping[int, Mapping[str, Provided]]
 ) -> tuple[str, str] | None:
     for name in present:
-        for rank in providers:
-            found = provided_by_rank[rank][name]
+        for rank, provided in providers.items():
+            found = provided[name]
             if found.shape != place.shape or not follows(found.dtype, place.dtype):
-                return name, f"{name}: provided {found} by rank {global_ranks[rank]}, wanted {place}"
+                return name, f"{name}: provided {found} by rank {rank}, wanted {place}"
     return None
 
 
