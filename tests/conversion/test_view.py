@@ -45,7 +45,7 @@ def views(draw: st.DrawFn) -> tuple[Strided, int]:
 
 
 @given(views())
-def test_a_view_is_what_it_says(case: tuple[Strided, int]) -> None:
+def test_a_view_equals_torch_as_strided(case: tuple[Strided, int]) -> None:
     of, count = case
     expression = as_strided(flat(count), of)
     assert expression.shape == of.sizes

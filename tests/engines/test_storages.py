@@ -29,7 +29,7 @@ def test_a_url_brings_up_the_same_model(worlds, qwen3, wanted):
     assert alone.config.name_or_path == store.url
 
 
-def test_a_url_of_the_file_itself_will_do(qwen3, wanted):
+def test_a_url_may_name_the_file(qwen3, wanted):
     with HttpStore(qwen3) as store:
         assert same(
             truth.snapshot(on_ranks.bring_up(f"{store.url}/model.safetensors.index.json"))["values"], wanted

@@ -116,7 +116,7 @@ def test_files_that_cannot_be_opened_are_named(saved, spoil, error, named):
     assert "Traceback" not in result.output
 
 
-def test_without_config_coverage_is_not_known(tmp_path):
+def test_without_config_the_coverage_is_unknown(tmp_path):
     shardwise.save(nn.Linear(3, 3), tmp_path)
     report = shardwise.verify(tmp_path)
     assert (report.model_class, report.compared) == ("", 2)

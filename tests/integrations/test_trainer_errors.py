@@ -104,7 +104,7 @@ def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "evaluate": "evaluate, predict: with cp_size=2 each rank would evaluate a part of each sequence",
         "eager": "with attn_implementation='eager': under context parallelism every rank",
         "fsdp": "would have the Trainer shard a model that is sharded already",
-        "adafactor": "transformers' Adafactor: steps whole tensors, not shards. Use torchao's AdamW8bit.",
+        "adafactor": "transformers' Adafactor: steps whole tensors, not shards. Use torchao's AdamW8bit",
         "other folder": "resume_from_checkpoint, or output_dir, on rank 1 is not that of rank 0",
     }
     assert found.keys() == expected.keys()

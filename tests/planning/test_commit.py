@@ -24,7 +24,7 @@ def index_of(*names):
 ONE, SEVERAL = planned(1 << 20), planned(64)
 
 
-def test_a_single_file_counts_whatever_an_index_says():
+def test_a_single_file_takes_precedence_over_an_index():
     folder_state = get_folder_state([SINGLE, INDEX, "a.safetensors"], index_of("a.safetensors"))
     assert folder_state.weights == {SINGLE}
     assert folder_state.named == {"a.safetensors"}, "what the index names may be about to count"

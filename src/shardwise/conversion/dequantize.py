@@ -134,7 +134,7 @@ class Dequantize:
         for is_usable, source, fault in checks:
             if not is_usable:
                 shown = fault.format(float(values[source].view(-1)[0]))
-                raise BadValues(f"{shown}. Download or write the checkpoint again.", source)
+                raise BadValues(f"{shown}. Download or write the checkpoint again", source)
 
     def evaluate_on_device(
         self, block: ComputedBlock, values: Sequence[Any], most_bytes: int
@@ -369,7 +369,7 @@ class GatherRows:
         if bool(((indices < 0) | (indices >= self.count)).any()):
             raise BadValues(
                 f"groups are {int(indices.min())} to {int(indices.max())}, and there are scales for 0 to "
-                f"{self.count - 1}. Download or write the checkpoint again.",
+                f"{self.count - 1}. Download or write the checkpoint again",
                 1,
             )
         return {_OUT: (rows.float() if rows.is_floating_point() else rows).index_select(0, indices.long())}

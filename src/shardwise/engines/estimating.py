@@ -127,7 +127,7 @@ def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
         offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
     )
     if placement.offloads_shards and mesh.ranks == 1 and "tuning" in options:
-        raise ConfigError("offload_policy: one rank is not sharded, so nothing is offloaded. Use two ranks.")
+        raise ConfigError("offload_policy: one rank is not sharded, so nothing is offloaded. Use two ranks")
     groups = estimates.estimate_groups(world, _dtype(param_dtype), _dtype(reduce_dtype))
     ranks = estimates.estimate_ranks(plan, world, placement)
     trained = [tensor for tensor in world.first.tensors if estimates.is_trained(tensor)]
@@ -173,12 +173,12 @@ def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
     nodes = options.get("nodes", 1)
     count: object = ranks
     if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"ranks={ranks!r}: is not a number of ranks. Use 1 or more.")
+        raise ConfigError(f"ranks={ranks!r}: is not a number of ranks. Use 1 or more")
     if nodes < 1 or ranks % nodes:
-        raise ConfigError(f"nodes={nodes}: does not divide {ranks} ranks. Use a divisor.")
+        raise ConfigError(f"nodes={nodes}: does not divide {ranks} ranks. Use a divisor")
     if options.get("sharding", Sharding()).mesh is not None:
         raise ConfigError(
-            'sharding: has a mesh of real ranks. Give its axes as mesh={"replicate": 2, "shard": 4} instead.'
+            'sharding: has a mesh of real ranks. Give its axes as mesh={"replicate": 2, "shard": 4} instead'
         )
     axes = options.get("mesh")
     return MeshShape.flat(ranks) if axes is None else MeshShape.from_axes(ranks, axes)
@@ -251,7 +251,7 @@ def _traced(
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{type(tuned.base).__name__}: cannot run without data, {type(error).__name__}: {first}. Leave out "
-            "per_device_train_batch_size and max_length to plan without activations."
+            "per_device_train_batch_size and max_length to plan without activations"
         ) from error
 
 

@@ -98,7 +98,7 @@ def _require_same_kind(targets: OptimizerTargets, agreed: ParsedState) -> None:
         shown = "\n  ".join(abbreviate(found))
         raise KeyMismatchError(
             f"the state is of other optimizers than these:\n  {shown}\nMake the optimizers as they were made when "
-            "it was saved."
+            "it was saved"
         )
 
 
@@ -186,9 +186,9 @@ class OptimizerMatch:
             if name in self.agreed.scalars and parameter in optimizer_indices
         }
         present = [group for bound in targets.bounds for group in bound.optimizer.param_groups]
-        for group, giver in zip(present, self.groups.source_groups, strict=True):
-            if giver is not None:
-                set_group(group, self.agreed.settings[giver])
+        for group, source in zip(present, self.groups.source_groups, strict=True):
+            if source is not None:
+                set_group(group, self.agreed.settings[source])
         for bound in targets.bounds:
             bound.rebind(targets.parameters, tensors, scalars)
             for name in forgotten & targets.parameters.keys():

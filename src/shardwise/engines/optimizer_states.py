@@ -136,7 +136,7 @@ def _require_no_rank_local(bounds: Sequence[Bound]) -> None:
         if has_rank_local_state(bound.optimizer):
             raise ShardingError(
                 f"{class_name(bound.optimizer)}: its state is rank-local (8-bit, 4-bit or factored). "
-                "Save and restore it with a Checkpointer, on the same number of ranks."
+                "Save and restore it with a Checkpointer, on the same number of ranks"
             )
 
 

@@ -402,7 +402,7 @@ def convert_four_bit_base(
     if has_bytes and stored is not None and (kind := _kind(from_transformers(stored))) != _kind(wanted):
         raise ConfigError(
             f"quantization={_kind(wanted)}: the checkpoint has bytes of {kind}, as saved with names='internal'. "
-            "Pass that, or leave it out."
+            "Pass that, or leave it out"
         )
     return convert_base_to_four_bits(model, bindings, wanted, keeps_experts=keeps_experts, must_match=not is_stored)
 

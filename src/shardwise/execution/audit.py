@@ -55,7 +55,7 @@ def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) ->
         shown = "\n  ".join(pattern for pattern, _ in collapse(wrong)[:20])
         raise KeyMismatchError(
             f"the model is not whole after loading:\n  {shown}\n"
-            "A tensor kept as a plain attribute can be registered as a buffer, which buffers=... then computes."
+            "A tensor kept as a plain attribute can be registered as a buffer, which buffers=... then computes"
         )
 
 

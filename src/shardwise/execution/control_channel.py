@@ -1,6 +1,6 @@
 """Lets the ranks of one call exchange small messages over torch's key-value store.
 
-[Note: Nobody waits in a collective] A collective waits as long as its slowest rank, and hangs when one is gone. So
+[Note: No rank waits in a collective] A collective waits as long as its slowest rank, and hangs when one is gone. So
 ranks meet here first: each sends the first rank a report, which may be empty, and reads the one result that the
 first rank makes of all. A meeting ends with an error when the detector
 (:class:`~shardwise.execution.failure_detection.Detector`) finds that a rank is lost: the rank that finds out first

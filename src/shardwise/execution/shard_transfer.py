@@ -207,7 +207,7 @@ class IncomingShards:
         for name, source_ranks in supply.source_ranks.items():
             live = supply.live.pop(name, None)
             is_buffer = name in self.held and self.held[name].kind is not TensorKind.PARAMETER
-            if source_ranks != matching.NOBODY and not (is_buffer and source_ranks == tuple(range(world.size))):
+            if source_ranks != matching.NO_SOURCES and not (is_buffer and source_ranks == tuple(range(world.size))):
                 key = supply.keys.get(name)
                 tensor = self.held[key.parameter if key is not None else name].tensor
                 boxes = boxes_by_rank(tensor, name, ranks)

@@ -67,8 +67,8 @@ class FormatFaults:
             if len(faults) > LISTED:
                 lines.append(f"    ... and {len(faults) - LISTED} more")
         if not self.by_kind:
-            raise StorageError("\n".join([*lines, "Make these files readable and try again."]))
-        raise FormatError("\n".join([*lines, "Download or write the files named above again."]))
+            raise StorageError("\n".join([*lines, "Make these files readable and try again"]))
+        raise FormatError("\n".join([*lines, "Download or write the files named above again"]))
 
 
 def listed(names: Iterable[str]) -> str:

@@ -88,7 +88,7 @@ class _LayersInWords:
                 raise FormatError(f"{name} is not stored")
             if layer[name].dtype not in dtypes or len(layer[name].shape) != 2 or not layer[name].numel:
                 wanted = ", ".join(dtype.label for dtype in dtypes)
-                raise FormatError(f"{name} is {_describe(layer[name])}. It should be a matrix of {wanted}.")
+                raise FormatError(f"{name} is {_describe(layer[name])}. It should be a matrix of {wanted}")
         values, zeros, scales = (layer[name] for name in (_VALUES, _ZEROS, _SCALES))
         candidates = (self._fitting(values.shape, zeros.shape, scales.shape, *size) for size in self.sizes)
         fitting = {found for found in candidates if found is not None}

@@ -2,7 +2,7 @@
 
 [Note: A rank that fails alone] Within a step ranks work by themselves in two places: while the batches are made,
 and in the loss, once the model has run. A rank that raises there leaves the training and announces its error
-([Note: Nobody waits in a collective] in ``execution/control_channel.py``). The others would enter a collective and
+([Note: No rank waits in a collective] in ``execution/control_channel.py``). The others would enter a collective and
 wait for it. So they synchronize first, over the store, which takes about a millisecond. On an accelerator they do
 not after the loss: its numerical errors appear only after synchronizing with the device, too slow for each step.
 

@@ -262,7 +262,7 @@ def sharding_obstacle(kind: type[Optimizer]) -> str | None:
     if library in ("", "torchao"):
         return None
     whose = library + ("'" if library.endswith("s") else "'s")
-    return f"{whose} {kind.__name__}: steps whole tensors, not shards. Use torchao's AdamW8bit."
+    return f"{whose} {kind.__name__}: steps whole tensors, not shards. Use torchao's AdamW8bit"
 
 
 def require_steps_shards(optimizers: Iterable[Optimizer]) -> None:
@@ -298,7 +298,7 @@ def require_sharded_parameters(optimizer: Optimizer, parameters: Mapping[str, to
         if numel >= _LEAST and any(length % count for length, count in splits):
             raise ShardingError(
                 f"{whose}: {name}, of shape {tuple(each.shape)}, is cut into shards of several sizes, and a "
-                "compiled step takes those of one size. Train on a number of ranks that divides it, or use AdamW."
+                "compiled step takes those of one size. Train on a number of ranks that divides it, or use AdamW"
             )
         if numel < _LEAST or numel % block:
             left.append(name)
@@ -361,4 +361,4 @@ def rebuild_state_tensor(
     return made
 
 
-_CREATE_ALIKE = "Create the optimizer as it was created when it was saved, or start with a new one."
+_CREATE_ALIKE = "Create the optimizer as it was created when it was saved, or start with a new one"

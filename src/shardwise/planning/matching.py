@@ -143,7 +143,7 @@ def match(
         shown = "\n  ".join(abbreviate(incomplete))
         raise RankMismatchError(
             f"the ranks together do not provide each element once:\n  {shown}\nPass whole tensors, or on every "
-            "rank its own shards of one sharding."
+            "rank its own shards of one sharding"
         )
     return Match(tuple(taken), tuple(missing), tuple(unexpected), tuple(mismatched))
 
@@ -157,7 +157,7 @@ def _require_same_names(providers: Mapping[int, Mapping[str, Provided]]) -> None
             shown = "\n  ".join(abbreviate(lines))
             raise RankMismatchError(
                 f"ranks {one} and {other} provide different states:\n  {shown}\nPass the same on every "
-                "rank, or all of it on some and None on the others."
+                "rank, or all of it on some and None on the others"
             )
 
 
@@ -263,7 +263,7 @@ the model. If values differ, those of that rank replace the others', and the rep
 error if it has none where another has some.
 """
 
-NOBODY: tuple[int, ...] = ()
+NO_SOURCES: tuple[int, ...] = ()
 """In place of the sources of a tensor that is on meta everywhere."""
 
 
@@ -311,7 +311,7 @@ def require_alike(items_by_rank: Sequence[Sequence[Item]], global_ranks: Sequenc
             shown = "\n  ".join(pattern for pattern, _ in collapse(lines)[:_SHOWN])
             raise RankMismatchError(
                 f"the ranks hold different models:\n  {shown}\nBuild the model from one configuration on every "
-                "rank, with the same weights tied and frozen."
+                "rank, with the same weights tied and frozen"
             )
 
 
@@ -321,7 +321,7 @@ def select_sources(
     values_from: ValuesFrom,
     global_ranks: Sequence[int] = ALL_RANKS,
 ) -> list[tuple[int, ...]]:
-    """Return the source rank of each rank for every tensor, or ``NOBODY``.
+    """Return the source rank of each rank for every tensor, or ``NO_SOURCES``.
 
     Raises:
         RankMismatchError: ranks that ``values_from`` requires have no values.
@@ -338,14 +338,16 @@ def select_sources(
             lacking.setdefault(_who(absent, global_ranks), []).append(name)
         having = having[:1] if values_from == "first_rank" else having
         leader = leading(having, most) if having else 0
-        chosen.append(tuple(rank if rank in having else leader for rank in range(len(live))) if having else NOBODY)
+        chosen.append(
+            tuple(rank if rank in having else leader for rank in range(len(live))) if having else NO_SOURCES
+        )
     if lacking:
         lines = [f"{who}: {pattern}" for who, found in lacking.items() for pattern, _ in collapse(found)[:_SHOWN]]
         raise RankMismatchError(
             f"{values_from} relies on values that ranks do not have:\n  "
             + "\n  ".join(lines)
             + "\n'any' takes them "
-            "from the ranks that have them."
+            "from the ranks that have them"
         )
     return chosen
 
@@ -419,7 +421,7 @@ def select_dtypes(
             )
     if faults:
         shown = "\n  ".join(pattern for pattern, _ in collapse(faults)[:_SHOWN])
-        raise RankMismatchError(f"the ranks hold tensors in different dtypes:\n  {shown}\nBuild them in one dtype.")
+        raise RankMismatchError(f"the ranks hold tensors in different dtypes:\n  {shown}\nBuild them in one dtype")
     return settled
 
 

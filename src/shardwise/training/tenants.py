@@ -265,7 +265,7 @@ class TenantTraining:
         if state is None:
             self.bank.add_adapter(self.name, self._lora, **self._keywords())
         elif not (begun := self.bank.load(self.name, place, **self._keywords())).is_resumed:
-            raise FormatError(f"{place}: has no state of a training, {begun.reason}. Remove the folder.")
+            raise FormatError(f"{place}: has no state of a training, {begun.reason}. Remove the folder")
 
     def _restore(self, state: TrainerState) -> None:
         kept: Any = state.stateful_callbacks
@@ -273,7 +273,7 @@ class TenantTraining:
         if position["count"] != self._order.count:
             raise ConfigError(
                 f"{self._folder}: has a training on {position['count']} rows, not {self._order.count}. Use the "
-                "same datasets, or another output_dir."
+                "same datasets, or another output_dir"
             )
         self._position = self._order.epoch, self._order.offset = position["epoch"], position["offset"]
         self.state, self._saved_step = state, state.global_step
@@ -363,7 +363,7 @@ class TenantTraining:
         if not step.is_taken or not math.isfinite(loss):
             raise TrainingError(
                 f"step {self.state.global_step + 1}: the loss is {loss:.4g} and the norm of the gradient "
-                f"{step.grad_norm:.4g}. Lower learning_rate, or check the rows."
+                f"{step.grad_norm:.4g}. Lower learning_rate, or check the rows"
             )
         self.state.global_step += 1
         self._position = self._order.epoch, self._order.offset
@@ -445,4 +445,4 @@ def _find_latest(folder: Path) -> tuple[int, TrainerState | None]:
             raise ValueError("its position is outside of the rows")
         return steps[-1], state
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise FormatError(f"{file}: cannot be read, {error}. Remove {file.parent}.") from error
+        raise FormatError(f"{file}: cannot be read, {error}. Remove {file.parent}") from error

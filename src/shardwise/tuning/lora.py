@@ -68,7 +68,7 @@ def match_adapter(
             f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config says that it belongs "
             f"to {config.base_model_name_or_path or 'a base it does not name'}, with r={config.r} and "
             f"target_modules={_format_targets(config.target_modules)}. Take that base, or the config it was "
-            "trained with."
+            "trained with"
         )
     return {own.fqn: item for own, item in found.values()}
 
