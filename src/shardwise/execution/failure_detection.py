@@ -1,7 +1,7 @@
 """Detects lost processes by heartbeats in the store of the process group.
 
 [Note: Heartbeats] Each process has one thread that counts in the store, from its first call until it ends, over a
-connection of its own, since the other one may be held by a thread that waits for a key. Ranks of a call watch the first
+connection of its own, since a thread that waits for a key may hold the other. Ranks of a call watch the first
 rank, and the first rank watches all others. A count that stops means a process that was killed, is stopped or is
 unreachable. On one machine the process itself is checked as well: its end is detected at once, and a paused
 heartbeat (a library may block other threads) does not count while the process runs.
