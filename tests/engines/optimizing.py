@@ -295,9 +295,8 @@ def without_state() -> tuple[list[str], tuple[str, ...]]:
     target = sharded("", 2)
     fresh = MAKERS["adamw"](target, 1)
     report = shardwise.set_optimizer_state_dict(target, fresh, state)
-    return differences(
-        shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks"), state
-    ), report.without_state
+    found = shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks")
+    return differences(found, state), report.without_state
 
 
 def wider() -> tuple[dict[str, Any], list[str]]:

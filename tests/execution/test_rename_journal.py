@@ -22,7 +22,7 @@ NAMES = ("scheduler.bin", "optimizer.bin", "pytorch_model_fsdp_0/.metadata", "un
 def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
     """Files of one content, under several names."""
     content = str(seed).encode()
-    with rename_journal.locked_and_cleaned(World(0, 1), root, ["unet"]) as saving:
+    with rename_journal.locked_and_clean(World(0, 1), root, ["unet"]) as saving:
         with FoldersWriter(root) as writer:
             for name in NAMES:
                 make_file(writer, temporary_name(name, saving.save_id), content)

@@ -80,9 +80,7 @@ def undo(locked: LockedFolder, also: Collection[str] = ()) -> None:
 
 
 @contextmanager
-def locked_and_cleaned(
-    world: World, folder: str | os.PathLike[str], also: Collection[str] = ()
-) -> Iterator[Saving]:
+def locked_and_clean(world: World, folder: str | os.PathLike[str], also: Collection[str] = ()) -> Iterator[Saving]:
     """Lock a folder for a save on the first rank, and clean it up. If the block fails, undo the save.
 
     Collective: yes, at the beginning.

@@ -210,7 +210,7 @@ def _write(
         path, nbytes, written = _written(world, place.state_save.saving, place, kind, state, device, options)
         place.state_save.written.append(written)
         return path, nbytes
-    with rename_journal.locked_and_cleaned(world, place.folder) as saving:
+    with rename_journal.locked_and_clean(world, place.folder) as saving:
         path, nbytes, written = _written(world, saving, place, kind, state, device, options)
         world.broadcast(lambda: committing.commit_written(saving.locked, written, _older(place, kind, written)))
     return path, nbytes
@@ -315,7 +315,7 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
             not new.
     """
     carried: set[str] = set()
-    with rename_journal.locked_and_cleaned(world, folder, carried) as saving:
+    with rename_journal.locked_and_clean(world, folder, carried) as saving:
         work = WorkFolder.create(saving)
         world.broadcast(_begin_state, saving, work, is_new=is_new)
         yield work

@@ -22,7 +22,7 @@ from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError, answer_keywords
 from shardwise.execution.committing import commit_written
 from shardwise.execution.reading import ReadExecutor, storage_bytes
-from shardwise.execution.rename_journal import journal_folder, lists_in, locked_and_cleaned
+from shardwise.execution.rename_journal import journal_folder, lists_in, locked_and_clean
 from shardwise.execution.saved_trees import read_objects
 from shardwise.execution.stream_out import TensorsToSave
 from shardwise.execution.torch_saves import Levels, flattened, load_plain, nested
@@ -228,7 +228,7 @@ def _write_torch_file(
     written = WrittenTensors(bytes_by_file={named.torch_file: nbytes})
     with (
         progress_bar("Merging", nbytes, enabled=True) as bar,
-        locked_and_cleaned(World(0, 1), writer.root) as saving,
+        locked_and_clean(World(0, 1), writer.root) as saving,
     ):
         file = temporary_name(named.torch_file, saving.save_id)
         contents = _write_around_tensors(writer, file, named)

@@ -120,9 +120,7 @@ def load_trainer_checkpoint(
         optimizer=set_optimizer,
         restored=tuple(restored),
         not_restored=left_out,
-        trainer_state={
-            key: value for key, value in folder.state.items() if isinstance(value, (int, float, str, bool))
-        },
+        trainer_state={key: value for key, value in folder.state.items() if isinstance(value, int | float | str)},
     )
 
 

@@ -147,9 +147,8 @@ def _take_rows(target: ProgramTensor, func: Any, *args: Any) -> Any:
         return ProgramTensor(target.program, target.shape[1:], (row, row + 1))
     if dim == 0 and (len(args) < 4 or args[3] == 1):
         start, stop, _ = slice(*args[1:3]).indices(last - first)
-        return ProgramTensor(
-            target.program, (max(stop - start, 0), *target.shape[1:]), (first + start, first + stop)
-        )
+        shape = (max(stop - start, 0), *target.shape[1:])
+        return ProgramTensor(target.program, shape, (first + start, first + stop))
     target.program.is_elementwise = False
     return func(torch.empty(target.shape, dtype=target.dtype, device="meta"), *args)
 

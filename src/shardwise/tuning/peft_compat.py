@@ -56,9 +56,7 @@ def config_in(directory: str) -> LoraConfig:
     except (OSError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{directory}: PEFT cannot read adapter_config.json, {error}") from error
     if not isinstance(config, LoraConfig):
-        raise ConfigError(
-            f"{directory}: is a {config.peft_type}, and only a LORA can be trained. Pass another adapter"
-        )
+        raise ConfigError(f"{directory}: is a {config.peft_type}. Only a LORA can be trained, pass one")
     return config
 
 
@@ -120,9 +118,7 @@ def require_supported(config: LoraConfig, *, is_new: bool) -> None:
         why = "changes the base's weights" if changes_base else "needs full weights, or data"
         faults.append(f"init_lora_weights={init!r}: {why}. Pass True, False or 'gaussian'")
     if config.use_dora and is_new and init is False:
-        faults.append(
-            f"init_lora_weights={init!r}: needs the full product of the matrices with use_dora. Pass True"
-        )
+        faults.append(f"init_lora_weights={init!r}: needs full products of matrices with use_dora. Pass True")
     if config.ensure_weight_tying:
         faults.append("ensure_weight_tying=True: ties adapters by views, which cannot be sharded. Leave it out")
     if faults:
