@@ -24,7 +24,7 @@ class Zeros:
     """Zero points, one for each scale.
 
     Attributes:
-        values: the zero points, as numbers or as bytes of words.
+        values: the zero points, as values or as bytes of words.
         in_a_word: number of zero points of a column, in the code of the elements, in a word of 32 bits. 0 for
             numbers.
     """

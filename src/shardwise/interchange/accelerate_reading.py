@@ -148,7 +148,7 @@ def load_accelerate_optimizer(
         options: budget, process group, timeouts.
 
     Raises:
-        ConfigError: the state has numbers instead of names, and ``order`` does not map them.
+        ConfigError: the state has indices instead of names, and ``order`` does not map them.
     """
     model = without_compile(model)
     clock = Clock()

@@ -60,7 +60,7 @@ def load_trainer_checkpoint(
     ``save_pretrained``. Those of a PEFT model are its adapter's. The optimizer is ``optimizer.bin``,
     ``optimizer_0/`` or files of ranks, as
     :func:`~shardwise.interchange.accelerate_reading.load_accelerate_optimizer` reads them, or ``optimizer.pt``,
-    which has numbers for parameters: see ``order``. Every rank reads its own bytes, on any number of ranks (files
+    which has indices for parameters: see ``order``. Every rank reads its own bytes, on any number of ranks (files
     of ranks need the same number).
 
     Everything but the tensors of the optimizer is checked before anything is changed.

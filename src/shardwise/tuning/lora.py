@@ -148,7 +148,7 @@ def _require_unpacked(base: PreTrainedModel, config: LoraConfig) -> None:
     packed = [name for name, module in base.named_modules() if hasattr(module, "kept_as")]
     if packed and config.use_dora:
         raise ConfigError(
-            f"use_dora needs norms of rows of numbers, which weights in four bits are not ({packed[0]}). Leave out "
+            f"use_dora: needs norms of rows, which weights in four bits do not have ({packed[0]}). Leave out "
             "use_dora, or quantization"
         )
     for wanted in config.modules_to_save or ():
