@@ -80,7 +80,7 @@ def with_transformers(request: Request) -> Loaded:
 def with_accelerate(request: Request) -> Loaded:
     """accelerate's FSDP2 with ``cpu_ram_efficient_loading``: rank 0 loads, then each tensor is sent to all.
 
-    ``fsdp2_prepare_model`` is called as ``Accelerator.prepare`` calls it; ``Accelerator`` itself offers FSDP on
+    ``fsdp2_prepare_model`` is called as ``Accelerator.prepare`` calls it; ``Accelerator`` itself matched FSDP on
     accelerators only. Ranks other than the first start from a model on meta and read nothing. (transformers makes
     them read too; that is not held against accelerate.)
     """

@@ -118,7 +118,7 @@ def plan_once(wanted: Shape) -> dict[str, float]:
         bindings = bind(model, stored, whole, transforms)
     with clock.phase("wrap"):
         saved = {name for tensor in whole.saved() for name in tensor.names}
-        pretrained.tie(model, saved - set(bindings.offers), set())
+        pretrained.tie(model, saved - set(bindings.matched), set())
         wrap.wrap(model, Sharding(mesh=wrap.default_mesh()))
     with clock.phase("layout"):
         held = collect_tensors(model)

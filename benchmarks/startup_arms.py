@@ -3,7 +3,7 @@
 [Note: Arms] Each is written as a careful user writes it, in the form that costs it least. If rank 0 alone loads,
 the others have their model on meta from the start and open no file. With accelerate's environment alone,
 transformers' ``from_pretrained`` would have them read everything. ``fsdp2_prepare_model`` is called as
-``Accelerator.prepare`` calls it: ``Accelerator`` itself offers FSDP on accelerators only.
+``Accelerator.prepare`` calls it: ``Accelerator`` itself matched FSDP on accelerators only.
 """
 
 import gc

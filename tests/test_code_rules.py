@@ -145,7 +145,7 @@ def test_what_a_table_names_imports_none_of_its_importers():
 CONTRACTS = {"formats": "contract opening"}
 
 
-def test_a_reader_of_load_meets_contracts():
+def test_load_imports_contracts_only():
     """A reader of a format, or of a base in few bits, is opened by its name, when one is met."""
     met = closure(f"{PACKAGE}.engines.loading", trees())
     assert [name for name in met if name.startswith(f"{PACKAGE}.models.four_bit")] == []
@@ -155,7 +155,7 @@ def test_a_reader_of_load_meets_contracts():
     assert len(met) <= 99
 
 
-def test_what_architecture_names_is_there():
+def test_names_in_architecture_md_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     assert len(text.splitlines()) <= 250
     source = ROOT / "src" / "shardwise"
@@ -167,7 +167,7 @@ def test_what_architecture_names_is_there():
     assert not [note for note, path in notes if note not in (source / path).read_text()]
 
 
-def test_what_is_listed_as_longest_is_there():
+def test_tests_listed_as_longest_exist():
     """Tests by file and function; a name that has changed would be quick again, unseen."""
     for line in (ROOT / "tests" / "longest.txt").read_text().splitlines():
         if not line.startswith("#"):

@@ -10,7 +10,7 @@ from examples.demo import prepare_folder
 from shardwise.errors import ConfigError
 
 
-def test_what_no_demo_has_made_is_left_alone(tmp_path: Path) -> None:
+def test_files_of_others_are_not_removed_by_the_demo(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     with pytest.raises(ConfigError, match="is not empty, and not of an earlier demo"):
         prepare_folder(tmp_path)

@@ -55,7 +55,7 @@ def test_every_block_is_of_a_kind_that_is_run_or_read():
         assert indented(page) == [], page.name
 
 
-def test_what_is_not_run_says_why_and_is_counted():
+def test_blocks_that_are_not_run_have_a_reason_and_are_counted():
     left: dict[str, list[str]] = {}
     for block in EVERY:
         why = block.why_not_run

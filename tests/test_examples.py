@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tests.integrations.requirements import require_doors
+from tests.integrations.requirements import require_patched_names
 from tests.support.local_ranks import LocalRanks
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
@@ -40,7 +40,7 @@ def test_example(name: str, tmp_path: Path) -> None:
     kind = name.partition("_")[0]
     pytest.importorskip(NEEDS.get(kind, "torch"))
     if kind in ("trainer", "trl"):
-        require_doors()
+        require_patched_names()
     with LocalRanks(2, timeout_s=200, is_forked=True) as ranks:
         ranks.run(run, str(FOLDER / name), "--output", str(tmp_path), "--steps", "4")
     assert any(tmp_path.rglob("*.safetensors"))

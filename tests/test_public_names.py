@@ -21,13 +21,13 @@ def test_every_name_that_is_stated_is_there(room):
     assert dir(room) == room.__all__
 
 
-def test_what_every_user_meets_fits_on_a_page():
+def test_public_names_fit_on_a_page():
     assert len(shardwise.__all__) <= 41
     names = [name for room in ROOMS for name in room.__all__]
     assert len(names) == len(set(names)), "a name has one home"
 
 
-def test_a_name_that_lives_elsewhere_is_an_error_that_says_where():
+def test_a_name_of_another_module_is_an_error_that_names_it():
     with pytest.raises(AttributeError, match=r"'LoadOptions'; it is shardwise\.options\.LoadOptions"):
         shardwise.LoadOptions  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'LoadOption'$"):

@@ -33,11 +33,11 @@ T = TypeVar("T")
 class ShardwiseError(Exception):
     """Base class of shardwise's errors.
 
-    ``step`` is the call and the phase in which the ranks were, as in "load, read", if a collective raised the error
-    on behalf of a rank.
+    ``phase`` is the call and the phase in which the ranks were, as in "load, read", if a collective raised the
+    error on behalf of a rank.
     """
 
-    step: str = ""
+    phase: str = ""
 
 
 class CheckpointError(ShardwiseError):
@@ -65,11 +65,11 @@ class RankMismatchError(CheckpointError):
 
 
 class RankLostError(CheckpointError):
-    """A rank that the others wait for was killed, has ended, is stopped, or ran out of memory."""
+    """A rank that the others wait for was killed, has ended, or is stopped."""
 
 
 class TrainingError(ShardwiseError):
-    """A training cannot continue: its loss or gradient is not finite."""
+    """A training cannot continue: its loss or gradient is not finite, or a rank is out of memory."""
 
 
 class ConfigError(ShardwiseError):

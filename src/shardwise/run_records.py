@@ -93,7 +93,7 @@ def read_run(path: Path) -> RunRecord:
         StorageError: it is not there, or cannot be read.
     """
     if not path.is_dir():
-        raise StorageError(f"{path}: no such folder. Pass the output folder of a run.")
+        raise StorageError(f"{path}: no such folder. Pass the output folder of a run")
     try:
         files = sorted((path / FOLDER).glob("rank-*.jsonl"))
         found = [rank for file in files if (rank := _read_rank(file)) is not None]
@@ -104,7 +104,7 @@ def read_run(path: Path) -> RunRecord:
     if not found and not curves:
         raise FormatError(
             f"{path}: there is neither {FOLDER}/ with files of ranks, nor {_TRAINER_STATE}. "
-            "Name the output folder of a training, or of shardwise.observe."
+            "Name the output folder of a training, or of shardwise.observe"
         )
     first = min(found, key=attrgetter("rank"), default=None)
     ranks = {rank.rank: rank for rank in found if first is not None and rank.run == first.run}

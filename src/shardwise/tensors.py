@@ -297,16 +297,16 @@ class Code(enum.Enum):
     OFFSET4 = "OFFSET4"
 
     @property
-    def numbers(self) -> tuple[float, ...]:
+    def codebook(self) -> tuple[float, ...]:
         """Values of the 256 codes, or of the 16 codes of 4 bits."""
-        return _NUMBERS[self]
+        return _CODEBOOKS[self]
 
     @property
     def per_byte(self) -> int:
-        return 2 if len(self.numbers) == 16 else 1
+        return 2 if len(self.codebook) == 16 else 1
 
 
-_NUMBERS = {
+_CODEBOOKS = {
     Code.F8_E4M3: _float8(4, has_infinity=False),
     Code.F8_E5M2: _float8(5, has_infinity=True),
     Code.E2M1: (*_E2M1, *(-number for number in _E2M1)),
@@ -352,7 +352,7 @@ class Form4(enum.Enum):
     """A sign, two bits of exponent, one of mantissa, in twelfths. Codes 0 and 8 are both 0."""
 
     @property
-    def numbers(self) -> tuple[float, ...]:
+    def codebook(self) -> tuple[float, ...]:
         """Values of the 16 codes, as float32."""
         return _NF4 if self is Form4.NF4 else _FP4
 

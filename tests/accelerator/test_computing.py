@@ -118,12 +118,12 @@ def loads_on_another_device(folder: str) -> list[str]:
         return found if numbers.is_cpu else torch.where(found.abs() < 2**-126, 0, found)
 
     device = torch.device("npu", torch.npu.current_device())
-    assert device_computing.has_bits_of_cpu(device)
-    device_computing.has_bits_of_cpu.cache_clear()
+    assert device_computing.matches_cpu_bitwise(device)
+    device_computing.matches_cpu_bitwise.cache_clear()
     with mock.patch.object(device_computing, "_results", flushed):
-        assert not device_computing.has_bits_of_cpu(device)
+        assert not device_computing.matches_cpu_bitwise(device)
         found = checks.loads(folder, "fp8")
-    device_computing.has_bits_of_cpu.cache_clear()
+    device_computing.matches_cpu_bitwise.cache_clear()
     return found
 
 

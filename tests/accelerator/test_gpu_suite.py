@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(300)
-def test_what_is_tested_on_a_gpu_holds_on_the_simulated_one(library):
+def test_gpu_tests_pass_on_the_simulated_accelerator(library):
     """In a process of its own: one that has registered an accelerator has it until it ends."""
     options = ["-q", "-m", "gpu", "-k", "npu", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(

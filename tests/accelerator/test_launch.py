@@ -64,7 +64,7 @@ def expected(place) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_it_comes_to_the_same_as_on_the_cpu(place, library, expected, launcher):
+def test_results_equal_those_of_the_cpu(place, library, expected, launcher):
     result = launched(place, launcher, LAUNCHERS[launcher], environment(devices=2, delay_us=200))
     assert result.returncode == 0, result.stderr
     assert unlike(load_file(place / launcher / "model.safetensors"), expected) == []

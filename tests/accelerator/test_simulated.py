@@ -58,7 +58,7 @@ def test_memory_is_freed_in_the_order_of_its_stream(rank):
     assert rank.run(simulation.freed_too_early, True) == [[1, 1, 1, 1]]
 
 
-def test_what_is_counted(rank):
+def test_counted_waits_and_copies(rank):
     (found,) = rank.run(simulation.counts)
     names = ("pageable_to_device", "pageable_to_host", "pinned_to_device", "pinned_to_host", "async_copies")
     assert [found[name] for name in names] == [1, 1, 1, 1, 2]

@@ -57,7 +57,7 @@ def steps(folder: str, out: str, by: str) -> dict[str, list[list[int]]]:
 
 def test_steps_of_the_trainer(two_ranks, tmp_path):
     folder = str(runs.write(tmp_path / "models"))
-    ours, theirs = (two_ranks.run(steps, folder, str(tmp_path / by), by)[0] for by in ("shardwise", "doors"))
+    ours, theirs = (two_ranks.run(steps, folder, str(tmp_path / by), by)[0] for by in ("shardwise", "patches"))
     assert ours["step to step"] == [[0, 0, 0]] * 3
     assert ours["log to step"] == [[0, 0, 0]]
     assert ours["step to log"] == theirs["step to log"]

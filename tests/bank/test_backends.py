@@ -104,7 +104,7 @@ def pairs(*ranks: int, width: int = OUT) -> list[RoutedSegment]:
         ("auto", (4, 4), OUT, torch.float64, "loop: no batched product of torch.float32 to torch.float64"),
     ],
 )
-def test_what_is_chosen_and_why(choice, ranks, width, dtype, why):
+def test_the_choice_and_its_reason(choice, ranks, width, dtype, why):
     parts = pairs(*ranks, width=width)
     rows = parts[-1].stop
     x, out = torch.ones(rows, IN), torch.ones(rows, width, dtype=dtype)

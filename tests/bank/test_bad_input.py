@@ -176,7 +176,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("what", list(REFUSALS))
-def test_what_is_refused_leaves_no_trace(base, calm, adapters, what):
+def test_refused_calls_change_nothing(base, calm, adapters, what):
     """Between two steps, and in the middle of windows: matrices, moments and gradients are as without."""
     members = members_with(X)
     bank = bank_of(base, members)

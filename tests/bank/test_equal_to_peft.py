@@ -260,7 +260,7 @@ def test_dropout_is_another_in_each_micro_batch(base):
         assert all(float((one - other).norm()) > 0.01 * float(one.norm()) for other in found[:number])
 
 
-def test_dropout_drops_what_it_says():
+def test_dropout_has_the_configured_rate():
     values = torch.ones(8 * 50, 40)
     found = dropped(values, row_keys(5, 0, 8), 3, 0.25)
     assert float((found == 0).double().mean()) == pytest.approx(0.25, abs=0.01)

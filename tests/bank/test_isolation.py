@@ -189,7 +189,7 @@ def refused(base: Path, match: str, config: Any = None, **keywords: Any) -> None
         ("use_dora=True needs norms of whole weights", {"use_dora": True}),
         ("bias='all' trains the base", {"bias": "all"}),
         (r"modules_to_save \(lm_head\) are copies", {"modules_to_save": ["lm_head"]}),
-        ("init_lora_weights='pissa' changes the base", {"init_lora_weights": "pissa"}),
+        ("init_lora_weights='pissa': changes the base", {"init_lora_weights": "pissa"}),
         ("nothing is named 'q_prj'. The nearest are q_proj", {"target_modules": ["q_prj", "v_proj"]}),
         (
             "Only linear layers, embeddings and fused experts",
@@ -221,11 +221,11 @@ def test_configs_that_are_no_pairs_of_matrices(base, match, config):
         ("reduction='all': pass 'mean'", {"reduction": "all"}),
     ],
 )
-def test_options_that_cannot_be(base, match, keywords):
+def test_invalid_options_are_refused(base, match, keywords):
     refused(base, match, **keywords)
 
 
-def test_calls_that_cannot_be(base):
+def test_invalid_calls_are_refused(base):
     members = {"ada": recipes()["ada"], "bob": recipes()["bob"], "cy": replace(recipes()["cy"], more={})}
     bank = bank_of(base, members)
     batch = rows_for("ada", members["ada"], 0)

@@ -206,7 +206,7 @@ def test_it_continues_on_any_number_of_ranks(worlds, base, on_two, ranks):
 
 
 @pytest.mark.distributed
-def test_what_one_rank_began_two_continue_with(worlds, base, tmp_path):
+def test_a_training_of_one_rank_continues_on_two(worlds, base, tmp_path):
     expected = resuming.begin(base, tmp_path)
     found, _ = worlds(2).run(resuming.go_on, base, tmp_path)
     for name in resuming.ON_RANKS:
@@ -345,7 +345,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_differs_is_refused_by_name(base, tmp_path, saved, what):
+def test_differences_are_refused_by_name(base, tmp_path, saved, what):
     put(tmp_path, saved)
     keywords, match = REFUSED[what]
     bank = bank_of(base, {"dee": recipes()["dee"]})

@@ -27,7 +27,7 @@ def test_each_tenant_comes_out_as_alone(worlds, base, kind, limit):
 
 
 @pytest.mark.slow
-def test_whatever_the_groups_are(worlds, base):
+def test_gradients_do_not_depend_on_the_groups(worlds, base):
     """Where embeddings and linear layers are groups by themselves; and in 16 bits, near to it."""
     first, _ = worlds(2).run(on_ranks.other_groups, base, "every layer")
     assert first["groups"] > 15
@@ -41,7 +41,7 @@ def test_whatever_the_groups_are(worlds, base):
     require_equal(half["adapters"]["cy"], other["adapters"]["cy"])
 
 
-def test_a_fault_of_one_rank_is_everybodys(worlds, base):
+def test_a_fault_of_one_rank_is_raised_on_all(worlds, base):
     first, second = worlds(2).run(on_ranks.faults, base)
     assert first["errors"] == second["errors"]
     for what, match in {

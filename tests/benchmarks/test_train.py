@@ -23,7 +23,7 @@ def test_both_loops_do_the_same(worlds: Worlds, job: train.Job) -> None:
         assert rank["shardwise"]["losses"] == pytest.approx(rank["by hand"]["losses"], rel=1e-5)
 
 
-def test_what_is_in_tensors_is_what_is_held(worlds: Worlds, job: train.Job) -> None:
+def test_measured_memory_is_that_of_the_tensors(worlds: Worlds, job: train.Job) -> None:
     """Weights, gradients and two moments, and next to nothing else."""
     ours, hand = (worlds(2).run(train.remember, arm, job, job) for arm in ("shardwise", "by hand"))
     for one, other in zip(ours, hand, strict=True):
@@ -34,5 +34,5 @@ def test_what_is_in_tensors_is_what_is_held(worlds: Worlds, job: train.Job) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", [OURS, ACCELERATE])
-def test_every_arm_comes_to_its_first_step(job: train.Job, arm: str) -> None:
+def test_every_arm_reaches_its_first_step(job: train.Job, arm: str) -> None:
     assert 1 < start_once(arm, job, 2, timeout_s=100) < 100

@@ -81,7 +81,7 @@ def test_one_process_is_no_fsdp_and_a_state_may_become_one(accelerator) -> None:
     assert compat.fsdp2_plugin().auto_wrap_policy is None
 
 
-def test_what_is_prepared_beside_a_model(accelerator) -> None:
+def test_objects_prepared_with_a_model(accelerator) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -129,11 +129,11 @@ def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypa
     assert not build.loads_for_fsdp()
 
 
-def test_peft_moves_adapters_through_doors_and_copies_modules(tmp_path: Path, monkeypatch) -> None:
+def test_peft_moves_adapters_through_patched_methods_and_copies_modules(tmp_path: Path, monkeypatch) -> None:
     from peft import LoraConfig, get_peft_model
 
     seen: list[nn.Module] = []
-    for owner, name in peft_compat.replaced_methods():
+    for owner, name in peft_compat.methods_to_patch():
         original = vars(owner)[name]
 
         def door(*given, original=original, **keywords):

@@ -90,7 +90,7 @@ def test_shards_are_padded_to_that_of_rank_0(rank: int, held: int) -> None:
         assert module.weight.to_local().data_ptr() == local.data_ptr() or held == 0
 
 
-def test_who_exchanges_gradients_and_what_is_offloaded() -> None:
+def test_gradient_groups_and_offloaded_parameters() -> None:
     with fake_rank(0, 2):
         module = nn.Linear(4, 4)
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -105,7 +105,7 @@ def test_who_exchanges_gradients_and_what_is_offloaded() -> None:
         assert not averaging.is_synchronizing()
 
 
-def test_what_is_gathered_and_when() -> None:
+def test_which_parameters_are_gathered_and_when() -> None:
     """Each group before its module, in the forward and in the backward pass; what is raised there ends the pass."""
     with fake_rank(1, 4):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(8, 4))
@@ -275,7 +275,7 @@ def test_tensors() -> None:
     assert (type(bare), bare.shape, bare.dtype) == (Bare, (1 << 40, 1 << 20), torch.float64)
 
 
-def test_files_with_room_for_what_comes_later(tmp_path: Path) -> None:
+def test_files_with_padded_headers(tmp_path: Path) -> None:
     private.save_without_data(lambda: {"a": torch.empty(1000, dtype=torch.int32)}, tmp_path / "a.pt")
     found = torch.load(tmp_path / "a.pt", weights_only=True)
     assert (found["a"].shape, found["a"].dtype) == ((1000,), torch.int32)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integrations.requirements import require_doors
+from tests.integrations.requirements import require_patched_names
 from tests.training import tiny
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-require_doors()
+require_patched_names()
 from shardwise.integrations import trainer_compat as compat  # noqa: E402
 
 
@@ -62,7 +62,7 @@ def test_parameters_that_are_averaged_are_identified_by_a_mark() -> None:
     assert compat.HOOKED in inspect.getsource(Trainer._sync_replicated_trainable_parameters)
 
 
-def test_what_is_replaced_is_requested() -> None:
+def test_the_trainer_calls_the_overridden_methods() -> None:
     """The Trainer saves and resumes by the methods that ShardwiseTrainer overrides."""
     saving = inspect.getsource(Trainer._save_checkpoint)
     for name in (

@@ -260,11 +260,11 @@ def wait_interrupted(folder: str) -> tuple[Any, ...]:
     checkpointer.save(1, training.state)
     with mock.patch.object(futures, "wait", side_effect=KeyboardInterrupt):
         error = attempt_interrupt(checkpointer.wait)
-    is_on_its_way = checkpointer._on_its_way is not None
+    is_pending = checkpointer._on_its_way is not None
     training.step()
     checkpointer.save(2, training.state)
     checkpointer.close()
-    return error, is_on_its_way, checkpointer.steps()
+    return error, is_pending, checkpointer.steps()
 
 
 def attempt_interrupt(function: Any) -> str:

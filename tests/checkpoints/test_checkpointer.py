@@ -23,7 +23,7 @@ def assert_goes_on(found, saved):
         assert differences(item["state"], saved[0]["state"]) == []
         assert item["losses"] == pytest.approx(saved[0]["losses"], abs=1e-6)
         report = item["report"]
-        assert report["missing"] == report["unexpected"] == report["mismatched"] == report["afresh"] == ()
+        assert report["missing"] == report["unexpected"] == report["mismatched"] == report["without_state"] == ()
         assert report["cast"] == {}
         assert report["user"] == {"best": 0.25, "tags": ["a"]}
         assert report["restored"] == ("model", "optimizers", "schedulers", "data", "rng")

@@ -129,7 +129,7 @@ def test_the_latest_is_the_newest_that_is_whole(saved, fault):
     resumed = Checkpointer(root, keep=None)
     assert resumed.latest() == 1
     report = resumed.restore(again.state)
-    assert (report.step, report.passed_over) == (1, (2,))
+    assert (report.step, report.skipped_steps) == (1, (2,))
     assert "skipped, because files are missing or truncated: step 2" in str(report)
     assert differences(again.taken(), good) == []
     with pytest.raises((FormatError, StorageError), match="step-2"):

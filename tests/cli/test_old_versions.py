@@ -45,13 +45,13 @@ def run(text: str, library: str, found: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
 
 
-def test_whatever_is_imported_first_says_so():
+def test_an_old_version_is_reported_by_the_first_import():
     assert len(ROOMS) > 8
     done = run(_IMPORTS.format(names=ROOMS), "transformers", "5.10.4")
     assert done.stdout.splitlines() == [ERROR] * len(ROOMS), done.stderr
 
 
-def test_a_command_says_so_in_one_line():
+def test_a_command_reports_an_old_version_in_one_line():
     done = run(_COMMAND, "transformers", "5.10.4")
     assert (done.returncode, done.stderr) == (2, f"error: {ERROR}\n")
 

@@ -74,7 +74,7 @@ def test_options_reach_the_plan(checkpoint):
         (["--ranks=4", "--dtype=float17"], "float17"),
     ],
 )
-def test_what_cannot_be_planned_exits_with_2(checkpoint, arguments, message):
+def test_arguments_that_cannot_be_planned_exit_with_2(checkpoint, arguments, message):
     result = invoke(checkpoint, *arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")

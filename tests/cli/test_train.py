@@ -152,7 +152,7 @@ def test_where_ranks_come_from() -> None:
         ({}, 2, "--nproc-per-node=2, but the ranks have been started already"),
     ],
 )
-def test_an_environment_that_makes_no_sense(change: dict[str, str], nproc_per_node: int, message: str) -> None:
+def test_an_invalid_environment_is_refused(change: dict[str, str], nproc_per_node: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_launch({**TORCHRUN, **change}, nproc_per_node)
     assert str(caught.value).startswith(message)

@@ -9,7 +9,7 @@ from tests.conversion.test_nested_scales import nested_scales, unnest
 from tests.peers import use_peers
 from tests.support.world import run_world
 
-from shardwise.conversion.four_bit import BLOCKS, bounds_and_order, dynamic_numbers
+from shardwise.conversion.four_bit import BLOCKS, bounds_and_order, dynamic_codebook
 from shardwise.tensors import Form4
 
 
@@ -35,7 +35,7 @@ def compare_weights() -> list[str]:
         numbers = bnb.get_4bit_type(form.value, device="cpu")
         bounds, order = _get_4bit_quantize_bounds(form.value, torch.device("cpu"))
         if not (
-            same(torch.tensor(form.numbers), numbers) and same(torch.from_numpy(bounds_and_order(form)[0]), bounds)
+            same(torch.tensor(form.codebook), numbers) and same(torch.from_numpy(bounds_and_order(form)[0]), bounds)
         ):
             faults.append(f"{form}: numbers")
         if order.tolist() != bounds_and_order(form)[1].tolist():
@@ -64,7 +64,7 @@ def compare_scales() -> list[str]:
     import bitsandbytes.functional as bnb
 
     faults = []
-    if not same(torch.tensor(dynamic_numbers()), bnb.create_dynamic_map()):
+    if not same(torch.tensor(dynamic_codebook()), bnb.create_dynamic_map()):
         faults.append("numbers")
     generator = torch.Generator().manual_seed(0)
     places = torch.arange(-65600, 65600, dtype=torch.float64).mul(2.0**-16).float()  # more than there are codes for

@@ -28,7 +28,7 @@ def cases(draw):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     packed = torch.randint(0, 256, (*shape[:-1], shape[-1] // per_byte), generator=generator, dtype=torch.uint8)
     codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2) if per_byte == 2 else packed
-    numbers = torch.tensor(code.numbers)[codes.long()]
+    numbers = torch.tensor(code.codebook)[codes.long()]
     counts = [-(-size // step) for size, step in zip(shape, unit, strict=True)]
     exponents = draw(st.booleans())
     scales = torch.randint(100, 150, counts, generator=generator, dtype=torch.uint8)
@@ -92,7 +92,7 @@ def test_any_box_in_any_blocks(case):
     [(Code.F8_E4M3, torch.float8_e4m3fn), (Code.F8_E5M2, torch.float8_e5m2), (Code.INT8, torch.int8)],
 )
 def test_codes_are_those_of_torch(code, dtype):
-    found, wanted = torch.tensor(code.numbers), torch.arange(256).to(torch.uint8).view(dtype).float()
+    found, wanted = torch.tensor(code.codebook), torch.arange(256).to(torch.uint8).view(dtype).float()
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 

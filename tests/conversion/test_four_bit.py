@@ -48,8 +48,8 @@ def code_of(value: torch.Tensor, scale: torch.Tensor, form: Form4) -> int:
     """Of one float32: the number that is nearest, by the bounds, to it times the reciprocal of its scale."""
     least = torch.tensor(1e-38)
     number = value * (torch.tensor(1.0) / torch.maximum(scale, least))
-    by_size = sorted(range(16), key=lambda code: form.numbers[code])
-    numbers = torch.tensor([form.numbers[code] for code in by_size])
+    by_size = sorted(range(16), key=lambda code: form.codebook[code])
+    numbers = torch.tensor([form.codebook[code] for code in by_size])
     return by_size[int(((numbers[:-1] + numbers[1:]) / 2 < number).sum())]
 
 
@@ -78,7 +78,7 @@ def test_each_element_by_itself(case):
         for value, scale in zip(values.float().flatten(), by_element.flatten(), strict=True)
     ]
     assert codes.flatten().tolist() == wanted
-    numbers = torch.tensor(form.numbers)[codes.long()] * by_element
+    numbers = torch.tensor(form.codebook)[codes.long()] * by_element
     for dtype in DTYPES:
         assert same(dequantized(packed, absmax, block, form, dtype), numbers.to(dtype))
 
@@ -95,7 +95,7 @@ def test_weights_of_several_chunks(dtype, block):
         bounds, order = map(torch.from_numpy, bounds_and_order(form))
         codes = order.long()[torch.bucketize(numbers, bounds)]
         assert torch.equal(packed, (codes[:, ::2] << 4 | codes[:, 1::2]).byte())
-        wanted = torch.tensor(form.numbers)[codes] * scales.repeat_interleave(block, -1)
+        wanted = torch.tensor(form.codebook)[codes] * scales.repeat_interleave(block, -1)
         assert same(dequantized(packed, absmax, block, form, dtype), wanted.to(dtype))
 
 

@@ -12,16 +12,16 @@ from tests.conversion.random_expressions import Grower, view
 from shardwise.conversion.computed import copies
 from shardwise.conversion.expression import (
     Expression,
-    Hole,
     Stored,
+    Unstored,
     concat,
     permute,
     reshape,
     rows_stored,
-    skeleton,
     slice_dim,
     stack,
     stored_leaves,
+    structure,
     substitute,
 )
 from shardwise.tensors import Box, DType
@@ -50,11 +50,12 @@ def test_other_leaves_of_the_same_shapes(seed: int) -> None:
     made = substitute(node, renamed)
     assert list(stored_leaves(made)) == [renamed[leaf.key] for leaf in leaves]
     assert np.array_equal(evaluated(made, {f"other {key}": value for key, value in grower.leaves.items()}), array)
-    kind, keys = skeleton(node)
-    assert skeleton(made) == (kind, tuple(renamed[key].key for key in keys))
+    kind, keys = structure(node)
+    assert structure(made) == (kind, tuple(renamed[key].key for key in keys))
     assert keys == tuple(dict.fromkeys(leaf.key for leaf in leaves))
     assert (
-        skeleton(substitute(node, {key: replace(leaf, dtype=DType.I8) for key, leaf in renamed.items()}))[0] != kind
+        structure(substitute(node, {key: replace(leaf, dtype=DType.I8) for key, leaf in renamed.items()}))[0]
+        != kind
     )
 
 
@@ -77,24 +78,24 @@ def test_leaves_that_are_made_of_others(seed: int) -> None:
 def test_expressions_that_differ_have_other_skeletons() -> None:
     a, b, half = Stored("a", (4, 6), DType.F32), Stored("b", (4, 6), DType.F32), Stored("a", (4, 6), DType.F16)
     cube = reshape(a, (2, 2, 6))
-    different = [a, half, Stored("a", (4, 4), DType.F32), Hole((4, 6), DType.F32), Hole((4, 5), DType.F32)]
+    different = [a, half, Stored("a", (4, 4), DType.F32), Unstored((4, 6), DType.F32), Unstored((4, 5), DType.F32)]
     different += [concat([a, b], 0), concat([a, a], 0), concat([a, b], 1), concat([a, b, b], 0)]
-    different += [concat([a, Hole((1, 6), DType.F32)], 0), stack([a, b], 0), stack([a, b], 1)]
+    different += [concat([a, Unstored((1, 6), DType.F32)], 0), stack([a, b], 0), stack([a, b], 1)]
     different += [slice_dim(a, *of) for of in ((0, 0, 2), (0, 1, 2), (0, 0, 2, 2), (0, 0, 3), (1, 0, 2))]
     different += [permute(a, (1, 0)), permute(cube, (1, 0, 2)), permute(cube, (1, 2, 0))]
     different += [reshape(a, (6, 4)), reshape(a, (24,))]
-    assert len({skeleton(node)[0] for node in different}) == len(different)
-    assert skeleton(concat([a, b], 0))[0] == skeleton(concat([b, a], 0))[0]
-    assert skeleton(concat([b, a], 0))[1] == ("b", "a")
+    assert len({structure(node)[0] for node in different}) == len(different)
+    assert structure(concat([a, b], 0))[0] == structure(concat([b, a], 0))[0]
+    assert structure(concat([b, a], 0))[1] == ("b", "a")
 
 
 def test_rows_that_no_checkpoint_holds() -> None:
     """Of a vocabulary that has grown: nothing is copied there."""
     stored = Stored("embed", (5, 2), DType.F32)
-    grown = concat([stored, Hole((3, 2), DType.F32)], 0)
+    grown = concat([stored, Unstored((3, 2), DType.F32)], 0)
     assert rows_stored(grown) == 5
     assert substitute(grown, {"embed": replace(stored, key="e")}) == concat(
-        [replace(stored, key="e"), Hole((3, 2), DType.F32)], 0
+        [replace(stored, key="e"), Unstored((3, 2), DType.F32)], 0
     )
     made = evaluated(grown, {"embed": np.arange(10)})
     assert np.array_equal(made, [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], *[[-1, -1]] * 3])
@@ -102,8 +103,8 @@ def test_rows_that_no_checkpoint_holds() -> None:
     for whole in (
         stored,
         concat([stored, stored], 0),
-        concat([stored, Hole((5, 2), DType.F32)], 1),
-        concat([Hole((3, 2), DType.F32), stored], 0),
+        concat([stored, Unstored((5, 2), DType.F32)], 1),
+        concat([Unstored((3, 2), DType.F32), stored], 0),
     ):
         assert rows_stored(whole) is None
 

@@ -7,7 +7,7 @@ from tests.conversion.test_four_bit import same
 
 from shardwise.conversion.computed import Computed
 from shardwise.conversion.expression import Stored
-from shardwise.conversion.four_bit import compute_offset, dynamic_numbers, nested_codes, quantize_scales
+from shardwise.conversion.four_bit import compute_offset, dynamic_codebook, nested_codes, quantize_scales
 from shardwise.conversion.packed import dequantized_scales
 from shardwise.tensors import Box, DType
 
@@ -24,7 +24,7 @@ def unnest(codes: torch.Tensor, nested: torch.Tensor, offset: torch.Tensor) -> t
         Stored("codes", tuple(codes.shape), DType.U8),
         Stored("nested", tuple(nested.shape), DType.F32),
         float(offset),
-        dynamic_numbers(),
+        dynamic_codebook(),
     )
     assert isinstance(node, Computed)
     (block,) = node.operation.blocks({node.output: [Box.whole(node.shape)]}, 1 << 30)
@@ -37,7 +37,7 @@ def test_parts_are_those_of_the_whole(count, seed, power, data):
     codes, nested, offset = nested_scales(absmax)
     scales = unnest(codes, nested, offset)
     moved = absmax - absmax.mean()
-    numbers = torch.tensor(dynamic_numbers())
+    numbers = torch.tensor(dynamic_codebook())
     for block, start in enumerate(range(0, count, 256)):
         part = moved[start : start + 256]
         assert nested[block] == part.abs().max()

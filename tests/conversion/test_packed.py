@@ -68,7 +68,7 @@ def test_any_box_of_numbers(data):
     for place in itertools.product(*map(range, shape)):
         *rows, column = place
         byte = int(values[(*rows, column // 2)])
-        wanted[place] = form.numbers[byte & 15 if column % 2 else byte >> 4] * scales[(*rows, column // 32)]
+        wanted[place] = form.codebook[byte & 15 if column % 2 else byte >> 4] * scales[(*rows, column // 32)]
     box = draw(boxes(shape))
     found = evaluated(node, [values, scales], box, draw(st.sampled_from([1, 200, 100_000])))
     assert found.dtype == DTYPES[dtype]
@@ -129,7 +129,7 @@ def test_any_of_the_bytes_of_numbers(data):
     assert torch.equal(found, part(numbers.view(torch.uint8), box))
 
 
-def test_what_is_stored_so_is_taken_as_it_is():
+def test_rows_stored_in_the_same_form_are_copied():
     values, scales = Stored("w", (256, 1), DType.U8), Stored("s", (8,), DType.F32)
     numbers = dequantized_rows(values, scales, (8, 64), Form4.NF4, 64, DType.BF16)
     weight, raw = packed(numbers, Form4.NF4, 64, rounds_to=DType.BF16)

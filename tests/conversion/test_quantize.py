@@ -98,7 +98,7 @@ def test_values_are_rounded_first():
         (DType.F32, math.inf, (9, 64), [(n, 0) for n in range(8)], "rows 0, 1, 2, 3, 4 and 3 more have"),
     ],
 )
-def test_what_is_not_finite_is_named(dtype, value, shape, at, told):
+def test_values_that_are_not_finite_are_named(dtype, value, shape, at, told):
     values = torch.ones(shape)
     for place in at:
         values[place] = value

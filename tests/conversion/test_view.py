@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.conversion.computed import copies
-from shardwise.conversion.expression import Expression, Stored, permute, reshape, slice_dim, view
+from shardwise.conversion.expression import Expression, Stored, as_strided, permute, reshape, slice_dim
 from shardwise.tensors import Box, DType, Strided
 
 
@@ -45,23 +45,23 @@ def views(draw: st.DrawFn) -> tuple[Strided, int]:
 
 
 @given(views())
-def test_a_view_is_what_it_says(case: tuple[Strided, int]) -> None:
+def test_a_view_equals_torch_as_strided(case: tuple[Strided, int]) -> None:
     of, count = case
-    expression = view(flat(count), of)
+    expression = as_strided(flat(count), of)
     assert expression.shape == of.sizes
     assert np.array_equal(evaluated(expression, count), strided(np.arange(count), of))
 
 
 def test_a_view_of_a_whole_grid_is_no_more_than_it_needs() -> None:
-    assert view(flat(6), Strided(0, (2, 3), (3, 1))) == reshape(flat(6), (2, 3))
-    assert view(flat(6), Strided(0, (3, 2), (1, 3))) == permute(reshape(flat(6), (2, 3)), (1, 0))
-    columns = view(flat(48), Strided(2, (6, 3), (8, 1)))
+    assert as_strided(flat(6), Strided(0, (2, 3), (3, 1))) == reshape(flat(6), (2, 3))
+    assert as_strided(flat(6), Strided(0, (3, 2), (1, 3))) == permute(reshape(flat(6), (2, 3)), (1, 0))
+    columns = as_strided(flat(48), Strided(2, (6, 3), (8, 1)))
     assert columns == slice_dim(reshape(flat(48), (6, 8)), 1, 2, 3)
     assert len(copies(columns, Box.whole((6, 3)))) == 1
 
 
 def test_an_empty_view() -> None:
-    made = view(flat(6), Strided(6, (0, 4), (9, 9)))
+    made = as_strided(flat(6), Strided(6, (0, 4), (9, 9)))
     assert made == reshape(slice_dim(flat(6), 0, 0, 0), (0, 4))
 
 
@@ -76,6 +76,6 @@ def test_an_empty_view() -> None:
         (Strided(0, (2, 2, 2), (3, 2, 1)), 9, "steps of 3 see elements twice"),
     ],
 )
-def test_views_that_cannot_be(of: Strided, count: int, words: str) -> None:
+def test_invalid_views_are_refused(of: Strided, count: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        view(flat(count), of)
+        as_strided(flat(count), of)

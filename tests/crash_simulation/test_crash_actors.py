@@ -76,7 +76,7 @@ def test_a_kill_leaves_what_was_done_and_the_first_steps_of_the_last_effect() ->
     assert [dict(killed.state.files) == found[-1][1] for killed in states_after_kill({"b": b"1"}, entries)][5]
 
 
-def test_what_a_killed_one_did_not_sync_is_lost_after_another_has_synced_its_own() -> None:
+def test_unsynced_writes_of_a_killed_save_are_lost_after_another_syncs() -> None:
     left: list[Entry] = [FolderMade(0, "")]
     follows: list[Entry] = [*of_file("a", b"1", writer=1), NamesSynced(1)]
     values = {BEFORE: False, "second": True}
@@ -127,7 +127,7 @@ def test_which_saves_may_be_found(entries: list[Entry], found: set[str]) -> None
     assert may_be_found(entries) == found
 
 
-def test_what_is_neither_is_reported_with_the_moment() -> None:
+def test_other_outcomes_are_reported_with_the_moment() -> None:
     entries: list[Entry] = [Called("a"), Removed(0, "x"), *of_file("x", b"2"), NamesSynced(0), Returned("a")]
 
     def look(state: CrashState) -> bytes | None:

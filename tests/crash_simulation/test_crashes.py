@@ -173,7 +173,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(given_calls=st.lists(st.tuples(writers, calls), max_size=12))
-def test_what_is_seen_is_among_the_states_and_what_is_synced_is_in_all(
+def test_visible_states_are_among_the_possible_ones_and_synced_writes_in_all(
     folder: Path, given_calls: list[tuple[int, tuple[object, ...]]]
 ) -> None:
     done = executed(given_calls, folder)

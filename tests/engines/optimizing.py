@@ -174,18 +174,18 @@ def refuse_to_step(*args: Any, **keywords: Any) -> None:
     raise AssertionError("a step was taken")
 
 
-def there_and_back(way: str, maker: str, brought_by: str, onto: str) -> tuple[list[str], dict[str, Any]]:
+def there_and_back(way: str, maker: str, provided_by: str, onto: str) -> tuple[list[str], dict[str, Any]]:
     """Trained, handed over to a model and optimizers that are set up in another order, and trained on."""
     source = sharded(way, 1)
     optimizers = trained(source, maker, 2)
     target = sharded(onto, 2)
     theirs = MAKERS[maker](target, 0.5)
-    if brought_by == "shards":
+    if provided_by == "shards":
         values = shardwise.get_model_state_dict(source, "sharded")
         state: Any = shardwise.get_optimizer_state_dict(source, optimizers, "sharded")
     else:
         values = shardwise.get_model_state_dict(source, "full_on_all_ranks")
-        state = part_of(shardwise.get_optimizer_state_dict(source, optimizers, "full_on_all_ranks"), brought_by)
+        state = part_of(shardwise.get_optimizer_state_dict(source, optimizers, "full_on_all_ranks"), provided_by)
     shardwise.set_model_state_dict(target, values)
     with mock.patch.object(Optimizer, "step", refuse_to_step):
         report = shardwise.set_optimizer_state_dict(target, theirs, state, options=SMALL)
@@ -286,7 +286,7 @@ def tolerated() -> tuple[list[str], dict[str, Any]]:
     return differences(after["state"], wanted), report.to_dict()
 
 
-def afresh() -> tuple[list[str], tuple[str, ...]]:
+def without_state() -> tuple[list[str], tuple[str, ...]]:
     """A parameter that had no gradient has no state, there and here."""
     model = sharded("", 1)
     optimizers = MAKERS["adamw"](model, 1)
@@ -295,7 +295,8 @@ def afresh() -> tuple[list[str], tuple[str, ...]]:
     target = sharded("", 2)
     fresh = MAKERS["adamw"](target, 1)
     report = shardwise.set_optimizer_state_dict(target, fresh, state)
-    return differences(shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks"), state), report.afresh
+    found = shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks")
+    return differences(found, state), report.without_state
 
 
 def wider() -> tuple[dict[str, Any], list[str]]:

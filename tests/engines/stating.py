@@ -113,20 +113,20 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def part_of(state: dict[str, torch.Tensor], brought_by: str) -> dict[str, torch.Tensor] | None:
-    """The state, on the ranks that are to bring it."""
+def part_of(state: dict[str, torch.Tensor], provided_by: str) -> dict[str, torch.Tensor] | None:
+    """The state, on the ranks that are to pass it."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    return state if {"first": rank == 0, "last": rank == last}.get(brought_by, True) else None
+    return state if {"first": rank == 0, "last": rank == last}.get(provided_by, True) else None
 
 
-def there_and_back(way: str, brought_by: str, onto: str) -> tuple[list[str], dict[str, Any]]:
+def there_and_back(way: str, provided_by: str, onto: str) -> tuple[list[str], dict[str, Any]]:
     """A state from one model to another with other values: what then differs from the first, and the report."""
     target = sharded(onto, 2)
     before = [id(parameter) for parameter in target.parameters()]
-    if brought_by == "shards":
+    if provided_by == "shards":
         state = shardwise.get_model_state_dict(sharded(way, 1), "sharded")
     else:
-        state = part_of(shardwise.get_model_state_dict(sharded(way, 1), "full_on_all_ranks"), brought_by)
+        state = part_of(shardwise.get_model_state_dict(sharded(way, 1), "full_on_all_ranks"), provided_by)
     report = shardwise.set_model_state_dict(target, state, options=SMALL)
     inner = getattr(target, "_orig_mod", target)
     faults = sharding.differences(inner, plain(way, 1))

@@ -104,7 +104,7 @@ def test_keywords_that_are_unknown_are_refused(qwen3, keyword, said):
         ({"revision": "v2", "hub": HubOptions(revision="v1")}, "given twice"),
     ],
 )
-def test_keywords_of_transformers_that_mean_nothing_here_say_what_to_do(qwen3, keywords, said):
+def test_unsupported_keywords_of_transformers_name_the_alternative(qwen3, keywords, said):
     with pytest.raises(ConfigError, match=said):
         shardwise.from_pretrained(qwen3, **keywords)
     with pytest.raises(ConfigError, match=said):
@@ -180,7 +180,7 @@ def test_a_variant_is_the_one_that_is_read(qwen3, tmp_path):
         ({"hub": {"revision": "v1"}}, "hub is .*, of type dict. Pass HubOptions"),
         ({"options": LoadOptions(shared_reads="often")}, "options.shared_reads='often' is not known"),
         ({"options": LoadOptions(device="cuda")}, "options.device is 'cuda', of type str. Pass device"),
-        ({"tuning": shardwise.Lora({"r": 4})}, "config is a dict. Pass a peft.LoraConfig"),
+        ({"tuning": shardwise.Lora({"r": 4})}, "config: is a dict. Pass a peft.LoraConfig"),
     ],
 )
 def test_values_of_another_kind_than_is_meant(qwen3, keywords, said):

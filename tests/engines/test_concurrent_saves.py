@@ -157,7 +157,7 @@ def test_one_whose_mark_was_taken_away_does_not_harm_the_one_that_counts(
 
 
 @pytest.mark.parametrize("theirs", [ONE, SEVERAL])
-def test_what_was_set_aside_was_the_other_s_and_is_put_back(tmp_path, theirs, monkeypatch):
+def test_files_of_another_save_that_were_set_aside_are_restored(tmp_path, theirs, monkeypatch):
     """Several files take the place of a single one in two steps, and the other save comes between them."""
     save(1, tmp_path, ONE)
 
@@ -199,7 +199,7 @@ def test_of_weights_that_were_set_aside_at_most_one_is_ever_there(tmp_path, coun
 
 
 @pytest.mark.parametrize("size", [ONE, SEVERAL])
-def test_a_save_counts_and_says_so_though_another_took_the_folder_over_and_died(target, size, monkeypatch):
+def test_a_committed_save_is_reported_although_another_took_over_and_died(target, size, monkeypatch):
     """Whoever is told of a failure looks for the older save, and would find this one."""
     save(1, target, size)
     taken = []

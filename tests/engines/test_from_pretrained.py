@@ -77,7 +77,7 @@ def test_missing_tensors_are_initialized_alike_at_every_world_size(worlds, qwen3
     assert all(torch.equal(alone[name], stored[name]) for name in alone if name != "score.weight")
 
 
-def test_mismatched_tensors_start_afresh_with_consent(qwen3):
+def test_mismatched_tensors_are_initialized_with_consent(qwen3):
     model, report = shardwise.from_pretrained(
         qwen3,
         config_overrides={"vocab_size": 101},
@@ -89,7 +89,7 @@ def test_mismatched_tensors_start_afresh_with_consent(qwen3):
     assert set(report.initialized) == set(report.mismatched_keys)
 
 
-def test_the_report_says_what_was_done(tied_qwen3):
+def test_the_report_lists_tied_initialized_and_cast_tensors(tied_qwen3):
     _, report = shardwise.from_pretrained(tied_qwen3, dtype="bfloat16", output_loading_info=True)
     assert report.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert report.recomputed == ("model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq")
@@ -125,7 +125,7 @@ def test_requires_grad_is_the_model_class_s_own(tmp_path):
     assert {name for name, parameter in loaded.named_parameters() if not parameter.requires_grad} == frozen
 
 
-def test_what_saving_reads_is_left_on_the_model(mixtral, tmp_path):
+def test_attributes_that_saving_reads_are_set_on_the_model(mixtral, tmp_path):
     model = shardwise.from_pretrained(mixtral)
     model.save_pretrained(tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -224,7 +224,7 @@ def test_a_trained_model_can_be_loaded_again(worlds, qwen3):
 
 
 @pytest.mark.parametrize("resized", ["mean", "initialized"])
-def test_nor_does_it_change_what_is_begun(qwen3, resized):
+def test_a_meta_device_context_does_not_change_new_tensors(qwen3, resized):
     options = {
         "tuning": shardwise.Lora(LoraConfig(r=4, target_modules="all-linear")),
         "resize_vocab": shardwise.options.ResizeVocab(200, resized),
@@ -329,7 +329,7 @@ def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monk
     def read(*_):
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(memory, "available_memory", lambda home: Available(host_bytes=100_000))
+    monkeypatch.setattr(memory, "available_memory", lambda device: Available(host_bytes=100_000))
     with monkeypatch.context() as reading:
         reading.setattr(loading.ReadExecutor, "place", read)
         told = r"rank 0 needs .* of host memory, of which 97.66 KiB is free"

@@ -148,7 +148,7 @@ def test_modules_that_keep_their_weights_in_a_list_too(tmp_path):
     assert torch.equal(model(inputs)[0], expected(inputs)[0])
 
 
-def test_an_error_of_a_callable_is_one_of_ours(plain):
+def test_an_error_of_a_callable_is_a_shardwise_error(plain):
     with pytest.raises(CheckpointError, match="ZeroDivisionError"):
         shardwise.load(on_meta(Plain), plain[0], buffers={"*.angles": lambda module: 1 / 0})
 

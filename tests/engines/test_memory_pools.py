@@ -20,7 +20,7 @@ def load_with_room(checkpoint: str) -> tuple[str, str]:
     original = memory.available_memory
 
     def load(room: int) -> str:
-        memory.available_memory = lambda home: Available(host_bytes=room)
+        memory.available_memory = lambda device: Available(host_bytes=room)
         try:
             shardwise.from_pretrained(checkpoint, options=options)
         except shardwise.ShardingError as error:

@@ -67,6 +67,6 @@ def test_every_way_is_bitwise_equal(worlds, cases, url, way):
         ("ep", "qwen3_5_moe_text", {"Shard", "_StridedShard Shard"}),
     ],
 )
-def test_the_ways_are_what_they_claim_to_be(worlds, cases, mesh, name, kinds):
+def test_placements_of_each_mesh(worlds, cases, mesh, name, kinds):
     (case, _) = (case for case in cases if case.specimen.name == name)
     assert worlds(4).run(load_cases.placements, case, Way(mesh)) == [kinds] * 4

@@ -9,7 +9,7 @@ from shardwise import Sharding
 
 
 @pytest.mark.distributed
-def test_who_hands_on_gives_what_has_come_to_it_and_not_its_own(worlds):
+def test_a_forwarding_rank_sends_received_data_and_not_its_own(worlds):
     """The first rank's values go to the second, which gives them to the third."""
     assert worlds(3).run(mean_of_all) == [[1.0] * 4] * 3
 

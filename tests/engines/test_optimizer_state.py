@@ -30,24 +30,24 @@ def test_torch_writes_the_same_and_reads_it(worlds, maker):
 
 
 @pytest.mark.parametrize(
-    ("maker", "brought_by"),
+    ("maker", "provided_by"),
     [*((maker, by) for maker in ALL for by in ("first", "shards")), ("two", "every"), ("two", "last")],
 )
-def test_training_continues_bitwise_with_a_state_that_was_set(worlds, maker, brought_by):
-    found = worlds(3).run(optimizing.there_and_back, "", maker, brought_by, "")
+def test_training_continues_bitwise_with_a_state_that_was_set(worlds, maker, provided_by):
+    found = worlds(3).run(optimizing.there_and_back, "", maker, provided_by, "")
     assert [faults for faults, _ in found] == [[]] * 3
     for _, report in found:
-        assert report["missing"] == report["unexpected"] == report["afresh"] == ()
+        assert report["missing"] == report["unexpected"] == report["without_state"] == ()
         assert report["cast"] == {}
         assert len(report["set_names"]) > 5
-        if brought_by in ("every", "shards"):
+        if provided_by in ("every", "shards"):
             assert report["received_bytes"] == 0
 
 
 @pytest.mark.parametrize(("way", "onto"), [("", "hsdp"), ("hsdp", ""), ("tp", "tp")])
-@pytest.mark.parametrize("brought_by", [pytest.param("first", marks=pytest.mark.slow), "shards"])
-def test_meshes_may_change(worlds, way, onto, brought_by):
-    found = worlds(4).run(optimizing.there_and_back, way, "adamw", brought_by, onto)
+@pytest.mark.parametrize("provided_by", [pytest.param("first", marks=pytest.mark.slow), "shards"])
+def test_meshes_may_change(worlds, way, onto, provided_by):
+    found = worlds(4).run(optimizing.there_and_back, way, "adamw", provided_by, onto)
     assert [faults for faults, _ in found] == [[]] * 4
 
 
@@ -57,8 +57,8 @@ FAULTS = {
     "unexpected": ("KeyMismatchError", "unexpected 1     blocks.9.weight\nPass on_unexpected=Ignore"),
     "twice": ("KeyMismatchError", "twice 1          embed.weight"),
     "lost moment": ("KeyMismatchError", "missing 1        blocks.0.0.weight: exp_avg"),
-    "shape": ("KeyMismatchError", "blocks.0.0.weight: exp_avg: brought (4, 5) F32 by rank 0, wanted (7, 5) F32"),
-    "numbers": ("ConfigError", "numbers in place of parameters' names"),
+    "shape": ("KeyMismatchError", "blocks.0.0.weight: exp_avg: provided (4, 5) F32 by rank 0, wanted (7, 5) F32"),
+    "numbers": ("ConfigError", "indices in place of parameters' names"),
     "layout": ("ConfigError", "the state of optimizers is {'state'"),
     "object": ("ConfigError", "blocks.0.0.weight: exp_avg in the state is a list"),
     "lost moment on rank 1": ("RankMismatchError", "blocks.0.0.weight: exp_avg"),
@@ -68,14 +68,14 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_does_not_fit_is_one_error_and_changes_nothing(worlds, fault):
+def test_mismatches_are_one_error_and_change_nothing(worlds, fault):
     kind, text = FAULTS[fault]
     found = worlds(2).run(optimizing.refused, fault)
     require_same_error([end[:2] for end in found], kind, text)
     assert [changed for _, _, changed in found] == [[], []]
 
 
-def test_what_is_ignored_stays_and_is_reported(worlds):
+def test_ignored_state_is_unchanged_and_reported(worlds):
     for faults, report in worlds(2).run(optimizing.tolerated):
         assert faults == []
         assert report["missing"] == ("blocks.0.0.weight",)
@@ -83,8 +83,8 @@ def test_what_is_ignored_stays_and_is_reported(worlds):
         assert report["mismatched"] == ("blocks.1.0.weight: exp_avg",)
 
 
-def test_what_has_not_been_stepped_starts_afresh_and_is_reported(worlds):
-    for faults, names in worlds(2).run(optimizing.afresh):
+def test_parameters_without_state_are_reported(worlds):
+    for faults, names in worlds(2).run(optimizing.without_state):
         assert faults == []
         assert names == ("blocks.0.0.bias",)
 

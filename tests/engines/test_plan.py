@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import shardwise
 from shardwise import ConfigError, KeyMismatchError, Sharding, ShardingError
-from shardwise.engines.sharding import sharding_named, wrap_named
+from shardwise.engines.sharding import build_sharding, build_wrap_policy
 from shardwise.options import Classes, Ignore, Initialize, MinSize
 from shardwise.storage.contract import LOCAL, OBJECT_STORE
 
@@ -31,7 +31,7 @@ def moe(tmp_path_factory):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["qwen3", "tied_qwen3", "moe"])
-def test_a_load_does_what_was_estimated(worlds, name, request):
+def test_a_load_equals_its_estimate(worlds, name, request):
     directory = str(request.getfixturevalue(name))
     made = shardwise.plan(directory, ranks=3, device="cpu", dtype="float32")
     facts = worlds(3).run(on_ranks.report_of, directory, {"dtype": torch.float32})
@@ -117,7 +117,7 @@ def without_norm(tensors):
     return {key: value for key, value in tensors.items() if key != "model.norm.weight"} | {"extra": torch.ones(1)}
 
 
-def test_what_does_not_fit_is_reported_as_by_a_load(qwen3, changed):
+def test_mismatches_are_reported_as_by_a_load(qwen3, changed):
     directory = changed(qwen3, without_norm)
     with pytest.raises(KeyMismatchError) as foretold:
         shardwise.plan(directory, ranks=64)
@@ -148,7 +148,7 @@ def test_consent_is_honoured(qwen3, changed):
         ({"ranks": 2, "config_overrides": {"num_layers": 3}}, ConfigError, "num_layers"),
     ],
 )
-def test_what_cannot_be_planned_is_named(qwen3, arguments, error, message):
+def test_arguments_that_cannot_be_planned_are_named(qwen3, arguments, error, message):
     with pytest.raises(error, match=message):
         shardwise.plan(qwen3, **arguments)
 
@@ -189,16 +189,16 @@ def test_more_ranks_than_rows_hold_nothing_of_some_tensors(tmp_path):
     ],
 )
 def test_wrap_policies_by_name(text, policy):
-    assert wrap_named(text) == policy
+    assert build_wrap_policy(text) == policy
 
 
 @pytest.mark.parametrize("text", ["atuo", "class=X", "classes=", "min-size=x"])
 def test_an_unknown_wrap_policy_is_refused(text):
     with pytest.raises(ConfigError, match="is not known. Pass one of auto, "):
-        wrap_named(text)
+        build_wrap_policy(text)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float17", "nn"])
 def test_mixed_precision_has_a_floating_dtype(dtype):
     with pytest.raises(ConfigError, match=f"param_dtype='{dtype}'"):
-        sharding_named("auto", param_dtype=dtype, offload=False)
+        build_sharding("auto", param_dtype=dtype, offload=False)

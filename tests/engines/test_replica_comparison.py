@@ -281,13 +281,13 @@ def told(worlds, size, function, folder):
     return first
 
 
-def test_buffers_that_differ_are_the_first_ranks_and_the_reports_say_so(worlds, tmp_path):
+def test_differing_buffers_become_those_of_the_first_rank_and_are_reported(worlds, tmp_path):
     found = told(worlds, 3, buffers_that_are_not_the_firsts, tmp_path)
     assert len(found) == 9
     assert not any(found.values()), found
 
 
-def test_buffers_that_differ_are_refused_where_the_user_asks(worlds, tmp_path):
+def test_differing_buffers_are_refused_on_request(worlds, tmp_path):
     found = told(worlds, 2, refused_buffers, tmp_path)
     assert len(found) == 10
     for error in found.values():
@@ -328,7 +328,7 @@ def test_replicas_of_a_shard_that_differ_by_one_bit_are_refused(worlds, tmp_path
     assert told(worlds, 4, replicas_alike, tmp_path / "alike") == {}
 
 
-def test_what_drifts_between_two_checkpoints_is_refused(worlds, tmp_path):
+def test_replicas_that_drift_apart_between_checkpoints_are_refused(worlds, tmp_path):
     found = told(worlds, 2, drifted_between_checkpoints, tmp_path)
     for mode in ("sync", "async"):
         assert found[f"{mode}, 0"] == found[f"{mode}, 2"] == ": "

@@ -217,7 +217,7 @@ class TestMark:
     @pytest.mark.parametrize(
         "text", ["", "\0\0\0\0", "{", "[]", "{}", "null", '{"host": 1e999, "process": 1e999}', "[" * 5000, "\x80"]
     )
-    def test_that_says_nothing(self, saved, text, monkeypatch):
+    def test_that_is_empty_or_invalid(self, saved, text, monkeypatch):
         """Left between its creation and its filling."""
         monkeypatch.setattr(saving_lock, "_WRITTEN_S", 0.01)
         (saved / MARK).write_text(text, encoding="latin-1")
@@ -287,7 +287,7 @@ def surrounded(tmp_path):
 
 class TestIndex:
     @pytest.mark.parametrize("size", ["1GB", "6KB"])
-    def test_that_names_what_is_not_its_own(self, surrounded, size):
+    def test_an_index_that_names_files_of_others(self, surrounded, size):
         folder, around = surrounded
         (folder / "old.safetensors").write_text("older weights")
         names = {f"w{number}": name for number, name in enumerate([*HOSTILE, "old.safetensors"])}

@@ -99,7 +99,7 @@ def test_a_tokenizer_that_writes_folders_is_refused_before_anything_is_written(t
     assert not (tmp_path / "saved").exists()
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path):
+def test_an_object_that_is_not_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(shardwise.ConfigError, match="tokenizer='gpt2' has no save_pretrained"):
         shardwise.save(nn.Linear(2, 2), tmp_path / "saved", tokenizer="gpt2")
 

@@ -61,7 +61,7 @@ def test_one_process_without_a_group_keeps_its_model(checkpoint):
     assert (report["mesh"], report["world_size"], report["sent_bytes"]) == ("", 1, 0)
 
 
-def test_what_differs_between_ranks_is_rank_0_s_and_reported(worlds):
+def test_differing_values_become_those_of_rank_0_and_are_reported(worlds):
     for faults, report in worlds(3).run(sharding.other_values, ANYONE):
         assert faults == []
         assert report["differed"] == {"embed.weight": 0, "blocks.0.table.angles": 0}
@@ -81,7 +81,7 @@ def test_the_source_casts_to_the_receivers_dtype_but_never_bits(worlds):
 
 
 @pytest.mark.parametrize("state", ["everywhere", "first"])
-def test_only_what_is_trained_is_upcast_and_each_is_reported(worlds, state):
+def test_only_trained_parameters_are_upcast_and_each_is_reported(worlds, state):
     for faults, report in worlds(2).run(sharding.upcast, state):
         assert faults == []
         cast = {"embed.weight"} | {
@@ -101,7 +101,7 @@ def test_offloaded_shards_arrive_too(worlds):
     assert worlds(2).run(sharding.offload) == [[], []]
 
 
-def test_what_no_rank_has_stays_on_meta(worlds):
+def test_tensors_without_values_on_any_rank_stay_on_meta(worlds):
     for faults, on_meta in worlds(3).run(sharding.partly_live):
         assert on_meta == ("blocks.0.linear.bias",)
         assert faults == ["blocks.0.linear.bias is on meta, or has another shape"]

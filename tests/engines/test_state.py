@@ -16,7 +16,7 @@ def test_the_full_state_is_that_of_the_whole_model(worlds, size, way):
     assert worlds(size).run(stating.full_state, way) == [[]] * size
 
 
-def test_replicas_share_what_is_large(worlds):
+def test_replicas_share_large_tensors(worlds):
     assert worlds(4).run(stating.large_state) == [[]] * 4
 
 
@@ -25,7 +25,7 @@ def test_without_a_process_group_it_is_the_same():
 
 
 @pytest.mark.parametrize(
-    ("size", "way", "brought_by"),
+    ("size", "way", "provided_by"),
     [
         *((size, way, "first") for size, way in WORLDS[1:]),
         *((3, "", by) for by in ("every", "shards", "last")),
@@ -34,17 +34,17 @@ def test_without_a_process_group_it_is_the_same():
         (4, "tp", "shards"),
     ],
 )
-def test_a_state_is_set_on_another_model(worlds, size, way, brought_by):
-    found = worlds(size).run(stating.there_and_back, way, brought_by, way)
+def test_a_state_is_set_on_another_model(worlds, size, way, provided_by):
+    found = worlds(size).run(stating.there_and_back, way, provided_by, way)
     assert [faults for faults, _ in found] == [[]] * size
     for _, report in found:
         assert report["missing"] == report["unexpected"] == report["mismatched"] == report["on_meta"] == ()
         assert report["cast"] == {}
-        if brought_by in ("every", "shards"):
+        if provided_by in ("every", "shards"):
             assert report["sent_bytes"] == report["received_bytes"] == 0
-            assert report["brought_by"] == tuple(range(size))
-    if brought_by == "first":
-        assert found[0][1]["brought_by"] == (0,)
+            assert report["provided_by"] == tuple(range(size))
+    if provided_by == "first":
+        assert found[0][1]["provided_by"] == (0,)
         # Every other rank is sent its own shards, and not a byte more.
         assert [report["received_bytes"] for _, report in found[1:]] == [
             report["own_bytes"] for _, report in found[1:]
@@ -68,7 +68,7 @@ def test_a_model_on_meta_gets_memory(worlds):
         assert report["on_meta"] == ("blocks.0.table.angles", "blocks.1.table.angles")
 
 
-def test_so_does_a_model_of_transformers_with_what_no_state_has(worlds):
+def test_a_transformers_model_on_meta_gets_its_computed_buffers(worlds):
     """Its rotary frequencies are in no state: they are computed, as a load computes them."""
     for differing, leftovers, recomputed in [*worlds(2).run(stating.onto_meta_of_transformers)]:
         assert differing == []
@@ -79,10 +79,13 @@ def test_so_does_a_model_of_transformers_with_what_no_state_has(worlds):
 FAULTS = {
     "missing": ("KeyMismatchError", "missing 2        blocks.0.norm.bias\n  {17}blocks.1.linear.weight"),
     "unexpected": ("KeyMismatchError", "unexpected 1     blocks.2.linear.weight"),
-    "shape": ("KeyMismatchError", "blocks.1.linear.weight: brought (5, 5) BF16 by rank 0, wanted (5, 6) BF16"),
-    "kind": ("KeyMismatchError", "blocks.0.codes: brought (9, 2) F32 by rank 0, wanted (9, 2) I32"),
+    "shape": ("KeyMismatchError", "blocks.1.linear.weight: provided (5, 5) BF16 by rank 0, wanted (5, 6) BF16"),
+    "kind": ("KeyMismatchError", "blocks.0.codes: provided (9, 2) F32 by rank 0, wanted (9, 2) I32"),
     "absent on rank 1": ("RankMismatchError", "blocks.1.linear.weight is not on rank 1"),
-    "shape on rank 1": ("KeyMismatchError", "blocks.1.linear.weight: brought (4, 6) BF16 by rank 1, wanted (5, 6)"),
+    "shape on rank 1": (
+        "KeyMismatchError",
+        "blocks.1.linear.weight: provided (4, 6) BF16 by rank 1, wanted (5, 6)",
+    ),
     "ties": ("KeyMismatchError", "embed.weight and head.weight are one tensor in the model"),
     "ties on rank 1": ("KeyMismatchError", "rank 1: embed.weight and head.weight are one tensor"),
     "meta on rank 1": ("ShardingError", "rank 1: 1 tensors of the state that was given are on meta"),
@@ -90,11 +93,11 @@ FAULTS = {
     "no mapping on rank 1": ("ConfigError", "rank 1: state is a mapping from names"),
     "twice": ("ConfigError", "state has blocks.1.linear.weight twice"),
     "nobody": ("KeyMismatchError", "missing"),
-    "parts of several": ("RankMismatchError", "is not, together, each element once"),
+    "parts of several": ("RankMismatchError", "do not provide each element once"),
 }
 
 
-def test_what_does_not_fit_is_one_error_and_changes_nothing(worlds):
+def test_mismatches_are_one_error_and_change_nothing(worlds):
     for found in zip(*worlds(3).run(stating.refused, list(FAULTS)), strict=True):
         ((fault, *_), *_) = found
         kind, text = FAULTS[fault]
@@ -102,7 +105,7 @@ def test_what_does_not_fit_is_one_error_and_changes_nothing(worlds):
         assert [changed for *_, changed in found] == [[]] * 3, fault
 
 
-def test_what_is_ignored_keeps_its_values_and_is_reported(worlds):
+def test_ignored_tensors_keep_their_values_and_are_reported(worlds):
     for faults, report in worlds(2).run(stating.tolerated):
         assert faults == []
         assert report["missing"] == ("blocks.0.norm.bias",)
@@ -130,7 +133,7 @@ def test_half_of_a_mesh_is_refused(worlds):
 
 
 @pytest.mark.parametrize("form", ["first_rank", "local", None])
-def test_what_is_no_form_is_refused(form):
+def test_an_unknown_form_is_refused(form):
     with pytest.raises(ConfigError, match="is not known. Pass one of 'full', 'full_on_all_ranks', 'sharded'"):
         stating.shardwise.get_model_state_dict(stating.sharding.Net(), form)
 
@@ -145,7 +148,7 @@ def test_gathering_stages_no_more_than_its_budget(worlds):
 
 
 @pytest.mark.parametrize("adapter", ["default", "second"])
-def test_an_adapter_s_state_is_what_peft_saves(worlds, adapter):
+def test_an_adapter_state_equals_that_of_peft(worlds, adapter):
     for faults, changed in worlds(2).run(stating.adapter_state, adapter, ("default", "second")):
         assert faults == []
         assert changed

@@ -29,7 +29,7 @@ def test_a_url_brings_up_the_same_model(worlds, qwen3, wanted):
     assert alone.config.name_or_path == store.url
 
 
-def test_a_url_of_the_file_itself_will_do(qwen3, wanted):
+def test_a_url_may_name_the_file(qwen3, wanted):
     with HttpStore(qwen3) as store:
         assert same(
             truth.snapshot(on_ranks.bring_up(f"{store.url}/model.safetensors.index.json"))["values"], wanted
@@ -57,7 +57,7 @@ def test_a_file_replaced_while_it_is_read_is_noticed(worlds, qwen3, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["once", "alone"])
-def test_replicas_hold_the_same_bits_whoever_read_them(worlds, qwen3, wanted, mode):
+def test_replicas_hold_the_same_bits(worlds, qwen3, wanted, mode):
     outcomes = worlds(4).run(on_ranks.shared_load, str(qwen3), (2, 2), mode)
     for values, _ in outcomes:
         assert same(values, wanted)

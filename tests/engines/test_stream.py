@@ -290,7 +290,7 @@ def test_ranks_must_ask_for_the_same(worlds):
     require_same_error(worlds(2).run(disagree), "RankMismatchError", "arguments")
 
 
-def test_what_cannot_be_is_refused_at_once():
+def test_invalid_arguments_are_refused_at_once():
     with pytest.raises(ConfigError, match="torch.int8 is not a floating dtype"):
         iter_hf_tensors(Odd(), dtype=torch.int8)
     with pytest.raises(ConfigError, match="bucket_bytes=1 "):

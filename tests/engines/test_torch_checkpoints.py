@@ -86,7 +86,7 @@ def test_a_tied_model_stored_under_both_names(tmp_path, tied_qwen3):
     assert report.checkpoint_bytes == sum(item.nbytes for item in model.parameters())
 
 
-def test_what_a_trainer_wrote_beside_the_model_is_reported(tmp_path):
+def test_other_files_of_a_trainer_are_reported(tmp_path):
     model = nn.Linear(3, 4)
     torch.save({"model": model.state_dict(), "optimizer": {"x": torch.ones(2)}, "epoch": 3}, tmp_path / "all.pt")
     found = nn.Linear(3, 4, device="meta")
@@ -160,7 +160,7 @@ def test_a_folder_of_accelerate(worlds, tmp_path, qwen3):
     require_same_error(errors, "FormatError", f"Pass the folder of the model: {tmp_path}/pytorch_model_fsdp_0")
 
 
-def test_a_distributed_checkpoint_without_a_config_says_what_to_pass(tmp_path):
+def test_a_distributed_checkpoint_without_a_config_names_the_missing_argument(tmp_path):
     model = small_qwen3()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process

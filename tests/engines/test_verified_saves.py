@@ -105,7 +105,7 @@ def test_who_trusts_finds_out_later(tmp_path):
     assert not shardwise.verify(tmp_path).is_sound
 
 
-def test_what_is_sound_is_found_equal(tmp_path):
+def test_undamaged_saves_are_equal(tmp_path):
     assert save_damaged(str(tmp_path), "", True, Damaging) == ("", "")
     assert shardwise.verify(tmp_path).is_sound
 

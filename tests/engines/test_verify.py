@@ -106,7 +106,7 @@ def _cut_short(folder):
         (shutil.rmtree, shardwise.CheckpointError, "."),
     ],
 )
-def test_what_cannot_be_opened_is_named(saved, spoil, error, named):
+def test_files_that_cannot_be_opened_are_named(saved, spoil, error, named):
     spoil(saved)
     with pytest.raises(error, match=named):
         shardwise.verify(saved)
@@ -116,14 +116,14 @@ def test_what_cannot_be_opened_is_named(saved, spoil, error, named):
     assert "Traceback" not in result.output
 
 
-def test_without_config_coverage_is_not_known(tmp_path):
+def test_without_config_the_coverage_is_unknown(tmp_path):
     shardwise.save(nn.Linear(3, 3), tmp_path)
     report = shardwise.verify(tmp_path)
     assert (report.model_class, report.compared) == ("", 2)
     assert "coverage    not known" in str(report)
 
 
-def test_what_another_program_wrote_is_not_compared(saved):
+def test_files_of_other_programs_are_not_compared(saved):
     """The fingerprints are of other files: nothing is known of these."""
     record = record_of(saved)
     record["files"] = {name: nbytes + 8 for name, nbytes in record["files"].items()}
@@ -164,7 +164,7 @@ def test_during_a_commit_two_saves_are_on_record(saved):
         '{"format": "shardwise fingerprints 1", "saves": [{"files": {"a": 1}, "tensors": {"b": "xyz"}}]}',
     ],
 )
-def test_a_record_that_makes_no_sense_is_damage(tmp_path, text):
+def test_an_invalid_record_is_damage(tmp_path, text):
     shardwise.save(nn.Linear(3, 3), tmp_path)
     (tmp_path / SIDECAR).write_text(text, encoding="latin-1")
     report = shardwise.verify(tmp_path)

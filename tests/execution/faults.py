@@ -15,6 +15,7 @@ from shardwise.engines.arguments import require_same_arguments
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.agreement import require_same_settings
 from shardwise.execution.audit import require_equal_buffers
+from shardwise.execution.collective_errors import translate_collective_errors
 from shardwise.execution.replicas import require_alike_models
 from shardwise.execution.tensor_metadata import held_by_rank, metadata_by_name
 from shardwise.execution.world import Clock, World
@@ -50,6 +51,20 @@ def first_shares() -> Any:
 
 def foreign_error() -> tuple[str, str]:
     return attempt(World.current().run_all, lambda: {}["absent"])
+
+
+def out_of_memory() -> tuple[str, str]:
+    """The second rank runs out of memory while the first waits for it."""
+    world = World.current(call="training")
+    world.all_gather_object(None)
+
+    def step() -> None:
+        with translate_collective_errors(world, lambda: "in step 2"):
+            if world.rank == 1:
+                raise MemoryError("no more")
+            world.all_gather_object(None)
+
+    return attempt(step)
 
 
 def disagree() -> tuple[str, str]:
@@ -118,5 +133,5 @@ def fail_in_a_step() -> tuple[str, str, list[str]]:
         try:
             world.run_all(gone_on, 1)
         except StorageError as error:
-            return str(error), error.step, error.__notes__
+            return str(error), error.phase, error.__notes__
     return "", "", []

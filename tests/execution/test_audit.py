@@ -23,8 +23,8 @@ def planned():
     entries = {key: TensorEntry(key, DType.F32, shape, "m", 0, 4) for key, shape in shapes.items()}
     index = CheckpointIndex("somewhere", {"m": 100}, entries, {}, "single file")
     layout = build_layout(collect_tensors(model))
-    offers = {key: (leaf,) for key, leaf in stored_tensors(index).items()}
-    return model, plan_load(index, layout, Bindings(offers), ModelRules(), Consent())
+    matched = {key: (leaf,) for key, leaf in stored_tensors(index).items()}
+    return model, plan_load(index, layout, Bindings(matched), ModelRules(), Consent())
 
 
 def test_full_coverage_passes(planned):
@@ -38,7 +38,7 @@ def test_one_element_too_few_or_too_many_is_an_error(planned, written):
         audit(planned[1], written, [])
 
 
-def test_what_is_left_on_meta_is_an_error(planned):
+def test_tensors_left_on_meta_are_an_error(planned):
     model, plan = planned
     model.two = nn.Parameter(torch.zeros(5, device="meta"))
     model.cache = torch.zeros(2, device="meta")

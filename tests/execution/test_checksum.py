@@ -39,7 +39,7 @@ def test_order_counts():
     block_bytes=st.sampled_from([1 << 10, 100_003, 1 << 17, 3 << 17, 1 << 26]),
 )
 @settings(max_examples=60, deadline=None)
-def test_an_accelerator_finds_what_the_host_finds(numel, skipped, block_bytes):
+def test_checks_on_an_accelerator_equal_those_of_the_host(numel, skipped, block_bytes):
     flat = torch.randint(0, 256, (numel + skipped,), dtype=torch.uint8)[skipped:]
     with mock.patch.object(checksums, "_CHUNK_BYTES", block_bytes):
         elsewhere = int(checksums._on_device(flat)) % (1 << 64)

@@ -226,7 +226,7 @@ def test_a_heartbeat_continues_until_its_store_or_its_process_ends(tmp_path):
     assert not thread.is_alive()
 
 
-def test_patience_that_makes_no_sense_is_refused():
+def test_invalid_timeouts_are_refused():
     with pytest.raises(ConfigError):
         Timeouts(heartbeat_interval_s=5, heartbeat_timeout_s=1)
 
@@ -275,7 +275,7 @@ def test_a_rank_at_work_finds_out_without_the_store_that_it_is_cut_off(monkeypat
     assert "the store through which the ranks meet has not answered" in times[1][1]
 
 
-def test_a_rank_that_has_made_no_call_yet_is_reported_by_who_waits(monkeypatch, caplog):
+def test_a_rank_that_has_made_no_call_is_logged_by_waiting_ranks(monkeypatch, caplog):
     monkeypatch.setattr(control_channel, "WARN_S", 0.2)
     with Ranks(3, without=2) as ranks:
         ranks.each(lambda line: meet(line, b""))

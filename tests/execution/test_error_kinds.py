@@ -30,11 +30,11 @@ CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capac
         (ConnectionResetError("Connection reset by peer"), False, False),
     ],
 )
-def test_what_broke_is_distinguished(error, of_a_collective, out_of_memory):
+def test_causes_of_errors_are_distinguished(error, of_a_collective, out_of_memory):
     assert (is_collective_error(error), is_out_of_memory(error)) == (of_a_collective, out_of_memory)
 
 
-def test_what_torch_says_of_host_memory_is_known():
+def test_host_memory_errors_of_torch_are_recognized():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
     assert is_out_of_memory(caught.value)

@@ -5,14 +5,14 @@ import torch
 
 from shardwise.errors import ShardingError
 from shardwise.execution.committing import commit_written
-from shardwise.execution.rename_journal import locked_and_tidied
+from shardwise.execution.rename_journal import locked_and_clean
 from shardwise.execution.torch_saves import write_whole_file
 from shardwise.execution.world import World
 
 
 def write(folder, tensors, objects):
     world, device = World(0, 1), torch.device("cpu")
-    with locked_and_tidied(world, folder) as saving:
+    with locked_and_clean(world, folder) as saving:
         nbytes, written = write_whole_file(
             world, saving, "file.bin", tensors, objects, budget_bytes=4096, device=device
         )

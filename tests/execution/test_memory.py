@@ -29,7 +29,7 @@ def group(folder, limit, used, *, cache=0):
     (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache}\nactive_file 0\n")
 
 
-def test_without_limits_it_is_what_the_system_has(system):
+def test_without_limits_all_free_memory_of_the_system_counts(system):
     _, ask = system
     assert ask() == 8 * GIB
 

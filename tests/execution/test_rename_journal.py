@@ -22,7 +22,7 @@ NAMES = ("scheduler.bin", "optimizer.bin", "pytorch_model_fsdp_0/.metadata", "un
 def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
     """Files of one content, under several names."""
     content = str(seed).encode()
-    with rename_journal.locked_and_tidied(World(0, 1), root, ["unet"]) as saving:
+    with rename_journal.locked_and_clean(World(0, 1), root, ["unet"]) as saving:
         with FoldersWriter(root) as writer:
             for name in NAMES:
                 make_file(writer, temporary_name(name, saving.save_id), content)
@@ -119,7 +119,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("content", STRANGE)
-def test_a_list_that_makes_no_sense_is_refused(tmp_path, content):
+def test_an_invalid_rename_list_is_refused(tmp_path, content):
     """It names no file to be removed but those that accelerate gives their names."""
     save(1, tmp_path)
     good = {"token": "0123abcd", "names": ["scheduler.bin"], "older": []}

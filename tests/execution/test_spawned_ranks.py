@@ -124,7 +124,7 @@ def test_accelerators_without_collectives_of_many_ranks_are_passed_by(machine_wi
     assert this_device() == torch.device("cpu")
 
 
-def test_what_a_rank_raised_on_purpose_is_shown_rather_than_that_it_was_missed():
+def test_an_error_of_a_rank_is_preferred_to_its_loss():
     """Others only lost a rank: to say so is of use where nothing else is known."""
     kinds = (StorageError, RankError, RankLostError, RankEndedError)
     assert [_priority(kind("gone")) for kind in kinds] == [0, 1, 2, 3]

@@ -145,7 +145,7 @@ def test_an_answer_larger_than_torch_s_store_takes_comes_through():
         assert ranks.each(tell) == [True] * len(told)
 
 
-def test_what_the_first_rank_cannot_conclude_is_everybody_s_error_and_all_stay_in_step():
+def test_an_error_of_reduce_fun_is_raised_on_all_ranks_which_stay_synchronized():
     def conclude(told: list[int]) -> int:
         raise RankMismatchError(f"{told} do not fit")
 

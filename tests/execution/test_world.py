@@ -1,6 +1,7 @@
 """Ranks that act together, fail together, and are ended when they do not."""
 
 import os
+import re
 import signal
 import time
 
@@ -29,9 +30,15 @@ def test_errors_that_are_not_ours_travel_too(worlds):
     assert worlds(2).run(faults.foreign_error) == [("CheckpointError", "KeyError: 'absent'")] * 2
 
 
-def test_what_the_first_rank_finds_or_raises_is_everybody_s(worlds):
+def test_a_broadcast_returns_or_raises_the_same_on_all_ranks(worlds):
     assert worlds(3).run(faults.first_shares) == [{"rank": 0}] * 3
     assert worlds(3).run(faults.first_fails) == [("FormatError", "the header lies", [0, 1, 2])] * 3
+
+
+def test_out_of_memory_on_one_rank_is_a_training_error_on_all(worlds):
+    for kind, text in worlds(2).run(faults.out_of_memory):
+        assert kind == "TrainingError"
+        assert re.search(r"rank 1 \(.*\) has left the call: out of memory \(no more\)", text)
 
 
 def test_ranks_that_disagree_are_named(worlds):
@@ -61,7 +68,7 @@ def test_one_rank_of_a_machine_is_the_first(worlds):
 
 
 def test_an_error_has_the_step_in_which_its_rank_was(worlds):
-    expected = ("rank 1: gone", "load, read", ["The ranks were in this step: load, read"])
+    expected = ("rank 1: gone", "load, read", ["The ranks were in this phase: load, read"])
     assert worlds(3).run(faults.fail_in_a_step) == [expected] * 3
 
 

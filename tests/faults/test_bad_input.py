@@ -104,7 +104,7 @@ def test_a_budget_smaller_than_a_row_is_enough(worlds, wide, dim, dtype):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_budget_smaller_than_a_row_is_enough_for_what_is_read_once_for_all(worlds, wide, dim):
+def test_a_budget_smaller_than_a_row_suffices_for_shared_reads(worlds, wide, dim):
     assert worlds(4).run(load_wide_replicas, wide, dim, 1 << 16, "always") == [[]] * 4
 
 

@@ -142,7 +142,7 @@ def test_a_program_ends_though_a_collective_was_left(kind, plain):
     assert_all_end_alike(blow, outcome, 3)
 
 
-def test_a_rank_that_is_interrupted_says_so(qwen3):
+def test_an_interrupted_rank_announces_it(qwen3):
     """Ctrl-C on one machine: nobody has to wait for a silence."""
     with Doomed(3) as world:
         outcome = world.run(on_ranks.load, qwen3, "flat", CALM, Blow("interrupt", "plan", 1))

@@ -42,7 +42,7 @@ def test_every_form(tmp_path: Path, number: int) -> None:
     assert find_saved(ranks / names[0], MODEL, 5) == in_order, "a file of a rank tells its number"
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no such file or folder"):
         find_saved(tmp_path / "x", MODEL, 0)
     empty = made(tmp_path / "empty", "kept.txt")

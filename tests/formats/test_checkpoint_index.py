@@ -192,7 +192,7 @@ def test_the_reader_that_is_passed_stays_open() -> None:
 # Nothing there
 
 
-def test_nothing_there_says_what_was_looked_for_and_what_is_there() -> None:
+def test_a_folder_without_weights_names_expected_and_present_files() -> None:
     message = refusal({"config.json": b"", "README.md": b""})
     assert "<memory>: no weights found" in message
     assert "model.safetensors, model.safetensors.index.json" in message
@@ -403,7 +403,7 @@ def test_a_file_named_beside_the_url() -> None:
             open_checkpoint(f"{store.url}/m/foo.safetensors", weights_name="model.safetensors")
 
 
-def test_a_server_without_the_usual_names_says_what_to_pass() -> None:
+def test_a_server_without_the_usual_files_names_the_missing_argument() -> None:
     with HttpStore({"m/foo.safetensors": A}) as store, pytest.raises(FormatError) as caught:
         open_checkpoint(f"{store.url}/m")
     assert "looked for: model.safetensors, model.safetensors.index.json" in str(caught.value)

@@ -91,7 +91,7 @@ GRID = torch.arange(48.0).reshape(6, 8)
 # Sound ones
 
 
-def test_what_torch_saves_in_one_process(tmp_path: Path) -> None:
+def test_saves_of_torch_in_one_process(tmp_path: Path) -> None:
     values = {
         "a": torch.randn(3, 4),
         "t": torch.randn(3, 4).t(),

@@ -37,7 +37,7 @@ arrays = st.builds(
     tensors=st.dictionaries(st.text(min_size=1, max_size=12), arrays, max_size=8),
     metadata=st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
 )
-def test_what_safetensors_writes_is_found_where_it_is(
+def test_tensors_written_by_safetensors_are_found_at_their_offsets(
     tensors: dict[str, tuple[str, np.ndarray]], metadata: dict[str, str] | None
 ) -> None:
     tensors.pop("__metadata__", None)

@@ -162,7 +162,7 @@ def test_items_given_to_an_ordered_dict_are_not_lost() -> None:
         (Called(torch.Size, 3), "torch.Size: it takes one tuple"),
     ],
 )
-def test_tensors_that_cannot_be(value: object, words: str) -> None:
+def test_invalid_tensors_are_refused(value: object, words: str) -> None:
     assert words in refusal(torch_file({"a": value}))
 
 

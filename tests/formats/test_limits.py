@@ -55,7 +55,7 @@ trees = st.recursive(
 
 
 @given(trees, st.integers(2, 5))
-def test_what_pickle_writes_is_read(value: object, protocol: int) -> None:
+def test_values_written_by_pickle_are_read(value: object, protocol: int) -> None:
     assert repr(read_pickle(pickle.dumps(value, protocol), TORCH_FILE, what="here")) == repr(value)
 
 

@@ -27,7 +27,7 @@ def test_rank_stabilized():
     assert parsed(r=9, lora_alpha=6, use_rslora=True).scaling("x") == 6 / math.sqrt(9)
 
 
-def test_what_peft_leaves_empty_is_no_feature():
+def test_fields_that_peft_leaves_empty_are_no_features():
     parsed(target_parameters=None, modules_to_save=None, layer_replication=None, use_qalora=False, corda_config={})
 
 
@@ -37,7 +37,7 @@ def test_files_that_are_no_config(text):
         parse_adapter_config(text, what="here")
 
 
-def test_what_is_not_specified_is_as_peft_has_it():
+def test_unspecified_fields_have_the_defaults_of_peft():
     assert parsed() == LoraConfig(8, 8)
     assert parsed(r=8, lora_alpha=8, bias="none", init_lora_weights=True, rank_pattern=None) == LoraConfig(8, 8)
     told = {"use_rslora": True, "use_dora": True, "lora_bias": True, "ensure_weight_tying": True}

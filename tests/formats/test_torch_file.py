@@ -114,7 +114,7 @@ def test_an_optimizer_beside_the_model_is_left() -> None:
     assert index.ignored == ("optimizer (an optimizer's state)", "device (device)")
 
 
-def test_what_else_there_is_is_reported_and_not_loaded() -> None:
+def test_other_values_are_reported_and_not_loaded() -> None:
     index, _ = opened({"a": torch.ones(1), "note": "x", "step": 7, "blob": b"xyz", "none": None, "list": [1, 2]})
     assert index.ignored == ("note (str)", "step (int)", "blob (bytes)", "none (NoneType)", "list (list)")
 
@@ -125,7 +125,7 @@ def test_an_optimizer_alone_is_refused() -> None:
     assert "holds the state of an optimizer" in refusal(saved({"optimizer": state, "epoch": 1}))
 
 
-def test_what_is_no_state_dict() -> None:
+def test_files_that_are_not_state_dicts() -> None:
     assert "one tensor without a name" in refusal(saved(torch.ones(2)))
     assert "it holds a list, not a state dict" in refusal(saved([torch.ones(2)]))
     assert "torch.nn.modules.linear.Linear, which does not belong" in refusal(saved(nn.Linear(1, 1)))
@@ -246,7 +246,7 @@ def test_one_key_in_two_files_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_what_is_there_in_parts_is_not_there_again_beside_it() -> None:
+def test_a_tensor_stored_in_parts_is_not_stored_again() -> None:
     turned = torch.arange(16.0).reshape(4, 4).t()
     files = {"pytorch_model.bin": saved({"w": turned}), "extra.safetensors": save({"w": torch.zeros(4, 4)})}
     with pytest.raises(FormatError, match=r"w: in extra\.safetensors, and elsewhere in parts"):

@@ -56,7 +56,7 @@ def test_tensors_lie_by_dtype_the_widest_first_then_by_name() -> None:
     assert int.from_bytes(made.header[:8], "little") == len(made.header) - 8
 
 
-def test_what_no_file_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FormatError, match="a: F4 elements cannot be saved"):
         lay_out("f", [("a", DType.F4, (2,))], {})
     with pytest.raises(FormatError, match="cannot be named __metadata__"):

@@ -177,7 +177,7 @@ def test_an_archive_that_lies(made: Zip | bytes, words: str) -> None:
     assert words in refusal(made)
 
 
-def test_only_what_is_too_large_is_distinguished() -> None:
+def test_only_files_that_are_too_large_have_another_error() -> None:
     """One field of three in 64 bits: the others are as they stand."""
     content = bytearray(Zip((Entry(b"a/one", b"first", extra=struct.pack("<HHQ", 1, 8, 5)),)).made())
     struct.pack_into("<L", content, content.rfind(b"PK\1\2") + 24, FULL_32)  # the size unpacked

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 import shardwise
 from shardwise.execution import reading
 from shardwise.execution.checksums import checksums
-from shardwise.execution.device_computing import has_bits_of_cpu
+from shardwise.execution.device_computing import matches_cpu_bitwise
 from shardwise.models.torch_api import both_backends
 from shardwise.models.view import raw_bytes
 
@@ -82,7 +82,7 @@ def test_fp8_is_decoded_and_packed_on_the_device_with_the_bits_of_the_cpu(tmp_pa
     zoo.save_original(zoo.build(specimen), tmp_path)
     quantizing.quantize(tmp_path, "fp8 blocks")
     device = torch.device(kind, 0)
-    assert has_bits_of_cpu(device)
+    assert matches_cpu_bitwise(device)
     keywords = {"dtype": "bfloat16", "quantization": form}
     with mock.patch.object(reading, "evaluate", side_effect=AssertionError("computed on the host")):
         options = shardwise.options.LoadOptions(device=device)

@@ -98,7 +98,7 @@ def test_a_link_that_is_cut_for_good_ends_the_ranks_of_both_hosts(hosts: Hosts) 
     assert re.search(r"in step \d+: the store .* has not answered for", ranks[1].text(), re.MULTILINE)
 
 
-def test_a_rank_that_waits_for_one_that_never_comes_says_so(hosts: Hosts) -> None:
+def test_a_rank_that_never_arrives_is_named_by_the_waiting_ranks(hosts: Hosts) -> None:
     ranks = [hosts.start_rank(rank, 3, *training(hosts)) for rank in range(2)]
     for rank in ranks:
         rank.wait_for(f"waiting for rank 2 of 3 at {hosts.address(0)}:{PORT}" if rank is ranks[0] else "waiting")

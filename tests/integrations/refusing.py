@@ -53,7 +53,7 @@ def models(folder: str) -> dict[str, str]:
     }
 
 
-def doors(folder: str, place: str) -> dict[str, Any]:
+def patched(folder: str, place: str) -> dict[str, Any]:
     """What is on a model while it is for the Trainer, and afterwards."""
     import shardwise
     from shardwise.integrations.trainer_marks import for_trainer, undo_for_trainer

@@ -1,12 +1,12 @@
-"""Whether this transformers has a door for models that are sharded already (5.19 and newer)."""
+"""Checks whether this transformers has the names that shardwise patches (5.19 and newer)."""
 
 import pytest
 
 from shardwise.errors import ConfigError
 
 
-def require_doors() -> None:
-    """Skip the module that calls it, where there is none."""
+def require_patched_names() -> None:
+    """Skip the module that calls it, if it has not."""
     pytest.importorskip("accelerate")
     try:
         import shardwise.integrations.trainer_compat  # noqa: F401

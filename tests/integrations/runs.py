@@ -26,7 +26,7 @@ class Run:
         folder: of the model, with an adapter beside it.
         trainer: "trainer", "sft", "dpo", "grpo".
         model: "whole", "frozen", "lora", "replicated lora", "classes", "vision".
-        by: "shardwise"; "doors": for_trainer alone; "nobody": as a user without us does.
+        by: "shardwise"; "patches": for_trainer alone; "user": as without shardwise.
         arguments: of the training arguments.
         resume: as of ``train``.
         dies_at: the step whose event raises, or kills this process.

@@ -72,7 +72,7 @@ def test_a_model_is_as_in_the_files_in_both_strategies(worlds, qwen3, tied):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["whole", "lora", "classes", "saved modules"])
-def test_what_accelerate_loads_is_bitwise_the_same_under_the_switch(worlds, qwen3, tied, kind):
+def test_models_loaded_by_accelerate_are_bitwise_the_same_under_the_switch(worlds, qwen3, tied, kind):
     """Adapters, heads that the files lack, and modules that PEFT copies; in the same groups."""
     assert worlds(2).run(accelerating.brought_up_by_theirs, qwen3, kind) == [([], [])] * 2
     assert worlds(2).run(accelerating.brought_up, qwen3, THEIRS, True, kind) == [[], []]
@@ -222,7 +222,7 @@ SAID = {
 
 
 @pytest.mark.distributed
-def test_what_cannot_be_taken_is_refused_on_all_ranks(worlds, qwen3):
+def test_unsupported_models_are_refused_on_all_ranks(worlds, qwen3):
     first, second = worlds(2).run(accelerate_errors.not_taken, qwen3)
     assert first.keys() == SAID.keys()
     assert first == second, "every error is the same on every rank"
@@ -235,25 +235,25 @@ def test_models_sharded_by_anybody_are_left_alone(worlds, qwen3):
     assert worlds(2).run(accelerate_errors.taken, qwen3) == [[], []]
 
 
-def doors() -> dict[str, object]:
+def patched() -> dict[str, object]:
     from shardwise.integrations.accelerate_patches import _replacements
 
     return {f"{owner.__name__}.{name}": vars(owner)[name] for owner, name, _ in _replacements()}
 
 
 def test_the_switch_puts_everything_back_nested_and_raising():
-    before = doors()
+    before = patched()
     with shardwise.integrations.accelerate() as outer:
-        installed = doors()
+        installed = patched()
         assert all(installed[name] is not before[name] for name in before)
         outer.install()
         with suppress(KeyError), shardwise.integrations.accelerate():
-            assert doors() == installed
+            assert patched() == installed
             raise KeyError
-        assert doors() == installed, "it stays on until the last one is off"
-    assert doors() == before
+        assert patched() == installed, "it stays on until the last one is off"
+    assert patched() == before
     outer.remove()
-    assert doors() == before
+    assert patched() == before
 
 
 def test_a_door_that_another_program_has_wrapped_stays_theirs_and_passes_on():

@@ -35,7 +35,7 @@ def read(source) -> tuple[Sharding, list[str]]:
     return sharding, [str(item.message) for item in caught]
 
 
-def test_what_accelerate_config_writes():
+def test_files_written_by_accelerate_config():
     sharding, told = read(WRITTEN)
     bf16 = torch.bfloat16
     assert sharding == Sharding(
@@ -89,7 +89,7 @@ def test_each_of_the_ways_to_write_it(source, expected, tmp_path):
     assert read(tmp_path / "config.json")[0] == expected
 
 
-def test_keys_of_fsdp1_are_taken_for_what_they_come_to_or_reported():
+def test_keys_of_fsdp1_are_translated_or_reported():
     sharding, told = read(
         {
             "fsdp_sharding_strategy": "FULL_SHARD",
@@ -151,7 +151,7 @@ def test_keys_of_fsdp1_are_taken_for_what_they_come_to_or_reported():
         (5, "the configuration=5: it must be the path"),
     ],
 )  # fmt: skip
-def test_what_is_unknown_contradicts_or_cannot_be_is_refused_by_name(source, said):
+def test_unknown_contradicting_and_unsupported_keys_are_refused_by_name(source, said):
     with pytest.raises(ConfigError, match=said):
         read(source)
 

@@ -71,7 +71,7 @@ def test_a_trainer_with_split_sequences_trains_as_with_whole_ones(worlds, dense,
 
 
 @pytest.mark.distributed
-def test_what_would_train_on_other_values_than_it_says_is_refused_by_name(worlds, dense):
+def test_settings_that_would_change_the_training_are_refused_by_name(worlds, dense):
     found, other = worlds(2).run(larger_meshes.refusals, dense)
     assert found == other
     expected = {

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from tests.integrations.requirements import require_doors
+from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import Run, compared
 from tests.support.local_ranks import LocalRanks
 
-require_doors()
+require_patched_names()
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -38,7 +38,7 @@ def test_others_in_the_trainer(two: LocalRanks, one: LocalRanks, folder: Path, t
 
 def test_the_trainer_itself_takes_the_model(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:
     """Without ShardwiseTrainer."""
-    compared(two, one, Run(str(folder)), tmp_path, by="doors")
+    compared(two, one, Run(str(folder)), tmp_path, by="patches")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.requirements import require_doors
+from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import write
 from tests.support import EffectLog, recorded, states_after_crash
 from tests.support.local_ranks import LocalRanks
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.world import World
 
-require_doors()
+require_patched_names()
 from tests.integrations import refusing  # noqa: E402
 
 from shardwise.integrations import for_trainer, trainer_runs  # noqa: E402
@@ -64,9 +64,9 @@ def test_models(two: LocalRanks, folder: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_the_doors_are_closed_again(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
+def test_patches_are_removed(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     """And an adapter is saved by us meanwhile, not by PEFT, which has copies of what is elsewhere."""
-    found = same_on(two, refusing.doors, str(folder), str(tmp_path / "saved"))
+    found = same_on(two, refusing.patched, str(folder), str(tmp_path / "saved"))
     assert found["same"]
     assert found["opened"]
     assert found["closed"]
@@ -104,7 +104,7 @@ def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "evaluate": "evaluate, predict: with cp_size=2 each rank would evaluate a part of each sequence",
         "eager": "with attn_implementation='eager': under context parallelism every rank",
         "fsdp": "would have the Trainer shard a model that is sharded already",
-        "adafactor": "transformers' Adafactor: steps whole tensors, not shards. Use torchao's AdamW8bit.",
+        "adafactor": "transformers' Adafactor: steps whole tensors, not shards. Use torchao's AdamW8bit",
         "other folder": "resume_from_checkpoint, or output_dir, on rank 1 is not that of rank 0",
     }
     assert found.keys() == expected.keys()
@@ -129,7 +129,7 @@ def test_trainers_of_trl(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         assert text in found[name], (name, found[name])
 
 
-def test_a_transformers_whose_doors_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_without_the_patched_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """One error, which names the door and the versions that have it."""
     kept = sys.modules.pop("shardwise.integrations.trainer_compat")
     owner = next(kind for kind in PreTrainedModel.__mro__ if "is_distributed_loading_by_transformers" in vars(kind))
@@ -163,7 +163,7 @@ def test_which_checkpoints_go(complete: list[int], limit: int | None, best: int 
     assert trainer_runs.steps_to_remove(complete, limit, best) == removed
 
 
-FACTS = trainer_runs.TrainerFacts(3, "mine", 8, 2).to_bytes()
+HEADER = trainer_runs.TrainerHeader(3, "mine", 8, 2).to_bytes()
 
 
 @pytest.mark.parametrize(
@@ -175,13 +175,13 @@ FACTS = trainer_runs.TrainerFacts(3, "mine", 8, 2).to_bytes()
         b'{"version": 1}',
         b'{"version": 2}',
         b'{"version": 1, "step": -1, "holds": "x"}',
-        FACTS.replace(b"8", b"-8"),
-        FACTS.replace(b'"mine"', b"3"),
+        HEADER.replace(b"8", b"-8"),
+        HEADER.replace(b'"mine"', b"3"),
     ],
 )
-def test_facts_of_strangers(content: bytes) -> None:
+def test_invalid_headers_are_refused(content: bytes) -> None:
     with pytest.raises(FormatError):
-        trainer_runs.TrainerFacts.from_bytes(content, "facts")
+        trainer_runs.TrainerHeader.from_bytes(content, "header")
 
 
 def test_it_comes_before_the_trainer() -> None:
@@ -194,15 +194,15 @@ def test_it_comes_before_the_trainer() -> None:
         type("Wrong", (Trainer, ShardwiseTrainer), {})
 
 
-def test_what_the_trainer_writes_into_folders_lasts_too_and_is_requested(tmp_path: Path) -> None:
+def test_folders_written_by_the_trainer_are_synced(tmp_path: Path) -> None:
     """As tokenizers with several chat templates have them. What was cut meanwhile does not count."""
-    facts = trainer_runs.TrainerFacts(3, "everything", 8, 2)
+    header = trainer_runs.TrainerHeader(3, "everything", 8, 2)
     log, run = EffectLog(tmp_path / "log"), tmp_path / "run"
     place = run / "checkpoint-3"
     with recorded(log, run), trainer_runs.locked_for(World(0, 1), run, 3) as saving:
         (place / "additional_chat_templates").mkdir()
         (place / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
-        trainer_runs.complete(saving, place, facts)
+        trainer_runs.complete(saving, place, header)
         saving.locked.release()
     *_, last = states_after_crash({}, log.effects(), samples=0)
     assert last.files["checkpoint-3/additional_chat_templates/tools.jinja"] == b"{{ x }}"

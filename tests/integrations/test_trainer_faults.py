@@ -6,20 +6,18 @@ from pathlib import Path
 
 import pytest
 from tests.integrations.failing import fail_alone
-from tests.integrations.requirements import require_doors
+from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import Run, train
 from tests.support.local_ranks import LocalRanks
 
-require_doors()
+require_patched_names()
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
 
 
 @pytest.mark.parametrize("place", ["batches", "loss", pytest.param("model", marks=pytest.mark.slow)])
-def test_what_one_rank_raises_alone_ends_the_others(
-    two: LocalRanks, folder: Path, tmp_path: Path, place: str
-) -> None:
+def test_an_error_of_one_rank_ends_the_others(two: LocalRanks, folder: Path, tmp_path: Path, place: str) -> None:
     """Both processes live on, so that no broken connection could end the wait; and both go on to train.
 
     Where it fails within the model, the other one is in a gather by then.

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.integrations import eight_bits
-from tests.integrations.requirements import require_doors
+from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import Outcome, Run, caught, require_same, train
 from tests.support.local_ranks import LocalRanks, RankError
 
 from shardwise.options import Ignore
 
-require_doors()
+require_patched_names()
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -227,7 +227,7 @@ def test_a_rank_that_is_lost_is_named(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoint-2" / FACTS).is_file()
 
 
-def test_what_one_rank_asks_for_all_do(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
+def test_a_request_of_one_rank_applies_to_all(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     stopped = two.run(train, saving(folder, tmp_path / "run").but(dies_at=3, on_rank=0, end="stop"))
     assert [outcome.last_step for outcome in stopped] == [3, 3]
 

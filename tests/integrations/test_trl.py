@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from tests.integrations.requirements import require_doors
+from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import Run, compared
 from tests.support.local_ranks import LocalRanks
 
 pytest.importorskip("trl")
 
-require_doors()
+require_patched_names()
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -32,7 +32,7 @@ def test_dpo(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, mod
 
 @pytest.mark.slow
 def test_dpo_of_trl_itself(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:
-    compared(two, one, Run(str(folder), "dpo", "lora"), tmp_path, by="doors")
+    compared(two, one, Run(str(folder), "dpo", "lora"), tmp_path, by="patches")
 
 
 @pytest.mark.slow

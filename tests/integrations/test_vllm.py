@@ -21,7 +21,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("model", "lora_rank"), [("dense", 0), ("dense", 4), ("experts", 0)])
-def test_an_engine_gets_what_is_in_the_files(folders, model, lora_rank):
+def test_an_engine_gets_the_tensors_of_the_files(folders, model, lora_rank):
     assert serving.compare(folders[model], lora_rank) == []
 
 

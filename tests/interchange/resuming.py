@@ -88,7 +88,7 @@ def resume(folder: str, by_position: bool) -> tuple[list[str], dict[str, Any]]:
     if schedule.last_epoch != 2 or schedule.get_last_lr()[0] != optimizer.param_groups[0]["lr"]:
         faults.append(f"the schedule is at {schedule.last_epoch}")
     told = report.to_dict()
-    return faults, {key: told[key] for key in ("step", "epoch", "restored", "not_restored", "told")}
+    return faults, {key: told[key] for key in ("step", "epoch", "restored", "not_restored", "trainer_state")}
 
 
 def write_fsdp(folder: str, form: str) -> None:

@@ -12,13 +12,13 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.parametrize(("size", "number"), [(1, 0), (3, 1)])
 @pytest.mark.parametrize("form", trading.THEIR_FORMS)
-def test_accelerate_loads_what_is_written(worlds, tmp_path, form, size, number):
+def test_accelerate_loads_written_files(worlds, tmp_path, form, size, number):
     assert worlds(size).run(trading.ours_to_theirs, str(tmp_path), form, number) == [[]] * size
 
 
 @pytest.mark.parametrize(("size", "number", "child"), [(1, 0, True), (3, 1, False)])
 @pytest.mark.parametrize("form", trading.THEIR_FORMS)
-def test_what_accelerate_writes_is_loaded(worlds, tmp_path, form, size, number, child):
+def test_files_written_by_accelerate_are_loaded(worlds, tmp_path, form, size, number, child):
     assert worlds(size).run(trading.theirs_to_ours, str(tmp_path), form, number, child) == [[]] * size
 
 
@@ -71,5 +71,5 @@ def test_a_state_before_the_first_step_is_loaded_after_one(tmp_path, form, optim
     report = shardwise.load_accelerate_optimizer(model, used, tmp_path)
     assert used.param_groups[0]["lr"] == 0.25
     assert not used.state
-    assert report.afresh == ("weight", "bias")
+    assert report.without_state == ("weight", "bias")
     assert all(map(torch.equal, stepped(), first))

@@ -59,7 +59,7 @@ def rate_in(root: Path) -> float:
 
 @pytest.mark.parametrize("done", [0, 1])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_load_reads_what_counts_and_the_next_save_finishes_it(tmp_path, form, done):
+def test_a_load_reads_the_committed_files_and_the_next_save_finishes_the_renames(tmp_path, form, done):
     interrupted(tmp_path, form, done)
     before = contents(tmp_path)
     assert seed_in(tmp_path) == 2
@@ -82,8 +82,8 @@ def test_a_load_that_looks_while_another_finishes_looks_again(tmp_path, monkeypa
 
     def finish_first(*arguments):
         monkeypatch.setattr(rename_journal, "_link", link)
-        with locked_here(tmp_path) as marked:
-            rename_journal.tidy(marked)
+        with locked_here(tmp_path) as saving:
+            rename_journal.clean_up(saving)
         looked.append(True)
         return link(*arguments)
 
@@ -92,7 +92,7 @@ def test_a_load_that_looks_while_another_finishes_looks_again(tmp_path, monkeypa
     assert looked
 
 
-def test_what_a_list_names_outside_of_its_folder_stays(tmp_path):
+def test_links_in_a_rename_list_are_refused(tmp_path):
     """A folder of strangers: what it calls the folder of its model is a link to that of another checkpoint."""
     theirs, mine = tmp_path / "theirs", tmp_path / "mine"
     save(1, mine, "folder")
@@ -139,7 +139,7 @@ def test_a_list_of_strangers_is_one_error_of_a_load_and_of_a_save(tmp_path, cont
     assert contents(tmp_path) == before
 
 
-def test_a_list_of_what_is_gone_is_an_error_of_a_load(tmp_path):
+def test_a_rename_list_of_missing_files_fails_a_load(tmp_path):
     interrupted(tmp_path, "one file", 0)
     (tmp_path / f".optimizer.bin.{TOKEN}.new").unlink()
     (tmp_path / "optimizer.bin").unlink()

@@ -21,7 +21,7 @@ PICKLES = ["pytorch_model_fsdp.bin", "pytorch_model_fsdp_0/.metadata", "pytorch_
 
 
 @pytest.mark.parametrize("name", PICKLES)
-def test_nothing_that_a_file_says_is_run(worlds, tmp_path, name):
+def test_no_code_in_a_file_is_run(worlds, tmp_path, name):
     marker = tmp_path / "it ran"
     size = 1 if "rank" in name else 2
     worlds(size).run(refusing.write_pickle, str(tmp_path), name, str(marker))
@@ -41,7 +41,7 @@ def test_a_key_that_is_missing_on_one_rank_is_an_error_on_all(worlds, tmp_path):
     )
 
 
-def test_a_shard_that_is_not_what_its_placement_says_is_refused(worlds, tmp_path):
+def test_a_shard_that_contradicts_its_placement_is_refused(worlds, tmp_path):
     worlds(2).run(refusing.write_odd_shard, str(tmp_path))
     require(worlds(2).run(refusing.model_refused, str(tmp_path)), "FormatError", "blocks.1.0.weight", "rank1.bin")
 
@@ -67,8 +67,8 @@ def test_numbers_keep_their_kind(worlds, tmp_path):
     for cast, errors in worlds(2).run(refusing.dtypes, str(tmp_path)):
         assert cast == dict.fromkeys(["one.weight", "one.bias", "two.weight"], ("F32", "BF16"))
         assert [kind for kind, _ in errors] == ["KeyMismatchError"] * 4
-        assert "two.weight: brought (4, 6) F8_E4M3 by rank 0, wanted (4, 6) BF16" in errors[0][1]
-        assert "codes: brought (3,) I32" in errors[2][1]
+        assert "two.weight: provided (4, 6) F8_E4M3 by rank 0, wanted (4, 6) BF16" in errors[0][1]
+        assert "codes: provided (3,) I32" in errors[2][1]
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -81,7 +81,7 @@ def test_several_optimizers_have_a_number_each(worlds, tmp_path, form):
     assert worlds(2).run(refusing.several_optimizers, str(tmp_path), form) == [[]] * 2
 
 
-def test_what_is_missing_and_unexpected_is_returned(worlds, tmp_path):
+def test_missing_and_unexpected_keys_are_returned(worlds, tmp_path):
     for report in worlds(2).run(refusing.ignoring, str(tmp_path)):
         assert report["missing"] == ("gain",)
         assert report["unexpected"] == ("extra",)
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_state_of_an_optimizer(tmp_path, state):
         ({"on_missing": "z"}, "on_missing='z' is not known"),
     ],
 )
-def test_an_argument_of_a_load_that_cannot_be(tmp_path, keywords, text):
+def test_invalid_arguments_of_a_load(tmp_path, keywords, text):
     model = torch.nn.Linear(3, 2)
     with pytest.raises(shardwise.ConfigError, match=text):
         shardwise.load_accelerate_optimizer(model, torch.optim.SGD(model.parameters()), tmp_path, **keywords)

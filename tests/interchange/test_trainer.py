@@ -34,7 +34,7 @@ def test_a_run_of_the_trainers_continues(worlds, checkpoints, size, is_named):
         assert faults == []
         assert report["step"] == 2
         assert report["epoch"] == pytest.approx(1 / 3)
-        assert report["told"]["max_steps"] == 6
+        assert report["trainer_state"]["max_steps"] == 6
         assert report["restored"] == ("model", "optimizer", "scheduler")
         assert report["not_restored"].keys() == {"training_args.bin", "position in the data", "random numbers"}
 
@@ -49,7 +49,7 @@ def test_a_run_under_fsdp_continues_with_another_number_of_ranks(worlds, tmp_pat
 
 
 REFUSED = {
-    "unnamed": ("ConfigError", "numbers in place of parameters' names"),
+    "unnamed": ("ConfigError", "indices in place of parameters' names"),
     "groups": ("KeyMismatchError", "the state has groups of"),
     "shapes": ("KeyMismatchError", "has shape"),
     "scheduler": ("KeyMismatchError", "is of another kind of scheduler than StepLR"),
@@ -59,7 +59,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_what_does_not_fit_is_refused_by_all(worlds, checkpoints, tmp_path, how):
+def test_mismatches_are_refused_on_all_ranks(worlds, checkpoints, tmp_path, how):
     folder = tmp_path / "checkpoint-2"
     shutil.copytree(checkpoints[False], folder)
     if how == "state":

@@ -13,7 +13,7 @@ def test_positions_of_ranks_on_a_mesh():
     assert str(mesh) == "replicate=2, shard=4"
 
 
-def test_axes_have_their_order_whatever_order_they_are_given_in():
+def test_axes_have_a_fixed_order():
     assert MeshShape.from_axes(8, {"shard": 4, "replicate": 2}) == MeshShape(("replicate", "shard"), (2, 4))
     assert MeshShape.from_axes(8, {"shard": 8}) == MeshShape(("shard",), (8,))
     assert MeshShape.from_axes(8, {"replicate": 1, "shard": 8}).sizes == (1, 8)

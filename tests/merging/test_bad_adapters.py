@@ -89,7 +89,7 @@ FAULTS: dict[str, tuple[Callable[[dict], dict], list[str]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_does_not_fit_is_named_and_leaves_nothing(
+def test_adapters_that_do_not_fit_are_named_and_leave_no_files(
     fault: str, base: Path, adapter: Path, tmp_path: Path
 ) -> None:
     function, words = FAULTS[fault]
@@ -249,7 +249,7 @@ def test_a_head_trained_beside_a_tied_embedding_is_tied_no_more(tied: Path, tmp_
     assert torch.equal(loaded.model.embed_tokens.weight, truth.model.embed_tokens.weight)
 
 
-def test_what_is_merged_into_a_tied_tensor_is_reported(tied: Path, tmp_path: Path) -> None:
+def test_merging_into_a_tied_tensor_is_reported(tied: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tied, tmp_path / "adapter", r=4, target_modules=["embed_tokens"])
     report = merge_adapter(tied, adapter, tmp_path / "out")
     assert any("lm_head.weight, tied to it, changes too" in note for note in report.notes)

@@ -85,7 +85,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_what_peft_merges(case: str, bases: dict[str, Path], tmp_path: Path) -> None:
+def test_equals_the_merge_of_peft(case: str, bases: dict[str, Path], tmp_path: Path) -> None:
     base, config, modules = CASES[case]
     adapter = save_adapter(bases[base], tmp_path / "adapter", **config)
     report = merge_adapter(bases[base], adapter, tmp_path / "out", max_shard_size="40KB", dtype="bfloat16")

@@ -116,7 +116,7 @@ def test_the_names_of_the_base_are_those_of_the_outcome(tmp_path: Path) -> None:
     same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "base"))
 
 
-def test_each_tensor_keeps_its_dtype_and_the_config_says_so(small, tmp_path: Path) -> None:
+def test_each_tensor_keeps_its_dtype_which_the_config_states(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
     content = json.loads((step / "config.json").read_text())
     (step / "config.json").write_text(json.dumps(content | {"dtype": "bfloat16"}))
@@ -148,7 +148,7 @@ def test_the_source_is_removed_once_the_outcome_has_been_read_back(small, tmp_pa
 
 
 @pytest.mark.parametrize("inner", ["pytorch_model_fsdp_0", "optimizer_0"])
-def test_what_is_read_back_otherwise_keeps_the_source(small, tmp_path: Path, monkeypatch, inner: str) -> None:
+def test_a_difference_on_reading_back_keeps_the_source(small, tmp_path: Path, monkeypatch, inner: str) -> None:
     """Of a model in safetensors, and of an optimizer in a file of torch."""
     step = copied(small[0], tmp_path)
     write = LocalWriter.write
@@ -264,7 +264,7 @@ def test_the_state_of_an_optimizer_becomes_one_file(small, tmp_path: Path) -> No
 
 
 @pytest.mark.distributed
-def test_what_ranks_wrote_with_accelerates_functions(worlds, tmp_path: Path) -> None:
+def test_files_written_by_ranks_with_functions_of_accelerate(worlds, tmp_path: Path) -> None:
     model = zoo.build(specimen("qwen3_moe"))
     zoo.save_original(model, tmp_path / "base")
     run = tmp_path / "run"

@@ -102,7 +102,7 @@ def test_blocks_are_prepared_once():
     stepping.sharded(model)
 
 
-def test_what_has_no_blocks_is_refused():
+def test_a_model_without_blocks_is_refused():
     with pytest.raises(ShardingError, match="Linear has neither _no_split_modules nor an nn.ModuleList"):
         wrap.prepare_blocks(nn.Linear(2, 2), Sharding(activation_checkpointing=True))
     wrap.prepare_blocks(nn.Linear(2, 2), Sharding(activation_checkpointing=False))

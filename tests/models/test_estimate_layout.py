@@ -135,7 +135,7 @@ def odd():
 
 
 @pytest.mark.parametrize("mesh", [*FLAT, *HYBRID], ids=str)
-def test_what_fsdp2_cannot_take_is_foreseen(mesh):
+def test_parameters_that_fsdp2_rejects_are_rejected_by_the_estimate(mesh):
     assert_as_foreseen(odd, mesh, "module_list")
 
 

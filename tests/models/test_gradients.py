@@ -34,7 +34,7 @@ def test_the_norm_over_every_placement_is_that_of_one_process(worlds, max_norm):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_is_left_as_it_is(value):
+def test_gradients_that_are_not_finite_are_unchanged(value):
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.tensor([value, 5.0])
     assert not math.isfinite(clip_gradients([parameter], 1.0))
@@ -66,7 +66,7 @@ def test_gradients_of_whole_parameters_are_averaged_in_one_bucket(worlds, reentr
 
 
 @pytest.mark.distributed
-def test_what_would_drift_apart_is_refused_by_name(worlds):
+def test_parameters_that_would_drift_apart_are_refused_by_name(worlds):
     added, plain, part = worlds(2).run(stepping.unsynchronized)[1]
     assert added.startswith("model.layers.{0..2}.mlp.adapter: trained, but neither sharded nor averaged over the 2")
     assert "average_replicated_gradients" in added
@@ -77,7 +77,7 @@ def test_what_would_drift_apart_is_refused_by_name(worlds):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("after", "kept"), [(True, "(4,)"), (False, "whole"), (2, "(2, 2)")])
-def test_what_is_gathered_between_the_passes(worlds, after, kept):
+def test_which_parameters_stay_gathered_between_the_passes(worlds, after, kept):
     model = stepping.qwen3()
     given = stepping.batch(4)
     model(input_ids=given.input_ids, labels=given.labels).loss.backward()

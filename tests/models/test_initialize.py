@@ -9,14 +9,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from shardwise.errors import KeyMismatchError
 from shardwise.layout import LocalBox
 from shardwise.models import initial_programs
-from shardwise.models.initial_programs import Programmed, fill_from_program
+from shardwise.models.initial_programs import ProgramTensor, fill_from_program
 from shardwise.models.initialize import Initializers, unfit_programs
 from shardwise.models.view import boxes_at, collect_tensors
 from shardwise.tensors import Box, Strided, contiguous_strides
 
 
 def program_of(init, shape=(40, 50), dtype=torch.float32):
-    tensor = Programmed.fresh(shape, dtype)
+    tensor = ProgramTensor.fresh(shape, dtype)
     with torch.no_grad(), initial_programs.truncated_normal_as_one_step():
         init(tensor)
     return tensor.program
@@ -94,7 +94,7 @@ def test_seed_and_name_choose_the_values():
         lambda w: w.copy_(torch.rand(50)),  # drawn by the initializer: not from the name of the tensor
     ],
 )
-def test_what_is_not_element_by_element_is_known(init):
+def test_initializers_that_are_not_elementwise_are_recognized(init):
     assert not program_of(init).is_elementwise
 
 

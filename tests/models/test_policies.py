@@ -74,7 +74,7 @@ def test_parts_that_are_never_called_are_no_groups():
     assert select_blocks(model, MinSize(8)) == ["layers.0", "layers.1"]
 
 
-def test_what_is_shared_counts_once():
+def test_shared_parameters_count_once():
     model = nn.Module()
     model.first, model.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     model.second.weight = model.first.weight

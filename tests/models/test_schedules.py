@@ -25,7 +25,7 @@ def test_a_schedule_of_ones_own_may_keep_anything_under_names_of_torchs(state: d
     assert scheduler_mismatch(state, dict(state)) is None
 
 
-def test_what_is_a_list_of_numbers_here_has_to_be_one_there() -> None:
+def test_scheduler_states_must_have_the_same_structure() -> None:
     here = {"base_lrs": [0.1, 0.2], "_schedulers": [{"step": 1}], "lr_lambdas": [None, {"at": 1}]}
     for name, other in (
         ("base_lrs", [0.1]),

@@ -94,7 +94,7 @@ def test_every_converter_of_the_registry_is_an_index_map():
         lambda x: x.flip(0),
     ],
 )
-def test_what_computes_is_not_structural(operation):
+def test_operations_that_compute_are_not_structural(operation):
     with pytest.raises(NotStructural):
         operation(Recorded(Stored("w", (2, 3), DType.F32), torch.float32))
 

@@ -161,7 +161,9 @@ def test_of_many_ranks_the_fullest_are_drawn(tmp_path: Path) -> None:
     assert row[head.index("rank 31")] == "90.00 GiB"
 
 
-def test_what_cannot_be_drawn_or_written_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_figures_that_cannot_be_drawn_or_written_are_one_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     run = make_run(tmp_path / "out", seconds=2)
     (tmp_path / "file").touch()
     for arguments, message in (

@@ -24,7 +24,7 @@ def index_of(*names):
 ONE, SEVERAL = planned(1 << 20), planned(64)
 
 
-def test_a_single_file_counts_whatever_an_index_says():
+def test_a_single_file_takes_precedence_over_an_index():
     folder_state = get_folder_state([SINGLE, INDEX, "a.safetensors"], index_of("a.safetensors"))
     assert folder_state.weights == {SINGLE}
     assert folder_state.named == {"a.safetensors"}, "what the index names may be about to count"
@@ -33,7 +33,7 @@ def test_a_single_file_counts_whatever_an_index_says():
 
 
 @pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
-def test_what_the_index_names_is_removed_where_it_is_a_weight_file_of_the_folder(plan):
+def test_files_named_by_the_index_are_removed_if_they_are_weights_of_the_folder(plan):
     index = index_of("a.safetensors", "../b.safetensors", "notes.txt", "gone.safetensors", INDEX, "")
     folder_state = get_folder_state(["a.safetensors", "c.safetensors", "notes.txt", INDEX], index)
     removed = obsolete(plan, folder_state)
@@ -70,12 +70,12 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
-def test_what_unfinished_saves_left_is_removed_and_nothing_else(plan):
+def test_only_remains_of_unfinished_saves_are_removed(plan):
     assert obsolete(plan, get_folder_state([*LEFT, *OTHERS], None)) == sorted(LEFT)
 
 
 @pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
-def test_what_was_just_saved_is_never_removed(plan):
+def test_files_of_the_save_are_never_removed(plan):
     new = {*plan.names, *([] if plan.index is None else [INDEX])}
     folder_state = get_folder_state(sorted(new), plan.index)
     assert not new & set(obsolete(plan, folder_state))

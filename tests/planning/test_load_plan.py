@@ -45,11 +45,11 @@ def index_of(**stored):
     return CheckpointIndex("somewhere", {"model.safetensors": 1000}, entries, {}, "single file")
 
 
-def plan(tensors, stored, *, offers=None, unmatched=None, faults=(), rules=None, consent=None):
+def plan(tensors, stored, *, matched=None, unmatched=None, faults=(), rules=None, consent=None):
     index = index_of(**stored)
     leaves = stored_tensors(index)
     offered = {key: (leaf,) for key, leaf in leaves.items() if key in {n for t in tensors for n in t.names}}
-    bindings = Bindings(offers or offered, {}, unmatched or {}, dict.fromkeys(faults, ()))
+    bindings = Bindings(matched or offered, {}, unmatched or {}, dict.fromkeys(faults, ()))
     return plan_load(index, ModelLayout(tuple(tensors)), bindings, rules or ModelRules(), consent or Consent())
 
 
@@ -77,10 +77,10 @@ def test_every_tensor_has_one_fill():
 def test_two_keys_for_one_tensor_are_refused():
     one, other = Stored("norm", (2,), F32), Stored("model.norm", (2,), F32)
     with pytest.raises(KeyMismatchError, match=r"norm: stored more than once, as norm, model\.norm"):
-        plan([tensor("norm", 2)], {"norm": ((2,), F32), "model.norm": ((2,), F32)}, offers={"norm": (one, other)})
+        plan([tensor("norm", 2)], {"norm": ((2,), F32), "model.norm": ((2,), F32)}, matched={"norm": (one, other)})
 
 
-def test_a_mismatch_may_start_afresh_with_consent_only():
+def test_a_mismatch_is_initialized_with_consent_only():
     stored = {"score": ((3, 2), F32)}
     consent = Consent(mismatched=Initialize(("score",)))
     made = plan([tensor("score", 5, 2)], stored, consent=consent)
@@ -90,15 +90,17 @@ def test_a_mismatch_may_start_afresh_with_consent_only():
         plan([tensor("score", 5, 2)], stored, consent=Consent(mismatched=Initialize(("head",))))
 
 
-def test_what_the_model_class_passes_over_needs_no_consent():
+def test_keys_that_the_model_class_ignores_need_no_consent():
     rules = ModelRules(ignore_missing=(r"\.bias$",), ignore_unexpected=(r"^mtp\.",))
-    made = plan([tensor("a.bias", 2)], {"mtp.0": ((1,), F32)}, offers={}, unmatched={"mtp.0": "mtp.0"}, rules=rules)
+    made = plan(
+        [tensor("a.bias", 2)], {"mtp.0": ((1,), F32)}, matched={}, unmatched={"mtp.0": "mtp.0"}, rules=rules
+    )
     assert made.fills == {"a.bias": Init(Origin.INIT_WEIGHTS)}
     assert made.ignored_keys == ("mtp.0",)
     assert made.missing_keys == made.unexpected_keys == ()
 
 
-def test_what_tuning_adds_needs_no_consent_and_counts_as_nothing_missing():
+def test_tensors_added_by_tuning_need_no_consent_and_are_not_missing():
     made = plan([tensor("a", 2), tensor("a.lora_A", 2, origin=Origin.TUNING)], {"a": ((2,), F32)})
     assert made.fills["a.lora_A"] == Init(Origin.TUNING)
     assert made.missing_keys == ()
@@ -108,7 +110,7 @@ def test_a_shared_tensor_stored_twice_is_read_once_and_compared():
     stored = {"embed": ((4, 2), F32), "head": ((4, 2), F32)}
     made = plan([tensor("embed", 4, 2, aliases=("head",))], stored)
     assert made.fills["embed"] == Read(Stored("embed", (4, 2), F32))
-    assert made.twins == {"embed": (Stored("head", (4, 2), F32),)}
+    assert made.duplicates == {"embed": (Stored("head", (4, 2), F32),)}
 
 
 def test_a_shared_tensor_may_be_stored_under_any_of_its_names():
@@ -128,14 +130,14 @@ def test_a_glob_alone_is_no_tuple_of_globs(consent):
         consent("score.*")
 
 
-def test_the_digest_tells_plans_apart_and_not_the_order():
+def test_the_digest_differs_between_plans_and_not_by_order():
     leaf = Stored("w", (6, 2), F32)
     experts = [tensor("a", 3, 2), tensor("b", 3, 2)]
     halves = {"a": (slice_dim(leaf, 0, 0, 3),), "b": (slice_dim(leaf, 0, 3, 3),)}
     stored = {"w": ((6, 2), F32)}
-    one = plan(experts, stored, offers=halves)
-    other = plan(experts[::-1], stored, offers=halves)
-    swapped = plan(experts, stored, offers={"a": halves["b"], "b": halves["a"]})
+    one = plan(experts, stored, matched=halves)
+    other = plan(experts[::-1], stored, matched=halves)
+    swapped = plan(experts, stored, matched={"a": halves["b"], "b": halves["a"]})
     assert one.digest == other.digest
     assert one.digest != swapped.digest
     assert one.fingerprints.keys() == swapped.fingerprints.keys()
@@ -145,4 +147,4 @@ def test_computed_shapes_are_compared_too():
     experts = stack([Stored(f"e.{i}", (2, 2), F32) for i in range(3)], 0)
     stored = {f"e.{i}": ((2, 2), F32) for i in range(3)}
     with pytest.raises(KeyMismatchError, match=r"stored \(3, 2, 2\) as Stack"):
-        plan([tensor("experts", 4, 2, 2)], stored, offers={"experts": (experts,)})
+        plan([tensor("experts", 4, 2, 2)], stored, matched={"experts": (experts,)})

@@ -4,11 +4,11 @@ import pytest
 
 from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.planning.load_plan import Ignore
-from shardwise.planning.matching import Brought, StateSlot, Tolerance, match, match_groups
+from shardwise.planning.matching import Provided, StateSlot, Tolerance, match, match_groups
 from shardwise.tensors import Box, DType
 
-WHOLE = Brought((4, 2), DType.F32, (Box.whole((4, 2)),))
-HALVES = [Brought((4, 2), DType.F32, (Box((start, 0), (2, 2)),)) for start in (0, 2)]
+WHOLE = Provided((4, 2), DType.F32, (Box.whole((4, 2)),))
+HALVES = [Provided((4, 2), DType.F32, (Box((start, 0), (2, 2)),)) for start in (0, 2)]
 STRICT = Tolerance()
 
 
@@ -16,38 +16,38 @@ def place(*names, shape=(4, 2), dtype=DType.F32):
     return StateSlot(names, shape, dtype)
 
 
-def test_any_of_a_place_s_names_will_do():
+def test_a_tensor_is_found_under_any_of_its_names():
     (taken,) = match([place("a", "b")], [{"b": WHOLE}, {}], STRICT).taken
     assert (taken.name, taken.place.names[0]) == ("b", "a")
     assert taken.held == ((Box.whole((4, 2)),), ())
 
 
-def test_of_several_names_that_are_brought_the_first_is_taken():
+def test_the_first_of_several_provided_names_is_used():
     (taken,) = match([place("a", "b")], [{"b": WHOLE, "a": WHOLE}], STRICT).taken
     assert taken.name == "a"
 
 
 def test_ranks_of_a_subgroup_are_shown_as_global_ranks():
-    with pytest.raises(RankMismatchError, match="ranks 4 and 6 bring different states:\n  a is not on rank 6"):
+    with pytest.raises(RankMismatchError, match="ranks 4 and 6 provide different states:\n  a is not on rank 6"):
         match([], [{"a": WHOLE}, {"b": WHOLE}], STRICT, (4, 6))
     with pytest.raises(KeyMismatchError, match="by rank 6, wanted"):
         match([place("a", shape=(3, 2))], [{}, {"a": WHOLE}], STRICT, (4, 6))
 
 
-def test_shards_are_a_whole_together():
+def test_shards_of_all_ranks_make_the_full_tensor():
     (taken,) = match([place("a")], [{"a": half} for half in HALVES], STRICT).taken
     assert [boxes[0].offsets for boxes in taken.held] == [(0, 0), (2, 0)]
 
 
-def test_all_faults_come_at_once():
+def test_all_faults_are_in_one_error():
     places = [place("a"), place("b"), place("c", shape=(3, 2)), place("d", dtype=DType.I32)]
     with pytest.raises(KeyMismatchError) as caught:
         match(places, [{"a": WHOLE, "c": WHOLE, "d": WHOLE, "e": WHOLE}], STRICT)
     *lines, ways = str(caught.value).splitlines()
     assert lines == [
         "the state does not fit:",
-        "  mismatched 2     c: brought (4, 2) F32 by rank 0, wanted (3, 2) F32",
-        "                   d: brought (4, 2) F32 by rank 0, wanted (4, 2) I32",
+        "  mismatched 2     c: provided (4, 2) F32 by rank 0, wanted (3, 2) F32",
+        "                   d: provided (4, 2) F32 by rank 0, wanted (4, 2) I32",
         "  missing 1        b",
         "  unexpected 1     e",
     ]
@@ -55,8 +55,8 @@ def test_all_faults_come_at_once():
 
 
 def test_a_tied_name_with_another_shape_is_a_fault_of_its_own():
-    other = Brought((2, 2), DType.F32, (Box.whole((2, 2)),))
-    with pytest.raises(KeyMismatchError, match=r"b: brought \(2, 2\)"):
+    other = Provided((2, 2), DType.F32, (Box.whole((2, 2)),))
+    with pytest.raises(KeyMismatchError, match=r"b: provided \(2, 2\)"):
         match([place("a", "b")], [{"a": WHOLE, "b": other}], STRICT)
 
 
@@ -72,7 +72,7 @@ def test_empty_groups_are_paired_in_order():
     assert match_groups([[], ["a"], []], [[], ["a"], []], [], STRICT).source_groups == (0, 1, 2)
 
 
-def test_what_may_be_missing_or_unexpected_does_not_set_groups_apart():
+def test_tolerated_parameters_do_not_distinguish_groups():
     tolerance = Tolerance(Ignore(only=("b",)), Ignore(only=("old*",)))
     found = match_groups([["a", "b"], ["b2"], ["c"]], [["c", "old"], ["a"], ["b2"]], ["old2"], tolerance)
     assert found.source_groups == (1, 2, 0)

@@ -98,7 +98,7 @@ def test_blocks_make_the_tensors_within_the_bucket(seed, size, bucket, to_all):
         assert max(staged(blocks, rank) for rank in range(size)) <= bucket + padding
 
 
-def test_what_a_rank_keeps_is_within_the_bucket_too():
+def test_tensors_that_stay_on_a_rank_are_within_the_bucket():
     shares = {name: ((Box((0,), (80,)),),) for name in "abc"}
     rounds = plan_rounds([[move(name, (0,), (80,), size=1) for name in "abc"]], shares, 160)
     assert [sum(block.kept()[0] for block in blocks) for blocks in rounds] == [160] * 6

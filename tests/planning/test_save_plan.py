@@ -102,7 +102,7 @@ def dealt(rng, array, ranks):
 
 
 @given(st.integers(0, 2**32), st.sampled_from([8, 64, 1000]), st.sampled_from([64, 256]), st.booleans())
-def test_what_all_ranks_write_is_the_files(seed, request, staging, is_staged):
+def test_the_writes_of_all_ranks_make_the_files(seed, request, staging, is_staged):
     rng = random.Random(seed)
     ranks, saved, arrays, held, memories = rng.randint(1, 3), [], {}, [{} for _ in range(3)], {}
     for number in range(2):

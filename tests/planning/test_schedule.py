@@ -131,7 +131,7 @@ def test_requests_hold_every_segment_once_and_keep_to_the_policy(pieces, gap, re
     assert any(places[first:] + places[:first] == sorted(places) for first in range(len(places)))
 
 
-def test_neighbours_are_one_request_and_what_is_far_is_another():
+def test_adjacent_ranges_are_one_request_and_distant_ones_are_others():
     def at(start: int, nbytes: int) -> tuple[str, object]:
         copy = Copy(Stored("key", (9000,), DType.U8), Strided(start, (nbytes,), (1,)), Strided(0, (nbytes,), (1,)))
         (segment,) = iter_segments(copy, 0, entry((9000,)), needs_staging=False, policy=policy(10), block_bytes=1)

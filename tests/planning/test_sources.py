@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.errors import RankMismatchError
 from shardwise.planning.matching import (
-    NOBODY,
+    NO_SOURCES,
     Item,
     require_alike,
     resolve_differences,
@@ -23,7 +23,7 @@ def chosen(live, values_from=ANYONE):
 @pytest.mark.parametrize(
     ("live", "sources"),
     [
-        ((0, 0, 0, 0), NOBODY),
+        ((0, 0, 0, 0), NO_SOURCES),
         ((1, 1, 1, 1), (0, 1, 2, 3)),
         ((1, 0, 0, 0), (0, 0, 0, 0)),
         ((0, 0, 1, 0), (2, 2, 2, 2)),
@@ -65,7 +65,7 @@ def test_where_values_differ_the_rank_with_the_most_of_the_model_counts():
         resolve_differences(names, sources, sums, [1, 2, 2], "all_ranks")
 
 
-@pytest.mark.parametrize("source_ranks", [NOBODY, (0, 0), (1, 1)])
+@pytest.mark.parametrize("source_ranks", [NO_SOURCES, (0, 0), (1, 1)])
 def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_ranks):
     assert resolve_differences(["w"], [source_ranks], [{}, {}], [1, 1], "all_ranks") == ([source_ranks], {})
 
@@ -77,7 +77,7 @@ def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_ranks):
         ((0, 0), ("float8_e4m3fn", "bfloat16"), "float8_e4m3fn"),
         ((0, 0), ("int32", "float32"), "int32"),
         ((0, 1), ("float32", "float32"), "float32"),
-        (NOBODY, ("float32", "float32"), "float32"),
+        (NO_SOURCES, ("float32", "float32"), "float32"),
     ],
 )
 def test_the_receivers_dtype_counts_but_exact_ones_are_never_cast(sources, dtypes, expected):
@@ -88,13 +88,13 @@ def test_the_receivers_dtype_counts_but_exact_ones_are_never_cast(sources, dtype
     ("sources", "dtypes"),
     [
         ((0, 1), ("float32", "bfloat16")),
-        (NOBODY, ("float32", "bfloat16")),
+        (NO_SOURCES, ("float32", "bfloat16")),
         ((0, 0), ("float32", "float8_e4m3fn")),
         ((0, 0), ("float32", "int64")),
         ((0, 0, 0), ("float32", "bfloat16", "float16")),
     ],
 )
-def test_dtypes_that_cannot_be_everybodys_are_refused(sources, dtypes):
+def test_dtypes_without_a_common_choice_are_refused(sources, dtypes):
     with pytest.raises(RankMismatchError, match="w is .*float32 on rank 0"):
         select_dtypes(["w"], [sources], [[dtype] for dtype in dtypes])
 

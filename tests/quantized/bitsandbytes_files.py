@@ -42,7 +42,7 @@ def by_hand(tensor: torch.Tensor, *, is_nested: bool = False) -> Packed:
     told = {"shape": list(tensor.shape), "blocksize": 64, "quant_type": "nf4", "dtype": "bfloat16"}
     beside = {
         "absmax": absmax,
-        "quant_map": torch.tensor(Form4.NF4.numbers),
+        "quant_map": torch.tensor(Form4.NF4.codebook),
         "quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8),
     }
     bytes_of = packed[: -(-tensor.numel() // 2)].clone().view(-1, 1)

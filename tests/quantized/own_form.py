@@ -48,13 +48,13 @@ class Subtract:
     label: str = "subtracting"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted["numbers"], self.shape, tuple(1 for _ in self.shape), most_bytes // 5):
-            yield ComputedBlock((box,), {"numbers": box}, 5 * box.numel)
+        for box in aligned_blocks(wanted["values"], self.shape, tuple(1 for _ in self.shape), most_bytes // 5):
+            yield ComputedBlock((box,), {"values": box}, 5 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        return {"numbers": values[0].float() - self.offset}
+        return {"values": values[0].float() - self.offset}
 
 
 def numbers(part: OffsetBytes, leaf: Callable[[str], Expression]) -> Expression:
     stored = leaf(part.values.key)
-    return Computed(Subtract(stored.shape, part.offset), "numbers", stored.shape, DType.F32, (stored,))
+    return Computed(Subtract(stored.shape, part.offset), "values", stored.shape, DType.F32, (stored,))

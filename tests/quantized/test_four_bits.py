@@ -127,13 +127,13 @@ def test_packed_from_eight_bits(plain, tmp_path):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_what_stays_is_named(plain):
+def test_modules_that_are_not_quantized_are_named(plain):
     model, report = shardwise.from_pretrained(
         str(plain), quantization=Nf4(block_size=128, skip_modules=("v_proj",)), output_loading_info=True
     )
     assert "192 columns, no multiple of the block of 128" in str(report.notes)
-    assert "v_proj keeps its numbers: as requested" in str(report.notes)
-    assert "lm_head keeps its numbers: it computes what comes out" in str(report.notes)
+    assert "v_proj is not quantized: as requested" in str(report.notes)
+    assert "lm_head is not quantized: it computes what comes out" in str(report.notes)
     assert model.model.layers[0].mlp.down_proj.weight.is_floating_point()
     assert not model.model.layers[0].mlp.up_proj.weight.is_floating_point()
 
@@ -146,7 +146,7 @@ NOT_TRAINED = [
     (Nf4(), shardwise.Full(), "keeps them in four bits, which are not trained"),
     (Fp4(), shardwise.Freeze(1), r"tuning=Freeze\(\.\.\.\) trains weights of the base"),
     (Nf4(), lora(modules_to_save=["up_proj"]), "modules_to_save trains .*up_proj whole, which is in four bits"),
-    (Nf4(), lora(use_dora=True), "weights in four bits are not .*. Leave out use_dora"),
+    (Nf4(), lora(use_dora=True), "weights in four bits do not have .*. Leave out use_dora"),
     ("nf4", shardwise.Full(), "quantization"),
 ]
 NO_CONFIG = [
@@ -170,12 +170,12 @@ NO_CONFIG = [
         ({"load_in_4bit": True}, r"Pass quantization=Nf4\(\)"),
     ],
 )
-def test_what_cannot_be_had(plain, keywords, told):
+def test_unsupported_quantization_is_refused(plain, keywords, told):
     with pytest.raises(shardwise.ConfigError, match=told):
         shardwise.from_pretrained(str(plain), **keywords)
 
 
-def test_what_makes_no_sense():
+def test_invalid_settings_are_refused():
     with pytest.raises(shardwise.ConfigError, match="block_size=48"):
         Nf4(block_size=48)
     with pytest.raises(shardwise.ConfigError, match="compute_dtype"):
@@ -232,13 +232,13 @@ def told_otherwise(**changes):
         (put("quant_state.bitsandbytes__nf4", lambda found: found[:9].clone()), "not valid JSON"),
     ],
 )
-def test_what_lies_beside_packed_bytes_is_held_against_them(stored, tmp_path, change, told):
+def test_tensors_beside_packed_bytes_are_compared_with_them(stored, tmp_path, change, told):
     folder = changed(stored, tmp_path / "bad", UP, change)
     with pytest.raises(shardwise.FormatError, match=rf"up_proj\.weight.*{told}"):
         shardwise.from_pretrained(folder)
 
 
-def test_numbers_are_made_of_what_is_stored(stored):
+def test_weights_are_dequantized_from_the_stored_tensors(stored):
     first = shardwise.from_pretrained(str(stored))
     second = shardwise.from_pretrained(str(stored), quantization="dequantize")
     tokens = torch.arange(12).view(1, 12)

@@ -34,12 +34,12 @@ def require(told: tuple[str, str], kind: str, message: str) -> None:
 
 
 @pytest.mark.distributed
-def test_what_goes_wrong_on_one_rank_is_everybodys(worlds, plain):
+def test_an_error_of_one_rank_is_raised_on_all(worlds, plain):
     first, second = worlds(2).run(four_bits_in_use.faults, str(plain))
     assert first == second
     require(first["other blocks"], "RankMismatchError", r"quantization on rank 1 .*block_size=32.* against .*=64")
     require(first["fails alone"], "CheckpointError", "rank 1: MemoryError: no room for the scales")
-    require(first["merged"], "ConfigError", "is in four bits, and nothing is merged into it in its place. Save the")
+    require(first["merged"], "ConfigError", "is in four bits, and cannot be merged into in place. Save the")
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_a_cast_passes_over_what_numbers_are_made_of(plain):
     assert model.model.layers[0].input_layernorm.weight.dtype is torch.bfloat16
 
 
-def test_nothing_is_kept_for_the_way_back_but_what_the_model_has(plain):
+def test_autograd_saves_only_tensors_of_the_model(plain):
     """Scales that were unpacked would be a sixteenth of a byte for each weight, of all layers at once."""
     model = shardwise.from_pretrained(str(plain), quantization=NESTED)
     rows = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
@@ -114,7 +114,7 @@ def adapted(folder: Path, quantization: Nf4, **options: object) -> torch.nn.Modu
 def test_nothing_is_merged_into_four_bits(plain):
     model = adapted(plain, NESTED)
     for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(shardwise.ConfigError, match=r"q_proj is in four bits, and nothing is merged into it"):
+        with pytest.raises(shardwise.ConfigError, match=r"q_proj: is in four bits, and cannot be merged into"):
             merge()
     wanted = shardwise.from_pretrained(str(plain), quantization=NESTED)
     assert torch.equal(model.unload()(TOKENS).logits, wanted(TOKENS).logits)
@@ -136,13 +136,13 @@ def test_nothing_in_four_bits_is_dequantized_in_its_place(plain):
         model.dequantize()
 
 
-def test_transformers_says_who_saves_it(plain, tmp_path):
+def test_save_pretrained_of_transformers_names_shardwise_save(plain, tmp_path):
     model = shardwise.from_pretrained(str(plain), quantization=Nf4())
     with pytest.raises(ValueError, match=r"shardwise\.save\(model, folder\).* is not serializable"):
         model.save_pretrained(tmp_path / "out")
 
 
-def test_what_is_of_another_dtype_stays(plain):
+def test_weights_of_other_dtypes_cannot_be_quantized(plain):
     with pytest.raises(shardwise.ConfigError, match=r"is of torch\.float64, of which nothing is packed"):
         shardwise.from_pretrained(str(plain), quantization=Nf4(), dtype=torch.float64)
 

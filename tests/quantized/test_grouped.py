@@ -169,7 +169,7 @@ def test_what_does_not_go_together(of_packages, tmp_path, name, change, told):
         ({**GPTQ, "dynamic": ["x"]}, "GPTQ with dynamic="),
     ],
 )
-def test_what_is_not_known(of_packages, tmp_path, config, told):
+def test_unknown_settings_are_refused(of_packages, tmp_path, config, told):
     of_packages("gptq", config)
     with pytest.raises(shardwise.ConfigError, match=told):
         loaded(tmp_path)

@@ -78,7 +78,7 @@ def test_blocks_of_microscaling_floats_are_of_32_numbers(dtype: DType) -> None:
         {"quant_method": "fp8", "weight_block_size": [True, 128]},
     ],
 )
-def test_a_config_that_makes_no_sense_is_an_error_that_says_so(config: dict[str, Any]) -> None:
+def test_an_invalid_config_is_an_error(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="is not supported|is not a list of two sizes"):
         find_form(config)
 
@@ -90,7 +90,7 @@ def in_four_bits(state: dict[str, Any], dtype: str = "U8") -> MemoryReader:
     parts = {
         "m.weight": (dtype, [64 * width, 1], bytes(64)),
         "m.weight.absmax": ("U8", [2], bytes(2)),
-        "m.weight.quant_map": ("F32", [16], struct.pack("<16f", *Form4.NF4.numbers)),
+        "m.weight.quant_map": ("F32", [16], struct.pack("<16f", *Form4.NF4.codebook)),
         "m.weight.nested_absmax": ("F32", [1], struct.pack("<f", 1.0)),
         "m.weight.nested_quant_map": ("F32", [256], bytes(1024)),
         "m.weight.quant_state.bitsandbytes__nf4": ("U8", [len(told)], told),
@@ -127,7 +127,7 @@ def test_packed_bytes_may_be_stored_under_any_dtype(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("offset", [10**400, -(10**39), 1e39, True, "1", None], ids=lambda value: str(value)[:6])
-def test_an_offset_of_scales_that_is_no_float32_is_an_error_that_says_so(offset: object) -> None:
+def test_an_offset_of_scales_must_be_float32(offset: object) -> None:
     reader = in_four_bits({**STATE, "nested_offset": offset})
     with pytest.raises(FormatError, match="m.weight: its quant_state has the nested_offset"):
         dequantized_index(reader, open_checkpoint(reader))

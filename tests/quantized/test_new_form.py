@@ -27,7 +27,7 @@ def test_a_model_is_loaded_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="not supported .quant_method 'own'"):
         shardwise.load(model, tmp_path)
     monkeypatch.setitem(QUANTIZED, "own", "tests.quantized.own_form:form_of")
-    with pytest.raises(ConfigError, match="no dequantization is known for 'offset bytes'"):
+    with pytest.raises(ConfigError, match="'offset bytes': has no entry in NODES"):
         shardwise.load(model, tmp_path)
     monkeypatch.setitem(NODES, "offset bytes", "tests.quantized.own_form:numbers")
     assert shardwise.load(model, tmp_path).computed == ("weight",)

@@ -106,7 +106,7 @@ def test_other_places_of_the_config(tmp_path, files):
     assert torch.equal(model["m"].weight.detach(), torch.arange(8.0).view(2, 4) / 2)
 
 
-def test_parts_that_say_different_things(tmp_path):
+def test_parts_with_different_metadata_are_refused(tmp_path):
     files = {"config": {"quantization_config": {"quant_method": "mxfp4"}, **NESTED["config"]}}
     with pytest.raises(shardwise.ConfigError, match="several quantization_configs that differ"):
         shardwise.load(model_of(), folder_of(tmp_path, float8(), **files), options=QUIET)

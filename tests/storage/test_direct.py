@@ -122,9 +122,7 @@ def test_much_that_is_little_does_not_wait(
     assert (folder / "a").read_bytes() == content
 
 
-def test_what_was_put_aside_and_cannot_be_written_ends_the_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tail_that_cannot_be_written_fails_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> int:
         raise OSError(errno.EIO, "broken")
 
@@ -161,7 +159,9 @@ def test_where_a_file_cannot_be_opened_so_it_is_written_as_ever(
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_what_is_refused_around_goes_through(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_direct_writes_that_are_refused_are_written_through_the_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     asked = 0
 
     def refuse(descriptor: int, *arguments: Any) -> int:

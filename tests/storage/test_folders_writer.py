@@ -37,7 +37,7 @@ def test_names_have_their_folder_in_front(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "a//b", ""])
-def test_what_leads_out_of_the_folder_is_refused(tmp_path, name):
+def test_paths_out_of_the_folder_are_refused(tmp_path, name):
     with FoldersWriter(tmp_path / "in") as writer, pytest.raises(StorageError, match="refused as a file name"):
         writer.replace(name, b"")
     assert list(tmp_path.iterdir()) == []

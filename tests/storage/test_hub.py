@@ -68,7 +68,7 @@ def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("path", ["../absent", "/absent/x", "~/absent", "a/b/c", "org/name/", Path("org/name")])
-def test_what_looks_like_a_path_never_goes_to_the_hub(path: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_never_requested_from_the_hub(path: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
     assert is_local(path)
     with pytest.raises(StorageError, match="no such directory"):
@@ -112,7 +112,7 @@ def test_a_subfolder_of_a_cached_snapshot(cache: Path) -> None:
         resolve("org/name", offline(cache, subfolder="absent"))
 
 
-def test_what_is_not_cached_is_named_where_downloading_is_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_cached_are_named_if_offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = r"org/other at revision main: .*LocalEntryNotFoundError.*Allow downloading .local_files_only"
     with pytest.raises(StorageError, match=words):
         resolve("org/other", offline(cache))
@@ -131,7 +131,7 @@ def test_a_name_that_no_repository_can_have(cache: Path) -> None:
         resolve("not a name!", offline(cache))
 
 
-def test_what_is_requested_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_files_are_requested_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = (
         "config.json model-00001-of-00002.safetensors consolidated.safetensors pytorch_model.bin "
         "pytorch_model.bin.index.json modeling_x.py tokenizer.json tokenizer.model chat_template.jinja merges.txt "
@@ -251,7 +251,7 @@ def files(*names: str, **contents: bytes) -> dict[str, bytes]:
         ),
     ],
 )
-def test_only_what_will_be_read_is_downloaded(
+def test_only_files_that_are_read_are_downloaded(
     repository: dict[str, bytes],
     options: dict[str, str],
     wanted: WantedFiles,
@@ -302,7 +302,7 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
         ("TransportError", "Check connection, token and disk space"),  # of a library that nobody knows
     ],
 )
-def test_refusals_of_the_hub_say_what_to_do(kind: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_hub_name_the_remedy(kind: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     error_class = getattr(errors, kind, type("TransportError", (Exception,), {}))
 
     def refuse(*arguments: object, **options: object) -> str:

@@ -48,7 +48,7 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert calls >= 3258 / most
 
 
-def test_one_call_never_asks_for_more_than_linux_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_is_at_most_the_limit_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(CONTENT)
     asked: list[tuple[int, int]] = []
 
@@ -78,7 +78,7 @@ def test_an_input_output_error_names_file_and_position(tmp_path: Path, monkeypat
         reader.read("a", 40, 50)
 
 
-def test_permission_denied_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_denied_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(CONTENT)
 
     def denied(*arguments: object) -> int:

@@ -122,7 +122,7 @@ def test_a_full_disk_is_reported_when_a_file_is_created(small_disk: Path) -> Non
         put(writer, "b")
 
 
-def test_a_full_disk_leaves_what_was_to_be_replaced(small_disk: Path) -> None:
+def test_a_full_disk_leaves_the_older_file(small_disk: Path) -> None:
     with LocalWriter(small_disk) as writer:
         writer.replace("index", b"older")
         with pytest.raises(StorageError, match=r"index in .*no space left on device"):
@@ -188,7 +188,7 @@ def raising(code: int) -> Callable[..., Any]:
     ],
 )
 @pytest.mark.parametrize("call", ["open", "pwritev", "fdatasync", "rename", "unlink"])
-def test_what_the_system_refuses_names_file_cause_and_fix(
+def test_errors_of_the_system_name_file_cause_and_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, words: str
 ) -> None:
     asks: dict[str, Callable[[LocalWriter], object]] = {
@@ -240,7 +240,7 @@ def test_a_file_system_that_cannot_sync_folders_is_fine(
             writer.sync_names()
 
 
-def test_what_is_no_folder_is_no_root(tmp_path: Path) -> None:
+def test_a_root_must_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "gone").symlink_to("nowhere")
     for name in ("file", "gone"):
@@ -351,7 +351,7 @@ def test_a_descriptor_is_kept_until_the_sync_and_not_inherited(tmp_path: Path) -
     assert open_descriptors() == before
 
 
-def test_what_is_written_during_a_sync_waits_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_during_a_sync_are_synced_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     fdatasync = os.fdatasync
     with LocalWriter(tmp_path) as writer:
@@ -369,7 +369,7 @@ def test_what_is_written_during_a_sync_waits_for_the_next(tmp_path: Path, monkey
     assert len(synced) == 2
 
 
-def test_what_is_not_synced_is_not_renamed(tmp_path: Path) -> None:
+def test_files_are_synced_before_they_are_renamed(tmp_path: Path) -> None:
     with LocalWriter(tmp_path) as writer:
         writer.create("a", 1)
         with pytest.raises(StorageError, match="a in .*become b, but was not synced"):

@@ -39,7 +39,7 @@ def test_a_large_file_goes_up_in_parts_and_is_seen_when_complete(bucket: str) ->
 
 
 @pytest.mark.parametrize("end", ["close", "remove", "forget"])
-def test_what_is_not_completed_is_never_seen(bucket: str, end: str) -> None:
+def test_incomplete_uploads_are_not_visible(bucket: str, end: str) -> None:
     abandoned = ObjectWriter(bucket)
     abandoned.create("a", len(CONTENT))
     abandoned.write("a", 0, [memoryview(CONTENT)[: 20 << 20]])
@@ -135,7 +135,7 @@ def test_a_url_is_an_object_store() -> None:
         ("nonsense://folder", "writing to nonsense:// failed"),
     ],
 )
-def test_what_cannot_be_written_to_is_refused(target: str, words: str) -> None:
+def test_targets_that_cannot_be_written_are_refused(target: str, words: str) -> None:
     with pytest.raises(StorageError, match=words) as caught:
         open_writer(target)
     assert "hidden" not in str(caught.value)

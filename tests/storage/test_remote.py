@@ -57,7 +57,7 @@ def patience_for(fault: Disturbance) -> dict[str, str]:
     ],
     ids=str,
 )
-def test_what_passes_is_tried_again(store: HttpStore, fault: Disturbance) -> None:
+def test_transient_errors_are_retried(store: HttpStore, fault: Disturbance) -> None:
     with reader_of(store, **patience_for(fault)) as reader:
         assert reader.size("a") == NBYTES
         store.inject(fault, times=2)
@@ -80,7 +80,7 @@ def test_a_connection_that_the_server_ended_while_idle_is_no_failure(store: Http
 
 
 @pytest.mark.parametrize("fault", [Status(500), Status(429), Stall(30, 10), Truncate(17), Reset(0)], ids=str)
-def test_what_lasts_is_reported(store: HttpStore, fault: Disturbance) -> None:
+def test_errors_that_last_are_reported(store: HttpStore, fault: Disturbance) -> None:
     with reader_of(store, **patience_for(fault)) as reader:
         reader.size("a")
         store.inject(fault)
@@ -102,9 +102,7 @@ def test_what_lasts_is_reported(store: HttpStore, fault: Disturbance) -> None:
         (400, OSError, "400 Bad Request"),
     ],
 )
-def test_what_will_not_pass_is_not_tried_again(
-    store: HttpStore, code: int, cause: type[OSError], words: str
-) -> None:
+def test_permanent_errors_are_not_retried(store: HttpStore, code: int, cause: type[OSError], words: str) -> None:
     with reader_of(store) as reader:
         reader.size("a")
         store.inject(Status(code))
@@ -114,7 +112,7 @@ def test_what_will_not_pass_is_not_tried_again(
     assert store.counters.requests == 2
 
 
-def test_a_link_that_is_signed_for_reading_alone_tells_the_size(store: HttpStore) -> None:
+def test_a_link_signed_for_reads_only_has_the_size(store: HttpStore) -> None:
     store.inject(Status(403), times=1)
     with reader_of(store) as reader:
         assert reader.size("a") == NBYTES
@@ -239,7 +237,7 @@ def test_a_url_without_a_server_is_refused(url: str) -> None:
         RemoteReader(url)
 
 
-def test_what_is_no_url_is_refused() -> None:
+def test_an_invalid_url_is_refused() -> None:
     with pytest.raises(StorageError, match="not a URL"):
         RemoteReader("models/llama")
 

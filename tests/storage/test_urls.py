@@ -21,7 +21,7 @@ def test_urls(url: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["org/name", "/a/b", "./a", "C:\\a", "a:b", "1s3://x", "://x", "", Path("s3://b")])
-def test_what_is_no_url(path: object) -> None:
+def test_paths_that_are_not_urls(path: object) -> None:
     assert not is_url(path)
 
 
@@ -54,7 +54,7 @@ def test_a_url_that_names_a_file(url: str, folder: str, file: str | None) -> Non
         ("https://user:pw@[host/a", "https:"),
     ],
 )
-def test_what_of_a_url_is_shown(url: str, shown: str) -> None:
+def test_shown_parts_of_urls(url: str, shown: str) -> None:
     assert without_secrets(url) == shown
 
 
@@ -134,7 +134,7 @@ def test_options_of_the_storage_reach_it() -> None:
         ("hf://org/name@v1", HubOptions(), "the hub is not read in place. Pass the repository's name"),
     ],
 )
-def test_what_cannot_be_opened_is_explained(url: str, options: HubOptions, words: str) -> None:
+def test_urls_that_cannot_be_opened_are_explained(url: str, options: HubOptions, words: str) -> None:
     with pytest.raises(StorageError) as caught:
         open_storage(url, options)
     assert words in str(caught.value)

@@ -79,7 +79,7 @@ class StorageWriterSuite:
             assert writer.read("a") is None
             writer.sync_names()
 
-    def test_what_was_written_is_there(self, storage: WritableStorage) -> None:
+    def test_written_bytes_can_be_read(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
             _put(writer, "b", _CONTENT)
             _put(writer, "a", b"1")
@@ -240,7 +240,7 @@ class StorageWriterSuite:
             writer.publish("c", "d")
             assert storage.contents() == {"b": b"1", "d": b"22"}
 
-    def test_what_has_been_removed_is_not_published(self, storage: WritableStorage) -> None:
+    def test_a_removed_file_is_not_published(self, storage: WritableStorage) -> None:
         with storage.open() as writer, storage.open() as another:
             writer.replace("b", b"older")
             _put(writer, "a", b"1")

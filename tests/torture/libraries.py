@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 
 @cache
 def has_trainer() -> bool:
-    """Whether this transformers has the doors that ShardwiseTrainer takes."""
+    """Whether this transformers has the names that ShardwiseTrainer patches."""
     try:
         import shardwise.integrations.trainer_compat  # noqa: F401
     except (ConfigError, ImportError):
@@ -67,18 +67,18 @@ def of_trainer_in(folder: Path) -> Hashable:
         FolderKind,
         checkpoint_folder,
         checkpoints_in,
-        read_complete_facts,
+        read_complete_header,
     )
 
     complete = [step for step, kind in checkpoints_in(folder).items() if kind is FolderKind.COMPLETE]
     if not complete:
         return None
     place = checkpoint_folder(folder, complete[-1])
-    facts = read_complete_facts(place)
-    assert facts.step == complete[-1]
-    assert torch.load(place / "training_args.bin", weights_only=False).seed == facts.step
-    names = ["model.safetensors", "config.json", "trainer_state.json", f"state/step-{facts.step}/__0_0.distcp"]
-    return facts.step, *(hashlib.sha256((place / name).read_bytes()).hexdigest() for name in names)
+    header = read_complete_header(place)
+    assert header.step == complete[-1]
+    assert torch.load(place / "training_args.bin", weights_only=False).seed == header.step
+    names = ["model.safetensors", "config.json", "trainer_state.json", f"state/step-{header.step}/__0_0.distcp"]
+    return header.step, *(hashlib.sha256((place / name).read_bytes()).hexdigest() for name in names)
 
 
 def is_of_accelerate(name: str) -> bool:

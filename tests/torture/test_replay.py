@@ -49,12 +49,12 @@ def test_a_crash_leaves_one_save_or_the_other(verb: str, store: str) -> None:
 
 
 @mostly_slow
-def test_whoever_follows_a_kill_saves_for_good(verb: str, store: str) -> None:
+def test_a_save_after_a_kill_is_durable(verb: str, store: str) -> None:
     passes(on_both(scenarios.after_a_kill, most=3, samples=0)(verb, store))
 
 
 @mostly_slow
-def test_a_crash_may_follow_whoever_follows_a_crash(verb: str, store: str) -> None:
+def test_a_save_after_a_crash_may_crash(verb: str, store: str) -> None:
     passes(on_both(scenarios.after_a_crash, most=3, samples=0)(verb, store))
 
 

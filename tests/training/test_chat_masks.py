@@ -180,7 +180,7 @@ def is_answer(run: str, written: str, prompt: str) -> bool:
 
 
 @pytest.mark.parametrize("name", trl_templates.names())
-def test_answers_are_what_the_template_writes_at_their_turns(name: str) -> None:
+def test_answers_are_the_text_of_the_template_at_their_turns(name: str) -> None:
     template = trl_templates.text(name)
     tokenizer = trl_templates.tokenizer(template)
     for kind, row in ROWS.items():
@@ -217,7 +217,7 @@ KEEPING = {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"}
 
 
 @pytest.mark.parametrize("name", [name for name in trl_templates.names() if trl_templates.has(f"{name}_training")])
-def test_what_is_learned_is_what_the_training_template_marks(name: str) -> None:
+def test_trained_tokens_are_those_marked_by_the_training_template(name: str) -> None:
     own, training = trl_templates.text(name), trl_templates.text(f"{name}_training")
     tokenizer, other = trl_templates.tokenizer(own), trl_templates.tokenizer(training)
     for kind in ROWS:

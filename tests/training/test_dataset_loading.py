@@ -108,7 +108,7 @@ def test_weights_interleave_datasets(tmp_path: Path) -> None:
         (None, mixture({"path": "x", "fraction": 0.5}), [1.0], "interleave: contradicts fraction"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(name: Any, mixed: Any, weights: Any, message: str) -> None:
+def test_datasets_that_cannot_be_loaded_are_named(name: Any, mixed: Any, weights: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(name, mixed, weights)
 
@@ -117,6 +117,9 @@ def test_a_file_with_a_broken_row_is_named(tmp_path: Path) -> None:
     tiny.write_rows(tmp_path / "rows.jsonl", '{"text": "a"}', '{"text": ')
     with pytest.raises(ConfigError, match=r"rows.jsonl: cannot be loaded"):
         load(str(tmp_path / "rows.jsonl"))
+    for weights in (None, [1.0]):
+        with pytest.raises(ConfigError, match=r"rows.jsonl: cannot be loaded"):
+            load(None, mixture({"path": str(tmp_path / "rows.jsonl")}), weights)
 
 
 @pytest.mark.parametrize(

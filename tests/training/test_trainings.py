@@ -120,7 +120,7 @@ def test_the_reference_of_a_full_training_is_sharded(folder: Path, method: str) 
             assert held == elements // 2 == elements - second[name][1], name
 
 
-def test_masks_that_trl_has_not_train_what_its_marks_do(folder: Path) -> None:
+def test_masks_without_trl_train_the_same_tokens_as_its_marks(folder: Path) -> None:
     values = keys(folder, assistant_only_loss=True, output_dir=str(folder / "marked"))
     marked = losses(1, values)
     for template in (tiny.UNMARKED, tiny.FORGETFUL):
@@ -165,7 +165,9 @@ def test_a_base_in_four_bits(folder: Path) -> None:
         ({"optim": "adamw_torch_8bit"}, "optim: adamw_torch_8bit cannot be created, You need to have `torchao"),
     ],
 )
-def test_what_cannot_be_is_one_error_on_all_ranks(folder: Path, further: dict[str, Any], message: str) -> None:
+def test_invalid_configurations_are_one_error_on_all_ranks(
+    folder: Path, further: dict[str, Any], message: str
+) -> None:
     tiny.write_rows(folder / "images.jsonl", {**tiny.chat("Hi", "Ho"), "images": ["a.png"]})
     tiny.write_model(folder / "padded")
     padded = tiny.tokenizer()

@@ -71,7 +71,7 @@ def test_every_ranks_part_of_a_saved_adapter_arrives(tied: Path, tmp_path: Path,
 
 
 @pytest.mark.distributed
-def test_what_is_saved_is_peft_own_file(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
+def test_a_saved_adapter_equals_the_file_of_peft(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
     adapter = tmp_path / "adapter"
     for size in (1, 2):
         run = worlds(size).run if size > 1 else lambda function, *args: [function(*args)]
@@ -174,11 +174,11 @@ def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, 
     ("tuning", "safe", "told"),
     [
         (Lora(NARROW), False, ""),
-        (Lora(NARROW), True, "q_proj is sharded. Only a plain adapter that is sharded, too, can be merged"),
+        (Lora(NARROW), True, "q_proj: is sharded, and only a plain, sharded adapter can be merged"),
         (Lora(NARROW, placement="replicated"), False, "can be merged into it. Save the adapter"),
     ],
 )
-def test_peft_merges_into_shards_or_says_that_it_cannot(
+def test_peft_merges_into_shards_or_the_error_names_the_reason(
     tuning: Lora, safe: bool, told: str, tied: Path, worlds: Worlds
 ) -> None:
     for (kind, text), apart in worlds(2).run(on_ranks.merge_in_place, str(tied), {"tuning": tuning}, safe):
@@ -245,7 +245,7 @@ def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_
         shardwise.from_pretrained(tied, tuning=ExistingLora(tied))
     _change(adapter, init_lora_weights="pissa")
     save_file(stored, file)
-    with pytest.raises(ConfigError, match="'pissa' changes the base"):
+    with pytest.raises(ConfigError, match="'pissa': changes the base"):
         shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
     for content in ("{", "[]", "3", "[" * 100_000, '{"peft_type": "UNHEARD_OF"}'):
         (adapter / "adapter_config.json").write_text(content)

@@ -27,7 +27,7 @@ TUNINGS: dict[str, Any] = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", TUNINGS)
-def test_what_is_foreseen_is_what_is_held(name: str, half: Path, worlds: Worlds) -> None:
+def test_estimated_bytes_are_the_allocated_bytes(name: str, half: Path, worlds: Worlds) -> None:
     keywords: dict[str, Any] = {"tuning": TUNINGS[name], "resize_vocab": 70}
     foreseen = shardwise.plan(half, ranks=3, device="cpu", **keywords)
     for rank, (held, report) in enumerate(worlds(3).run(on_ranks.held_in_training, str(half), keywords)):

@@ -192,7 +192,7 @@ def test_an_adapter_is_in_its_blocks_group_or_whole(tied: Path, worlds: Worlds) 
 
 
 @pytest.mark.distributed
-def test_only_what_is_trained_is_kept_in_float32(half: Path, worlds: Worlds) -> None:
+def test_only_trained_parameters_are_float32(half: Path, worlds: Worlds) -> None:
     (report, _) = worlds(2).run(on_ranks.report_of, str(half), {"tuning": Lora(ALL_LINEAR)})
     assert set(report["trained"].values()) == {"F32"}
     assert all("lora_" in name for name in report["trained"])
@@ -205,7 +205,7 @@ def test_only_what_is_trained_is_kept_in_float32(half: Path, worlds: Worlds) -> 
         name: "torch.float32" if "layers.1" in name else "torch.bfloat16"
         for name, _ in reference.stock(half, None).named_parameters()
     }
-    as_stored = shardwise.from_pretrained(half, tuning=Full(), trained="unchanged")
+    as_stored = shardwise.from_pretrained(half, tuning=Full(), trained_dtype="unchanged")
     assert {parameter.dtype for parameter in as_stored.parameters()} == {torch.bfloat16}
 
 
@@ -220,7 +220,7 @@ def test_magnitudes_are_those_of_the_weights_as_they_are_stored(half: Path) -> N
 def test_biases_are_trained_as_peft_trains_them(half: Path) -> None:
     for bias in ("all", "lora_only"):
         config = LoraConfig(r=2, target_modules=["q_proj"], bias=bias)
-        model = shardwise.from_pretrained(half, tuning=Lora(config), trained="unchanged")
+        model = shardwise.from_pretrained(half, tuning=Lora(config), trained_dtype="unchanged")
         assert _trained(model) == _trained(reference.stock(half, config, torch.bfloat16))
         assert any(name.endswith("bias") for name in _trained(model))
     with pytest.raises(ConfigError, match=r"q_proj.* two dtypes .*mp_policy"):
@@ -247,7 +247,7 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
         ),
         (
             Lora(LoraConfig(target_modules="nothing.*")),
-            r"PEFT cannot put this LoRA into Qwen3ForCausalLM: .*not found",
+            r"Qwen3ForCausalLM: PEFT cannot add this LoRA, .*not found",
         ),
         (Lora(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_hed"])), r"modules_to_save.*lm_head"),
         (Lora(LoraConfig(target_modules=[], target_parameters=["mlp.expert.up"])), r"target_parameters: nothing"),
@@ -256,13 +256,13 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
             Lora(LoraConfig(target_modules=["q_proj", "k_proj"], exclude_modules=["k_proj"])),
             r"target_modules: 'k_proj' is there, and PEFT does not adapt it",
         ),
-        (Lora(LoraConfig(target_modules=["q_proj"], rank_pattern={"(": 4})), r"PEFT cannot put .* unterminated"),
-        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")), r"'pissa' changes the base"),
-        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="orthogonal")), r"needs whole weights"),
-        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights=False, use_dora=True)), r"use_dora with"),
+        (Lora(LoraConfig(target_modules=["q_proj"], rank_pattern={"(": 4})), r"PEFT cannot add .* unterminated"),
+        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")), r"'pissa': changes the base"),
+        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="orthogonal")), r"needs full weights"),
+        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights=False, use_dora=True)), r"with use_dora"),
         (
             Lora(LoraConfig(target_modules=["q_proj"], modules_to_save="lm_head")),
-            r"'lm_head' is not a list of names",
+            r"'lm_head': is not a list of names",
         ),
         (Lora(LoraConfig(target_modules=["embed_tokens"], use_dora=True)), r"embed_tokens: use_dora.*Embedding"),
         (Lora(LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])), r"trainable_token_indices"),
@@ -273,7 +273,7 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
         (Freeze(extra_modules=("rotary_emb",)), r"trains nothing"),
     ],
 )
-def test_what_matches_nothing_or_cannot_be_done_is_refused(tuning: Any, message: str, tied: Path) -> None:
+def test_unmatched_and_unsupported_tunings_are_refused(tuning: Any, message: str, tied: Path) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         shardwise.from_pretrained(tied, tuning=tuning)
 
@@ -298,7 +298,7 @@ def test_lists_of_an_encoder_and_a_decoder_are_named(sizes: tuple[int, int], tmp
         shardwise.from_pretrained(tmp_path, tuning=Freeze(1))
 
 
-def test_modes_refuse_what_makes_no_sense() -> None:
+def test_tunings_refuse_invalid_settings() -> None:
     with pytest.raises(ConfigError, match="trains nothing"):
         Freeze()
     with pytest.raises(ConfigError, match=r"extra_modules=\('lm_head',\)"):

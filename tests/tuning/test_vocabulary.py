@@ -114,6 +114,6 @@ def test_a_grown_vocabulary_goes_with_an_adapter_of_other_layers(tied: Path, tmp
     assert [name for name in wanted if not torch.equal(wanted[name], again[name])] == []
 
 
-def test_a_size_that_makes_no_sense_is_refused(tied: Path) -> None:
+def test_an_invalid_size_is_refused(tied: Path) -> None:
     with pytest.raises(ConfigError, match="resize_vocab=0: a vocabulary has at least one token"):
         shardwise.from_pretrained(tied, resize_vocab=0)

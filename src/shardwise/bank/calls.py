@@ -228,14 +228,14 @@ def open_call(
 def _require_pairs(batches: object) -> None:
     """Raise ConfigError unless ``batches`` is a list of (name, rows)."""
     if not isinstance(batches, Sequence) or isinstance(batches, str):
-        raise ConfigError(f"batches: is a {type(batches).__name__}, not a list of (name, rows). Pass one.")
+        raise ConfigError(f"batches: is a {type(batches).__name__}, not a list of (name, rows). Pass one")
     for number, entry in enumerate(batches):
         if not isinstance(entry, tuple | list) or len(entry) != 2:
-            raise ConfigError(f"batches[{number}]: is a {type(entry).__name__}, not a pair (name, rows). Pass one.")
+            raise ConfigError(f"batches[{number}]: is a {type(entry).__name__}, not a pair (name, rows). Pass one")
         if not isinstance(entry[0], str | None):
             kind = type(entry[0]).__name__
             raise ConfigError(
-                f"batches[{number}]: its name is a {kind}, not a string, or None for the base. Pass one."
+                f"batches[{number}]: its name is a {kind}, not a string, or None for the base. Pass one"
             )
 
 

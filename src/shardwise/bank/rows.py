@@ -103,7 +103,7 @@ def _require_tensors(who: str, batch: Any) -> torch.Tensor:
     ):
         raise ConfigError(
             f"{who}: the rows are not a dict of tensors of one shape (rows, tokens). Pass input_ids (integers), "
-            "and optionally attention_mask, labels (integers) and weights."
+            "and optionally attention_mask, labels (integers) and weights"
         )
     return ids
 

@@ -103,7 +103,7 @@ def parse_state(tenant: Tenant, what: str, state: object) -> StoredTraining | Te
     if missing := [key for key in ("adapter", "training", "facts") if not isinstance(state.get(key), Mapping)]:
         raise ConfigError(
             f"{what}: it has no {', '.join(missing)}; nor is it matrices alone, by PEFT's names. Pass the result "
-            "of state_dict."
+            "of state_dict"
         )
     for key in ("adapter", "training"):
         if not all(isinstance(values, torch.Tensor) for values in state[key].values()):
@@ -213,7 +213,7 @@ def _refusal(what: str, tenant: Tenant, faults: list[str]) -> ConfigError:
     lines = "\n  ".join(faults[:20])
     return ConfigError(
         f"{what}: is not a state of {tenant.name!r} as it is here:\n  {lines}\n"
-        "Create it as it was, or take the matrices alone, with training_state=False."
+        "Create it as it was, or take the matrices alone, with training_state=False"
     )
 
 

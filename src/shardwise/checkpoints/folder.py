@@ -30,7 +30,7 @@ from shardwise.conversion.expression import Expression
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.memory import WorkerPool, gc_disabled
-from shardwise.execution.rename_journal import remove_unnamed
+from shardwise.execution.rename_journal import remove_pending
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.distributed import MAX_METADATA_BYTES, ChunkPlace, open_state, parse_metadata
 from shardwise.formats.joining import METADATA, KeyPath
@@ -177,7 +177,7 @@ def remove_incomplete(root: Path, step: int) -> None:
         StorageError: a file cannot be removed.
     """
     with open_writer(root / step_folder_name(step)) as writer:
-        remove_unnamed(writer, [name for name in writer.list() if _INTERIM.fullmatch(name)])
+        remove_pending(writer, [name for name in writer.list() if _INTERIM.fullmatch(name)])
         if METADATA not in writer.list():
             _remove_files(writer)
     _remove_folder(root, step)

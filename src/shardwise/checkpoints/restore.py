@@ -44,7 +44,7 @@ from shardwise.models.rebind import Key, rebuild_state_tensor
 from shardwise.models.selection import Selection
 from shardwise.models.torch_api import in_memory, to_torch
 from shardwise.models.view import collect_tensors, local_boxes, local_tensor
-from shardwise.planning.matching import Brought, Tolerance
+from shardwise.planning.matching import Provided, Tolerance
 from shardwise.report.save_reports import RestoreReport
 from shardwise.storage.contract import StorageReader
 from shardwise.tensors import Box
@@ -100,7 +100,7 @@ def restore(
         world_size=world.size,
         directory=str(opened.folder),
         step=step,
-        passed_over=skipped,
+        skipped_steps=skipped,
         saved_by=opened.facts.world_size,
         user=opened.facts.user,
         restored=tuple(component for component in _COMPONENTS if component in matched.components),
@@ -110,7 +110,7 @@ def restore(
         missing=(*matched.faults["missing"], *(fitting.missing if fitting else ())),
         unexpected=(*matched.faults["unexpected"], *(fitting.unexpected if fitting else ())),
         mismatched=(*matched.faults["mismatched"], *(fitting.matched.mismatched if fitting else ())),
-        afresh=tuple(without_state),
+        without_state=tuple(without_state),
         base=plan.base.summary,
         cast=fitting.matched.cast if fitting else {},
         **notes,
@@ -265,7 +265,7 @@ def _match_optimizers(
     optimizers = OptimizerTargets.from_optimizers(collected.held, collected.bounds)
     parsed = world.run_all(_optimizer_state, opened, executor, optimizers, common)
     stored = {
-        name: Brought(tuple(tensor.shape), in_memory(tensor.dtype), (Box.whole(tuple(tensor.shape)),))
+        name: Provided(tuple(tensor.shape), in_memory(tensor.dtype), (Box.whole(tuple(tensor.shape)),))
         for name, tensor in parsed.tensors.items()
     }
     return match_optimizer_state(world, optimizers, parsed, [stored] + [{}] * (world.size - 1), tolerance)

@@ -156,7 +156,7 @@ class CollectedState:
         """Optimizer state that belongs to this rank alone, by FQN and name."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         for bound in self.bounds:
-            for key, value in bound.reduced.items():
+            for key, value in bound.rank_local.items():
                 found.setdefault(key.parameter, {})[key.entry] = value
         return found
 

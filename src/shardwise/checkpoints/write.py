@@ -18,7 +18,7 @@ from shardwise.execution.distributed_chunks import ChunkWriter, TensorsPlan, Vie
 from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank
 from shardwise.execution.world import World
 from shardwise.formats.joining import METADATA, KeyPath
-from shardwise.planning.commit_plan import on_its_way
+from shardwise.planning.commit_plan import pending_name
 from shardwise.report.save_reports import CheckpointReport
 from shardwise.storage.writing import open_writer
 
@@ -163,7 +163,7 @@ def _undo(job: Job, locked: LockedFolder) -> None:
         folder.remove_incomplete(job.root, job.step)
     elif job.folder.is_dir():
         with open_writer(job.folder) as inner:
-            inner.remove(on_its_way(METADATA, locked.save_id))
+            inner.remove(pending_name(METADATA, locked.save_id))
 
 
 def _write_local(world: World, job: Job, saving: Saving) -> WrittenFile:

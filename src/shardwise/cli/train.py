@@ -90,7 +90,7 @@ def _read(arguments: Sequence[str]) -> RunConfig:
     try:
         from shardwise.training.run_config import has_tenants, read_run_config, read_tenants
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'.") from error
+        raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'") from error
     config = read_run_config(arguments)
     if has_tenants(config):
         read_tenants(config)
@@ -113,10 +113,10 @@ def _num_ranks(config: RunConfig) -> int:
         return 1 if "RANK" in os.environ else config.own["num_processes"] or 1
     found = read_yaml(trl_accelerate_config(file))
     if (machines := found.get("num_machines") or 1) != 1:
-        raise ConfigError(f"num_machines: {machines} in {file}. Start the ranks by torchrun on each machine.")
+        raise ConfigError(f"num_machines: {machines} in {file}. Start the ranks by torchrun on each machine")
     count = str(found.get("num_processes") or 1)
     if not count.isdecimal() or int(count) < 1:
-        raise ConfigError(f"num_processes: {count} in {file}. Write a number of ranks, 1 or more.")
+        raise ConfigError(f"num_processes: {count} in {file}. Write a number of ranks, 1 or more")
     return int(count)
 
 
@@ -234,7 +234,7 @@ def plan_command(
         click.echo(made.verdict(limit))
     click.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
     if limit is not None and made.peak_bytes > limit:
-        raise ConfigError(f"--memory: the plan {made.verdict(limit)}. See docs/out_of_memory.md.")
+        raise ConfigError(f"--memory: the plan {made.verdict(limit)}. See docs/out_of_memory.md")
 
 
 def _estimate_config(
@@ -242,36 +242,36 @@ def _estimate_config(
 ) -> Estimate:
     """Plan the training of a configuration."""
     if unused := [name for name, value in given.items() if value]:
-        raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE.")
+        raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE")
     try:
         from shardwise.training.run_config import read_run_config
 
         config = read_run_config([file, *overrides])
         from shardwise.training.setup import plan_run
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'.") from error
+        raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'") from error
     return plan_run(config, ranks, placed)
 
 
 def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: dict[str, Any]) -> Estimate:
     """Plan a load, and a training if there is a tuning."""
     if overrides:
-        raise ConfigError(f"{overrides[0]}: is not an option for a model. See shardwise plan --help.")
+        raise ConfigError(f"{overrides[0]}: is not an option for a model. See shardwise plan --help")
     if ranks is None:
-        raise ConfigError("--ranks: is missing. Give the number of processes.")
+        raise ConfigError("--ranks: is missing. Give the number of processes")
     found = {name: value for name, value in given.items() if value is not None}
     if "tuning" not in found and {"per_device_train_batch_size", "max_length"} & found.keys():
-        raise ConfigError("--batch and --seq need --tuning. Give that, too.")
+        raise ConfigError("--batch and --seq need --tuning. Give that, too")
     _require_known(found)
     if "mesh" in found:
         found["mesh"] = parse_mesh(found["mesh"])
     if is_local(model):
         local_path(model, HubOptions())
     from shardwise.engines.estimating import plan, tuning_named
-    from shardwise.engines.sharding import sharding_named
+    from shardwise.engines.sharding import build_sharding
 
     wrap, param_dtype = found.pop("wrap", "auto"), found.pop("param_dtype", None)
-    found["sharding"] = sharding_named(wrap, param_dtype=param_dtype, offload=found.pop("offload"))
+    found["sharding"] = build_sharding(wrap, param_dtype=param_dtype, offload=found.pop("offload"))
     found["hub"] = HubOptions(revision=found.pop("revision", None))
     if "tuning" in found:
         found["tuning"] = tuning_named(found["tuning"])
@@ -305,7 +305,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         name, _, size = item.strip().partition("=")
         if not (name and size.isascii() and size.isdigit()) or name in axes:
             raise ConfigError(
-                f"--mesh={text!r}: {item.strip()!r} is not a new AXIS=SIZE. Write replicate=2,shard=4."
+                f"--mesh={text!r}: {item.strip()!r} is not a new AXIS=SIZE. Write replicate=2,shard=4"
             )
         axes[name] = int(size)
     return axes

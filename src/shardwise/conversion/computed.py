@@ -109,7 +109,7 @@ class Computed(Leaf):
     def signature(self) -> Hashable:
         return "computed", self.operation, self.output, self.shape
 
-    def over(self, sources: Sequence[Expression]) -> Expression:
+    def with_sources(self, sources: Sequence[Expression]) -> Expression:
         return Computed(self.operation, self.output, self.shape, self.dtype, tuple(sources))
 
     def __str__(self) -> str:
@@ -338,7 +338,7 @@ class ComputedRegion:
 def copies_and_computed(
     expression: Expression, box: Box, into: Strided | None = None
 ) -> tuple[list[Copy], list[ComputedRegion]]:
-    """Return the copies and computed regions that fill ``box``: each element exactly once, except for holes.
+    """Return the copies and computed regions that fill ``box``: each stored element exactly once.
 
     ``into`` is the box's layout in the target's memory, by default a contiguous tensor of the box's sizes. Nothing
     fills an empty box.
@@ -430,16 +430,16 @@ class Bindings:
     """The outcome of applying renames and conversions to the keys of a checkpoint.
 
     Attributes:
-        offers: every expression that a tensor of the model could be, by its name. A plan reports more than one.
-        leaders: the first result of the conversion that a tensor comes from, by the tensor's name. transformers
+        matched: every expression that a tensor of the model could be, by its name. A plan reports more than one.
+        primary: the first result of the conversion that a tensor comes from, by the tensor's name. transformers
             chooses the dtype of all results by it.
         unmatched: the renamed key, by key, if the model has no tensor of that name.
-        faults: a sentence for each conversion that failed, with the names of its results.
-        strays: expressions of unmatched keys, by renamed key. The model may get a tensor of that name later.
+        errors: a sentence for each conversion that failed, with the names of its results.
+        leftover: expressions of unmatched keys, by renamed key. The model may get a tensor of that name later.
     """
 
-    offers: Mapping[str, tuple[Expression, ...]]
-    leaders: Mapping[str, str] = field(default_factory=dict)
+    matched: Mapping[str, tuple[Expression, ...]]
+    primary: Mapping[str, str] = field(default_factory=dict)
     unmatched: Mapping[str, str] = field(default_factory=dict)
-    faults: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    strays: Mapping[str, Expression] = field(default_factory=dict)
+    errors: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    leftover: Mapping[str, Expression] = field(default_factory=dict)

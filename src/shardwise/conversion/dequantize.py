@@ -35,7 +35,7 @@ from shardwise.conversion.computed import (
 from shardwise.conversion.expression import Expression, Shape, permute, reshape
 from shardwise.tensors import Box, Code, DType, numel
 
-_OUT = "numbers"
+_OUT = "values"
 
 _EXPONENT_BIAS = 127
 
@@ -120,9 +120,9 @@ class Dequantize:
         return min(_MAX_ELEMENTS, (most_bytes - _STRIP_BYTES * _STRIP_ELEMENTS) // per_element)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        numbers = cast(values[0].new_empty(0), self.rounds_to).new_empty(block.outputs[_OUT].sizes)
-        self.evaluate_into(block, values, {_OUT: numbers})
-        return {_OUT: numbers}
+        result = cast(values[0].new_empty(0), self.rounds_to).new_empty(block.outputs[_OUT].sizes)
+        self.evaluate_into(block, values, {_OUT: result})
+        return {_OUT: result}
 
     def evaluate_into(self, block: ComputedBlock, values: Sequence[Any], outputs: Mapping[str, Any]) -> None:
         """Write the values of a block to ``outputs``, cast to their dtypes.
@@ -134,19 +134,19 @@ class Dequantize:
         for is_usable, source, fault in checks:
             if not is_usable:
                 shown = fault.format(float(values[source].view(-1)[0]))
-                raise BadValues(f"{shown}. Download or write the checkpoint again.", source)
+                raise BadValues(f"{shown}. Download or write the checkpoint again", source)
 
     def evaluate_on_device(
         self, block: ComputedBlock, values: Sequence[Any], most_bytes: int
     ) -> tuple[Mapping[str, Any], Any]:
         box = block.outputs[_OUT]
-        numbers = cast(values[0].new_empty(0), self.rounds_to).new_empty(box.sizes)
+        result = cast(values[0].new_empty(0), self.rounds_to).new_empty(box.sizes)
         strip_elements = _STRIP_ELEMENTS + max(0, most_bytes - block.nbytes) // _STRIP_BYTES
-        checks = self._write(box, values, numbers, strip_elements)
-        is_bad = numbers.isnan().any()
+        checks = self._write(box, values, result, strip_elements)
+        is_bad = result.isnan().any()
         for is_usable, _, _ in checks:
             is_bad = is_bad | ~is_usable
-        return {_OUT: numbers}, is_bad
+        return {_OUT: result}, is_bad
 
     def _write(self, box: Box, values: Sequence[Any], out: Any, strip_elements: int) -> Sequence[_Check]:
         """Write the values of a box, strip by strip. Return checks of the inputs."""
@@ -154,14 +154,14 @@ class Dequantize:
         table = table_for(_values_by_byte(self.code), DType.F32, stored).view(256, self.code.per_byte)
         for strip in aligned_blocks([box], self.shape, self._byte_aligned, strip_elements):
             codes = _slice(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
-            numbers = table.index_select(0, codes.int().view(-1)).view(strip.sizes)
+            result = table.index_select(0, codes.int().view(-1)).view(strip.sizes)
             if zeros is not None:
-                by_block, spread = self._spread(numbers, self._strip_scales(zeros, strip, box), strip)
+                by_block, spread = self._spread(result, self._strip_scales(zeros, strip, box), strip)
                 by_block.sub_(spread)
             if factors is not None:
-                by_block, spread = self._spread(numbers, self._strip_scales(factors, strip, box), strip)
+                by_block, spread = self._spread(result, self._strip_scales(factors, strip, box), strip)
                 by_block.mul_(spread)
-            _slice(out, strip, box).copy_(cast(numbers, self.rounds_to))
+            _slice(out, strip, box).copy_(cast(result, self.rounds_to))
         return checks
 
     def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Sequence[_Check]]:
@@ -188,15 +188,15 @@ class Dequantize:
     def _strip_scales(self, scales: Any, strip: Box, box: Box) -> Any:
         return _slice(scales, self._get_scales(strip), self._get_scales(box))
 
-    def _spread(self, numbers: Any, scales: Any, box: Box) -> tuple[Any, Any]:
-        """Return numbers and their scales (or zero points) in shapes that broadcast."""
+    def _spread(self, result: Any, scales: Any, box: Box) -> tuple[Any, Any]:
+        """Return values and their scales (or zero points) in shapes that broadcast."""
         *outer, last = range(len(box.sizes))
         for dim in outer:
             scales = self._repeated(scales, dim, box)
         unit, at, width = self.unit[last], box.offsets[last], box.sizes[last]
         if at % unit == 0 and width % unit == 0:
-            return numbers.view(*box.sizes[:-1], width // unit, unit), scales.unsqueeze(-1)
-        return numbers, self._repeated(scales, last, box)
+            return result.view(*box.sizes[:-1], width // unit, unit), scales.unsqueeze(-1)
+        return result, self._repeated(scales, last, box)
 
     def _repeated(self, scales: Any, dim: int, box: Box) -> Any:
         """Return a scale for each element along a dimension, unchanged if one scale is for all."""
@@ -222,8 +222,8 @@ def _slice(tensor: Any, box: Box, whole: Box) -> Any:
 def _values_by_byte(code: Code) -> tuple[float, ...]:
     """Return the one or two values of each byte, one byte after the other."""
     if code.per_byte == 1:
-        return code.numbers
-    return tuple(number for second in code.numbers for first in code.numbers for number in (first, second))
+        return code.codebook
+    return tuple(number for second in code.codebook for first in code.codebook for number in (first, second))
 
 
 def decoded(values: Expression, shape: Sequence[int], code: Code) -> Expression:
@@ -335,7 +335,7 @@ class AddToWords:
 
 @dataclass(frozen=True, slots=True)
 class GatherRows:
-    """``out[i, j] = rows[numbers[i], j]``. Floats are float32, integers are unchanged.
+    """``out[i, j] = rows[indices[i], j]``. Floats are float32, integers are unchanged.
 
     Attributes:
         count: of the rows.
@@ -365,24 +365,24 @@ class GatherRows:
         Raises:
             BadValues: a number is not that of a row.
         """
-        rows, numbers = values
-        if bool(((numbers < 0) | (numbers >= self.count)).any()):
+        rows, indices = values
+        if bool(((indices < 0) | (indices >= self.count)).any()):
             raise BadValues(
-                f"groups are {int(numbers.min())} to {int(numbers.max())}, and there are scales for 0 to "
-                f"{self.count - 1}. Download or write the checkpoint again.",
+                f"groups are {int(indices.min())} to {int(indices.max())}, and there are scales for 0 to "
+                f"{self.count - 1}. Download or write the checkpoint again",
                 1,
             )
-        return {_OUT: (rows.float() if rows.is_floating_point() else rows).index_select(0, numbers.long())}
+        return {_OUT: (rows.float() if rows.is_floating_point() else rows).index_select(0, indices.long())}
 
 
-def _rows(source: Expression, numbers: Expression) -> Expression:
+def _rows(source: Expression, indices: Expression) -> Expression:
     """Return the chosen rows (see :class:`GatherRows`).
 
-    ``source`` is (count, columns), ``numbers`` are integers (rows,).
+    ``source`` is (count, columns), ``indices`` are integers (rows,).
     """
-    shape = (numbers.shape[0], source.shape[1])
+    shape = (indices.shape[0], source.shape[1])
     dtype = DType.F32 if source.dtype.kind == "float" else source.dtype
-    return Computed(GatherRows(source.shape[0], shape), _OUT, shape, dtype, (source, numbers))
+    return Computed(GatherRows(source.shape[0], shape), _OUT, shape, dtype, (source, indices))
 
 
 def columns_in_words(
@@ -416,7 +416,7 @@ def rows_in_words(
     *,
     bits: int,
     is_less_one: bool,
-    numbers: Expression | None,
+    group_indices: Expression | None,
 ) -> Expression:
     """Return GPTQ's weight (out, in) from words of ``32 / bits`` inputs of one output. See [Note: Layouts].
 
@@ -429,7 +429,7 @@ def rows_in_words(
         dtype: of the products.
         bits: 4 or 8.
         is_less_one: zero points are stored minus 1.
-        numbers: the group of each input (in,), if it does not follow from its position.
+        group_indices: the group of each input (in,), if it does not follow from its position.
     """
     (out, columns), per_word, groups = shape, 32 // bits, scales.shape[0]
     if is_less_one:
@@ -437,10 +437,10 @@ def rows_in_words(
         zeros = Computed(AddToWords(zeros.shape, ones), _OUT, zeros.shape, DType.U8, (zeros,))
     points = decoded(zeros, (groups, out), _CODES[bits])
     unit: Shape = (group // per_word, 1, per_word)
-    if numbers is not None:
+    if group_indices is not None:
         unit = (1, 1, 1)
         scales, points = (
-            permute(reshape(_rows(found, numbers), (columns // per_word, per_word, out)), (0, 2, 1))
+            permute(reshape(_rows(found, group_indices), (columns // per_word, per_word, out)), (0, 2, 1))
             for found in (scales, points)
         )
     order = (columns // per_word, out, per_word)

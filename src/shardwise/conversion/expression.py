@@ -49,7 +49,7 @@ class Expression(ABC):
     @abstractmethod
     def signature(self) -> Hashable: ...
 
-    def over(self, sources: Sequence[Expression]) -> Expression:
+    def with_sources(self, sources: Sequence[Expression]) -> Expression:
         """The same node over other sources, of the same shapes."""
         assert not sources
         return self
@@ -113,7 +113,7 @@ class _Combined(Expression):
     def dtype(self) -> DType:
         return self.sources[0].dtype
 
-    def over(self, sources: Sequence[Expression]) -> Expression:
+    def with_sources(self, sources: Sequence[Expression]) -> Expression:
         return replace(self, sources=tuple(sources))
 
 
@@ -170,7 +170,7 @@ class _Rearranged(Expression):
     def sources(self) -> tuple[Expression, ...]:
         return (self.source,)
 
-    def over(self, sources: Sequence[Expression]) -> Expression:
+    def with_sources(self, sources: Sequence[Expression]) -> Expression:
         (source,) = sources
         return replace(self, source=source)
 
@@ -226,7 +226,7 @@ class Reshape(_Rearranged):
 
 
 @dataclass(frozen=True, slots=True)
-class Hole(Expression):
+class Unstored(Expression):
     """Elements that the checkpoint lacks, next to others that it has (new rows of a resized vocabulary).
 
     Nothing is copied to them. They are initialized.
@@ -241,7 +241,7 @@ class Hole(Expression):
 
     @property
     def signature(self) -> Hashable:
-        return "hole", self.shape
+        return "unstored", self.shape
 
     def source_regions(self, _region: Region) -> Iterator[tuple[Expression, Region]]:
         return iter(())
@@ -326,7 +326,7 @@ def stored_key(expression: Expression) -> str | None:
 
 def rows_stored(expression: Expression) -> int | None:
     """Return how many leading rows are stored if the expression ends in missing rows, else None."""
-    if isinstance(expression, Concat) and expression.dim == 0 and isinstance(expression.sources[-1], Hole):
+    if isinstance(expression, Concat) and expression.dim == 0 and isinstance(expression.sources[-1], Unstored):
         return expression.shape[0] - expression.sources[-1].shape[0]
     return None
 
@@ -335,13 +335,13 @@ def substitute(expression: Expression, leaves: Mapping[str, Expression]) -> Expr
     """Replace the stored tensors of an expression. ``leaves`` has the replacements, of the same shapes, by key."""
     if isinstance(expression, Stored):
         return leaves[expression.key]
-    return expression.over([substitute(source, leaves) for source in expression.sources])
+    return expression.with_sources([substitute(source, leaves) for source in expression.sources])
 
 
-def skeleton(expression: Expression) -> tuple[Hashable, tuple[str, ...]]:
+def structure(expression: Expression) -> tuple[Hashable, tuple[str, ...]]:
     """Return an expression without the keys of its leaves, and these keys in order of first appearance.
 
-    Expressions of equal skeletons have equal copies for equal boxes, except for their keys.
+    Expressions of equal structures have equal copies for equal boxes, except for their keys.
     """
     numbers: dict[str, int] = {}
     return _without_keys(expression, numbers), tuple(numbers)
@@ -353,7 +353,7 @@ def _without_keys(node: Expression, numbers: dict[str, int]) -> Hashable:
     return node.signature, *(_without_keys(source, numbers) for source in node.sources)
 
 
-def view(source: Expression, strided: Strided) -> Expression:
+def as_strided(source: Expression, strided: Strided) -> Expression:
     """Build ``torch.as_strided`` of a flat source.
 
     Steps of the largest stride become rows of a reshape, those of the next stride its columns, and so on. If the

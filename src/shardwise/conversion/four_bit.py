@@ -17,7 +17,7 @@ one with a smaller index is below. If the indices are equal, as for one element 
 compared. That takes fewer passes than fifteen comparisons (``benchmarks/four_bit.py``).
 
 [Note: Nested scales] The scales of a weight, flattened, minus their mean (``offset``), are in blocks of 256. Each
-is stored as one of 256 numbers from -1 to 1 (:func:`dynamic_numbers`) times the largest magnitude of its block.
+is stored as one of 256 numbers from -1 to 1 (:func:`dynamic_codebook`) times the largest magnitude of its block.
 Blocks continue from row to row, so a part of the scales needs the offset and the magnitudes of the full tensor: 4
 bytes for 256 scales.
 
@@ -218,7 +218,7 @@ def bounds_and_order(form: Form4) -> tuple[NDArray[np.float32], NDArray[np.uint8
 
     These are ``_get_4bit_quantize_bounds`` of bitsandbytes 0.50.
     """
-    numbers = np.array(form.numbers, np.float64)
+    numbers = np.array(form.codebook, np.float64)
     order = np.argsort(numbers, kind="stable")
     return ((numbers[order[:-1]] + numbers[order[1:]]) / 2).astype(np.float32), order.astype(np.uint8)
 
@@ -314,7 +314,7 @@ def _widen(stored: NDArray[Any], dtype: DType, out: NDArray[np.float32]) -> None
 @cache
 def _pairs(form: FourBitForm) -> NDArray[np.uint64]:
     """Return the two float32 values of each byte, as one integer."""
-    numbers = np.array(form.numbers, np.float32)
+    numbers = np.array(form.codebook, np.float32)
     halves = [np.repeat(numbers, 16), np.tile(numbers, 16)]
     return np.stack(halves[::-1] if isinstance(form, Code) else halves, axis=1).view(np.uint64).reshape(-1)
 
@@ -377,7 +377,7 @@ def _check_scales(absmax: Any) -> None:
 
 
 @cache
-def dynamic_numbers() -> tuple[float, ...]:
+def dynamic_codebook() -> tuple[float, ...]:
     """Return the 256 values of dynamic quantization, ascending, all of them float32.
 
     For each power of ten from 1e-6 to 1, these are the midpoints of 1, 2, 4, ... 64 equal parts of the range from a
@@ -404,7 +404,7 @@ def _linspace(first: np.float32, last: np.float32, count: int) -> NDArray[np.flo
 @cache
 def _nested_code_table() -> NDArray[np.uint8]:
     """Return the code for each of 65,536 values from -1 to 1."""
-    numbers = np.array(dynamic_numbers(), np.float32)
+    numbers = np.array(dynamic_codebook(), np.float32)
     middles = np.float32(0.5) * (numbers[:-1] + numbers[1:])
     steps = np.arange(_NESTED_INDICES, dtype=np.float32) * np.float32(2) / np.float32(_NESTED_INDICES - 1)
     return np.searchsorted(middles, np.float32(-1) + steps).astype(np.uint8)

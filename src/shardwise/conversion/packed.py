@@ -29,13 +29,13 @@ from shardwise.conversion.four_bit import NESTED_BLOCK
 from shardwise.tensors import Box, Code, DType, Form4, FourBitForm, numel
 
 _BYTES = "bytes"
-_NUMBERS = "numbers"
+_VALUES = "values"
 _BYTES_PER_NUMBER = 5
 """Memory to dequantize one: itself as float32, its code, and its share of a scale."""
 
 
 def packed(
-    numbers: Expression, form: FourBitForm, block_size: int, *, rounds_to: DType
+    weights: Expression, form: FourBitForm, block_size: int, *, rounds_to: DType
 ) -> tuple[Expression, Expression]:
     """Return the expressions of a matrix in 4 bits: packed codes (.., out, in / 2), and scales.
 
@@ -46,12 +46,12 @@ def packed(
     Raises:
         ValueError: the form is MXFP4, and the matrix is stored in another one.
     """
-    stored = stored_rows(numbers)
+    stored = stored_rows(weights)
     if stored is not None and (stored.form, stored.block_size) == (form, block_size):
         return stored.values, stored.scales if isinstance(form, Code) else as_bytes(stored.scales)
     if isinstance(form, Code):
-        raise ValueError("numbers are not quantized to MXFP4, which is only kept as it is stored")
-    return quantized_rows(numbers, block_size, form, rounds_to)
+        raise ValueError("weights are not quantized to MXFP4, which is only kept as it is stored")
+    return quantized_rows(weights, block_size, form, rounds_to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,11 @@ class AsBytes:
         return self.evaluate(block, values), values[0].new_zeros(()).bool()
 
 
-def as_bytes(numbers: Expression) -> Expression:
-    """Return the bytes of numbers in memory: (.., n) become (.., n * itemsize)."""
-    itemsize = numbers.dtype.itemsize
-    shape = (*numbers.shape[:-1], itemsize * numbers.shape[-1])
-    return Computed(AsBytes(shape, itemsize), _BYTES, shape, DType.U8, (numbers,))
+def as_bytes(weights: Expression) -> Expression:
+    """Return the bytes of weights in memory: (.., n) become (.., n * itemsize)."""
+    itemsize = weights.dtype.itemsize
+    shape = (*weights.shape[:-1], itemsize * weights.shape[-1])
+    return Computed(AsBytes(shape, itemsize), _BYTES, shape, DType.U8, (weights,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,26 +105,26 @@ class StoredRows:
     scales: Expression
 
 
-def stored_rows(numbers: Expression) -> StoredRows | None:
-    """Return the stored rows that dequantized numbers are made of, or None if they are not whole rows.
+def stored_rows(weights: Expression) -> StoredRows | None:
+    """Return the stored rows that dequantized weights are made of, or None if they are not whole rows.
 
-    No block crosses a row, so rows that are stacked, concatenated or sliced as numbers can be so as codes.
+    No block crosses a row, so rows that are stacked, concatenated or sliced as weights can be so as codes.
     """
-    if isinstance(numbers, Computed):
-        match numbers.operation:
+    if isinstance(weights, Computed):
+        match weights.operation:
             case DequantizeRows(form=form, block_size=block):
-                return StoredRows(form, block, *numbers.sources)
+                return StoredRows(form, block, *weights.sources)
             case Dequantize(code=Code.E2M1, has_exponents=True, overall=0, unit=(*outer, block)) if (
                 max(outer, default=1) == 1
             ):
-                return StoredRows(Code.E2M1, block, *numbers.sources)
+                return StoredRows(Code.E2M1, block, *weights.sources)
         return None
-    matrices = [stored_rows(source) for source in numbers.sources]
+    matrices = [stored_rows(source) for source in weights.sources]
     found = [rows for rows in matrices if rows is not None]
     if not found or len(found) < len(matrices) or len({(rows.form, rows.block_size) for rows in found}) > 1:
         return None
-    values = _over_rows(numbers, [rows.values for rows in found])
-    scales = _over_rows(numbers, [rows.scales for rows in found])
+    values = _over_rows(weights, [rows.values for rows in found])
+    scales = _over_rows(weights, [rows.scales for rows in found])
     if values is None or scales is None:
         return None
     return StoredRows(found[0].form, found[0].block_size, values, scales)
@@ -149,47 +149,47 @@ def _over_rows(node: Expression, sources: Sequence[Expression]) -> Expression | 
 
 @dataclass(frozen=True, slots=True)
 class DequantizeScales:
-    """Scales that are stored in 8 bits, as float32: ``numbers[code] * scale of 256 + offset``.
+    """Scales that are stored in 8 bits, as float32: ``codebook[code] * scale of 256 + offset``.
 
     See [Note: Nested scales].
 
     Attributes:
         count: number of scales.
         offset: the mean that was subtracted from all of them.
-        numbers: values of the 256 codes.
+        codebook: values of the 256 codes.
     """
 
     count: int
     offset: float
-    numbers: tuple[float, ...]
+    codebook: tuple[float, ...]
     label: str = "dequantizing scales"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted[_NUMBERS], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 10)):
-            yield ComputedBlock((box, every_nth(box, NESTED_BLOCK)), {_NUMBERS: box}, 10 * box.numel)
+        for box in aligned_blocks(wanted[_VALUES], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 10)):
+            yield ComputedBlock((box, every_nth(box, NESTED_BLOCK)), {_VALUES: box}, 10 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         codes, nested = values
-        found = nested.new_tensor(self.numbers)[codes.int()]
+        found = nested.new_tensor(self.codebook)[codes.int()]
         scales = nested.repeat_interleave(NESTED_BLOCK)[: found.numel()]
-        return {_NUMBERS: found.mul_(scales).add_(self.offset)}
+        return {_VALUES: found.mul_(scales).add_(self.offset)}
 
 
 def dequantized_scales(
-    codes: Expression, nested: Expression, offset: float, numbers: tuple[float, ...]
+    codes: Expression, nested: Expression, offset: float, codebook: tuple[float, ...]
 ) -> Expression:
     """See :class:`DequantizeScales`. The result is flat."""
     count = numel(codes.shape)
     sources = (reshape(codes, (count,)), reshape(nested, (numel(nested.shape),)))
-    return Computed(DequantizeScales(count, offset, numbers), _NUMBERS, (count,), DType.F32, sources)
+    return Computed(DequantizeScales(count, offset, codebook), _VALUES, (count,), DType.F32, sources)
 
 
 def dequantized_rows(
     values: Expression, scales: Expression, shape: Shape, form: Form4, block_size: int, dtype: DType
 ) -> Expression:
-    """Return the numbers of packed codes and float32 scales, both row by row in any shape, rounded to ``dtype``.
+    """Return the weights of packed codes and float32 scales, both row by row in any shape, rounded to ``dtype``.
 
-    If rows are not whole blocks, blocks continue from row to row, and all numbers are computed as one row.
+    If rows are not whole blocks, blocks continue from row to row, and all weights are computed as one row.
 
     Raises:
         ValueError: there are not as many of them as ``shape`` has elements and blocks.
@@ -205,19 +205,19 @@ def dequantized_rows(
     sources = tuple(
         reshape(source, (*outer, -(-columns // step))) for source, step in ((values, 2), (scales, block_size))
     )
-    made = Computed(DequantizeRows(computed, block_size, form, dtype), _NUMBERS, computed, dtype, sources)
+    made = Computed(DequantizeRows(computed, block_size, form, dtype), _VALUES, computed, dtype, sources)
     return reshape(made, shape)
 
 
 @dataclass(frozen=True, slots=True)
 class DequantizeRows:
-    """``numbers[code] * scale`` in float32, rounded once to ``dtype``. See [Note: Four bits].
+    """``codebook[code] * scale`` in float32, rounded once to ``dtype``. See [Note: Four bits].
 
     Attributes:
-        shape: of the numbers (.., out, in), or (n,) for all in one row, whose last block may be smaller.
+        shape: of the weights (.., out, in), or (n,) for all in one row, whose last block may be smaller.
         block_size: elements of a row with one scale.
         form: 4-bit data type.
-        dtype: of the numbers.
+        dtype: of the weights.
     """
 
     shape: Shape
@@ -228,43 +228,43 @@ class DequantizeRows:
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         unit = (*(1 for _ in self.shape[:-1]), self.block_size)
-        for box in aligned_blocks(wanted[_NUMBERS], self.shape, unit, max(1, most_bytes // _BYTES_PER_NUMBER)):
+        for box in aligned_blocks(wanted[_VALUES], self.shape, unit, max(1, most_bytes // _BYTES_PER_NUMBER)):
             inputs = every_nth(box, 2), every_nth(box, self.block_size)
-            yield ComputedBlock(inputs, {_NUMBERS: box}, _BYTES_PER_NUMBER * box.numel)
+            yield ComputedBlock(inputs, {_VALUES: box}, _BYTES_PER_NUMBER * box.numel)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         codes, scales = values
-        *outer, columns = block.outputs[_NUMBERS].sizes
+        *outer, columns = block.outputs[_VALUES].sizes
         whole = -(-columns // self.block_size) * self.block_size
         if whole != columns:  # the last block of a tensor in one row
             stored, codes = codes, codes.new_zeros(whole // 2)
             codes[: stored.numel()] = stored
         out = cast(scales.new_empty(0), self.dtype).new_empty((*outer, whole))
         four_bit.dequantize_rows(codes, scales, self.block_size, self.form, out)
-        return {_NUMBERS: out[..., :columns]}
+        return {_VALUES: out[..., :columns]}
 
 
-def find_quant_type(numbers: Expression) -> tuple[Form4, int] | None:
+def find_quant_type(weights: Expression) -> tuple[Form4, int] | None:
     """Return the 4-bit data type and the block size of a matrix stored in 4 bits, otherwise None."""
-    operation = numbers.operation if isinstance(numbers, Computed) else None
+    operation = weights.operation if isinstance(weights, Computed) else None
     return (operation.form, operation.block_size) if isinstance(operation, DequantizeRows) else None
 
 
-def nested_as_stored(numbers: Expression, form: Form4, block_size: int) -> tuple[Expression, ...] | None:
+def nested_as_stored(weights: Expression, form: Form4, block_size: int) -> tuple[Expression, ...] | None:
     """Return the stored tensors of a matrix with nested scales, or None if it is stored in another form.
 
     They are packed codes (out, in / 2), codes of scales (out, in / block), a float32 for 256 of these, and the
     offset (1,). Scales of another code table than bitsandbytes' are another form.
     """
-    if find_quant_type(numbers) != (form, block_size):
+    if find_quant_type(weights) != (form, block_size):
         return None
-    values, scales = numbers.sources
+    values, scales = weights.sources
     inner = scales.source if isinstance(scales, Reshape) else scales
     operation = inner.operation if isinstance(inner, Computed) else None
-    if not isinstance(operation, DequantizeScales) or operation.numbers != four_bit.dynamic_numbers():
+    if not isinstance(operation, DequantizeScales) or operation.codebook != four_bit.dynamic_codebook():
         return None
     codes, nested = inner.sources
-    offset = Computed(Constant(operation.offset), _NUMBERS, (1,), DType.F32, (nested,))
+    offset = Computed(Constant(operation.offset), _VALUES, (1,), DType.F32, (nested,))
     return values, reshape(codes, scales.shape), nested, offset
 
 
@@ -278,10 +278,10 @@ class Constant:
     def blocks(self, wanted: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
         if any(wanted.values()):
             one = Box((0,), (1,))
-            yield ComputedBlock((one,), {_NUMBERS: one}, 8)
+            yield ComputedBlock((one,), {_VALUES: one}, 8)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        return {_NUMBERS: values[0].new_tensor((self.number,))}
+        return {_VALUES: values[0].new_tensor((self.number,))}
 
 
 _CODES, _SCALES = "packed", "absmax"
@@ -345,8 +345,8 @@ class QuantizeRows:
         """
         none = cast(values[0].new_empty(0), DType.U8)
         codes, scales = (none.new_empty(block.outputs[name].sizes) for name in (_CODES, _SCALES))
-        numbers = cast(values[0], self.dtype)
-        bad = four_bit.quantize_rows(numbers, self.block, self.form, codes, four_bit.scales_in(scales))
+        weights = cast(values[0], self.dtype)
+        bad = four_bit.quantize_rows(weights, self.block, self.form, codes, four_bit.scales_in(scales))
         if bad:
             raise BadValues(
                 f"{_describe_rows(bad, block.inputs[0])} values that are not finite in {self.dtype.label}, and "
@@ -359,10 +359,10 @@ class QuantizeRows:
     ) -> tuple[Mapping[str, Any], Any]:
         none = cast(values[0].new_empty(0), DType.U8)
         codes, scales = (none.new_empty(block.outputs[name].sizes) for name in (_CODES, _SCALES))
-        numbers, spare = cast(values[0], self.dtype), max(0, most_bytes - block.nbytes)
+        weights, spare = cast(values[0], self.dtype), max(0, most_bytes - block.nbytes)
         at_once = four_bit.CHUNK + spare // four_bit.scratch_bytes(1) // four_bit.CHUNK * four_bit.CHUNK
         is_finite = four_bit.quantize_rows_on_device(
-            numbers, self.block, self.form, codes, four_bit.scales_in(scales), at_once
+            weights, self.block, self.form, codes, four_bit.scales_in(scales), at_once
         )
         return {_CODES: codes, _SCALES: scales}, ~is_finite
 

@@ -26,7 +26,7 @@ from shardwise.models.torch_api import from_torch
 from shardwise.models.view import collect_tensors
 from shardwise.models.wrap import Sharding, prepare_blocks
 from shardwise.planning import estimates
-from shardwise.planning.load_memory import Homes, largest_computation
+from shardwise.planning.load_memory import MemoryPlacement, largest_computation
 from shardwise.planning.load_plan import LoadPlan, plan_load
 from shardwise.planning.option_syntax import parse_tuning
 from shardwise.report.estimate import Estimate, GroupEstimate, TrainingEstimate
@@ -119,21 +119,21 @@ def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
     tuned = outlines.prepare_for_training(built, set(), options, adapters=found.adapters, casts_to=param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
     world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
-    homes = Homes.from_plan(
+    placement = MemoryPlacement.from_plan(
         plan,
         options.get("read_policy") or reader.policy,
         device=options.get("device", "cuda"),
         budget_bytes=budget_bytes,
         offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
     )
-    if homes.offloads_shards and mesh.ranks == 1 and "tuning" in options:
-        raise ConfigError("offload_policy: one rank is not sharded, so nothing is offloaded. Use two ranks.")
+    if placement.offloads_shards and mesh.ranks == 1 and "tuning" in options:
+        raise ConfigError("offload_policy: one rank is not sharded, so nothing is offloaded. Use two ranks")
     groups = estimates.estimate_groups(world, _dtype(param_dtype), _dtype(reduce_dtype))
-    ranks = estimates.estimate_ranks(plan, world, homes)
+    ranks = estimates.estimate_ranks(plan, world, placement)
     trained = [tensor for tensor in world.first.tensors if estimates.is_trained(tensor)]
     training = None
     if "tuning" in options:
-        training = _training(tuned, world, groups, homes, options)
+        training = _training(tuned, world, groups, placement, options)
     notes = [*tuned.notes, *(f"{name} = {other}: {_STORED_TWICE}" for name, other in twice)]
     if (needed := largest_computation(plan)) > budget_bytes:
         notes.append(f"a conversion needs budget_bytes={needed:,}; a load with {budget_bytes:,} refuses it")
@@ -148,7 +148,7 @@ def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
         file_bytes=estimates.file_bytes(plan, world, index),
         whole=world.whole,
         **plan_fields(plan),
-        device=homes.device,
+        device=placement.device,
         mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
         nodes=options.get("nodes", 1),
         groups=groups,
@@ -173,12 +173,12 @@ def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
     nodes = options.get("nodes", 1)
     count: object = ranks
     if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"ranks={ranks!r}: is not a number of ranks. Use 1 or more.")
+        raise ConfigError(f"ranks={ranks!r}: is not a number of ranks. Use 1 or more")
     if nodes < 1 or ranks % nodes:
-        raise ConfigError(f"nodes={nodes}: does not divide {ranks} ranks. Use a divisor.")
+        raise ConfigError(f"nodes={nodes}: does not divide {ranks} ranks. Use a divisor")
     if options.get("sharding", Sharding()).mesh is not None:
         raise ConfigError(
-            'sharding: has a mesh of real ranks. Give its axes as mesh={"replicate": 2, "shard": 4} instead.'
+            'sharding: has a mesh of real ranks. Give its axes as mesh={"replicate": 2, "shard": 4} instead'
         )
     axes = options.get("mesh")
     return MeshShape.flat(ranks) if axes is None else MeshShape.from_axes(ranks, axes)
@@ -188,7 +188,11 @@ def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
 
 
 def _training(
-    tuned: Tuned, world: WorldLayout, groups: Sequence[GroupEstimate], homes: Homes, options: PlanOptions
+    tuned: Tuned,
+    world: WorldLayout,
+    groups: Sequence[GroupEstimate],
+    placement: MemoryPlacement,
+    options: PlanOptions,
 ) -> TrainingEstimate:
     """Forecast a training step: with activations if the batch is given, with the largest batch if the memory is."""
     sharding = options.get("sharding", Sharding())
@@ -205,7 +209,9 @@ def _training(
         traced = [_traced(tuned, world, (size, tokens), param_dtype, options) for size in sizes]
         step = replace(step, batch_size=rows, max_length=tokens, head=head, activations=traced[0], twice=traced[-1])
     is_cast = sharding.mp_policy.param_dtype is not None
-    return estimates.estimate_training(world, groups, step, homes, param_dtype=is_cast, memory_bytes=memory_bytes)
+    return estimates.estimate_training(
+        world, groups, step, placement, param_dtype=is_cast, memory_bytes=memory_bytes
+    )
 
 
 def _autocast(options: PlanOptions) -> torch.dtype | None:
@@ -245,7 +251,7 @@ def _traced(
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{type(tuned.base).__name__}: cannot run without data, {type(error).__name__}: {first}. Leave out "
-            "per_device_train_batch_size and max_length to plan without activations."
+            "per_device_train_batch_size and max_length to plan without activations"
         ) from error
 
 

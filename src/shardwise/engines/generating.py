@@ -29,7 +29,7 @@ def generate(name_or_path: str, prompt: str, *, max_new_tokens: int) -> str:
     if (config := Path(name_or_path, ADAPTER_CONFIG)).is_file():
         found = parse_object(config.read_bytes(), what=str(config)).get("base_model_name_or_path")
         if not isinstance(found, str) or not found:
-            raise FormatError(f"{config}: has no base_model_name_or_path. Add the folder or hub id of the base.")
+            raise FormatError(f"{config}: has no base_model_name_or_path. Add the folder or hub id of the base")
         base, tuning = found, ExistingLora(name_or_path)
     model: Any = from_pretrained(base, tuning=tuning, dtype="auto").eval()
     has_own = Path(name_or_path, "tokenizer_config.json").is_file()

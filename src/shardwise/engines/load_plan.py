@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from shardwise.conversion.computed import Bindings, SmallestBlocks, computed_leaves, computes
 from shardwise.conversion.expression import rows_stored, stored_leaves
 from shardwise.engines.arguments import OpenSource
-from shardwise.errors import KeyMismatchError, ShardingError
+from shardwise.errors import ConfigError, KeyMismatchError, ShardingError
 from shardwise.execution import Timeouts, memory
 from shardwise.execution.reading import ReadSchedule, ReadTarget, plan_reads
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import initialize, pretrained, torch_api
 from shardwise.models.view import TensorRef, build_layout, collect_tensors, padded_numels, require_plain_tensors
-from shardwise.planning.load_memory import Available, Homes, estimate_rank
+from shardwise.planning.load_memory import Available, MemoryPlacement, estimate_rank
 from shardwise.planning.load_plan import Consent, Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
 from shardwise.report.reports import RankEstimate
 
@@ -93,7 +93,7 @@ class Load:
         held: the model's tensors.
         computed: values of non-persistent buffers, by FQN.
         programs: initializers of missing tensors, by FQN.
-        home: device on which the model computes.
+        device: device on which the model computes.
         managers: FSDP2's parameter groups.
         items: destinations of all that is read.
         shared: the boxes by rank of tensors that ranks read together.
@@ -107,7 +107,7 @@ class Load:
     computed: Mapping[str, initialize.ComputedBuffer]
     plan: LoadPlan
     programs: Mapping[str, Program]
-    home: torch.device
+    device: torch.device
     managers: memory.Managers
     items: Sequence[ReadTarget]
     shared: Mapping[str, tuple[Boxes, ...]]
@@ -178,9 +178,9 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     plan = plan_load(source.index, layout, request.bindings, rules, request.consent, additions.base_names)
     require_within_budget(plan, options.budget_bytes)
     programs = plan_initial_values(initializers, plan, options)
-    home, managers = memory.compute_device(held, options.device), torch_api.fsdp_params(model)
+    device, managers = memory.compute_device(held, options.device), torch_api.fsdp_params(model)
     by_name = {item.fqn: item for item in held}
-    items = read_targets(plan, by_name, memory.target_devices(held, managers, home))
+    items = read_targets(plan, by_name, memory.target_devices(held, managers, device))
     shared: Mapping[str, tuple[Boxes, ...]] = {}
     targets, mode = items, options.shared_reads
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
@@ -188,12 +188,12 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
 
         shared = shared_boxes(world, by_name, items)
         targets = local_targets(world, shared, items)
-    homes = Homes.from_plan(
+    placement = MemoryPlacement.from_plan(
         plan,
         policy,
-        device=home.type,
+        device=device.type,
         budget_bytes=options.budget_bytes,
-        offloads_shards=home.type != "cpu" and memory.offloads_shards(managers),
+        offloads_shards=device.type != "cpu" and memory.offloads_shards(managers),
     )
     needs_memory = any(item.tensor.is_meta for item in held)
     return Load(
@@ -203,13 +203,13 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
         computed,
         plan,
         programs,
-        home,
+        device,
         managers,
         items,
         shared,
         own=plan_reads(targets, source.index, policy, options.budget_bytes, world.rank / world.size),
-        estimate=estimate_rank(plan, world.rank, homes, padded_numels(held, managers)),
-        available=memory.available_memory(home) if needs_memory else Available(),
+        estimate=estimate_rank(plan, world.rank, placement, padded_numels(held, managers)),
+        available=memory.available_memory(device) if needs_memory else Available(),
         settings=pretrained.get_settings(additions.base or model),
     )
 
@@ -225,14 +225,14 @@ def require_within_budget(plan: LoadPlan, budget_bytes: int) -> None:
     """Reject conversions that compute, if one of their smallest blocks needs more than the budget.
 
     Raises:
-        KeyMismatchError: naming the tensor and the bytes.
+        ConfigError: naming the tensor and the bytes.
     """
     blocks = SmallestBlocks()
     for name, read in plan.reads().items():
         for leaf in computed_leaves(read.expression):
             if (nbytes := blocks.nbytes(leaf)) > budget_bytes:
-                raise KeyMismatchError(
-                    f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
+                raise ConfigError(
+                    f"{name}: is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
                     f"{nbytes:,} bytes at once, and the budget is {budget_bytes:,}. Raise budget_bytes"
                 )
 
@@ -286,7 +286,7 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
         if target in by_name
         and source in by_name
         and by_name[target] is not by_name[source]
-        and not (bindings.offers.get(target) and bindings.offers.get(source))
+        and not (bindings.matched.get(target) and bindings.matched.get(source))
     }
     if not loose:
         return
@@ -297,7 +297,7 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
             "model.tie_weights() before fully_shard"
         )
     assert isinstance(model, PreTrainedModel)
-    pretrained.tie(model, set(by_name) - set(bindings.offers), set())
+    pretrained.tie(model, set(by_name) - set(bindings.matched), set())
 
 
 def plan_fields(plan: LoadPlan) -> dict[str, Any]:

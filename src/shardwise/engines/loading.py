@@ -21,7 +21,7 @@ from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, las
 from shardwise.models import pretrained, view
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
 from shardwise.models.pretrained import bind, mark_loaded
-from shardwise.planning.load_memory import spare_tensors, stored_tensors
+from shardwise.planning.load_memory import extra_tensors, stored_tensors
 from shardwise.planning.load_plan import Consent, Init, Keep, LoadPlan, OnMissing, OnUnexpected, Read
 from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
@@ -44,7 +44,7 @@ def execute_load(
         )
     shows_progress = options.progress and world.rank == 0
     with pretrained.progress_bar("Loading weights", plan.layout.local_nbytes, enabled=shows_progress) as bar:
-        executor = executor_class(load.home)(
+        executor = executor_class(load.device)(
             source.reader,
             source.index,
             options.budget_bytes,
@@ -70,9 +70,9 @@ def execute_load(
     return make_report(world, model, source, load, executor, attributes, clock)
 
 
-def executor_class(home: torch.device) -> type[ReadExecutor]:
+def executor_class(device: torch.device) -> type[ReadExecutor]:
     """Return the executor of reads into tensors of a device."""
-    if home.type == "cpu":
+    if device.type == "cpu":
         return ReadExecutor
     from shardwise.execution.device_computing import DeviceReadExecutor
 
@@ -82,13 +82,13 @@ def executor_class(home: torch.device) -> type[ReadExecutor]:
 def materialize_and_read(load: load_plan.Load, executor: ReadExecutor, clock: Clock) -> None:
     """Give this rank's tensors memory, and read their values."""
     with clock.phase("materialize"), gc_disabled():
-        local = materialize(load.held, load.managers, load.home)
+        local = materialize(load.held, load.managers, load.device)
     executor.place(load.own, [local[item.fqn] for item in load.own.destinations])
 
 
 def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> None:
     """Require equal values of tensors that share storage and are stored twice. Collective: yes."""
-    if not plan.twins:
+    if not plan.duplicates:
         return
     if names := world.map_reduce(find_unequal_tied, sorted_union, plan, executor, world.rank, world.size):
         raise KeyMismatchError(
@@ -167,8 +167,8 @@ def finish(
     """
     written = dict(read)
     with clock.phase("fill"):
-        fill(load, means, written, upload_buffer(load.home, load.request.options.budget_bytes))
-        attributes = load.initializers.compute_attributes(load.home)
+        fill(load, means, written, upload_buffer(load.device, load.request.options.budget_bytes))
+        attributes = load.initializers.compute_attributes(load.device)
     with clock.phase("audit"):
         audit(load.plan, written, view.meta_leftovers(model))
         mark_loaded(model, (item.tensor for item in load.held))
@@ -309,7 +309,7 @@ def prepare_checkpoint(
     form, transforms = get_base_form(model), pretrained.conversion_transforms(model, key_mapping)
     held = view.collect_tensors(model)
     layout = form.logical_layout(view.build_layout(held), held)
-    bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare_tensors(source.index))
+    bindings = bind(model, stored_tensors(source.index), layout, transforms, extra=extra_tensors(source.index))
     load_plan.tie_declared(model, held, bindings)
     bindings = form.allocate_staging(model, form.update_bindings(model, bindings))
     additions = Additions(nested=form.deferred_names(model))

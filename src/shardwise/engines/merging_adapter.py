@@ -24,7 +24,7 @@ from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.errors import FormatError, KeyMismatchError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
-from shardwise.execution.stream_out import Outgoing, edited
+from shardwise.execution.stream_out import TensorsToSave, edited
 from shardwise.formats.joining import merged_index
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
@@ -228,7 +228,7 @@ def merge_adapter(
         with LocalWriter(out) as writer:
             streamed, names = offline.write_out(
                 writer,
-                merge.outgoing,
+                merge.to_save,
                 sum(item.numel for item in tensors if item.kind is TensorKind.PARAMETER),
                 max_shard_bytes=max_shard_bytes,
                 companions=companions,
@@ -258,7 +258,7 @@ class _PlannedEdits:
 
     source: offline.OfflineModel
     plan: merge_plan.MergePlan
-    outgoing: Outgoing
+    to_save: TensorsToSave
     changed: set[str]
 
     def require_effect(self, folder: Path) -> None:
@@ -291,5 +291,5 @@ def _plan(
     joined = merged_index(index, lora.executor.index, ADAPTER)
     both = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed: set[str] = set()
-    outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
-    return _PlannedEdits(source, plan, outgoing, changed)
+    to_save = TensorsToSave(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
+    return _PlannedEdits(source, plan, to_save, changed)

@@ -37,13 +37,13 @@ def state_report(
     traffic: Traffic,
     clock: Clock,
     *,
-    brought_by: tuple[int, ...],
+    provided_by: tuple[int, ...],
     **facts: Any,
 ) -> StateReport:
     return StateReport(
         rank=world.rank,
         world_size=world.size,
-        brought_by=() if isinstance(values, state_values.StoredValues) else brought_by,
+        provided_by=() if isinstance(values, state_values.StoredValues) else provided_by,
         read_bytes=getattr(values, "read_bytes", 0),
         sent_bytes=traffic.sent_bytes,
         received_bytes=traffic.received_bytes,
@@ -62,14 +62,14 @@ class CollectedModel:
         names: canonical FQNs, by the names of the state dict.
         tensors: by canonical FQN, tied ones once. A buffer that differs has the first rank's values.
         differing: FQNs of buffers whose values differ between ranks.
-        home: device of staging buffers.
+        device: device of staging buffers.
     """
 
     held: list[TensorRef]
     names: Mapping[str, str]
     tensors: Mapping[str, torch.Tensor]
     differing: tuple[str, ...]
-    home: torch.device
+    device: torch.device
 
     def by_name(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return tensors under the names of the state: one object for all names of a tied tensor."""
@@ -96,13 +96,13 @@ def collect_model(
     wanted = set(names.values())
     chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
     world.run_all(state_values.require_values, chosen, "the model")
-    home = staging_device(held, chosen.values())
+    device = staging_device(held, chosen.values())
     buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
     budget = options.budget_bytes
     tensors, differing = equal_on_all(
-        world, chosen, buffers, on_differing_buffers, budget_bytes=budget, device=home
+        world, chosen, buffers, on_differing_buffers, budget_bytes=budget, device=device
     )
-    return CollectedModel(held, names, tensors, differing, home)
+    return CollectedModel(held, names, tensors, differing, device)
 
 
 def set_model_values(
@@ -124,11 +124,11 @@ def set_model_values(
         held = world.run_all(collect_tensors, model)
         require_alike_models(world, held, [])
         names = world.broadcast(names_outside, model, held, only)
-        brought = values.describe(world)
+        provided = values.describe(world)
         places = _target_slots(held, names)
         of = {place.names[0]: item for place, item in places}
         matched = world.run_all(
-            lambda: match([place for place, _ in places], brought, tolerance, world.global_ranks)
+            lambda: match([place for place, _ in places], provided, tolerance, world.global_ranks)
         )
         taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
         world.run_all(require_plain_tensors, list(taking.values()))
@@ -137,12 +137,12 @@ def set_model_values(
         computed = world.run_all(_computed, initializers, only)
         values.require_ties(world, [item.place.names for item in matched.taken])
     with clock.phase("exchange"):
-        home = staging_device(held, [item.tensor for item in held])
+        device = staging_device(held, [item.tensor for item in held])
         awaiting = [*taking.values(), *(item for item, _ in computed)]
-        world.run_all(lambda: materialize(awaiting, fsdp_params(model), home))
+        world.run_all(lambda: materialize(awaiting, fsdp_params(model), device))
         targets = {name: item.tensor for name, item in taking.items()}
-        traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
-        recomputed = world.run_all(_fill, initializers, computed, home, options.budget_bytes)
+        traffic = values.copy_into(world, matched, targets, budget_bytes=options.budget_bytes, device=device)
+        recomputed = world.run_all(_fill, initializers, computed, device, options.budget_bytes)
     return state_report(
         world,
         values,
@@ -154,7 +154,7 @@ def set_model_values(
         mismatched=matched.mismatched,
         cast=matched.cast,
         on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
-        brought_by=tuple(rank for rank, found in enumerate(brought) if found),
+        provided_by=tuple(rank for rank, found in enumerate(provided) if found),
         recomputed=recomputed,
     )
 
@@ -171,14 +171,14 @@ def _computed(initializers: Initializers, only: Selection) -> list[tuple[TensorR
 def _fill(
     initializers: Initializers,
     computed: list[tuple[TensorRef, torch.Tensor]],
-    home: torch.device,
+    device: torch.device,
     budget_bytes: int,
 ) -> tuple[str, ...]:
     """Fill buffers, and attributes that were left on meta. Return the names of both."""
-    staging = upload_buffer(home, budget_bytes)
+    staging = upload_buffer(device, budget_bytes)
     for item, value in computed:
         set_value(item, value, staging)
-    attributes = initializers.compute_attributes(home) if computed else ()
+    attributes = initializers.compute_attributes(device) if computed else ()
     return (*(item.fqn for item, _ in computed), *attributes)
 
 
@@ -247,7 +247,7 @@ def get_model_state_dict(
         if form == "sharded":
             return taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
         budget = options.budget_bytes
-        return taken.by_name(gather(world, taken.tensors, form, budget_bytes=budget, device=taken.home))
+        return taken.by_name(gather(world, taken.tensors, form, budget_bytes=budget, device=taken.device))
 
 
 @answer_keywords(strict=_STRICT, full_state_dict=_ANY_FORM, broadcast_from_rank0=_ANY_FORM)
@@ -288,7 +288,7 @@ def set_model_state_dict(
         ConfigError: an argument cannot be honored.
         KeyMismatchError: missing, unexpected or mismatched tensors, or tied tensors with two values. The message
             has all of them.
-        RankMismatchError: ranks have different models, or bring different states.
+        RankMismatchError: ranks have different models, or provide different states.
         ShardingError: the state has tensors on meta.
         RankLostError: a rank has been lost.
 
@@ -304,7 +304,7 @@ def set_model_state_dict(
         return set_model_values(
             world,
             model,
-            state_values.BroughtValues(given),
+            state_values.ProvidedValues(given),
             only=only,
             tolerance=tolerance,
             options=options,

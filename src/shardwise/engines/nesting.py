@@ -32,8 +32,8 @@ _AT_ONCE_BYTES = 32 << 20
 def _quantize_batch(world: World, layers: Mapping[str, Any], budget_bytes: int) -> dict[str, int]:
     """Nest the scales of a few layers. Collective: yes."""
     raw = {name: layer.weight_whole_scales.detach() for name, layer in layers.items()}
-    home = next(iter(raw.values())).device
-    gathered = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=home)
+    device = next(iter(raw.values())).device
+    gathered = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=device)
     wholes = {name: found.view(torch.float32) for name, found in gathered.items()}
     offsets = world.broadcast(lambda: {name: float(compute_offset(whole)) for name, whole in wholes.items()})
     return world.run_all(_quantize_layers, layers, wholes, offsets)
@@ -104,7 +104,7 @@ class _FourBitBases(BaseForm):
 
     def allocate_staging(self, model: nn.Module, bindings: Bindings) -> Bindings:
         """Add a parameter to each layer for its scales as stored, sharded like its codes, and bind it."""
-        offers = dict(bindings.offers)
+        matched = dict(bindings.matched)
         for name, layer in _unquantized_scales(model):
             codes = layer.weight_scales
             columns = 4 * codes.shape[1]
@@ -116,8 +116,8 @@ class _FourBitBases(BaseForm):
                     local, codes.device_mesh, codes.placements, run_check=False, shape=shape, stride=stride
                 )
             layer.register_parameter(WHOLE_SCALES, nn.Parameter(whole, requires_grad=False))
-            offers[f"{name}.{WHOLE_SCALES}"] = layer.whole_scales
-        return replace(bindings, offers=offers)
+            matched[f"{name}.{WHOLE_SCALES}"] = layer.whole_scales
+        return replace(bindings, matched=matched)
 
     def deferred_names(self, model: nn.Module) -> frozenset[str]:
         return frozenset(

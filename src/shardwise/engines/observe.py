@@ -85,7 +85,7 @@ def host_memory() -> dict[str, int]:
         return {name: counts[key] for name, key in STATUS.items()}
     except (OSError, KeyError) as error:
         raise ConfigError(
-            f"this process cannot be observed: /proc/self/status has no {error}. Use Linux 4.5 or newer."
+            f"this process cannot be observed: /proc/self/status has no {error}. Use Linux 4.5 or newer"
         ) from error
 
 
@@ -155,7 +155,7 @@ class RankObserver:
         self._write()
 
     def _mark(self, name: str | None) -> None:
-        if os.getpid() != self._process:  # a forked child, in which nobody releases the lock
+        if os.getpid() != self._process:  # a forked child, in which no thread releases the lock
             return
         with self._lock:
             thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
@@ -203,7 +203,7 @@ def create_rank_file(run: Path, rank: int) -> int:
         os.close(file)
         raise StorageError(
             f"{path}: another process records into this file. Name another folder, and call observe after "
-            "torch.distributed.init_process_group, so that ranks have files of their own."
+            "torch.distributed.init_process_group, so that ranks have files of their own"
         )
     os.ftruncate(file, 0)
     return file

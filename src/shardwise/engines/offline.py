@@ -20,7 +20,7 @@ from shardwise.engines.outline import Outline, compare_ties
 from shardwise.engines.save_plan import main_dtype
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.reading import ReadExecutor
-from shardwise.execution.stream_out import Outgoing, stream_out
+from shardwise.execution.stream_out import TensorsToSave, stream_out
 from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex, parse_object
@@ -129,15 +129,15 @@ def bind_offline(
 
 def _resolve_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
     """Tie declared ties with equal values. Return the names with values of their own."""
-    offers, twice = built.bindings.offers, built.ties_stored_twice()
+    matched, twice = built.bindings.matched, built.ties_stored_twice()
     differing = set(compare_ties(built, twice, executor))
     built.equal_ties = frozenset(name for name, _ in twice) - differing
     separate = differing | set(untied)
     sources = pretrained.declared_ties(built.model)
     # A name that loses its tie starts as a copy of the tensor that it was tied to.
-    begun = {name: offers.get(name) or offers.get(sources.get(name, name)) for name in separate}
+    begun = {name: matched.get(name) or matched.get(sources.get(name, name)) for name in separate}
     copies = {name: offered for name, offered in begun.items() if offered}
-    built.bindings = replace(built.bindings, offers={**offers, **copies})
+    built.bindings = replace(built.bindings, matched={**matched, **copies})
     built.equal_ties -= separate
     built.tie(separate)
     return separate
@@ -178,7 +178,7 @@ def require_other_folder(out: Path, sources: Sequence[Path]) -> None:
 
 def write_out(
     writer: StorageWriter,
-    outgoing: Outgoing,
+    to_save: TensorsToSave,
     parameters: int,
     *,
     max_shard_bytes: int,
@@ -186,12 +186,12 @@ def write_out(
     check: Callable[[WrittenTensors], None] | None = None,
 ) -> tuple[WrittenTensors, tuple[str, ...]]:
     """Plan the files, write and commit them. Return the written tensors and the file names."""
-    outgoing.require_bounded()
+    to_save.require_bounded()
     plan = plan_save(
-        outgoing.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=secrets.token_hex(4)
+        to_save.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=secrets.token_hex(4)
     )
     with progress_bar("Merging", plan.nbytes, enabled=True) as bar:
-        streamed = stream_out(writer, plan, outgoing, companions=companions, check=check, advance=bar.update)
+        streamed = stream_out(writer, plan, to_save, companions=companions, check=check, advance=bar.update)
     return streamed, plan.names
 
 
@@ -322,9 +322,9 @@ def read_config_file(path: Path) -> bytes:
     return found[path.name]
 
 
-def written_dtype(outgoing: Outgoing, dtype: str | None) -> str | None:
+def written_dtype(to_save: TensorsToSave, dtype: str | None) -> str | None:
     """Return the dtype for the config: the requested one, otherwise that of most floating-point elements."""
     if dtype is not None:
         return dtype.removeprefix("torch.")
-    found = main_dtype(outgoing.tensors())
+    found = main_dtype(to_save.tensors())
     return None if found is None else str(to_torch(found)).removeprefix("torch.")

@@ -67,24 +67,24 @@ def _first_state(world: World, given: ParsedState) -> tuple[ParsedState, tuple[i
     """Return the groups and numbers of the first rank with a state, and the ranks that have one. Collective: yes.
 
     Raises:
-        RankMismatchError: ranks bring state of other parameters, or other groups.
+        RankMismatchError: ranks provide state of other parameters, or other groups.
     """
     states = world.all_gather_object(replace(given, tensors={}))
-    bringing = [rank for rank, found in enumerate(states) if found]
-    if not bringing:
+    providers = [rank for rank, found in enumerate(states) if found]
+    if not providers:
         return ParsedState(), ()
-    first = states[bringing[0]]
-    for rank in bringing[1:]:
+    first = states[providers[0]]
+    for rank in providers[1:]:
         its = states[rank]
         if (first.groups, first.keys, set(first.scalars)) != (its.groups, its.keys, set(its.scalars)):
             what = (
                 ", ".join(abbreviate(sorted(first.keys.keys() ^ its.keys.keys()))) or "the parameter groups differ"
             )
             raise RankMismatchError(
-                f"ranks {world.global_ranks[bringing[0]]} and {world.global_ranks[rank]} bring different states of "
-                f"optimizers: {what}. Bring the same on every rank, or all of it on some and nothing on the others"
+                f"ranks {world.global_ranks[providers[0]]} and {world.global_ranks[rank]} provide different states "
+                f"of optimizers: {what}. Pass the same on every rank, or all of it on some and None on the others"
             )
-    return first, tuple(bringing)
+    return first, tuple(providers)
 
 
 def _require_same_kind(targets: OptimizerTargets, agreed: ParsedState) -> None:
@@ -98,7 +98,7 @@ def _require_same_kind(targets: OptimizerTargets, agreed: ParsedState) -> None:
         shown = "\n  ".join(abbreviate(found))
         raise KeyMismatchError(
             f"the state is of other optimizers than these:\n  {shown}\nMake the optimizers as they were made when "
-            "it was saved."
+            "it was saved"
         )
 
 
@@ -106,7 +106,7 @@ def _match(
     targets: OptimizerTargets,
     agreed: ParsedState,
     groups: matching.GroupMatch,
-    brought_by_rank: Sequence[Mapping[str, matching.Brought]],
+    provided_by_rank: Sequence[Mapping[str, matching.Provided]],
     tolerance: matching.Tolerance,
     global_ranks: Sequence[int],
 ) -> matching.Match:
@@ -114,7 +114,7 @@ def _match(
     unexpected, missing = set(groups.unexpected), {*groups.missing, *_forgotten(agreed)}
     known = [
         {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected}
-        for found in brought_by_rank
+        for found in provided_by_rank
     ]
     places = [
         matching.StateSlot((name,), *_shape_and_dtype(targets, name, agreed.keys[name][0], item))
@@ -134,7 +134,7 @@ def _forgotten(agreed: ParsedState) -> set[str]:
 
 
 def _shape_and_dtype(
-    targets: OptimizerTargets, name: str, parameter: str, item: matching.Brought
+    targets: OptimizerTargets, name: str, parameter: str, item: matching.Provided
 ) -> tuple[tuple[int, ...], DType]:
     present = targets.tensor(name)
     if present is not None:
@@ -152,7 +152,7 @@ class OptimizerMatch:
     """A state and the optimizers that take it, all that is decided before anything is changed."""
 
     agreed: ParsedState
-    brought_by: tuple[int, ...]
+    provided_by: tuple[int, ...]
     groups: matching.GroupMatch
     matched: matching.Match
 
@@ -186,9 +186,9 @@ class OptimizerMatch:
             if name in self.agreed.scalars and parameter in optimizer_indices
         }
         present = [group for bound in targets.bounds for group in bound.optimizer.param_groups]
-        for group, giver in zip(present, self.groups.source_groups, strict=True):
-            if giver is not None:
-                set_group(group, self.agreed.settings[giver])
+        for group, source in zip(present, self.groups.source_groups, strict=True):
+            if source is not None:
+                set_group(group, self.agreed.settings[source])
         for bound in targets.bounds:
             bound.rebind(targets.parameters, tensors, scalars)
             for name in forgotten & targets.parameters.keys():
@@ -204,32 +204,32 @@ def match_optimizer_state(
     world: World,
     targets: OptimizerTargets,
     given: ParsedState,
-    brought_by_rank: Sequence[Mapping[str, matching.Brought]],
+    provided_by_rank: Sequence[Mapping[str, matching.Provided]],
     tolerance: matching.Tolerance,
 ) -> OptimizerMatch:
-    """Match entries of a state, described by ``brought_by_rank``, with entries of the optimizers.
+    """Match entries of a state, described by ``provided_by_rank``, with entries of the optimizers.
 
     Collective: yes.
 
     Raises:
         KeyMismatchError: the state belongs to other optimizers, entries are missing, unexpected or mismatched, or a
             group has no counterpart in the state.
-        RankMismatchError: ranks bring different states.
+        RankMismatchError: ranks provide different states.
     """
-    agreed, brought_by = _first_state(world, given)
-    return world.run_all(_match_all, targets, agreed, brought_by, brought_by_rank, tolerance, world.global_ranks)
+    agreed, provided_by = _first_state(world, given)
+    return world.run_all(_match_all, targets, agreed, provided_by, provided_by_rank, tolerance, world.global_ranks)
 
 
 def _match_all(
     targets: OptimizerTargets,
     agreed: ParsedState,
-    brought_by: tuple[int, ...],
-    brought_by_rank: Sequence[Mapping[str, matching.Brought]],
+    provided_by: tuple[int, ...],
+    provided_by_rank: Sequence[Mapping[str, matching.Provided]],
     tolerance: matching.Tolerance,
     global_ranks: Sequence[int],
 ) -> OptimizerMatch:
     _require_same_kind(targets, agreed)
     stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
     groups = matching.match_groups(targets.groups, agreed.groups, stateful, tolerance)
-    matched = _match(targets, agreed, groups, brought_by_rank, tolerance, global_ranks)
-    return OptimizerMatch(agreed, brought_by, groups, matched)
+    matched = _match(targets, agreed, groups, provided_by_rank, tolerance, global_ranks)
+    return OptimizerMatch(agreed, provided_by, groups, matched)

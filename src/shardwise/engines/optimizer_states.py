@@ -18,10 +18,10 @@ from shardwise.execution.checksums import as_bytes
 from shardwise.execution.memory import staging_device
 from shardwise.execution.moving import gather
 from shardwise.execution.replicas import equal_on_all, require_alike_models
-from shardwise.execution.state_values import BroughtValues, StateOptions, Values, require_same_call, require_values
+from shardwise.execution.state_values import ProvidedValues, StateOptions, Values, require_same_call, require_values
 from shardwise.execution.world import Clock, World
 from shardwise.models.optimizer_parsing import ParsedState, class_name, copied, read, written_out
-from shardwise.models.rebind import Bound, Scalar, bind_optimizers, has_reduced_state
+from shardwise.models.rebind import Bound, Scalar, bind_optimizers, has_rank_local_state
 from shardwise.models.view import TensorRef, collect_tensors, without_compile
 from shardwise.planning import matching
 from shardwise.planning.matching import digest
@@ -31,12 +31,12 @@ from shardwise.report.reports import StateReport
 
 @dataclass(frozen=True)
 class CollectedOptimizers:
-    """State of optimizers by label, equal on all ranks. ``home`` is the device of staging buffers."""
+    """State of optimizers by label, equal on all ranks. ``device`` is the device of staging buffers."""
 
     bounds: list[Bound]
     tensors: Mapping[str, torch.Tensor]
     scalars: Mapping[str, Scalar]
-    home: torch.device
+    device: torch.device
 
     def written(self) -> dict[str, Any]:
         """Return the state by the names of parameters, sharing the optimizers' tensors."""
@@ -58,13 +58,13 @@ def collect_optimizers(
     held, bounds = _bound(world, model, optimizers)
     tensors, scalars = _state_by_label(world, bounds)
     world.run_all(require_values, tensors, what)
-    home = staging_device(held, tensors.values())
-    numbers = {
+    device = staging_device(held, tensors.values())
+    values = {
         name: value if isinstance(value, torch.Tensor) else as_bytes(value) for name, value in scalars.items()
     }
-    both = {**tensors, **numbers}
-    equal_on_all(world, both, (), "error", budget_bytes=options.budget_bytes, device=home)
-    return CollectedOptimizers(bounds, tensors, scalars, home)
+    both = {**tensors, **values}
+    equal_on_all(world, both, (), "error", budget_bytes=options.budget_bytes, device=device)
+    return CollectedOptimizers(bounds, tensors, scalars, device)
 
 
 def optimizer_targets(
@@ -99,10 +99,10 @@ def set_optimizer_values(
     with clock.phase("exchange"):
         tensors = world.run_all(fitting.targets, targets)
         by_label = {key.label: tensor for key, tensor in tensors.items()}
-        home = staging_device(targets.held, tensors.values())
-        traffic = values.bring(world, matched, by_label, budget_bytes=options.budget_bytes, device=home)
+        device = staging_device(targets.held, tensors.values())
+        traffic = values.copy_into(world, matched, by_label, budget_bytes=options.budget_bytes, device=device)
     with clock.phase("finish"):
-        afresh = world.run_all(fitting.bind, targets, tensors)
+        without_state = world.run_all(fitting.bind, targets, tensors)
     return state_report(
         world,
         values,
@@ -113,8 +113,8 @@ def set_optimizer_values(
         unexpected=fitting.unexpected,
         mismatched=matched.mismatched,
         cast=matched.cast,
-        afresh=tuple(afresh),
-        brought_by=fitting.brought_by,
+        without_state=tuple(without_state),
+        provided_by=fitting.provided_by,
     )
 
 
@@ -125,18 +125,18 @@ def _bound(
     several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
     held = world.run_all(collect_tensors, model)
     bounds = world.run_all(bind_optimizers, several, held, KEEP_IT_APART)
-    world.run_all(_require_no_reduced, bounds)
+    world.run_all(_require_no_rank_local, bounds)
     require_alike_models(world, held, bounds)
     return held, bounds
 
 
-def _require_no_reduced(bounds: Sequence[Bound]) -> None:
+def _require_no_rank_local(bounds: Sequence[Bound]) -> None:
     """Raises :class:`ShardingError` for optimizers whose state would not be their own if it were set."""
     for bound in bounds:
-        if has_reduced_state(bound.optimizer):
+        if has_rank_local_state(bound.optimizer):
             raise ShardingError(
-                f"{class_name(bound.optimizer)}: its state is reduced (8-bit, 4-bit or factored) and belongs "
-                "to each rank. Save and restore it with a Checkpointer, on the same number of ranks."
+                f"{class_name(bound.optimizer)}: its state is rank-local (8-bit, 4-bit or factored). "
+                "Save and restore it with a Checkpointer, on the same number of ranks"
             )
 
 
@@ -201,7 +201,7 @@ def get_optimizer_state_dict(
         taken = collect_optimizers(world, model, optimizers, "the optimizers", options)
         if form == "sharded":
             return taken.written()
-        found = gather(world, taken.tensors, form, budget_bytes=options.budget_bytes, device=taken.home)
+        found = gather(world, taken.tensors, form, budget_bytes=options.budget_bytes, device=taken.device)
         if world.rank not in receivers(form, world.size):
             return {}
         scalars = {name: copied(value) for name, value in taken.scalars.items()}
@@ -228,7 +228,7 @@ def set_optimizer_state_dict(
 
     Missing state is created without a step, sharded like its parameter, in the given dtype or in the parameter's if
     that is wider. Existing state keeps its dtype. Parameters without state in either have none
-    afterwards (``report.afresh``), as do all parameters if the state is from before the first step.
+    afterwards (``report.without_state``), as do all parameters if the state is from before the first step.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: the new state, and ``options.budget_bytes``.
@@ -247,7 +247,7 @@ def set_optimizer_state_dict(
         ConfigError: an argument cannot be honored.
         KeyMismatchError: the state belongs to other optimizers, entries are missing, unexpected or mismatched, or a
             group has no counterpart in the state.
-        RankMismatchError: ranks have different models or optimizers, or bring different states.
+        RankMismatchError: ranks have different models or optimizers, or provide different states.
         ShardingError: as in :func:`get_optimizer_state_dict`, or the state has tensors on meta.
         RankLostError: a rank has been lost.
 
@@ -261,7 +261,7 @@ def set_optimizer_state_dict(
             require_same_call(world, tolerance, options=options)
             targets = optimizer_targets(world, model, optimizers)
             given = world.run_all(read, state, targets.first_names, targets.shapes)
-        values = BroughtValues(given.tensors)
+        values = ProvidedValues(given.tensors)
         return set_optimizer_values(
             world, targets, given, values, tolerance=tolerance, options=options, clock=clock
         )

@@ -30,7 +30,7 @@ from shardwise.models.quantization import Fp4, Mxfp4, Nf4, Quantization, from_tr
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import build_layout, collect_tensors
 from shardwise.models.wrap import Sharding, TrainedDtype, require_trainable_dtype
-from shardwise.planning.load_memory import spare_tensors, stored_tensors
+from shardwise.planning.load_memory import extra_tensors, stored_tensors
 from shardwise.planning.load_plan import Consent, OnMissing, OnUnexpected
 from shardwise.storage.names import HubOptions
 from shardwise.tensors import DType
@@ -165,28 +165,28 @@ class Outline:
         families: dict[str, list[str]] = {}
         for target, origin in pretrained.declared_ties(self.model).items():
             families.setdefault(origin, [origin]).append(target)
-        present = [[name for name in members if self.bindings.offers.get(name)] for members in families.values()]
+        present = [[name for name in members if self.bindings.matched.get(name)] for members in families.values()]
         return sorted((other, names[0]) for names in present for other in names[1:])
 
     def bindings_less_ties(self) -> Bindings:
         """Bindings of the checkpoint without second copies of tied tensors that were found equal."""
-        offers = {name: found for name, found in self.bindings.offers.items() if name not in self.equal_ties}
-        return replace(self.bindings, offers=offers)
+        matched = {name: found for name, found in self.bindings.matched.items() if name not in self.equal_ties}
+        return replace(self.bindings, matched=matched)
 
     def tie(self, untied: set[str]) -> None:
         """Tie the declared ties, except for ``untied``, on meta."""
         saved = {name for tensor in self.layout.saved() for name in tensor.names}
-        offered = set(self.bindings.offers) - self.equal_ties
+        offered = set(self.bindings.matched) - self.equal_ties
         pretrained.tie(self.model, saved - offered, untied)
 
 
 def compare_ties(built: Outline, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
     """Return the first names of pairs whose stored values differ in this rank's part of the rows."""
-    offers, tensors, world = built.bindings.offers, built.layout.by_name, executor.world
+    matched, tensors, world = built.bindings.matched, built.layout.by_name, executor.world
     return [
         name
         for name, other in pairs
-        if not are_equal(offers[name][0], offers[other][0], tensors[name].dtype, executor, world.rank, world.size)
+        if not are_equal(matched[name][0], matched[other][0], tensors[name].dtype, executor, world.rank, world.size)
     ]
 
 
@@ -274,10 +274,10 @@ def build_outline(
     def get_dtype(name: str) -> torch.dtype:
         return kept(name) or to_torch(layout.by_name[name].dtype)
 
-    bindings = bind(model, stored_tensors(index), layout, transforms, get_dtype, spare_tensors(index))
+    bindings = bind(model, stored_tensors(index), layout, transforms, get_dtype, extra_tensors(index))
     if resize is not None:
         bindings = resized(bindings, vocabulary_tensors(model, held), resize.size)
-    build.keep_dtypes(model, dtype, bindings.leaders)
+    build.keep_dtypes(model, dtype, bindings.primary)
     return Outline(model, transforms, layout, bindings)
 
 
@@ -287,7 +287,7 @@ def _dtypes_in_order(index: CheckpointIndex) -> list[DType]:
         index.entries.values(),
         key=lambda entry: (entry.file, entry.key if entry.file.endswith(".safetensors") else ""),
     )
-    return [entry.dtype for entry in entries if entry.key not in index.spare]
+    return [entry.dtype for entry in entries if entry.key not in index.extra]
 
 
 def _folder(directory: Path) -> Path:
@@ -303,7 +303,7 @@ class TunedOptions(ModelOptions, total=False):
         tuning: the trained parameters: ``Full()``, ``Freeze(...)``, ``Lora(...)``, ``ExistingLora(...)``, or any
             other :class:`~shardwise.tuning.tunings.Tuning`. With a LoRA the model is PEFT's, and the transformers
             model inside it is sharded.
-        trained: dtype of trained parameters. With ``tuning``, ``torch.float32`` by default, otherwise
+        trained_dtype: dtype of trained parameters. With ``tuning``, ``torch.float32`` by default, otherwise
             ``"unchanged"``. Frozen parameters keep the stored dtype.
         resize_vocab: number of tokens of the model, or a :class:`~shardwise.models.additions.ResizeVocab`, which
             also determines the initialization of new ones.
@@ -315,7 +315,7 @@ class TunedOptions(ModelOptions, total=False):
     """
 
     tuning: Full | Freeze | Lora | ExistingLora | Tuning
-    trained: TrainedDtype
+    trained_dtype: TrainedDtype
     resize_vocab: int | ResizeVocab
     quantization: Quantization
     quantization_config: Any
@@ -329,7 +329,7 @@ def resizing(options: TunedOptions) -> ResizeVocab | None:
 
 def trained_dtype(options: TunedOptions) -> TrainedDtype:
     """Return the dtype of trained parameters: float32 by default where ``tuning`` is given."""
-    wanted: TrainedDtype = options.get("trained", torch.float32 if "tuning" in options else "unchanged")
+    wanted: TrainedDtype = options.get("trained_dtype", torch.float32 if "tuning" in options else "unchanged")
     require_trainable_dtype(wanted)
     return wanted
 
@@ -398,11 +398,11 @@ def convert_four_bit_base(
         require_trainable({**options, "quantization": wanted})
     if not isinstance(wanted, (Nf4, Fp4)):
         return bindings, ()
-    has_bytes = any(item.dtype is DType.U8 for claims in bindings.offers.values() for item in claims)
+    has_bytes = any(item.dtype is DType.U8 for expressions in bindings.matched.values() for item in expressions)
     if has_bytes and stored is not None and (kind := _kind(from_transformers(stored))) != _kind(wanted):
         raise ConfigError(
             f"quantization={_kind(wanted)}: the checkpoint has bytes of {kind}, as saved with names='internal'. "
-            "Pass that, or leave it out."
+            "Pass that, or leave it out"
         )
     return convert_base_to_four_bits(model, bindings, wanted, keeps_experts=keeps_experts, must_match=not is_stored)
 

@@ -59,8 +59,8 @@ def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) ->
     )
 
 
-def sharding_named(wrap: str, *, param_dtype: str | None, offload: bool) -> Sharding:
-    """Return a sharding from strings of the command line. See :func:`wrap_named`.
+def build_sharding(wrap: str, *, param_dtype: str | None, offload: bool) -> Sharding:
+    """Return a sharding from strings of the command line. See :func:`build_wrap_policy`.
 
     Raises:
         ConfigError: when a word is unknown.
@@ -69,13 +69,13 @@ def sharding_named(wrap: str, *, param_dtype: str | None, offload: bool) -> Shar
     if param_dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"param_dtype={param_dtype!r} is not a floating dtype of torch, such as bfloat16")
     return Sharding(
-        wrap=wrap_named(wrap),
+        wrap=build_wrap_policy(wrap),
         mp_policy=MixedPrecisionPolicy(param_dtype=dtype),
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
     )
 
 
-def wrap_named(text: str) -> WrapPolicy:
+def build_wrap_policy(text: str) -> WrapPolicy:
     """Return the wrap policy of a name, ``classes=NAME,NAME`` or ``min-size=ELEMENTS``.
 
     Raises:
@@ -188,7 +188,7 @@ def _move(
     with clock.phase("exchange"):
         handovers = world.run_all(arrivals.transfers, world)
         traffic = distribute(
-            world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
+            world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.device
         )
     with clock.phase("finish"):
         awaiting = world.run_all(arrivals.finish, bounds, sharding, options.budget_bytes)

@@ -75,10 +75,10 @@ def walk_tensors(
             for key, item in outputs.items()
         ]
         rounds = world.run_all(plan_rounds, [moves], sender.shares, options.bucket_bytes // 2)
-        home = _home(held)
-        device = (options.device or home) if world.rank in targets else torch.device("meta")
+        staging_device = _staging_device(held)
+        device = (options.device or staging_device) if world.rank in targets else torch.device("meta")
         received = _ReceivedTensors(shapes, dtypes, device)
-        arrivals = Exchange(world, rounds, sender.share, received.get_memory, dtypes, home).run()
+        arrivals = Exchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
         with contextlib.closing(arrivals), _report_exit():
             yield from received.completed_by(arrivals)
 
@@ -227,7 +227,7 @@ def tensors_to_come(
     return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in outputs.items()}
 
 
-def _home(held: Sequence[TensorRef]) -> torch.device:
+def _staging_device(held: Sequence[TensorRef]) -> torch.device:
     return compute_device(held, held[0].local.device if held else None)
 
 
@@ -242,12 +242,11 @@ def _gather_full(
         for item in outputs
     ]
     dtypes = {item.key: to_torch(item.dtype) for item in outputs}
-    home = _home(list(sender.held.values()))
-    received = _ReceivedTensors({item.key: item.shape for item in outputs}, dtypes, home)
+    staging_device = _staging_device(list(sender.held.values()))
+    received = _ReceivedTensors({item.key: item.shape for item in outputs}, dtypes, staging_device)
     rounds = world.run_all(plan_rounds, [moves], sender.shares, options.bucket_bytes)
-    return dict(
-        received.completed_by(Exchange(world, rounds, sender.share, received.get_memory, dtypes, home).run())
-    )
+    arrivals = Exchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
+    return dict(received.completed_by(arrivals))
 
 
 @contextlib.contextmanager

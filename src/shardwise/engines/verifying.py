@@ -183,7 +183,7 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
             f"{reader.root}: is not what was saved, and nothing of it has been loaded:\n  "
             + "\n  ".join([*faults[:_SHOWN], *more])
             + "\nThe disk, or what copied or edited the files, has changed them. Load another copy. To take an "
-            f"adapter that was changed on purpose, remove {record}, and load it with training_state=False."
+            f"adapter that was changed on purpose, remove {record}, and load it with training_state=False"
         )
     if training is not None and not found.compared:
         raise FormatError(

@@ -28,5 +28,5 @@ class Timeouts:
             self.heartbeat_timeout_s
         ):
             raise ConfigError(
-                f"{self}: a beat is shorter than the silence, and that not longer than the wait to join"
+                f"{self}: are not ascending. Pass heartbeat_interval_s < heartbeat_timeout_s <= join_timeout_s"
             )

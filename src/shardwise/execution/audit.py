@@ -55,7 +55,7 @@ def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) ->
         shown = "\n  ".join(pattern for pattern, _ in collapse(wrong)[:20])
         raise KeyMismatchError(
             f"the model is not whole after loading:\n  {shown}\n"
-            "A tensor kept as a plain attribute can be registered as a buffer, which buffers=... then computes."
+            "A tensor kept as a plain attribute can be registered as a buffer, which buffers=... then computes"
         )
 
 
@@ -86,20 +86,20 @@ def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
 _BLOCK_NUMEL = 1 << 20
 
 
-def find_unequal_tied(plan: LoadPlan, placer: ReadExecutor, rank: int, size: int) -> list[str]:
+def find_unequal_tied(plan: LoadPlan, executor: ReadExecutor, rank: int, size: int) -> list[str]:
     """Return names of tensors whose other expressions differ from the first in this rank's part of the rows."""
     reads = plan.reads()
     unequal: list[str] = []
-    for name, others in plan.twins.items():
+    for name, others in plan.duplicates.items():
         dtype = plan.layout.by_name[name].dtype
         first = reads[name].expression
-        if not all(are_equal(first, other, dtype, placer, rank, size) for other in others):
+        if not all(are_equal(first, other, dtype, executor, rank, size) for other in others):
             unequal.append(name)
     return unequal
 
 
 def are_equal(
-    first: Expression, second: Expression, dtype: DType, placer: ReadExecutor, rank: int, size: int
+    first: Expression, second: Expression, dtype: DType, executor: ReadExecutor, rank: int, size: int
 ) -> bool:
     """Return whether two expressions have bitwise the same values as ``dtype``, in this rank's part of the rows.
 
@@ -116,7 +116,7 @@ def are_equal(
             if first.shape
             else Box((), ())
         )
-        one, other = (placer.values(item, box, to_torch(dtype)) for item in (first, second))
+        one, other = (executor.values(item, box, to_torch(dtype)) for item in (first, second))
         if not torch.equal(raw_bytes(one), raw_bytes(other)):
             return False
     return True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import RankLostError, ShardwiseError
+from shardwise.errors import RankLostError, ShardwiseError, TrainingError
 from shardwise.execution.control_channel import ControlChannel
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Where: TypeAlias = Callable[[], str]
 """Returns a description of the operation, the same on all ranks."""
 
-WhenStuck: TypeAlias = Callable[[RankLostError], object]
+WhenStuck: TypeAlias = Callable[[ShardwiseError], object]
 
 
 _COLLECTIVE = re.compile(
@@ -54,8 +54,9 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
     rank may be the one that is cut off.
 
     Raises:
-        RankLostError: a rank is lost, has left the block, or has run out of memory. The same on every rank, except
-            that a rank with any other error of its own raises that error.
+        TrainingError: a rank has run out of memory. The same on every rank.
+        RankLostError: a rank is lost, or has left the block. The same on every rank, except that a rank with an
+            error of its own raises that error.
     """
     channel, has_left = world.channel, threading.Event()
     watching = threading.Thread(
@@ -73,19 +74,20 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
     except Exception as error:
         is_out, is_broken = is_out_of_memory(error), is_collective_error(error)
         cause = _out_of_memory(error) if is_out else f"{type(error).__name__}: {error}"
+        kind = TrainingError if is_out else RankLostError
         if channel is None:
             if is_out:
-                raise RankLostError(f"{where()}: {cause}") from error
+                raise TrainingError(f"{where()}: {cause}") from error
             raise
         if is_out or not is_broken:
-            channel.abort(cause)
+            channel.abort(cause, kind)
         try:
             channel.await_verdict()
-        except RankLostError as lost:
+        except (RankLostError, TrainingError) as lost:
             if is_out or is_broken:
-                raise RankLostError(f"{where()}: {lost}") from error
+                raise type(lost)(f"{where()}: {lost}") from error
         else:
-            channel.abort(cause)
+            channel.abort(cause, kind)
         raise
 
 
@@ -99,7 +101,7 @@ def _watch(
         lost = channel.loss()
         lost_s = math.inf if lost is None else min(lost_s, time.monotonic())
         if lost is not None and time.monotonic() - lost_s >= _STUCK_S:
-            when_stuck(RankLostError(f"{where()}: {lost}"))
+            when_stuck(type(lost)(f"{where()}: {lost}"))
             return
 
 

@@ -24,7 +24,7 @@ from types import MappingProxyType
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.locked_folder import LockedFolder
-from shardwise.execution.rename_journal import finish, remove_empty, remove_unnamed, work_folder
+from shardwise.execution.rename_journal import finish, remove_empty, remove_pending, work_folder
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, is_training_file, named_training
 from shardwise.formats.safetensors_files import read_header
 from shardwise.planning import commit_plan, fingerprints, save_plan
@@ -95,7 +95,7 @@ def publish(
 
     ``small_files`` belong to them. Raises as :func:`commit_files` does.
     """
-    ready = commit_plan.on_its_way(name, locked.save_id)
+    ready = commit_plan.pending_name(name, locked.save_id)
     commit = commit_plan.Commit(
         files,
         steps=(commit_plan.Publish(ready, name),),
@@ -216,7 +216,7 @@ def write_again(writer: StorageWriter, file: str, save_id: str) -> None:
         StorageError: it cannot be read or written, or changes during the copy.
     """
     folder, slash, name = file.rpartition("/")
-    new = f"{folder}{slash}{commit_plan.on_its_way(name, save_id)}"
+    new = f"{folder}{slash}{commit_plan.pending_name(name, save_id)}"
     copy_in(writer, os.path.join(writer.root, file), new)
     writer.rename(new, file)
 
@@ -265,7 +265,7 @@ def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> CommitState:
     try:
         by_name = commit_plan.FolderState(frozenset(writer.list()), weights=frozenset())
         remains = commit_plan.obsolete(plan, by_name)
-        remove_unnamed(writer, remains)
+        remove_pending(writer, remains)
         folder_state = commit_plan.get_folder_state(writer.list(), writer.read(plan.index_file), plan.single_file)
         folder_state = replace(folder_state, named=folder_state.named | _trainings_named(writer, plan))
         recorded = fingerprints.from_bytes(writer.read(fingerprints.fingerprint_file(plan.stem)))
@@ -288,7 +288,7 @@ def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> CommitState:
 def undo_save(writer: StorageWriter, plan: save_plan.SavePlan, begun: CommitState) -> None:
     """Remove the files of this save unless it is committed. The older save is unchanged."""
     with contextlib.suppress(StorageError):
-        names = {name for name in writer.list() if commit_plan.is_on_its_way(name) and plan.save_id in name}
+        names = {name for name in writer.list() if commit_plan.is_pending(name) and plan.save_id in name}
         if plan.index is None or writer.read(plan.index_file) != plan.index:
             names |= {file.name for file in plan.files} - _trainings_named(writer, plan)
         for name in names:

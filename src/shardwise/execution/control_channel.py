@@ -1,6 +1,6 @@
 """Lets the ranks of one call exchange small messages over torch's key-value store.
 
-[Note: Nobody waits in a collective] A collective waits as long as its slowest rank, and hangs when one is gone. So
+[Note: No rank waits in a collective] A collective waits as long as its slowest rank, and hangs when one is gone. So
 ranks meet here first: each sends the first rank a report, which may be empty, and reads the one result that the
 first rank makes of all. A meeting ends with an error when the detector
 (:class:`~shardwise.execution.failure_detection.Detector`) finds that a rank is lost: the rank that finds out first
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
-from shardwise.errors import RankLostError, RankMismatchError
+from shardwise.errors import RankLostError, RankMismatchError, ShardwiseError
 from shardwise.execution import Timeouts
 from shardwise.execution.failure_detection import KeyStore, get_detector, heartbeat_keys
 from shardwise.execution.outcomes import Failure
@@ -86,10 +86,10 @@ class ControlChannel:
         """Return True if some rank has failed or is lost, or the store is: there is no use in working on."""
         return self._failed_step == self._step or self._verdict is not None or self.store_loss() is not None
 
-    def loss(self) -> RankLostError | None:
+    def loss(self) -> ShardwiseError | None:
         """Return the loss of a rank or of the store that was detected. Does not use the store."""
-        if self._verdict is not None and self._verdict.kind == RankLostError.__name__:
-            return RankLostError(self._verdict.message)
+        if self._verdict is not None and self._verdict.kind != RankMismatchError.__name__:
+            return self._verdict.to_error()
         return self.store_loss()
 
     def store_loss(self) -> RankLostError | None:
@@ -140,7 +140,7 @@ class ControlChannel:
         A rank that is lost now is ignored.
         """
         if self.rank == 0 and self._step:
-            with contextlib.suppress(RankLostError, RankMismatchError):
+            with contextlib.suppress(ShardwiseError):
                 self._run(self._finish)
 
     def interrupt(self) -> None:
@@ -148,18 +148,18 @@ class ControlChannel:
         step = self._failed_step = self._step
         self._start(KeyStore.set, f"{step}/failed", b"")
 
-    def abort(self, cause: str) -> None:
-        """Announce that this rank leaves the call and will not reach another meeting."""
+    def abort(self, cause: str, kind: type[ShardwiseError] = RankLostError) -> None:
+        """Announce that this rank leaves the call and will not reach another meeting. The others raise ``kind``."""
         number = self.global_ranks[self.rank]
         text = f"rank {number} ({ProcessId.here()}) has left the call: {cause}"
         with contextlib.suppress(Exception):
-            self._start(self._announce, RankLostError(text)).result(timeout=self.timeouts.heartbeat_interval_s)
+            self._start(self._announce, kind(text)).result(timeout=self.timeouts.heartbeat_interval_s)
 
     def await_verdict(self) -> None:
         """Wait until the detector has decided whether a rank is lost.
 
         Raises:
-            RankLostError: naming the rank.
+            ShardwiseError: naming the rank, of the kind with which it has left.
         """
         deadline = time.monotonic() + self.timeouts.heartbeat_timeout_s + 4 * self.timeouts.heartbeat_interval_s
         while self._verdict is None and self.store_loss() is None and time.monotonic() < deadline:
@@ -188,7 +188,7 @@ class ControlChannel:
         def run() -> None:
             try:
                 future.set_result(task(self._joined_keys(), *args, **keywords))
-            except (RankLostError, RankMismatchError) as error:
+            except ShardwiseError as error:
                 future.set_exception(error)
             except Exception as error:
                 self._detector.error = error
@@ -275,7 +275,7 @@ class ControlChannel:
             waited_s = time.monotonic() - start
             time.sleep(min(max(_FIRST_POLL_S, waited_s * _POLL_FRACTION), _LAST_POLL_S))
 
-    def _announce(self, keys: KeyStore, error: RankLostError | RankMismatchError) -> Failure:
+    def _announce(self, keys: KeyStore, error: ShardwiseError) -> Failure:
         """Publish the verdict, unless another rank has. Return the published one."""
         kind, _, text = keys.set_default("verdict", f"{type(error).__name__}\n{error}").partition("\n")
         self._verdict = Failure(kind, text)
@@ -307,10 +307,10 @@ class ControlChannel:
         self._detector.update(heartbeat_keys(store), watched)
         heartbeats = self._detector.heartbeats
         for number in watched:
-            beat = heartbeats.get(number)
-            if beat and self._verdict is None and (cause := beat.loss(self.timeouts.heartbeat_timeout_s)):
+            own = heartbeats.get(number)
+            if own and self._verdict is None and (cause := own.loss(self.timeouts.heartbeat_timeout_s)):
                 advice = "Check its output, and the kernel log (dmesg) for the OOM killer"
-                self._announce(keys, RankLostError(f"rank {number} ({beat.process}) is lost: {cause}. {advice}"))
+                self._announce(keys, RankLostError(f"rank {number} ({own.process}) is lost: {cause}. {advice}"))
         if self._step == 0 and self._verdict is None:
             self._find_absent(keys, [number for number in watched if number not in heartbeats])
 

@@ -19,7 +19,7 @@ _SPREAD = 2_654_435_761
 
 
 @cache
-def has_bits_of_cpu(device: torch.device) -> bool:
+def matches_cpu_bitwise(device: torch.device) -> bool:
     """Return whether an accelerator's results are bitwise the CPU's. Tried once for each, which synchronizes it.
 
     Some flush subnormal numbers to zero, or divide approximately.
@@ -60,7 +60,7 @@ class DeviceReadExecutor(ReadExecutor):
         Inputs go from the files to the device as they are stored. The values of all blocks are checked together.
         """
         device = targets.device
-        if device.type == "cpu" or not has_bits_of_cpu(device):
+        if device.type == "cpu" or not matches_cpu_bitwise(device):
             return tasks
         fitting: list[ComputeTask] = []
         left: list[ComputeTask] = []

@@ -1,7 +1,7 @@
 """Detects lost processes by heartbeats in the store of the process group.
 
 [Note: Heartbeats] Each process has one thread that counts in the store, from its first call until it ends, over a
-connection of its own, since the other one may be held by whoever waits for a key. Ranks of a call watch the first
+connection of its own, since a thread that waits for a key may hold the other. Ranks of a call watch the first
 rank, and the first rank watches all others. A count that stops means a process that was killed, is stopped or is
 unreachable. On one machine the process itself is checked as well: its end is detected at once, and a paused
 heartbeat (a library may block other threads) does not count while the process runs.
@@ -110,7 +110,7 @@ class Detector:
     """
 
     def __init__(self, store: Any, rank: int) -> None:
-        self.process = os.getpid()
+        self.pid = os.getpid()
         self.answered_s = time.monotonic()
         self.error: Exception | None = None
         self.heartbeats: dict[int, Heartbeat] = {}
@@ -139,19 +139,19 @@ class Detector:
         """Announce that this process ends."""
         self._has_ended = True
         self._awake.set()
-        if self.process == os.getpid():
+        if self.pid == os.getpid():
             self._thread.join(timeout=_JOIN_S)
 
     def update(self, keys: KeyStore, ranks: Iterable[int]) -> None:
         """Update the heartbeats of these ranks. A process that was never in a call has none."""
         known = [rank for rank in ranks if rank in self.heartbeats or keys.has(f"beat/{rank}")]
         for rank, value in zip(known, keys.get([f"beat/{rank}" for rank in known]), strict=True):
-            beat = self.heartbeats.get(rank)
-            if beat is None:
+            heartbeat = self.heartbeats.get(rank)
+            if heartbeat is None:
                 [content] = keys.get([f"process/{rank}"])
                 self.heartbeats[rank] = Heartbeat(ProcessId(**json.loads(content)), value, time.monotonic())
-            elif value != beat.value:
-                beat.value, beat.since_s = value, time.monotonic()
+            elif value != heartbeat.value:
+                heartbeat.value, heartbeat.since_s = value, time.monotonic()
 
     def _run(self) -> None:
         try:
@@ -179,6 +179,6 @@ _detectors: weakref.WeakKeyDictionary[Any, dict[int, Detector]] = weakref.WeakKe
 def get_detector(store: Any, rank: int) -> Detector:
     """Return the detector of this process, which is ``rank`` among all that use the store. Starts the heartbeat."""
     own = _detectors.setdefault(store, {})
-    if rank not in own or own[rank].process != os.getpid():
+    if rank not in own or own[rank].pid != os.getpid():
         own[rank] = Detector(store, rank)
     return own[rank]

@@ -128,12 +128,12 @@ def locked_by_first_rank(world: World, folder: str | PathLike[str]) -> Iterator[
 
 
 @contextmanager
-def locked_here(folder: str | PathLike[str]) -> Iterator[LockedFolder]:
+def locked_here(folder: str | PathLike[str]) -> Iterator[Saving]:
     """Lock a folder for the time of the block, by one rank. Collective: no.
 
     Raises:
         StorageError: another save is writing there, or the folder cannot be written to.
     """
     with locked_by_first_rank(World(0, 1), folder) as saving:
-        yield saving.locked
+        yield saving
         saving.locked.release()

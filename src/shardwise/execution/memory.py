@@ -52,35 +52,35 @@ Managers: TypeAlias = Mapping[nn.Parameter, Any]
 """FSDP2's own object for each parameter that it shards. Valid for meta tensors until they are materialized."""
 
 
-def target_devices(held: Sequence[TensorRef], managers: Managers, home: torch.device) -> dict[str, torch.device]:
+def target_devices(held: Sequence[TensorRef], managers: Managers, device: torch.device) -> dict[str, torch.device]:
     """Return the device of each tensor by FQN, or the device that it will be materialized on."""
-    return {item.fqn: _get_device(item, managers, home) for item in held}
+    return {item.fqn: _get_device(item, managers, device) for item in held}
 
 
-def _get_device(item: TensorRef, managers: Managers, home: torch.device) -> torch.device:
+def _get_device(item: TensorRef, managers: Managers, device: torch.device) -> torch.device:
     if not item.tensor.is_meta:
         return item.local.device
     manager = _find_fsdp_param(item, managers)
-    return torch.device("cpu") if manager is not None and torch_api.is_offloaded(manager) else home
+    return torch.device("cpu") if manager is not None and torch_api.is_offloaded(manager) else device
 
 
 def _find_fsdp_param(item: TensorRef, managers: Managers) -> Any:
     return managers.get(item.tensor) if isinstance(item.tensor, nn.Parameter) else None
 
 
-def materialize(held: Sequence[TensorRef], managers: Managers, home: torch.device) -> dict[str, torch.Tensor]:
+def materialize(held: Sequence[TensorRef], managers: Managers, device: torch.device) -> dict[str, torch.Tensor]:
     """Allocate uninitialized memory of this rank's shard for every meta tensor. Other tensors are unchanged.
 
     ``managers`` belong to the model. A parameter that is not among them is in no FSDP2 group. Returns this rank's
     local tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with their
     ``requires_grad`` and attributes. Memory: this rank's shards.
     """
-    return {item.fqn: _allocate(item, managers, home) if item.tensor.is_meta else item.local for item in held}
+    return {item.fqn: _allocate(item, managers, device) if item.tensor.is_meta else item.local for item in held}
 
 
-def _allocate(item: TensorRef, managers: Managers, home: torch.device) -> torch.Tensor:
+def _allocate(item: TensorRef, managers: Managers, device: torch.device) -> torch.Tensor:
     """Replace a tensor on meta by one with uninitialized memory. Return its local tensor."""
-    tensor, device, manager = item.tensor, _get_device(item, managers, home), _find_fsdp_param(item, managers)
+    tensor, device, manager = item.tensor, _get_device(item, managers, device), _find_fsdp_param(item, managers)
     if manager is None:
         local = torch.empty_like(local_tensor(tensor), device=device)
     else:
@@ -107,13 +107,13 @@ def offloads_shards(managers: Managers) -> bool:
 _MEMINFO = Path("/proc/meminfo")
 
 
-def available_memory(home: torch.device) -> Available:
+def available_memory(device: torch.device) -> Available:
     """Return free memory of the host and of the accelerator in bytes, or None if unknown.
 
     For an accelerator, this includes memory that torch has reserved and not given to a tensor. For the host: memory
     available without swapping, limited by the control groups of this process.
     """
-    return Available(None if home.type == "cpu" else torch_api.free_memory(home), host_memory())
+    return Available(None if device.type == "cpu" else torch_api.free_memory(device), host_memory())
 
 
 def host_memory(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> int | None:
@@ -192,12 +192,12 @@ class WorkerPool(Generic[Task, Buffer]):
     The threads are daemons: one that hangs in a read of a dead file system does not keep the process alive.
 
     Args:
-        carry_out: function of a task and a buffer, run on the thread of the buffer.
+        function: function of a task and a buffer, run on the thread of the buffer.
         buffers: one for each thread.
         check: called periodically by the waiting thread. An exception of it ends the work.
     """
 
-    carry_out: Callable[[Task, Buffer], None]
+    function: Callable[[Task, Buffer], None]
     buffers: Sequence[Buffer]
     check: Callable[[], None] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -244,7 +244,7 @@ class WorkerPool(Generic[Task, Buffer]):
                     task: Task | None = next(pending, None)  # type: ignore[call-overload]
                 if task is None:
                     break
-                self.carry_out(task, buffer)
+                self.function(task, buffer)
         except BaseException as error:
             with self._lock:
                 self._failure = self._failure or error

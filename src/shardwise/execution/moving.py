@@ -1,7 +1,7 @@
 """Movement of tensors between ranks: gather, scatter, resharding, and assembly of a checkpoint's tensors.
 
 [Note: Rounds] All ranks execute the same rounds (:mod:`shardwise.planning.moves`). A rank packs the data that it
-sends, all ranks synchronize (see [Note: Nobody waits in a collective] in
+sends, all ranks synchronize (see [Note: No rank waits in a collective] in
 :mod:`shardwise.execution.control_channel`), and one all-to-all moves the bytes. Packing and unpacking, which can
 fail on one rank alone, precede a synchronization, so a failed rank never misses a collective that others have
 entered. The all-to-all of a round overlaps with the caller's work on the previous round.

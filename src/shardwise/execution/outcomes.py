@@ -1,4 +1,4 @@
-"""Outcomes of a step on a rank, as they are sent to other ranks."""
+"""Outcomes of a call on a rank, as they are sent to other ranks."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ class Failure:
     Attributes:
         kind: the name of its class in :mod:`shardwise.errors`, or of :class:`Stopped`.
         message: its text.
-        step: the call and the phase in which it was raised.
+        phase: the call and the phase in which it was raised.
         cause: the exception, on the rank that raised it.
     """
 
     kind: str
     message: str
-    step: str = field(default="", compare=False)
+    phase: str = field(default="", compare=False)
     cause: Exception | None = field(default=None, compare=False)
 
     @classmethod
     def from_error(cls, error: Exception) -> Failure:
         own = [base for base in type(error).__mro__ if base is Stopped or base.__module__ == errors.__name__]
         message = str(error) if own else f"{type(error).__name__}: {error}"
-        step = getattr(error, "step", "") or current_phases()
-        return cls((own or [CheckpointError])[0].__name__, message, step, error)
+        phase = getattr(error, "phase", "") or current_phases()
+        return cls((own or [CheckpointError])[0].__name__, message, phase, error)
 
     @classmethod
     def among(cls, values: Sequence[object], count: int, global_ranks: Sequence[int]) -> Failure | None:
         """Return the first failure of the ranks, with its rank unless all ``count`` ranks failed alike.
 
         ``global_ranks`` are the ranks in the default group. A rank that only stopped because of another one is
-        passed over.
+        ignored.
         """
         failures = {rank: value for rank, value in enumerate(values) if isinstance(value, Failure)}
         own = {rank: failure for rank, failure in failures.items() if not failure.is_stop} or failures
@@ -58,7 +58,7 @@ class Failure:
         return None
 
     def __reduce__(self) -> tuple[type[Failure], tuple[str, str, str]]:
-        return Failure, (self.kind, self.message, self.step)
+        return Failure, (self.kind, self.message, self.phase)
 
     @property
     def is_stop(self) -> bool:
@@ -69,14 +69,14 @@ class Failure:
 
     def to_error(self) -> ShardwiseError:
         kind: type[ShardwiseError] = getattr(errors, self.kind, CheckpointError)
-        return at_step(kind(self.message), self.step)
+        return at_phase(kind(self.message), self.phase)
 
 
-def at_step(error: ShardwiseError, step: str) -> ShardwiseError:
-    """Add the step in which the ranks were to an error, with a note that tracebacks show."""
-    if step:
-        error.step = step
-        error.add_note(f"The ranks were in this step: {step}")
+def at_phase(error: ShardwiseError, phase: str) -> ShardwiseError:
+    """Add the phase in which the ranks were to an error, with a note that tracebacks show."""
+    if phase:
+        error.phase = phase
+        error.add_note(f"The ranks were in this phase: {phase}")
     return error
 
 

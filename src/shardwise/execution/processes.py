@@ -215,7 +215,7 @@ def try_collectives() -> None:
     except RuntimeError as error:
         raise ShardingError(
             f"{get_backend(kind)}: the first collective failed on rank {dist.get_rank()}: {error}. Each rank needs "
-            "a device of its own, and a network that all of them reach. NCCL_DEBUG=INFO shows more."
+            "a device of its own, and a network that all of them reach. NCCL_DEBUG=INFO shows more"
         ) from error
 
 

@@ -26,9 +26,9 @@ from shardwise.storage.reading import LocalReader
 from shardwise.storage.writing import open_writer
 
 
-def remove_unnamed(writer: StorageWriter, files: Collection[str]) -> None:
+def remove_pending(writer: StorageWriter, files: Collection[str]) -> None:
     """Remove the files that have temporary names, so that no other save can commit by renaming one."""
-    names = [file for file in files if commit_plan.is_on_its_way(file)]
+    names = [file for file in files if commit_plan.is_pending(file)]
     for name in names:
         writer.remove(name)
     if names:
@@ -44,20 +44,20 @@ def work_folder(folder: str | os.PathLike[str], save_id: str) -> Path:
     return Path(folder, save_id.join(_WORK))
 
 
-def tidy(locked: LockedFolder) -> None:
-    """Finish pending renames, and remove the remains of saves of accelerate's files.
+def clean_up(saving: Saving) -> None:
+    """On the first rank, finish pending renames, and remove the remains of saves of accelerate's files.
 
     Raises:
         FormatError: a list of renames is invalid.
         StorageError: a file cannot be renamed or removed.
     """
-    root = locked.writer.root
+    root = saving.locked.writer.root
     folders = distributed_folders(root)
     with FoldersWriter(root, folders) as writer:
         writer.sync_names()  # renames of a killed save must last before the replaced files are removed
-        remove_unnamed(writer, writer.list())
+        remove_pending(writer, writer.list())
         for file in commit_plan.find_journals(writer.list()):
-            finish(root, file, locked)
+            finish(root, file, saving.locked)
         _remove_uncommitted(writer, folders)
     for entry in _entries(root):
         if entry.name.startswith(_WORK[0]) and entry.name.endswith(_WORK[1]):
@@ -72,7 +72,7 @@ def undo(locked: LockedFolder, also: Collection[str] = ()) -> None:
     with FoldersWriter(root, {*folders, *also}) as writer:
         names = writer.list()
         listed = commit_plan.Renames(locked.save_id, ()).file
-        writer.remove(commit_plan.on_its_way(listed, locked.save_id))
+        writer.remove(commit_plan.pending_name(listed, locked.save_id))
         if listed not in names:
             _remove_uncommitted(writer, folders, locked.save_id)
     remove_empty(root, {*folders, *also})
@@ -80,18 +80,18 @@ def undo(locked: LockedFolder, also: Collection[str] = ()) -> None:
 
 
 @contextmanager
-def locked_and_tidied(world: World, folder: str | os.PathLike[str], also: Collection[str] = ()) -> Iterator[Saving]:
-    """Lock a folder for a save on the first rank, and tidy it. If the block fails, undo the save.
+def locked_and_clean(world: World, folder: str | os.PathLike[str], also: Collection[str] = ()) -> Iterator[Saving]:
+    """Lock a folder for a save on the first rank, and clean it up. If the block fails, undo the save.
 
     Collective: yes, at the beginning.
 
     Raises:
         FormatError, StorageError: as of :func:`~shardwise.execution.locked_folder.locked_by_first_rank` and
-            :func:`tidy`.
+            :func:`clean_up`.
     """
     with locked_by_first_rank(world, folder) as saving:
         try:
-            world.broadcast(lambda: tidy(saving.locked))
+            world.broadcast(clean_up, saving)
             yield saving
         except BaseException:
             with contextlib.suppress(StorageError):
@@ -225,7 +225,7 @@ def as_renamed(folder: Path) -> Iterator[Path]:
     """Yield a folder as it is after the renames that are listed in it. Nothing in it is changed.
 
     It is the folder itself if it has no list, otherwise a temporary folder of links. Links are broken once a save
-    finishes the list: see :func:`leads_nowhere`.
+    finishes the list: see :func:`has_broken_link`.
 
     Collective: no.
 
@@ -252,7 +252,7 @@ def as_renamed(folder: Path) -> Iterator[Path]:
         yield place
 
 
-def leads_nowhere(place: Path) -> bool:
+def has_broken_link(place: Path) -> bool:
     """Return True if a folder of links has a broken one."""
     return any(path.is_symlink() and not path.exists() for path in place.rglob("*"))
 

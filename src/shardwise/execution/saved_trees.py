@@ -58,9 +58,9 @@ def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree
         levels: torch.empty(stored[key].shape, dtype=to_torch(stored[key].dtype), device="meta")
         for levels, key in keys.items()
     }
-    numbers = {levels: key for levels, key in keys.items() if stored[key].numel == 1}
+    scalars = {levels: key for levels, key in keys.items() if stored[key].numel == 1}
     files = StoredValues(reader, index, stored_tensors(index), budget_bytes)
-    values |= zip(numbers, files.whole(list(numbers.values())), strict=True)
+    values |= zip(scalars, files.whole(list(scalars.values())), strict=True)
     values |= read_objects(reader, metadata)
     return SavedTree(index, nested(values), keys)
 

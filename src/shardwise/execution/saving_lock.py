@@ -46,7 +46,7 @@ LOCK_FILE = "shardwise.saving"
 _OBJECT_LOCK = re.compile(rf"{re.escape(LOCK_FILE)}\.([0-9a-f]{{8}})")
 """Names of locks on an object store."""
 
-_BEAT = ".beat"
+_HEARTBEAT = ".beat"
 """Suffix of the file that is written again and again to renew such a lock."""
 
 _WRITTEN_S = 2.0
@@ -98,7 +98,7 @@ def renew_lock(writer: StorageWriter, save_id: str, count: int) -> None:
         if _is_exclusive(writer):
             os.utime(os.path.join(writer.root, LOCK_FILE))
         else:
-            writer.replace(_lock_file(writer, save_id) + _BEAT, str(count).encode())
+            writer.replace(_lock_file(writer, save_id) + _HEARTBEAT, str(count).encode())
 
 
 def release_lock(writer: StorageWriter, save_id: str) -> None:
@@ -111,7 +111,7 @@ def release_lock(writer: StorageWriter, save_id: str) -> None:
         if holds_lock(writer, save_id):
             writer.remove(_lock_file(writer, save_id))
         if not _is_exclusive(writer):
-            writer.remove(_lock_file(writer, save_id) + _BEAT)
+            writer.remove(_lock_file(writer, save_id) + _HEARTBEAT)
     finally:
         _ACTIVE.discard(save_id)
 
@@ -260,7 +260,7 @@ def _create_object(writer: StorageWriter, save_id: str) -> None:
         raise
     for file in sorted(stale):
         writer.remove(file)
-        writer.remove(file + _BEAT)
+        writer.remove(file + _HEARTBEAT)
 
 
 def _require_stale(writer: StorageWriter, file: str, *, is_patient: bool = True) -> bytes | None:
@@ -299,7 +299,7 @@ def _is_silent(writer: StorageWriter, file: str, record: _LockRecord) -> bool:
 def _changed_at(writer: StorageWriter, file: str) -> object:
     """Return a value that changes with each renewal of a lock, or None if there is no lock."""
     if not _is_exclusive(writer):
-        return None if writer.read(file) is None else (writer.read(file + _BEAT) or b"")
+        return None if writer.read(file) is None else (writer.read(file + _HEARTBEAT) or b"")
     try:
         with open(os.path.join(writer.root, file), "rb") as opened:  # bypasses the caches of a network file system
             return os.fstat(opened.fileno()).st_mtime_ns

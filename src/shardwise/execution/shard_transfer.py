@@ -196,7 +196,7 @@ class IncomingShards:
         self.managers = torch_api.fsdp_params(model)
         self.held = {item.fqn: item for item in collect_tensors(model)}
         live = next(iter(supply.live.values()), None)
-        self.home = compute_device(list(self.held.values()), None if live is None else live.device)
+        self.device = compute_device(list(self.held.values()), None if live is None else live.device)
         self.state: dict[Key, torch.Tensor] = {}
 
     def transfers(self, world: World) -> list[moving.Transfer]:
@@ -207,7 +207,7 @@ class IncomingShards:
         for name, source_ranks in supply.source_ranks.items():
             live = supply.live.pop(name, None)
             is_buffer = name in self.held and self.held[name].kind is not TensorKind.PARAMETER
-            if source_ranks != matching.NOBODY and not (is_buffer and source_ranks == tuple(range(world.size))):
+            if source_ranks != matching.NO_SOURCES and not (is_buffer and source_ranks == tuple(range(world.size))):
                 key = supply.keys.get(name)
                 tensor = self.held[key.parameter if key is not None else name].tensor
                 boxes = boxes_by_rank(tensor, name, ranks)
@@ -223,7 +223,7 @@ class IncomingShards:
         keys = self.supply.keys
         parameters = [self.held[keys[name].parameter if name in keys else name] for name in names]
         wanted = [item for item in parameters if item.kind is TensorKind.PARAMETER]
-        materialize(wanted, self.managers, self.home)
+        materialize(wanted, self.managers, self.device)
         targets: dict[str, moving.LocalTensor] = {}
         for name in names:
             if name in keys:
@@ -233,7 +233,7 @@ class IncomingShards:
                 item = self.held[name]
                 if item.kind is not TensorKind.PARAMETER:
                     shape, dtype = item.tensor.shape, self.supply.dtypes[name]
-                    item.install(torch.empty(shape, dtype=dtype, device=self.home))
+                    item.install(torch.empty(shape, dtype=dtype, device=self.device))
                 target = item.tensor
             targets[name] = moving.LocalTensor.from_tensor(target, name)
         return targets
@@ -251,19 +251,19 @@ class IncomingShards:
             and item.tensor.is_meta
             and (item.fqn in bound_names or _is_averaged(item.tensor, sharding))
         ]
-        materialize(awaiting, self.managers, self.home)
+        materialize(awaiting, self.managers, self.device)
         for item in awaiting:
             if item.tensor.dtype.is_floating_point and item.tensor.dtype.itemsize > 1:
                 item.local.fill_(float("nan"))
-        staging = upload_buffer(self.home, budget_bytes)
+        staging = upload_buffer(self.device, budget_bytes)
         for item in self.held.values():
             if (
                 item.kind is not TensorKind.PARAMETER
                 and not item.tensor.is_meta
-                and item.tensor.device != self.home
+                and item.tensor.device != self.device
             ):
                 values = item.tensor
-                item.install(torch.empty_like(values, device=self.home))
+                item.install(torch.empty_like(values, device=self.device))
                 staging.copy(values, item.tensor)
         parameters = {item.fqn: item.tensor for item in self.held.values() if isinstance(item.tensor, nn.Parameter)}
         for bound in bounds:

@@ -73,7 +73,7 @@ def exchange_shared(
     shared: Mapping[str, tuple[moves.Boxes, ...]],
     held: Mapping[str, TensorRef],
     items: Sequence[ReadTarget],
-    placer: ReadExecutor,
+    executor: ReadExecutor,
 ) -> None:
     """Exchange the shares that the ranks have read with the other ranks that hold the same boxes.
 
@@ -87,8 +87,8 @@ def exchange_shared(
         tensor, read, wanted = held[item.fqn], shares[item.fqn], shared[item.fqn]
         place = LocalTensor(tensor.local, item.boxes)
         transfers.append(Transfer(item.fqn, tensor.tensor.shape, item.dtype, read, wanted, place, place))
-        placer.count(
+        executor.count(
             item.fqn, sum(box.numel for box in wanted[world.rank]) - sum(box.numel for box in read[world.rank])
         )
     device = next((item.device for item in members if item.device.type != "cpu"), members[0].device)
-    transfer(world, transfers, budget_bytes=placer.budget_bytes // 2, device=device)
+    transfer(world, transfers, budget_bytes=executor.budget_bytes // 2, device=device)

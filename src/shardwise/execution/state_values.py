@@ -1,4 +1,4 @@
-"""Values of a state, held by ranks (:class:`BroughtValues`) or in files (:class:`StoredValues`).
+"""Values of a state, held by ranks (:class:`ProvidedValues`) or in files (:class:`StoredValues`).
 
 Either kind is resharded into tensors of a model or an optimizer.
 """
@@ -74,7 +74,7 @@ def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, 
     return by_name
 
 
-def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
+def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.Provided]:
     """Return a description of the tensors that this rank passes.
 
     Raises:
@@ -86,7 +86,7 @@ def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
             raise ConfigError(f"{name} in the state is a {type(value).__name__}. Only tensors can be set")
     require_values(tensors, "the state that was given")
     return {
-        name: matching.Brought(
+        name: matching.Provided(
             tuple(tensor.shape), torch_api.in_memory(tensor.dtype), tensor_metadata.get_boxes(tensor, name)
         )
         for name, tensor in tensors.items()
@@ -105,12 +105,12 @@ def require_values(tensors: Mapping[str, torch.Tensor], what: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class BroughtValues:
+class ProvidedValues:
     """Full tensors or shards that ranks hold. ``tensors`` are this rank's."""
 
     tensors: Mapping[str, Any]
 
-    def describe(self, world: World) -> list[dict[str, matching.Brought]]:
+    def describe(self, world: World) -> list[dict[str, matching.Provided]]:
         """Return the description of the state on each rank. Collective: yes. Raises as :func:`describe_tensors`."""
         return world.all_gather(describe_tensors, self.tensors)
 
@@ -127,7 +127,7 @@ class BroughtValues:
             [(one, two) for one, two in pairs if not _is_same(self.tensors[one], self.tensors[two])]
         )
 
-    def bring(
+    def copy_into(
         self,
         world: World,
         match: matching.Match,
@@ -208,7 +208,7 @@ class StoredValues:
     budget_bytes: int
     read_bytes: int = 0
 
-    def describe(self, world: World) -> list[dict[str, matching.Brought]]:
+    def describe(self, world: World) -> list[dict[str, matching.Provided]]:
         """Return a description of all tensors, as if one rank held them whole. Collective: yes.
 
         The ranks' files are compared, see [Note: One checkpoint].
@@ -216,7 +216,7 @@ class StoredValues:
         require_one_checkpoint(world, self.reader, self.index)
         return [
             {
-                name: matching.Brought(item.shape, item.dtype, (Box.whole(item.shape),))
+                name: matching.Provided(item.shape, item.dtype, (Box.whole(item.shape),))
                 for name, item in self.expressions.items()
             }
         ]
@@ -228,17 +228,17 @@ class StoredValues:
 
     def _unequal(self, world: World, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Return the pairs that differ in this rank's part of the rows."""
-        placer = self._placer(world)
+        executor = self._executor(world)
         unequal: list[tuple[str, str]] = []
         for pair in pairs:
             one, other = (self.expressions[name] for name in pair)
             is_same_dtype = one.dtype is other.dtype
-            if not is_same_dtype or not are_equal(one, other, one.dtype, placer, world.rank, world.size):
+            if not is_same_dtype or not are_equal(one, other, one.dtype, executor, world.rank, world.size):
                 unequal.append(pair)
-        self.read_bytes += placer.read_bytes
+        self.read_bytes += executor.read_bytes
         return unequal
 
-    def bring(
+    def copy_into(
         self,
         world: World,
         match: matching.Match,
@@ -258,7 +258,7 @@ class StoredValues:
     def _read(
         self, world: World, match: matching.Match, targets: Mapping[str, torch.Tensor], budget_bytes: int
     ) -> None:
-        placer = self._placer(world)
+        executor = self._executor(world)
         items: list[ReadTarget] = []
         for item in match.taken:
             name = item.place.names[0]
@@ -266,27 +266,27 @@ class StoredValues:
             local = local_tensor(targets[name])
             items.append(ReadTarget(name, self.expressions[item.name], boxes, local.dtype, local.device))
         schedule = plan_reads(items, self.index, self.reader.policy, budget_bytes, world.rank / world.size)
-        placer.place(schedule, [local_tensor(targets[item.fqn]) for item in schedule.destinations])
+        executor.place(schedule, [local_tensor(targets[item.fqn]) for item in schedule.destinations])
         for destination in schedule.destinations:
             wanted = sum(piece.box.numel for piece in destination.boxes)
-            if (written := placer.written.get(destination.fqn, 0)) != wanted:
+            if (written := executor.written.get(destination.fqn, 0)) != wanted:
                 raise StorageError(
                     f"{destination.fqn}: {written} of {wanted} elements were read from "
                     f"{self.index.root}. It is damaged: save it again"
                 )
-        self.read_bytes += placer.read_bytes
+        self.read_bytes += executor.read_bytes
 
     def whole(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return full tensors, which are small. Collective: no."""
         wanted = [(self.expressions[name], Box.whole(self.expressions[name].shape)) for name in names]
-        placer = self._placer(World(0, 1))
-        found = placer.read_values([(item, box, torch_api.to_torch(item.dtype)) for item, box in wanted])
-        self.read_bytes += placer.read_bytes
+        executor = self._executor(World(0, 1))
+        found = executor.read_values([(item, box, torch_api.to_torch(item.dtype)) for item, box in wanted])
+        self.read_bytes += executor.read_bytes
         return found
 
-    def _placer(self, world: World) -> ReadExecutor:
+    def _executor(self, world: World) -> ReadExecutor:
         return ReadExecutor(self.reader, self.index, self.budget_bytes, world)
 
 
-Values: TypeAlias = BroughtValues | StoredValues
+Values: TypeAlias = ProvidedValues | StoredValues
 """The values of a state, by name."""

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.conversion.computed import Computed, ComputedBlock, SmallestBlocks, aligned_blocks, computed_leaves
 from shardwise.conversion.expression import Expression
-from shardwise.errors import FormatError, KeyMismatchError
+from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.committing import begin_save, commit_save, undo_save
 from shardwise.execution.memory import in_background, trim_heap
 from shardwise.execution.reading import ReadExecutor
@@ -42,7 +42,7 @@ _TRIM_BYTES = 256 << 20
 def stream_out(
     writer: StorageWriter,
     plan: SavePlan,
-    outgoing: Outgoing,
+    to_save: TensorsToSave,
     *,
     companions: Mapping[str, bytes],
     check: Callable[[WrittenTensors], None] | None = None,
@@ -53,14 +53,14 @@ def stream_out(
     Args:
         writer: to the folder of the save.
         plan: its files.
-        outgoing: the tensors of the plan.
+        to_save: the tensors of the plan.
         companions: small files that belong to the save.
         check: called after everything is written and before the commit. An exception of it cancels the save.
         advance: called with the number of bytes that have been written.
 
     The older checkpoint stays valid until the commit ([Note: One commit]). A save that fails removes its files.
 
-    Memory: four blocks, and that of :meth:`Outgoing.values`.
+    Memory: four blocks, and that of :meth:`TensorsToSave.values`.
 
     Raises:
         StorageError: something could not be written.
@@ -68,7 +68,7 @@ def stream_out(
     out = LocalFiles(World(0, 1), writer, plan.files, advance)
     begun = begin_save(writer, plan)
     try:
-        _write_blocks(out, plan_blocks(plan, BLOCK_BYTES), outgoing)
+        _write_blocks(out, plan_blocks(plan, BLOCK_BYTES), to_save)
         if check is not None:
             check(out.written)
         commit_save(writer, plan, begun, companions, out.written.fingerprints)
@@ -93,13 +93,13 @@ def plan_blocks(plan: SavePlan, block_bytes: int) -> Iterator[list[TensorBox]]:
     yield block
 
 
-def _write_blocks(out: LocalFiles, blocks: Iterable[Sequence[TensorBox]], outgoing: Outgoing) -> None:
+def _write_blocks(out: LocalFiles, blocks: Iterable[Sequence[TensorBox]], to_save: TensorsToSave) -> None:
     """Write blocks, each while the next is computed."""
     computed: list[tuple[str, Box, torch.Tensor]] = []
     untrimmed = 0
     for block in blocks:
         with in_background(out.write, computed):
-            tensors = outgoing.values(block)
+            tensors = to_save.values(block)
         computed = [(key, box, tensor) for (key, box), tensor in zip(block, tensors, strict=True)]
         untrimmed += sum(tensor.nbytes for tensor in tensors)
         if untrimmed >= _TRIM_BYTES:
@@ -114,33 +114,33 @@ COMPUTED_BYTES = 512 << 20
 
 
 @dataclass
-class Outgoing:
+class TensorsToSave:
     """The tensors of a save.
 
-    ``made`` has the dtype and the expression of each, by key, in the order of the save. ``placer`` reads the
+    ``by_key`` has the dtype and the expression of each, by key, in the order of the save. ``executor`` reads the
     leaves.
     """
 
-    made: Mapping[str, tuple[DType, Expression]]
-    placer: ReadExecutor
+    by_key: Mapping[str, tuple[DType, Expression]]
+    executor: ReadExecutor
 
     def tensors(self) -> list[Saved]:
         """Return key, dtype and shape of all, in order."""
-        return [(key, dtype, expression.shape) for key, (dtype, expression) in self.made.items()]
+        return [(key, dtype, expression.shape) for key, (dtype, expression) in self.by_key.items()]
 
     def require_bounded(self) -> None:
         """Check that computed tensors need at most :data:`COMPUTED_BYTES` at once.
 
         Raises:
-            KeyMismatchError: naming a tensor that does.
+            ConfigError: naming a tensor that needs more.
         """
         blocks = SmallestBlocks()
-        for key, (_, expression) in self.made.items():
+        for key, (_, expression) in self.by_key.items():
             for leaf in computed_leaves(expression):
                 if (nbytes := blocks.nbytes(leaf)) > COMPUTED_BYTES:
-                    raise KeyMismatchError(
-                        f"{shown(key)} is made by {leaf.operation.label} of {len(leaf.sources)} tensors, of which "
-                        f"{in_bytes(nbytes)} would be needed at once, and {in_bytes(COMPUTED_BYTES)} is the limit. "
+                    raise ConfigError(
+                        f"{shown(key)}: is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, "
+                        f"which needs {in_bytes(nbytes)} at once, and the limit is {in_bytes(COMPUTED_BYTES)}. "
                         "Do this with transformers, or PEFT, in memory"
                     )
 
@@ -149,8 +149,8 @@ class Outgoing:
 
         Memory: a few times the boxes.
         """
-        made = [(self.made[key], box) for key, box in boxes]
-        return self.placer.read_values([(expression, box, to_torch(dtype)) for (dtype, expression), box in made])
+        items = [(self.by_key[key], box) for key, box in boxes]
+        return self.executor.read_values([(expression, box, to_torch(dtype)) for (dtype, expression), box in items])
 
 
 _ELEMENT_BYTES = 16

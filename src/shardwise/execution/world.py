@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar, cast
 
 import torch.distributed as dist
 
-from shardwise.errors import ConfigError, RankLostError, RankMismatchError, ShardwiseError
+from shardwise.errors import ConfigError, RankLostError, RankMismatchError, ShardwiseError, TrainingError
 from shardwise.execution import Timeouts
-from shardwise.execution.outcomes import Failure, Stopped, at_step, attempt, decode, encode
+from shardwise.execution.outcomes import Failure, Stopped, at_phase, attempt, decode, encode
 from shardwise.models import torch_api
 from shardwise.observing import current_phases, phase
 from shardwise.report.names import format_ranks
@@ -244,9 +244,9 @@ class World:
                 message = encode(latest)
                 channel.publish(message)
                 result = decode(message)
-        except RankLostError as error:
+        except (RankLostError, TrainingError) as error:
             if not channel.store_loss() or not isinstance(own, Failure) or own.is_stop:
-                raise at_step(error, current_phases()) from error.__cause__
+                raise at_phase(error, current_phases()) from error.__cause__
             # The first rank has ended, maybe because of this failure, of which this rank has the details.
             raise own.at_rank(channel.global_ranks[self.rank]).to_error() from own.cause
         if not isinstance(result, Failure):

@@ -188,5 +188,5 @@ def _nothing(place: Path, names: list[str], kind: SavedKind, number: int) -> For
     looked_for = f"{kind.file(number)}, {kind.folder(number)}/, {kind.rank_file(number, 0)}"
     return FormatError(
         f"{place}: no {kind.what} {number} of accelerate's\n  looked for: {looked_for}\n"
-        f"  there is: {listed(map(shown, names)) or 'nothing'}\nCheck the path, and the number."
+        f"  there is: {listed(map(shown, names)) or 'nothing'}\nCheck the path, and the number"
     )

@@ -24,7 +24,7 @@ class Zeros:
     """Zero points, one for each scale.
 
     Attributes:
-        values: the zero points, as numbers or as bytes of words.
+        values: the zero points, as values or as bytes of words.
         in_a_word: number of zero points of a column, in the code of the elements, in a word of 32 bits. 0 for
             numbers.
     """
@@ -71,12 +71,12 @@ class Nested:
     Attributes:
         scales: one for each 256 8-bit scales.
         offset: number that is added to all 8-bit scales.
-        numbers: values of the 256 bytes.
+        codebook: values of the 256 bytes.
     """
 
     scales: contract.Whole
     offset: float
-    numbers: tuple[float, ...]
+    codebook: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class GroupedIntegers:
         bits: bits of an integer.
         in_rows: True if a word has several inputs of an output.
         is_less_one: True if zero points are stored less 1.
-        numbers: the group of each input, if it does not follow from the position.
+        group_indices: the group of each input, if it does not follow from the position.
     """
 
     values: contract.Whole
@@ -131,7 +131,7 @@ class GroupedIntegers:
     bits: int = 4
     in_rows: bool = False
     is_less_one: bool = False
-    numbers: contract.Whole | None = None
+    group_indices: contract.Whole | None = None
 
     kind: ClassVar[str] = "grouped"
 
@@ -250,7 +250,7 @@ def _composed(
         )
     if values.nbytes != -(-numel(shape) // 2):
         raise FormatError(f"it has {values.nbytes} bytes, and its quant_state the shape {shape}")
-    numbers = struct.pack(f"<{len(companions.form.numbers)}f", *companions.form.numbers)
+    numbers = struct.pack(f"<{len(companions.form.codebook)}f", *companions.form.codebook)
     if QUANT_MAP not in companions.entries or texts.get(companions.entries[QUANT_MAP].key) != numbers:
         raise FormatError("its quant_map is missing, or not that of bitsandbytes, so that values would be others")
     scales, blocks = companions.entries.get(ABSMAX), -(-numel(shape) // block)

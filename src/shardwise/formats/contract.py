@@ -67,8 +67,8 @@ class FormatFaults:
             if len(faults) > LISTED:
                 lines.append(f"    ... and {len(faults) - LISTED} more")
         if not self.by_kind:
-            raise StorageError("\n".join([*lines, "Make these files readable and try again."]))
-        raise FormatError("\n".join([*lines, "Download or write the files named above again."]))
+            raise StorageError("\n".join([*lines, "Make these files readable and try again"]))
+        raise FormatError("\n".join([*lines, "Download or write the files named above again"]))
 
 
 def listed(names: Iterable[str]) -> str:
@@ -331,7 +331,7 @@ class CheckpointIndex:
         wrapper: path of the model in nested dicts, such as "model".
         ignored: other values there, which are not loaded.
         quantized: ``quant_method`` of a quantized checkpoint, or "".
-        spare: entries that are loaded only into a model with a tensor of that name.
+        extra: entries that are loaded only into a model with a tensor of that name.
     """
 
     root: str
@@ -343,7 +343,7 @@ class CheckpointIndex:
     wrapper: str = ""
     ignored: tuple[str, ...] = ()
     quantized: str = ""
-    spare: frozenset[str] = frozenset()
+    extra: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -354,7 +354,7 @@ class CheckpointIndex:
         return sum(item.nbytes for ranges in by_file.values() for item in coalesce(ranges, max_gap_bytes=0))
 
     def is_scaled(self, key: str) -> bool:
-        """Return whether a tensor is stored in few bits, with scales. Its dtype is that of the numbers."""
+        """Return whether a tensor is stored in few bits, with scales. Its dtype is the dequantized one."""
         return key in self.composed and not isinstance(self.composed[key].composition, Whole | View | Joined)
 
     def tensors(self) -> list[StoredTensor]:
@@ -363,7 +363,7 @@ class CheckpointIndex:
         simple = [
             StoredTensor(key, entry.dtype, entry.shape, (entry,))
             for key, entry in self.entries.items()
-            if key not in composing and key not in self.spare
+            if key not in composing and key not in self.extra
         ]
         return simple + [
             StoredTensor(

@@ -74,7 +74,7 @@ class _LayersInWords:
             )
             for name in (_VALUES, _ZEROS):
                 entries[layer[name].key] = words_as_bytes(layer[name])
-            if weight.numbers is None and _GROUPS in layer:
+            if weight.group_indices is None and _GROUPS in layer:
                 del entries[layer[_GROUPS].key]
         faults.raise_if_any()
         return replace(index, entries=entries, composed=composed)
@@ -88,7 +88,7 @@ class _LayersInWords:
                 raise FormatError(f"{name} is not stored")
             if layer[name].dtype not in dtypes or len(layer[name].shape) != 2 or not layer[name].numel:
                 wanted = ", ".join(dtype.label for dtype in dtypes)
-                raise FormatError(f"{name} is {_describe(layer[name])}. It should be a matrix of {wanted}.")
+                raise FormatError(f"{name} is {_describe(layer[name])}. It should be a matrix of {wanted}")
         values, zeros, scales = (layer[name] for name in (_VALUES, _ZEROS, _SCALES))
         candidates = (self._fitting(values.shape, zeros.shape, scales.shape, *size) for size in self.sizes)
         fitting = {found for found in candidates if found is not None}

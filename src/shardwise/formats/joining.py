@@ -91,7 +91,7 @@ def add_tensor(key: str, tensor: FoundTensor, found: contract.IndexSoFar, faults
     if tree is None:
         faults.add(
             "tensors whose chunks overlap or leave gaps",
-            f"{shown(key)} of shape {tensor.shape}: {len(boxes)} chunks with holes or overlaps between them",
+            f"{shown(key)} of shape {tensor.shape}: {len(boxes)} chunks with gaps or overlaps between them",
         )
         return
     found.composed[key] = contract.Composed(tensor.dtype, tensor.shape, tree)
@@ -327,7 +327,7 @@ def _tiling(whole: Box, boxes: list[Tile], cuts: int) -> contract.Composition | 
 
 
 def _cut(whole: Box, dim: int, boxes: list[Tile]) -> list[tuple[Box, list[Tile]]] | None:
-    """Return the boxes in groups along ``dim``, divided wherever no box is split, or None if there is a hole."""
+    """Return the boxes in groups along ``dim``, divided wherever no box is split, or None if there is a gap."""
     ordered = sorted(boxes, key=lambda item: item[0].offsets[dim])
     groups: list[tuple[Box, list[Tile]]] = []
     start = stop = whole.offsets[dim]

@@ -223,12 +223,12 @@ def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
     ]
     if any(fnmatchcase(name, "adapter_model*") for name in names):
         lines.append(
-            "  There is an adapter without its base model. Open the base's folder, or name the adapter's file."
+            "  There is an adapter without its base model. Open the base's folder, or name the adapter's file"
         )
     lines += [f"  {hint}" for item in _formats() for hint in item.hints(names)]
     if others := [name for name in names if name.endswith(".gguf")]:
         lines.append(f"  {contract.listed(map(shown, others))}: this layout is not supported for loading.")
-    return FormatError("\n".join([*lines, "Check the path, or save the model as safetensors files."]))
+    return FormatError("\n".join([*lines, "Check the path, or save the model as safetensors files"]))
 
 
 _CONFIG: Final = "config.json"

@@ -161,12 +161,12 @@ class _Machine(pickle._Unpickler):
         self.pop_mark()  # a set would hash them
 
 
-_SAME = (
+_INHERITED = (
     "PROTO FRAME STOP MARK POP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE "
     "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_LIST EMPTY_TUPLE EMPTY_DICT TUPLE TUPLE1 "
     "TUPLE2 TUPLE3 BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET STACK_GLOBAL"
 )
-for _name in _SAME.split():
+for _name in _INHERITED.split():
     _code = getattr(pickle, _name)[0]
     _Machine.dispatch[_code] = pickle._Unpickler.dispatch[_code]
 _Machine.dispatch |= {

@@ -57,8 +57,8 @@ class _WithScales:
         return self.kind == "mxfp4"
 
     def dequantized(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
-        spare = {key for key in index.entries if contract.OF_ACTIVATIONS.fullmatch(key)}
-        entries = {key: entry for key, entry in index.entries.items() if key not in spare}
+        extra = {key for key in index.entries if contract.OF_ACTIVATIONS.fullmatch(key)}
+        entries = {key: entry for key, entry in index.entries.items() if key not in extra}
         shapes: Mapping[str, tuple[int, ...]] = {}
         if self.kind == "words":
             entries = {
@@ -79,8 +79,8 @@ class _WithScales:
             index,
             entries={key: entries.get(key, entry) for key, entry in index.entries.items()},
             composed={**index.composed, **pairing.composed},
-            spare=frozenset(spare),
-            ignored=(*index.ignored, *sorted(spare)),
+            extra=frozenset(extra),
+            ignored=(*index.ignored, *sorted(extra)),
         )
 
 

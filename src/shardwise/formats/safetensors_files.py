@@ -331,8 +331,8 @@ def _check_tiling(entries: Sequence[contract.TensorEntry], data_start: int, file
     for entry in entries:
         name = f"tensor {shown(entry.key)}"
         if entry.start > covered:
-            hole = f"{entry.start - covered} bytes from byte {covered} on"
-            raise ValueError(f"{hole}, between {previous} and {name}, belong to no tensor")
+            gap = f"{entry.start - covered} bytes from byte {covered} on"
+            raise ValueError(f"{gap}, between {previous} and {name}, belong to no tensor")
         if entry.start < covered:
             raise ValueError(
                 f"{name} starts at byte {entry.start}, inside {previous}, which ends at byte {covered}"

@@ -51,13 +51,13 @@ class _TorchFiles(CheckpointFormat):
             found.append(
                 f"{listed(map(shown, of_ranks))}: contain local shards without their positions. "
                 "load_accelerate_model and accelerate load them on the same number of ranks. For any other number, "
-                "load them this way and save in another form (use_dcp=True)."
+                "load them this way and save in another form (use_dcp=True)"
             )
         files = [name for name in names if name.endswith(_WEIGHTS) and name not in of_ranks]
         if files:
             found.append(
                 f"{listed(map(shown, files))}: if one of them holds the model, pass its path, or its name as "
-                "weights_name."
+                "weights_name"
             )
         return found
 

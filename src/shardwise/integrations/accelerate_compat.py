@@ -97,7 +97,7 @@ def require_parallelism(accelerator: Any) -> None:
     if config is not None and config.sp_size > 1 and accelerator.distributed_type != DistributedType.DEEPSPEED:
         raise ConfigError(
             f"ParallelismConfig(sp_size={config.sp_size}): only DeepSpeed splits sequences so, and without it "
-            "every rank would train on whole sequences. Use cp_size, which FSDP2 supports."
+            "every rank would train on whole sequences. Use cp_size, which FSDP2 supports"
         )
 
 

@@ -38,7 +38,7 @@ from shardwise.models.rebind import bind_optimizers, plain_optimizer
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.models.view import collect_tensors, is_sharded, without_compile
 from shardwise.planning.matching import FileForm
-from shardwise.tuning.peft_compat import replaced_methods
+from shardwise.tuning.peft_compat import methods_to_patch
 
 
 def accelerate() -> AccelerateSwitch:
@@ -117,7 +117,7 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
         (compat.accelerator_module, "load_fsdp_optimizer", load_optimizer),
         (*loading_function(), pending.load_later),
         (*allocating_function(), pending.place_missing),
-        *((*wrapper, pending.keep_adapter) for wrapper in replaced_methods()),
+        *((*wrapper, pending.keep_adapter) for wrapper in methods_to_patch()),
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.execution.rename_journal import as_renamed, leads_nowhere
+from shardwise.execution.rename_journal import as_renamed, has_broken_link
 from shardwise.execution.world import World
 from shardwise.formats.accelerate_saves import MODEL
 from shardwise.integrations import accelerate_compat as compat
@@ -106,7 +106,7 @@ def _require_one_each(call: str, models: int, optimizers: int) -> None:
 
 def _require_still_there(seen: Path, folder: Path) -> None:
     """Check that the state was not replaced meanwhile, because accelerate skips random states it cannot read."""
-    if seen != folder and leads_nowhere(seen):
+    if seen != folder and has_broken_link(seen):
         raise StorageError(f"{folder}: a save began there while its state was loaded. Load it again")
 
 

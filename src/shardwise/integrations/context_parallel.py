@@ -55,7 +55,7 @@ class SplitSequences:
             raise ConfigError(
                 f"{type(model).__name__} without {' and '.join(missing)}: it would make them from this rank's "
                 "part of the sequence. Make them from whole sequences, add them to the buffers of "
-                "maybe_context_parallel, and pass them to the model."
+                "maybe_context_parallel, and pass them to the model"
             )
 
 
@@ -81,5 +81,5 @@ def require_sdpa(model: nn.Module) -> None:
         if attention != "sdpa":
             raise ConfigError(
                 f"{type(inner).__name__} with attn_implementation={attention!r}: under context parallelism every "
-                "rank would attend to its own part of a sequence only. Load it with attn_implementation='sdpa'."
+                "rank would attend to its own part of a sequence only. Load it with attn_implementation='sdpa'"
             )

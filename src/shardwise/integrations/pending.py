@@ -32,7 +32,7 @@ from shardwise.engines.model_states import set_model_values
 from shardwise.engines.outline import Outline, build_outline
 from shardwise.engines.pretrained_loading import decide_ties
 from shardwise.errors import ConfigError, KeyMismatchError, ShardingError
-from shardwise.execution.state_values import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
+from shardwise.execution.state_values import ProvidedValues, StateOptions, StoredValues, Values, by_canonical_names
 from shardwise.execution.world import Clock, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.integrations import accelerate_compat as compat
@@ -146,7 +146,7 @@ def load_later(
             return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
         transforms = list(load_config.weight_mapping or ())
         outline = build_outline(model, source.index, build.get_load_dtype(load_config), transforms)
-        for sentence in outline.bindings.faults:
+        for sentence in outline.bindings.errors:
             raise KeyMismatchError(f"{folder}: {sentence}")
         # Both names of a tie may be stored, and transformers would compare tensors on meta.
         untied, _ = decide_ties(world, outline, outline.ties_stored_twice(), source, options)
@@ -198,7 +198,7 @@ def _registered(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
 
 def _record(model: Any, folder: Path, outline: Outline, index: CheckpointIndex) -> Any:
     """Record the pending tensors. Return the loading info for transformers."""
-    offers = outline.bindings_less_ties().offers
+    matched = outline.bindings_less_ties().matched
     missing: set[str] = set()
     mismatched: set[tuple[str, Any, Any]] = set()
     tensors: dict[int, tuple[torch.Tensor, Expression, int]] = {}
@@ -206,7 +206,7 @@ def _record(model: Any, folder: Path, outline: Outline, index: CheckpointIndex) 
         if not item.kind.is_saved:
             continue
         for name in item.names:
-            stored = offers.get(name, ())
+            stored = matched.get(name, ())
             if not stored:
                 missing.add(name)
             elif len(stored) > 1:
@@ -323,7 +323,7 @@ def load_full_state_dict(
             reader = stack.enter_context(world.run_all(partial(LocalReader, pending.folder)))
             _set(world, plain, StoredValues(reader, pending.index, expressions, options.budget_bytes), options)
         if has_live:
-            _set(world, plain, BroughtValues(live if world.rank == 0 else {}), options)
+            _set(world, plain, ProvidedValues(live if world.rank == 0 else {}), options)
     settle(plain)
     return model
 

@@ -2,7 +2,7 @@
 
 [Note: A rank that fails alone] Within a step ranks work by themselves in two places: while the batches are made,
 and in the loss, once the model has run. A rank that raises there leaves the training and announces its error
-([Note: Nobody waits in a collective] in ``execution/control_channel.py``). The others would enter a collective and
+([Note: No rank waits in a collective] in ``execution/control_channel.py``). The others would enter a collective and
 wait for it. So they synchronize first, over the store, which takes about a millisecond. On an accelerator they do
 not after the loss: its numerical errors appear only after synchronizing with the device, too slow for each step.
 
@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.state import TrainState, describe_selection, generator_states, restore_generators
-from shardwise.errors import ConfigError, KeyMismatchError, RankLostError
+from shardwise.errors import ConfigError, KeyMismatchError, RankLostError, ShardwiseError, TrainingError
 from shardwise.execution.collective_errors import translate_collective_errors
 from shardwise.execution.locked_folder import Saving
 from shardwise.execution.world import World
@@ -45,7 +45,7 @@ from shardwise.integrations.trainer_marks import (
     require_rows_or_sequences,
     require_trainable,
 )
-from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerFacts
+from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerHeader
 from shardwise.interchange.trainer_restoring import load_trainer_checkpoint
 from shardwise.models.rebind import plain_optimizer, require_sharded_parameters
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
@@ -176,7 +176,8 @@ class ShardwiseTrainer(_Trainer):
         Raises:
             ConfigError: there is no checkpoint, checkpoints of another run are in the folder, or the checkpoint is
                 of another kind of tuning or another number of rows per step.
-            RankLostError: a rank is lost, or has run out of memory.
+            RankLostError: a rank is lost.
+            TrainingError: a rank has run out of memory.
 
         These are the same on every rank. Other errors of one rank, in its data loader or its loss, are raised
         there. The others raise a RankLostError with its message.
@@ -187,8 +188,8 @@ class ShardwiseTrainer(_Trainer):
             source, has_incomplete = world.broadcast(folders.resume_source, run, requested)
             self._events.best = None
             if source is not None:
-                facts = world.broadcast(folders.read_complete_facts, source)
-                world.run_all(self._require_same, facts, source)
+                header = world.broadcast(folders.read_complete_header, source)
+                world.run_all(self._require_same, header, source)
                 self._events.best = world.broadcast(folders.find_best, source)
             if has_incomplete:
                 world.broadcast(folders.remove_left, run)
@@ -236,8 +237,8 @@ class ShardwiseTrainer(_Trainer):
     def _synchronize(self, world: World) -> None:
         try:
             world.all_gather_object(None)
-        except RankLostError as lost:
-            raise RankLostError(f"{self._where()}: {lost}") from lost
+        except (RankLostError, TrainingError) as lost:
+            raise type(lost)(f"{self._where()}: {lost}") from lost
 
     def _where(self) -> str:
         return f"in step {self.state.global_step + 1}"
@@ -252,20 +253,20 @@ class ShardwiseTrainer(_Trainer):
         assert isinstance(self.model, nn.Module), "the constructor has checked it"
         return self.model
 
-    def _require_same(self, facts: TrainerFacts, source: Path) -> None:
+    def _require_same(self, header: TrainerHeader, source: Path) -> None:
         what = f"resume_from_checkpoint={str(source)!r}"
         own = describe_selection(self._only())
-        if facts.holds not in (own, MODEL_ALONE):
+        if header.holds not in (own, MODEL_ALONE):
             raise KeyMismatchError(
-                f"{what}: holds the state of {facts.holds}, and this training has {own}. Resume it with the tuning "
-                "that it was saved with (Full, Freeze, Lora, and the adapter's name)"
+                f"{what}: holds the state of {header.holds}, and this training has {own}. Resume it with the "
+                "tuning that it was saved with (Full, Freeze, Lora, and the adapter's name)"
             )
         rows = self.get_total_train_batch_size(self.args)
-        if rows != facts.rows_per_step and not self.args.ignore_data_skip:
+        if rows != header.rows_per_step and not self.args.ignore_data_skip:
             raise ConfigError(
-                f"{what}: was saved with {facts.rows_per_step} rows in a step, and this training has {rows} "
+                f"{what}: was saved with {header.rows_per_step} rows in a step, and this training has {rows} "
                 "(per_device_train_batch_size * gradient_accumulation_steps * ranks; it was saved by "
-                f"{facts.world_size} ranks), so that its position in the data cannot be restored. Keep the number "
+                f"{header.world_size} ranks), so that its position in the data cannot be restored. Keep the number "
                 "of rows in a step, or pass ignore_data_skip=True"
             )
 
@@ -289,8 +290,8 @@ class ShardwiseTrainer(_Trainer):
             raise_together(world, failure)
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
-            facts = TrainerFacts(step, holds, rows, world.size)
-            world.broadcast(folders.complete, saving, folder, facts)
+            header = TrainerHeader(step, holds, rows, world.size)
+            world.broadcast(folders.complete, saving, folder, header)
             self._saved_step = step
             world.broadcast(self._end_save, run, limit, saving)
 
@@ -339,8 +340,8 @@ class ShardwiseTrainer(_Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
         folder = Path(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
-            facts = world.broadcast(folders.read_facts, folder)
-        if facts.holds == MODEL_ALONE:
+            header = world.broadcast(folders.read_header, folder)
+        if header.holds == MODEL_ALONE:
             _log.warning("%s: holds the model alone (save_only_model). The optimizer starts from zero", folder)
             load_trainer_checkpoint(self._trained, folder)
 
@@ -405,7 +406,7 @@ def _catch(action: Callable[P, object], *args: P.args, **keywords: P.kwargs) -> 
     return None
 
 
-def _end_stuck(lost: RankLostError) -> None:
+def _end_stuck(lost: ShardwiseError) -> None:
     """Exit this process, which waits for a lost rank in a collective that cannot be interrupted."""
     _log.error("%s. This rank waits for it in a collective, and exits", lost)
     logging.shutdown()

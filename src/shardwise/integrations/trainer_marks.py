@@ -189,7 +189,7 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
     if on_meta:
         raise ShardingError(
             f"{abbreviate(on_meta)}: on meta, so the Trainer's optimizer would hold tensors without memory. Load "
-            "the model first (from_pretrained, or shardwise.load), then call for_trainer."
+            "the model first (from_pretrained, or shardwise.load), then call for_trainer"
         )
     if world.size > 1 and not any(isinstance(module, FSDPModule) for module in inner.modules()):
         raise ConfigError(
@@ -294,7 +294,7 @@ def require_rows_or_sequences(config: Any) -> None:
     if others := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
         raise ConfigError(
             f"parallelism_config has {', '.join(others)}, and the Trainer supports a model that is sharded "
-            "already with data and context parallelism only. Write the loop with accelerate (docs/meshes.md)."
+            "already with data and context parallelism only. Write the loop with accelerate (docs/meshes.md)"
         )
 
 

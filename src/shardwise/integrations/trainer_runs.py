@@ -24,20 +24,20 @@ from shardwise.checkpoints.folder import find_latest
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.committing import publish, write_again
 from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
-from shardwise.execution.rename_journal import remove_unnamed
+from shardwise.execution.rename_journal import remove_pending
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
 from shardwise.interchange.trainer_restoring import STATE_FILE, TrainerFolder
 from shardwise.planning import fingerprints
-from shardwise.planning.commit_plan import on_its_way
+from shardwise.planning.commit_plan import pending_name
 from shardwise.storage.folders import FoldersWriter, folders_in, remove_files
 
-FACTS_FILE = "shardwise.trainer.json"
+HEADER_FILE = "shardwise.trainer.json"
 BEGUN_FILE = "shardwise.begun"
 STATE_FOLDER = "state"
 _FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,15}})")
-_MAX_FACTS_BYTES = 1 << 16
+_MAX_HEADER_BYTES = 1 << 16
 _VERSION = 1
 
 MODEL_ALONE = "the model alone"
@@ -45,7 +45,7 @@ MODEL_ALONE = "the model alone"
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerFacts:
+class TrainerHeader:
     """Header of a checkpoint.
 
     Attributes:
@@ -64,7 +64,7 @@ class TrainerFacts:
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=2).encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes, what: str) -> TrainerFacts:
+    def from_bytes(cls, content: bytes, what: str) -> TrainerHeader:
         """Parse a header. ``what`` names the file.
 
         Raises:
@@ -138,7 +138,7 @@ def find_best(source: Path) -> str | None:
 
 def get_folder_kind(folder: Path) -> FolderKind:
     """Return the kind of a folder ``checkpoint-N``. An empty one is an incomplete checkpoint."""
-    if (folder / FACTS_FILE).is_file():
+    if (folder / HEADER_FILE).is_file():
         return FolderKind.COMPLETE
     if not folder.is_dir():
         return FolderKind.FOREIGN
@@ -146,7 +146,7 @@ def get_folder_kind(folder: Path) -> FolderKind:
     return FolderKind.LEFT if is_incomplete else FolderKind.FOREIGN
 
 
-def read_facts(folder: Path) -> TrainerFacts:
+def read_header(folder: Path) -> TrainerHeader:
     """Read the header of a complete checkpoint.
 
     Raises:
@@ -156,7 +156,7 @@ def read_facts(folder: Path) -> TrainerFacts:
     what = f"resume_from_checkpoint={str(folder)!r}"
     if not folder.is_dir():
         raise ConfigError(f"{what}: no such folder. Pass a folder {PREFIX_CHECKPOINT_DIR}-N, or True")
-    file = folder / FACTS_FILE
+    file = folder / HEADER_FILE
     if not file.is_file():
         if (folder / BEGUN_FILE).is_file():
             raise ConfigError(
@@ -169,25 +169,25 @@ def read_facts(folder: Path) -> TrainerFacts:
             else f"is not a checkpoint. Pass a folder {PREFIX_CHECKPOINT_DIR}-N"
         )
         raise ConfigError(f"{what}: {hint}")
-    if file.stat().st_size > _MAX_FACTS_BYTES:
+    if file.stat().st_size > _MAX_HEADER_BYTES:
         raise FormatError(f"{file}: is too large for the header of a checkpoint. Pass another checkpoint")
-    return TrainerFacts.from_bytes(file.read_bytes(), str(file))
+    return TrainerHeader.from_bytes(file.read_bytes(), str(file))
 
 
-def read_complete_facts(folder: Path) -> TrainerFacts:
+def read_complete_header(folder: Path) -> TrainerHeader:
     """Read the header of a complete checkpoint, and check that its state has all of its files.
 
     Raises:
-        ConfigError, FormatError: as :func:`read_facts`, or files are missing or truncated.
+        ConfigError, FormatError: as :func:`read_header`, or files are missing or truncated.
     """
-    facts = read_facts(folder)
+    header = read_header(folder)
     state = folder / STATE_FOLDER
-    if not (folder / STATE_FILE).is_file() or (facts.holds != MODEL_ALONE and find_latest(state) != facts.step):
+    if not (folder / STATE_FILE).is_file() or (header.holds != MODEL_ALONE and find_latest(state) != header.step):
         raise FormatError(
             f"resume_from_checkpoint={str(folder)!r}: files are missing or truncated. Remove it to resume from the "
             "one before"
         )
-    return facts
+    return header
 
 
 def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tuple[Path | None, bool]:
@@ -213,7 +213,7 @@ def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tupl
         source, at = checkpoint_folder(run, complete[-1]), complete[-1]
     elif requested is not None:
         source = requested
-        at = read_facts(requested).step if requested.parent.resolve() == run.resolve() else -1
+        at = read_header(requested).step if requested.parent.resolve() == run.resolve() else -1
     if others_in_way := sorted([*foreign, *(step for step in complete if step > at)]):
         raise ConfigError(
             f"output_dir={str(run)!r} has {_names(others_in_way)} of another run, which this one would overwrite "
@@ -281,16 +281,16 @@ def _undo(run: Path, step: int, locked: LockedFolder) -> None:
             _remove_incomplete(folder)
         return
     with FoldersWriter(folder, folders_in(folder)) as writer:
-        writer.remove(on_its_way(FACTS_FILE, locked.save_id))
+        writer.remove(pending_name(HEADER_FILE, locked.save_id))
         names = writer.list()
-        is_begun = BEGUN_FILE in names or FACTS_FILE in names
+        is_begun = BEGUN_FILE in names or HEADER_FILE in names
         if not is_begun and (names or writer.folders):  # it was removed, and this save's files came later
             with contextlib.suppress(OSError):
                 remove_files(writer, names)
                 os.rmdir(folder)
 
 
-def complete(saving: Saving, folder: Path, facts: TrainerFacts) -> None:
+def complete(saving: Saving, folder: Path, header: TrainerHeader) -> None:
     """Make the files of a checkpoint durable, and commit it.
 
     Raises:
@@ -308,8 +308,8 @@ def complete(saving: Saving, folder: Path, facts: TrainerFacts) -> None:
             if name not in durable and not name.startswith(f"{STATE_FOLDER}/"):
                 write_again(writer, name, locked.save_id)
         writer.sync_names()
-        files = {name: nbytes for name, nbytes in writer.sizes().items() if name != FACTS_FILE}
-        publish(writer, locked, FACTS_FILE, facts.to_bytes(), files)
+        files = {name: nbytes for name, nbytes in writer.sizes().items() if name != HEADER_FILE}
+        publish(writer, locked, HEADER_FILE, header.to_bytes(), files)
 
 
 def _durable(writer: FoldersWriter) -> set[str]:
@@ -356,9 +356,9 @@ def remove_but(run: Path, best: int) -> None:
     Raises:
         StorageError: another save is in progress there, or a file cannot be removed.
     """
-    with locked_here(run) as locked:
+    with locked_here(run) as saving:
         complete = [step for step, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
-        remove_under(locked, run, [step for step in complete if step != best])
+        remove_under(saving.locked, run, [step for step in complete if step != best])
 
 
 def _remove_left(run: Path) -> None:
@@ -373,8 +373,8 @@ def _remove_incomplete(folder: Path) -> None:
     The file that could still commit it is removed first, in case its writer resumes.
     """
     with FoldersWriter(folder, folders_in(folder)) as writer:
-        remove_unnamed(writer, [name for name in writer.list() if name.startswith(f".{FACTS_FILE}.")])
-        if FACTS_FILE not in writer.list():
+        remove_pending(writer, [name for name in writer.list() if name.startswith(f".{HEADER_FILE}.")])
+        if HEADER_FILE not in writer.list():
             _empty(writer, folder)
 
 
@@ -382,7 +382,7 @@ def _remove(folder: Path) -> None:
     with FoldersWriter(folder, folders_in(folder)) as writer:
         if BEGUN_FILE not in writer.list():
             writer.replace(BEGUN_FILE, b"")  # the marker goes last
-        writer.remove(FACTS_FILE)
+        writer.remove(HEADER_FILE)
         writer.sync_names()
         _empty(writer, folder)
 

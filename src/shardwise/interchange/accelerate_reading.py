@@ -148,7 +148,7 @@ def load_accelerate_optimizer(
         options: budget, process group, timeouts.
 
     Raises:
-        ConfigError: the state has numbers instead of names, and ``order`` does not map them.
+        ConfigError: the state has indices instead of names, and ``order`` does not map them.
     """
     model = without_compile(model)
     clock = Clock()
@@ -208,7 +208,7 @@ def _read_model_values(world: World, source: FilesSource, stack: ExitStack) -> s
     match found:
         case accelerate_saves.FilePerRank(folder, files):
             state = read_rank_file(world, Path(folder), files)
-            return state_values.BroughtValues(
+            return state_values.ProvidedValues(
                 world.run_all(state_values.by_canonical_names, state, f"what {folder} has")
             )
         case accelerate_saves.WholeFile(folder, file):
@@ -231,7 +231,7 @@ def _read_optimizer_state(
     if isinstance(found, accelerate_saves.FilePerRank):
         state = read_rank_file(world, Path(found.folder), found.files)
         given, _ = world.run_all(_parse, state, targets, order)
-        return given, state_values.BroughtValues(given.tensors)
+        return given, state_values.ProvidedValues(given.tensors)
     reader = stack.enter_context(world.run_all(LocalReader, found.folder))
     file = found.file if isinstance(found, accelerate_saves.WholeFile) else None
     saved, given, ways = world.broadcast(_read_tree, reader, file, targets, order, options.budget_bytes)
@@ -258,9 +258,9 @@ def _found(
     Collective: yes.
     """
     path, number = source.path, source.number
-    home = journal_folder(path)
-    if world.broadcast(lists_in, home):
-        path = world.run_all(lambda: stack.enter_context(as_renamed(home))) / path.relative_to(home)
+    folder = journal_folder(path)
+    if world.broadcast(lists_in, folder):
+        path = world.run_all(lambda: stack.enter_context(as_renamed(folder))) / path.relative_to(folder)
         return world.run_all(accelerate_saves.find_saved, path, kind, number)
     return world.broadcast(accelerate_saves.find_saved, path, kind, number)
 

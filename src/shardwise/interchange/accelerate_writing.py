@@ -166,7 +166,7 @@ def save_model(
         if place.form == "full" and isinstance(only, AdapterOnly):
             untouched = beside_trained(taken.held, only.adapter)
             state = {fqn: state[name] for name, fqn in taken.names.items() if fqn not in untouched}
-        path, nbytes = _write(world, place, MODEL, state, taken.home, options)
+        path, nbytes = _write(world, place, MODEL, state, taken.device, options)
     count = len({id(tensor) for tensor in state.values()})
     return FilesReport(str(path), count, nbytes, time.perf_counter() - start, taken.differing)
 
@@ -182,7 +182,7 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, op
     with get_world(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
         place.agree(world, options=options)
         taken = collect_optimizers(world, model, optimizer, "the optimizer", options)
-        path, nbytes = _write(world, place, OPTIMIZER, taken.written(), taken.home, options)
+        path, nbytes = _write(world, place, OPTIMIZER, taken.written(), taken.device, options)
     return FilesReport(str(path), len(taken.tensors), nbytes, time.perf_counter() - start)
 
 
@@ -202,16 +202,16 @@ def _write(
     place: FilesPlace,
     kind: SavedKind,
     state: dict[str, Any],
-    home: torch.device,
+    device: torch.device,
     options: StateOptions,
 ) -> tuple[Path, int]:
     """Write a state and return its path and its bytes. Collective: yes."""
     if place.state_save is not None:
-        path, nbytes, written = _written(world, place.state_save.saving, place, kind, state, home, options)
+        path, nbytes, written = _written(world, place.state_save.saving, place, kind, state, device, options)
         place.state_save.written.append(written)
         return path, nbytes
-    with rename_journal.locked_and_tidied(world, place.folder) as saving:
-        path, nbytes, written = _written(world, saving, place, kind, state, home, options)
+    with rename_journal.locked_and_clean(world, place.folder) as saving:
+        path, nbytes, written = _written(world, saving, place, kind, state, device, options)
         world.broadcast(lambda: committing.commit_written(saving.locked, written, _older(place, kind, written)))
     return path, nbytes
 
@@ -222,7 +222,7 @@ def _written(
     place: FilesPlace,
     kind: SavedKind,
     state: dict[str, Any],
-    home: torch.device,
+    device: torch.device,
     options: StateOptions,
 ) -> tuple[Path, int, WrittenFiles]:
     """Write a state and return its final path, its bytes, and the files to rename. Collective: yes."""
@@ -234,7 +234,7 @@ def _written(
             tensors = {way: value for way, value in values.items() if isinstance(value, torch.Tensor)}
             objects = {way: value for way, value in values.items() if way not in tensors}
             nbytes, written = write_whole_file(
-                world, saving, name, tensors, objects, budget_bytes=budget, device=home
+                world, saving, name, tensors, objects, budget_bytes=budget, device=device
             )
         case "sharded":
             name = kind.folder(number)
@@ -315,7 +315,7 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
             not new.
     """
     carried: set[str] = set()
-    with rename_journal.locked_and_tidied(world, folder, carried) as saving:
+    with rename_journal.locked_and_clean(world, folder, carried) as saving:
         work = WorkFolder.create(saving)
         world.broadcast(_begin_state, saving, work, is_new=is_new)
         yield work
@@ -353,8 +353,8 @@ def keep_latest(place: Path, newest: Path, limit: int | None) -> None:
     found = [folder for _, folder in sorted(_numbered(place)) if (folder / _ALWAYS_THERE).is_file()]
     for folder in found[: max(0, len(found) - limit)] if limit is not None else ():
         if folder != newest and not folder.is_symlink():  # a link leads to another folder
-            with locked_here(folder) as locked, FoldersWriter(folder) as writer:
-                rename_journal.tidy(locked)
+            with locked_here(folder) as saving, FoldersWriter(folder) as writer:
+                rename_journal.clean_up(saving)
                 writer.remove(_ALWAYS_THERE)  # a half of a state does not count as one
                 writer.sync_names()
             remove_folder(folder)

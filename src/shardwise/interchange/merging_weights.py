@@ -22,9 +22,9 @@ from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError, answer_keywords
 from shardwise.execution.committing import commit_written
 from shardwise.execution.reading import ReadExecutor, storage_bytes
-from shardwise.execution.rename_journal import journal_folder, lists_in, locked_and_tidied
+from shardwise.execution.rename_journal import journal_folder, lists_in, locked_and_clean
 from shardwise.execution.saved_trees import read_objects
-from shardwise.execution.stream_out import Outgoing
+from shardwise.execution.stream_out import TensorsToSave
 from shardwise.execution.torch_saves import Levels, flattened, load_plain, nested
 from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
@@ -70,7 +70,7 @@ class NamedOutputs:
     For a ``torch.save`` file: its name, the path of the tensors in it, and its other content.
     """
 
-    outgoing: Outgoing
+    to_save: TensorsToSave
     names: str
     folder: Path | None = None
     parameters: int = 0
@@ -81,7 +81,7 @@ class NamedOutputs:
 
     def places(self) -> dict[Levels, Saved]:
         """Return the tensors by their paths in a ``torch.save`` file."""
-        return {self.nest.get(item[0], (item[0],)): item for item in self.outgoing.tensors()}
+        return {self.nest.get(item[0], (item[0],)): item for item in self.to_save.tensors()}
 
 
 @answer_keywords(
@@ -171,9 +171,9 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
     """Open a checkpoint. The last value is True for the state of an optimizer."""
     if not checkpoint.exists():
         raise StorageError(f"{checkpoint}: no such file or folder. Check the path")
-    if lists_in(home := journal_folder(checkpoint)):
+    if lists_in(folder := journal_folder(checkpoint)):
         raise StorageError(
-            f"{home}: its last save was interrupted between its commit and its renames. Load it with "
+            f"{folder}: its last save was interrupted between its commit and its renames. Load it with "
             "load_state, load_accelerate_model or load_accelerate_optimizer, and save it again"
         )
     opened = open_storage(checkpoint)
@@ -187,7 +187,7 @@ def _companions(named: NamedOutputs, folder: Path, dtype: str | None) -> dict[st
     """Return the small files of the output. Empty if the model is unknown."""
     if named.folder is None:
         return {}
-    config = config_content(named.folder, dtype=offline.written_dtype(named.outgoing, dtype), untied=False)
+    config = config_content(named.folder, dtype=offline.written_dtype(named.to_save, dtype), untied=False)
     return {**read_companions(named.folder, folder), "config.json": config}
 
 
@@ -200,7 +200,7 @@ def _write(
             return _write_torch_file(writer, named, max_shard_bytes, companions), (named.torch_file,)
         return offline.write_out(
             writer,
-            named.outgoing,
+            named.to_save,
             named.parameters,
             max_shard_bytes=max_shard_bytes,
             companions=companions,
@@ -224,11 +224,11 @@ def _write_torch_file(
             f"{writer.root} has {sorted(others)[0]}, which is read before any {named.torch_file}. Name "
             "another folder"
         )
-    named.outgoing.require_bounded()
+    named.to_save.require_bounded()
     written = WrittenTensors(bytes_by_file={named.torch_file: nbytes})
     with (
         progress_bar("Merging", nbytes, enabled=True) as bar,
-        locked_and_tidied(World(0, 1), writer.root) as saving,
+        locked_and_clean(World(0, 1), writer.root) as saving,
     ):
         file = temporary_name(named.torch_file, saving.save_id)
         contents = _write_around_tensors(writer, file, named)
@@ -237,7 +237,7 @@ def _write_torch_file(
             at = 0
             written.fingerprints[key] = 0
             for box in row_blocks(shape, _BLOCK_ELEMENTS):
-                content = storage_bytes(named.outgoing.values([(key, box)])[0])
+                content = storage_bytes(named.to_save.values([(key, box)])[0])
                 writer.write(file, starts[tuple(map(str, way))] + at, [content])
                 written.add(key, at, content)
                 at += content.nbytes
@@ -376,15 +376,15 @@ def _as_named(index: CheckpointIndex, executor: ReadExecutor, dtype: str | None,
     """Return every tensor unchanged, under its own name."""
     if dtype is not None:
         raise ConfigError(f"dtype={dtype!r} depends on the model, which is unknown: {why}")
-    outgoing = Outgoing({key: (item.dtype, item) for key, item in stored_tensors(index).items()}, executor)
+    to_save = TensorsToSave({key: (item.dtype, item) for key, item in stored_tensors(index).items()}, executor)
     notes = [f"not taken along: {', '.join(map(shown, index.ignored[:5]))}"] if index.ignored else []
-    adapted = sum(_OF_AN_ADAPTER in key for key in outgoing.made)
+    adapted = sum(_OF_AN_ADAPTER in key for key in to_save.by_key)
     if adapted:
         notes.append(
-            f"{adapted:,} of {len(outgoing.made):,} tensors are an adapter's, and its base is not taken along: "
+            f"{adapted:,} of {len(to_save.by_key):,} tensors are an adapter's, and its base is not taken along: "
             "save_adapter writes it as PEFT does, merge-adapter writes the model that they make together"
         )
-    return NamedOutputs(outgoing, f"the checkpoint's own ({why})", notes=tuple(notes))
+    return NamedOutputs(to_save, f"the checkpoint's own ({why})", notes=tuple(notes))
 
 
 def optimizer_outputs(
@@ -440,10 +440,8 @@ def _as_on_hub(
         pretrained.record_conversions(source.built.model, source.built.transforms)
     outputs = source.revert()
     parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
-    outgoing = Outgoing(offline.merged_outputs(source, outputs, source.by_every_name()), executor)
-    return NamedOutputs(
-        outgoing, f"the hub's, by {folder / 'config.json'}", folder, parameters, tuple(source.notes)
-    )
+    to_save = TensorsToSave(offline.merged_outputs(source, outputs, source.by_every_name()), executor)
+    return NamedOutputs(to_save, f"the hub's, by {folder / 'config.json'}", folder, parameters, tuple(source.notes))
 
 
 def _used_for(folder: Path, config: PreTrainedConfig, source: offline.OfflineModel) -> list[Any]:

@@ -60,7 +60,7 @@ def load_trainer_checkpoint(
     ``save_pretrained``. Those of a PEFT model are its adapter's. The optimizer is ``optimizer.bin``,
     ``optimizer_0/`` or files of ranks, as
     :func:`~shardwise.interchange.accelerate_reading.load_accelerate_optimizer` reads them, or ``optimizer.pt``,
-    which has numbers for parameters: see ``order``. Every rank reads its own bytes, on any number of ranks (files
+    which has indices for parameters: see ``order``. Every rank reads its own bytes, on any number of ranks (files
     of ranks need the same number).
 
     Everything but the tensors of the optimizer is checked before anything is changed.
@@ -120,7 +120,7 @@ def load_trainer_checkpoint(
         optimizer=set_optimizer,
         restored=tuple(restored),
         not_restored=left_out,
-        told={key: value for key, value in folder.state.items() if isinstance(value, (int, float, str, bool))},
+        trainer_state={key: value for key, value in folder.state.items() if isinstance(value, int | float | str)},
     )
 
 
@@ -211,12 +211,12 @@ class TrainerFolder:
         Raises:
             FormatError: there is none.
         """
-        home = self.path if adapter == "default" else self.path / adapter
-        file = next((home / name for name in ADAPTER_WEIGHTS if (home / name).is_file()), None)
+        folder = self.path if adapter == "default" else self.path / adapter
+        file = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
         if file is None:
             raise FormatError(
-                f"{home}: has neither {' nor '.join(ADAPTER_WEIGHTS)}, nor {MODEL.stem}* beside it, and the model "
-                "has adapters. Check the path, and the adapter's name"
+                f"{folder}: has neither {' nor '.join(ADAPTER_WEIGHTS)}, nor {MODEL.stem}* beside it, and the "
+                "model has adapters. Check the path, and the adapter's name"
             )
         return file
 

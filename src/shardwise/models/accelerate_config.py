@@ -142,7 +142,7 @@ class _Reading:
         if plain == "reshard_after_forward" and text in _RESHARDS:
             value = _RESHARDS[text]
         elif plain in _REFUSED and value not in (None, "", [], {}, "None", False):
-            self.faults.append(f"{key}={value!r}: {_REFUSED[plain]}. Take it out.")
+            self.faults.append(f"{key}={value!r}: {_REFUSED[plain]}. Take it out")
         elif kind is bool and value is not None:
             parsed = _BOOLS.get(str(value).strip().lower())
             if parsed is None:
@@ -281,7 +281,7 @@ class _Reading:
             elif not key.startswith("dp_") and size > 1:
                 self.faults.append(
                     f"{key}={size}: a Sharding has shards and replicas only. docs/meshes.md has a loop for "
-                    "each of the others."
+                    "each of the others"
                 )
         replicas, shards = (sizes.get(key, 1) for key in ("dp_replicate_size", "dp_shard_size"))
         ranks = self.values.get("num_processes")

@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from shardwise.conversion.computed import Bindings
-from shardwise.conversion.expression import Expression, Hole, concat, slice_dim
+from shardwise.conversion.expression import Expression, Unstored, concat, slice_dim
 from shardwise.errors import ConfigError, FormatError, KnownNames, require_names
 from shardwise.models import pretrained
 from shardwise.models.initialize import NewRows
@@ -240,17 +240,17 @@ def vocabulary_tensors(model: PreTrainedModel, held: list[TensorRef]) -> set[str
 
 def resized(bindings: Bindings, names: set[str], size: int) -> Bindings:
     """Return the bindings for a model with ``size`` tokens. ``names`` are its tensors with a row for each token."""
-    offers = dict(bindings.offers)
-    for name in names & offers.keys():
-        offers[name] = tuple(_with_rows(expression, size) for expression in offers[name])
-    return replace(bindings, offers=offers)
+    matched = dict(bindings.matched)
+    for name in names & matched.keys():
+        matched[name] = tuple(_with_rows(expression, size) for expression in matched[name])
+    return replace(bindings, matched=matched)
 
 
 def _with_rows(expression: Expression, size: int) -> Expression:
     rows = expression.shape[0]
     if rows >= size:
         return slice_dim(expression, 0, 0, size)
-    return concat([expression, Hole((size - rows, *expression.shape[1:]), expression.dtype)], 0)
+    return concat([expression, Unstored((size - rows, *expression.shape[1:]), expression.dtype)], 0)
 
 
 def registered_model_class(config: PreTrainedConfig, names: Collection[str]) -> Any:

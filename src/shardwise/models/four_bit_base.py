@@ -157,13 +157,13 @@ def convert_base_to_four_bits(
     """
     forms = {
         name: form
-        for name, claims in bindings.offers.items()
-        if (form := next(filter(None, map(find_quant_type, claims)), None)) is not None
+        for name, expressions in bindings.matched.items()
+        if (form := next(filter(None, map(find_quant_type, expressions)), None)) is not None
     }
     stacks = _stored_stacks(model, bindings) if keeps_experts else {}
     wanted = forms.keys() | stacks.keys()
     if not wanted and config is None:
-        wanted = {name for name, claims in bindings.offers.items() if claims}
+        wanted = {name for name, expressions in bindings.matched.items() if expressions}
     chosen = _select(model, quantization, wanted, stacks, must_match=must_match)
     if not chosen.layers and not chosen.stacks:
         return bindings, build_notes(chosen, quantization)
@@ -184,7 +184,7 @@ def _stored_stacks(model: nn.Module, bindings: Bindings) -> dict[str, tuple[Four
     found: dict[str, tuple[FourBitForm, int]] = {}
     for name, module in model.named_modules():
         for local, _ in layers.iter_stacks(name, module):
-            for item in bindings.offers.get(f"{name}.{local}", ()):
+            for item in bindings.matched.get(f"{name}.{local}", ()):
                 rows = stored_rows(_as_rows(item, is_transposed=getattr(module, "is_transposed", False)))
                 if rows is not None:
                     found[f"{name}.{local}"] = rows.form, rows.block_size
@@ -212,7 +212,7 @@ def build_notes(chosen: SelectedModules, quantization: KeptForm) -> tuple[str, .
         form = how if isinstance(quantization.form, Code) else f"{how}, plain scales"
         notes.append(f"experts are in four bits ({form}) and are computed one after the other: {names}")
     notes += [
-        f"{', '.join(pattern for pattern, _ in collapse(members))} keeps its numbers: {why}"
+        f"{', '.join(pattern for pattern, _ in collapse(members))} is not quantized: {why}"
         for why, members in by_reason.items()
     ]
     if chosen.absent:
@@ -255,45 +255,45 @@ def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None
 
 def quantize_bindings(model: nn.Module, bindings: Bindings) -> Bindings:
     """Return a checkpoint's bindings for a model, with weights of 4-bit layers quantized while they are read."""
-    offers, own = dict(bindings.offers), set[str]()
+    matched, own = dict(bindings.matched), set[str]()
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if layers.are_experts_in_four_bits(module):
             for local, packing in module.packings.items():
-                if _are_packed(module, local, claims := offers.get(f"{prefix}{local}", ())):
+                if _are_packed(module, local, expressions := matched.get(f"{prefix}{local}", ())):
                     own.add(f"{prefix}{layers.scales_name(local)}")
                 else:
-                    offers |= _quantize_experts(f"{prefix}{local}", packing, claims)
+                    matched |= _quantize_experts(f"{prefix}{local}", packing, expressions)
         if not layers.is_in_four_bits(module):
             continue
         weight = f"{prefix}{layers.WEIGHT}"
-        claims = offers.get(weight, ())
-        if _are_packed(module, layers.WEIGHT, claims):
+        expressions = matched.get(weight, ())
+        if _are_packed(module, layers.WEIGHT, expressions):
             own |= {f"{prefix}{local}" for local in (layers.SCALES, layers.NESTED, layers.OFFSET)}
             continue
-        found = [_codes_and_scales(module, expression, weight) for expression in claims]
-        offers |= {f"{prefix}{local}": tuple(kept[local] for kept in found) for local in found[0]}
+        found = [_codes_and_scales(module, expression, weight) for expression in expressions]
+        matched |= {f"{prefix}{local}": tuple(kept[local] for kept in found) for local in found[0]}
         if module.is_nested and layers.SCALES not in found[0]:
-            module.whole_scales = offers.pop(f"{prefix}{layers.WHOLE_SCALES}")
-    taken = own.intersection(bindings.strays)
+            module.whole_scales = matched.pop(f"{prefix}{layers.WHOLE_SCALES}")
+    taken = own.intersection(bindings.leftover)
     unmatched = {key: name for key, name in bindings.unmatched.items() if name not in taken}
     return replace(
-        bindings, offers=offers | {name: (bindings.strays[name],) for name in taken}, unmatched=unmatched
+        bindings, matched=matched | {name: (bindings.leftover[name],) for name in taken}, unmatched=unmatched
     )
 
 
-def _are_packed(module: nn.Module, local: str, claims: Sequence[Expression]) -> bool:
+def _are_packed(module: nn.Module, local: str, expressions: Sequence[Expression]) -> bool:
     """Return whether the checkpoint has the model's own codes, as saved with ``"internal"`` names."""
     shape = tuple(module.get_parameter(local).shape)
-    return all(item.dtype is DType.U8 and item.shape == shape for item in claims)
+    return all(item.dtype is DType.U8 and item.shape == shape for item in expressions)
 
 
 def _quantize_experts(
-    fqn: str, packing: Packing, claims: Sequence[Expression]
+    fqn: str, packing: Packing, expressions: Sequence[Expression]
 ) -> dict[str, tuple[Expression, ...]]:
     """Return the expressions of the codes and scales of a stack of weights, by FQN."""
     rounds_to = from_torch(packing.dtype, fqn)
-    rows = [_as_rows(item, is_transposed=packing.is_transposed) for item in claims]
+    rows = [_as_rows(item, is_transposed=packing.is_transposed) for item in expressions]
     try:
         both = [packed(item, packing.form, packing.block_size, rounds_to=rounds_to) for item in rows]
     except ValueError as error:
@@ -304,13 +304,13 @@ def _quantize_experts(
     }
 
 
-def _codes_and_scales(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:
+def _codes_and_scales(layer: Any, weight: Expression, name: str) -> dict[str, Expression]:
     """Return the expressions of a weight's codes and scales by local name.
 
     Scales that are to be nested, and are not stored nested, are ``weight_whole_scales``.
     """
     form, block = layer.packing.form, layer.packing.block_size
-    if layer.is_nested and (stored := nested_as_stored(numbers, form, block)) is not None:
+    if layer.is_nested and (stored := nested_as_stored(weight, form, block)) is not None:
         return dict(zip((layers.WEIGHT, layers.SCALES, layers.NESTED, layers.OFFSET), stored, strict=True))
-    weight, scales = packed(numbers, form, block, rounds_to=from_torch(layer.packing.dtype, name))
+    weight, scales = packed(weight, form, block, rounds_to=from_torch(layer.packing.dtype, name))
     return {layers.WEIGHT: weight, layers.WHOLE_SCALES if layer.is_nested else layers.SCALES: scales}

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.conversion.expression import Stored, reshape
-from shardwise.conversion.four_bit import NESTED_BLOCK, dynamic_numbers
+from shardwise.conversion.four_bit import NESTED_BLOCK, dynamic_codebook
 from shardwise.errors import ConfigError
 from shardwise.layout import ModelLayout, TensorKind, TensorLayout
 from shardwise.models import four_bit_layers as layers
@@ -108,7 +108,7 @@ def require_no_experts(held: Sequence[TensorRef], why: str) -> None:
         if layers.are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
             raise ConfigError(
                 f"{slot.fqn}: its experts are in four bits, and {why}; or leave "
-                'experts as numbers: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
+                'dequantized experts: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
             )
 
 
@@ -124,10 +124,10 @@ def build_constants(packing: Packing, shape: Sequence[int], offset: float | None
         "dtype": str(packing.dtype).removeprefix("torch."),
         "shape": list(shape),
     }
-    constants = {QUANT_MAP: torch.tensor(form.numbers, dtype=torch.float32)}
+    constants = {QUANT_MAP: torch.tensor(form.codebook, dtype=torch.float32)}
     if offset is not None:
         state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
-        constants[NESTED_MAP] = torch.tensor(dynamic_numbers(), dtype=torch.float32)
+        constants[NESTED_MAP] = torch.tensor(dynamic_codebook(), dtype=torch.float32)
     text = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
     return constants | {f"{QUANT_STATE}{form.value}": text}
 

@@ -291,16 +291,16 @@ _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 @contextlib.contextmanager
 def patched_shapes(model: nn.Module) -> Iterator[None]:
-    """Show PEFT stacks in four bits of a model on meta as tensors of the numbers' shape and dtype."""
+    """Show PEFT stacks in four bits of a model on meta as tensors of the weights' shape and dtype."""
     kept: list[tuple[Any, str, nn.Parameter]] = []
     try:
         for module in filter(are_experts_in_four_bits, model.modules()):
             for name, packing in module.packings.items():
                 stack, registry = module.get_parameter(name), get_parameters(module)
                 shape = (*stack.shape[:-1], 2 * stack.shape[-1])
-                numbers = torch.empty(shape, dtype=packing.dtype, device="meta")
+                weights = torch.empty(shape, dtype=packing.dtype, device="meta")
                 kept.append((registry, name, stack))
-                registry[name] = nn.Parameter(numbers.mT if packing.is_transposed else numbers, requires_grad=False)
+                registry[name] = nn.Parameter(weights.mT if packing.is_transposed else weights, requires_grad=False)
         yield
     finally:
         for registry, name, stack in kept:

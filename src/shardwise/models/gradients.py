@@ -165,12 +165,12 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
         raise ConfigError(
             f"{abbreviate(alone)}: trained, but neither sharded nor averaged over the {ranks} ranks, so each rank "
             "would train its own. Add them before the model is sharded, call shardwise.models.gradients."
-            "average_replicated_gradients(model, mesh) after adding them, or freeze them."
+            "average_replicated_gradients(model, mesh) after adding them, or freeze them"
         )
     if elsewhere:
         raise ConfigError(
             f"{abbreviate(elsewhere)}: trained on a mesh that has not all of the {ranks} ranks. Shard the model on "
-            "a mesh of all ranks, with an axis for replicas."
+            "a mesh of all ranks, with an axis for replicas"
         )
 
 

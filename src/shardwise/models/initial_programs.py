@@ -60,21 +60,21 @@ class Program:
         self.steps.append(step)
 
 
-class Programmed(torch.Tensor):
+class ProgramTensor(torch.Tensor):
     """A tensor without data, or rows of one, that records in-place operations."""
 
     program: Program
     rows: tuple[int, int]
 
     @staticmethod
-    def __new__(cls, program: Program, shape: Sequence[int], rows: tuple[int, int]) -> Programmed:
-        made: Programmed = without_data(cls, shape, program.dtype)
+    def __new__(cls, program: Program, shape: Sequence[int], rows: tuple[int, int]) -> ProgramTensor:
+        made: ProgramTensor = without_data(cls, shape, program.dtype)
         made.program = program
         made.rows = rows
         return made
 
     @classmethod
-    def fresh(cls, shape: Sequence[int], dtype: torch.dtype) -> Programmed:
+    def fresh(cls, shape: Sequence[int], dtype: torch.dtype) -> ProgramTensor:
         program = Program(tuple(shape), dtype)
         return cls(program, shape, (0, shape[0] if shape else 1))
 
@@ -83,22 +83,22 @@ class Programmed(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "generator"}
-        target = args[0] if args and isinstance(args[0], Programmed) else None
+        target = args[0] if args and isinstance(args[0], ProgramTensor) else None
         others = [item for item in tree_leaves((args[1:], kwargs)) if isinstance(item, torch.Tensor)]
-        if target is not None and func in _SAME:
+        if target is not None and func in _ALIASES:
             return target
         if target is not None and func in _ROWS and target.ndim == len(target.program.shape):
             return _take_rows(target, func, *args[1:])
         replayable = func in _OVERWRITES or func in _UPDATES
-        if target is not None and replayable and not any(isinstance(item, Programmed) for item in others):
+        if target is not None and replayable and not any(isinstance(item, ProgramTensor) for item in others):
             target.record(func, args[1:], kwargs)
             return target
         # Other operations are run on meta tensors, so that the initializer can continue.
         for item in tree_leaves((args, kwargs)):
-            if isinstance(item, Programmed):
+            if isinstance(item, ProgramTensor):
                 item.program.is_elementwise = False
         args, kwargs = tree_map_only(
-            Programmed, lambda item: torch.empty(item.shape, dtype=item.dtype, device="meta"), (args, kwargs)
+            ProgramTensor, lambda item: torch.empty(item.shape, dtype=item.dtype, device="meta"), (args, kwargs)
         )
         return func(*args, **kwargs)
 
@@ -112,7 +112,7 @@ class Programmed(torch.Tensor):
         self.program.add(step, overwrites=func in _OVERWRITES or func is _TRUNCATED_NORMAL)
 
 
-_SAME = {aten.detach.default, aten.alias.default}
+_ALIASES = {aten.detach.default, aten.alias.default}
 
 
 _ROWS = {aten.select.int, aten.slice.Tensor}
@@ -138,16 +138,17 @@ _UPDATES = {
 }
 
 
-def _take_rows(target: Programmed, func: Any, *args: Any) -> Any:
+def _take_rows(target: ProgramTensor, func: Any, *args: Any) -> Any:
     """Return a view of consecutive rows, or a meta tensor for any other view."""
     dim = args[0] if args else 0
     first, last = target.rows
     if dim == 0 and func is aten.select.int:
         row = first + args[1] % (last - first)
-        return Programmed(target.program, target.shape[1:], (row, row + 1))
+        return ProgramTensor(target.program, target.shape[1:], (row, row + 1))
     if dim == 0 and (len(args) < 4 or args[3] == 1):
         start, stop, _ = slice(*args[1:3]).indices(last - first)
-        return Programmed(target.program, (max(stop - start, 0), *target.shape[1:]), (first + start, first + stop))
+        shape = (max(stop - start, 0), *target.shape[1:])
+        return ProgramTensor(target.program, shape, (first + start, first + stop))
     target.program.is_elementwise = False
     return func(torch.empty(target.shape, dtype=target.dtype, device="meta"), *args)
 
@@ -210,7 +211,7 @@ def truncated_normal_as_one_step() -> Iterator[None]:
         b: float = 2.0,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        if not isinstance(tensor, Programmed):
+        if not isinstance(tensor, ProgramTensor):
             return _TRUNCATED_NORMAL(tensor, mean, std, a, b, generator)
         tensor.record(_TRUNCATED_NORMAL, (mean, std, a, b), {})
         return tensor

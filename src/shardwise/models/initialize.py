@@ -243,10 +243,10 @@ class Initializers:
     def _traced(self, names: Collection[str], run: Callable[[], None]) -> dict[str, Program]:
         if not names:
             return {}
-        from shardwise.models.initial_programs import Programmed, truncated_normal_as_one_step
+        from shardwise.models.initial_programs import ProgramTensor, truncated_normal_as_one_step
 
         chosen = {
-            item.fqn: Programmed.fresh(tuple(item.tensor.shape), item.tensor.dtype)
+            item.fqn: ProgramTensor.fresh(tuple(item.tensor.shape), item.tensor.dtype)
             for item in self.held
             if item.fqn in names
         }

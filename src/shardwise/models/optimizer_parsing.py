@@ -86,7 +86,7 @@ def read(
         names = group["params"]
         if not all(isinstance(name, str) for name in names):
             raise ConfigError(
-                "the state of optimizers has numbers in place of parameters' names, as optimizer.state_dict() "
+                "the state of optimizers has indices in place of parameters' names, as optimizer.state_dict() "
                 "makes it. Take get_optimizer_state_dict(model, optimizer)"
             )
         given.groups.append([first_names.get(canonical(name), canonical(name)) for name in names])
@@ -111,23 +111,23 @@ def with_names(
     shapes: Mapping[str, torch.Size],
     order: ParameterOrder,
 ) -> dict[str | int, str]:
-    """Return the names of parameters that a state dict has numbers for. Empty if it has names.
+    """Return the names of parameters that a state dict has indices for. Empty if it has names.
 
     ``groups`` and ``shapes`` are those of the present parameters.
 
     Raises:
-        ConfigError: it has another layout, or the numbers have no names, and their order is unknown.
+        ConfigError: it has another layout, or the indices have no names, and their order is unknown.
         KeyMismatchError: groups or shapes are not those of the present parameters.
     """
     require_state_dict(state)
     given = state["param_groups"]
-    numbers = [list(group["params"]) for group in given]
-    if not any(isinstance(number, int) for members in numbers for number in members):
+    indices = [list(group["params"]) for group in given]
+    if not any(isinstance(number, int) for members in indices for number in members):
         return {}
-    names = _names_in_order(given, numbers, groups, order)
+    names = _names_in_order(given, indices, groups, order)
     found = {
         number: name
-        for members, own in zip(numbers, names, strict=True)
+        for members, own in zip(indices, names, strict=True)
         for number, name in zip(members, own, strict=True)
     }
     _require_shapes(state, found, shapes)
@@ -136,21 +136,21 @@ def with_names(
 
 def _names_in_order(
     given: Sequence[Mapping[str, Any]],
-    numbers: Sequence[Sequence[str | int]],
+    indices: Sequence[Sequence[str | int]],
     groups: Sequence[Sequence[str]],
     order: ParameterOrder,
 ) -> list[list[str]]:
-    """Return the names of the parameters of each group, in the order of their numbers."""
+    """Return the names of the parameters of each group, in the order of their indices."""
     named = [group.get("param_names") for group in given]
-    if all(isinstance(names, list) and len(names) == len(own) for names, own in zip(named, numbers, strict=True)):
+    if all(isinstance(names, list) and len(names) == len(own) for names, own in zip(named, indices, strict=True)):
         return [[canonical(str(name)) for name in group or ()] for group in named]
     if order != "position":
         raise ConfigError(
-            "the state has numbers in place of parameters' names, as optimizer.state_dict() makes it, and does not "
+            "the state has indices in place of parameters' names, as optimizer.state_dict() makes it, and does not "
             "say which parameters they are. If the optimizer was created just as this one, pass order='position'. "
             "Optimizers created from model.named_parameters() keep the names"
         )
-    sizes, wanted = [len(members) for members in numbers], [len(members) for members in groups]
+    sizes, wanted = [len(members) for members in indices], [len(members) for members in groups]
     if sizes != wanted:
         raise KeyMismatchError(
             f"the state has groups of {sizes} parameters, by number, and the optimizer of {wanted}. Make the "

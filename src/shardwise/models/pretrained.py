@@ -276,23 +276,23 @@ def bind(
     layout: ModelLayout,
     transforms: Sequence[Any],
     get_dtype: Callable[[str], torch.dtype] | None = None,
-    spare: Mapping[str, Expression] = MappingProxyType({}),
+    extra: Mapping[str, Expression] = MappingProxyType({}),
 ) -> Bindings:
     """Bind the expressions of a checkpoint to the model's tensors, under ``transforms``.
 
-    ``stored`` are expressions by key. ``spare`` are further ones, which are ignored unless they match a tensor of
+    ``stored`` are expressions by key. ``extra`` are further ones, which are ignored unless they match a tensor of
     the model. ``get_dtype`` returns the dtype of a conversion by its first result, by default that tensor's in
     ``layout``.
     """
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
     assignment = assign_keys(model, list(stored), names, transforms)
     ends = {name.rpartition(".")[2] for name in names}
-    if wanted := [key for key in spare if key.rpartition(".")[2] in ends]:
-        stored = {**stored, **spare}
+    if wanted := [key for key in extra if key.rpartition(".")[2] in ends]:
+        stored = {**stored, **extra}
         for name, keys in assign_keys(model, wanted, names, transforms).plain.items():
             assignment.plain.setdefault(name, []).extend(keys)
-    offers = {name: [stored[key] for key in keys] for name, keys in assignment.plain.items()}
-    leaders = {name: name for name in assignment.plain}
+    matched = {name: [stored[key] for key in keys] for name, keys in assignment.plain.items()}
+    primary = {name: name for name in assignment.plain}
     unmatched = dict(assignment.unmatched)
     faults: dict[str, list[str]] = {}
     if assignment.conversions:
@@ -311,14 +311,14 @@ def bind(
                 if name in names:
                     is_composed = not composed.isdisjoint(conversion.keys)
                     found = substitute(expression, stored) if is_composed else expression
-                    offers.setdefault(name, []).append(found)
-                    leaders[name] = conversion.target
+                    matched.setdefault(name, []).append(found)
+                    primary[name] = conversion.target
                 else:
                     unmatched.update(dict.fromkeys(conversion.keys, name))
     return Bindings(
-        offers={name: tuple(found) for name, found in offers.items()},
-        leaders=leaders,
+        matched={name: tuple(found) for name, found in matched.items()},
+        primary=primary,
         unmatched=unmatched,
-        faults=faults,
-        strays={name: stored[key] for key, name in assignment.unmatched.items()},
+        errors=faults,
+        leftover={name: stored[key] for key, name in assignment.unmatched.items()},
     )

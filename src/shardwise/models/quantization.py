@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from shardwise.conversion.four_bit import BLOCKS, NESTED_BLOCK, dynamic_numbers
+from shardwise.conversion.four_bit import BLOCKS, NESTED_BLOCK, dynamic_codebook
 from shardwise.errors import ConfigError
 from shardwise.tensors import Code, Form4, FourBitForm
 
@@ -183,7 +183,7 @@ class Packing:
     Attributes:
         form: 4-bit data type.
         block_size: elements of a row with one scale.
-        dtype: of the numbers before they were quantized.
+        dtype: of the weights before they were quantized.
         is_transposed: the model has the matrix as (in, out).
     """
 
@@ -216,12 +216,12 @@ def has_bitsandbytes() -> bool:
 
 
 @cache
-def _table(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Copy numbers to a device once, because the host waits for the copy.
+def _table(codebook: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Copy a codebook to a device once, because the host waits for the copy.
 
     Only custom operators call this. Elsewhere, a fake tensor might be cached.
     """
-    return torch.tensor(numbers, dtype=torch.float32, device=device)
+    return torch.tensor(codebook, dtype=torch.float32, device=device)
 
 
 _NAN_BITS: Final = 0x7FC00000
@@ -244,11 +244,11 @@ def dequantize_four_bits(
         flat, factors = packed.reshape(-1, 1), scales.reshape(-1)
         made: torch.Tensor = dequantize(flat, factors, block_size, form, shape, dtype)
         return made
-    table = _table(kind.numbers, packed.device)
+    table = _table(kind.codebook, packed.device)
     upper, lower = packed >> 4, packed & 15
     halves = torch.stack([lower, upper] if isinstance(kind, Code) else [upper, lower], dim=-1)
-    numbers = table[halves.int()].view(*packed.shape[:-1], -1, block_size)
-    return numbers.mul_(scales.unsqueeze(-1)).view(shape).to(dtype)
+    weights = table[halves.int()].view(*packed.shape[:-1], -1, block_size)
+    return weights.mul_(scales.unsqueeze(-1)).view(shape).to(dtype)
 
 
 @torch.library.custom_op("shardwise::unnested_scales", mutates_args=())
@@ -257,9 +257,9 @@ def unnested_scales(codes: torch.Tensor, start: int, nested: torch.Tensor, offse
 
     ``nested`` and ``offset`` are those of the full matrix.
     """
-    numbers = _table(dynamic_numbers(), codes.device)[codes.int()]
+    values = _table(dynamic_codebook(), codes.device)[codes.int()]
     places = torch.arange(start, start + codes.numel(), device=codes.device) // NESTED_BLOCK
-    return numbers.mul_(nested[places].view(codes.shape)).add_(offset)
+    return values.mul_(nested[places].view(codes.shape)).add_(offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +319,8 @@ class FourBitProduct(torch.autograd.Function):
             of_bias = gradient.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[0]:
             scales = LocalScales(*kept).floats(ctx.packing.form)
-            numbers = ctx.packing.dequantize(packed, scales, ctx.packing.dtype)
-            of_rows = gradient @ numbers.to(gradient.dtype)
+            weights = ctx.packing.dequantize(packed, scales, ctx.packing.dtype)
+            of_rows = gradient @ weights.to(gradient.dtype)
         return of_rows, None, None, None, None, of_bias, None
 
 

@@ -53,7 +53,7 @@ class Bound:
     Attributes:
         groups: FQNs, by parameter group.
         tensors: state of the parameter's shape, and DTensors of any shape.
-        reduced: 8-bit, 4-bit or factored state, which belongs to this rank.
+        rank_local: 8-bit, 4-bit or factored state, which belongs to this rank.
         scalars: the rest of the state.
         unused: parameters whose state is an empty dict.
     """
@@ -64,7 +64,7 @@ class Bound:
     tensors: dict[Key, torch.Tensor]
     scalars: dict[Key, Scalar]
     unused: list[str]
-    reduced: dict[Key, torch.Tensor] = field(default_factory=dict)
+    rank_local: dict[Key, torch.Tensor] = field(default_factory=dict)
 
     def description(self) -> list[str]:
         """Return the class, and parameters and settings of each group. They must be equal on every rank."""
@@ -80,7 +80,7 @@ class Bound:
             group["params"] = []
         self.optimizer.state.clear()
         self.tensors = {}
-        self.reduced = {}
+        self.rank_local = {}
 
     def rebind(
         self,
@@ -137,7 +137,7 @@ def bind_optimizers(
         optimizers: of the model.
         held: tensors of the model.
         remedy: advice for state that cannot be sharded like its parameter.
-        by_rank: whether reduced state is accepted, as that of this rank.
+        by_rank: whether rank-local state is accepted, as that of this rank.
 
     Raises:
         ConfigError: it is not an optimizer.
@@ -202,11 +202,11 @@ class _Binder:
         return members
 
     def _add(self, bound: Bound, key: Key, value: Any, parameter: torch.Tensor) -> None:
-        if isinstance(value, torch.Tensor) and value.ndim and has_reduced_state(bound.optimizer):
+        if isinstance(value, torch.Tensor) and value.ndim and has_rank_local_state(bound.optimizer):
             if self.by_rank:
-                bound.reduced[key] = value
+                bound.rank_local[key] = value
             else:
-                self.unshardable.append(f"{key} is reduced (8-bit, 4-bit or factored), and is its rank's alone")
+                self.unshardable.append(f"{key} is rank-local (8-bit, 4-bit or factored)")
         elif isinstance(value, DTensor) or (
             isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.ndim
         ):
@@ -241,17 +241,17 @@ def _comparable(value: Any) -> Any:
 
 
 def _library(kind: type[Optimizer]) -> str:
-    """Return the library of a class with reduced state, or of such a base class. "" for others."""
+    """Return the library of a class with rank-local state, or of such a base class. "" for others."""
     for each in kind.__mro__:
-        home = each.__module__.partition(".")[0]
-        if home in ("bitsandbytes", "torchao") or (
-            home in ("torch", "transformers") and each.__name__ == "Adafactor"
+        library = each.__module__.partition(".")[0]
+        if library in ("bitsandbytes", "torchao") or (
+            library in ("torch", "transformers") and each.__name__ == "Adafactor"
         ):
-            return home
+            return library
     return ""
 
 
-def has_reduced_state(optimizer: Optimizer) -> bool:
+def has_rank_local_state(optimizer: Optimizer) -> bool:
     """Return whether state of an optimizer belongs to a rank, instead of to elements of the parameter."""
     return bool(_library(type(optimizer)))
 
@@ -262,7 +262,7 @@ def sharding_obstacle(kind: type[Optimizer]) -> str | None:
     if library in ("", "torchao"):
         return None
     whose = library + ("'" if library.endswith("s") else "'s")
-    return f"{whose} {kind.__name__}: steps whole tensors, not shards. Use torchao's AdamW8bit."
+    return f"{whose} {kind.__name__}: steps whole tensors, not shards. Use torchao's AdamW8bit"
 
 
 def require_steps_shards(optimizers: Iterable[Optimizer]) -> None:
@@ -298,7 +298,7 @@ def require_sharded_parameters(optimizer: Optimizer, parameters: Mapping[str, to
         if numel >= _LEAST and any(length % count for length, count in splits):
             raise ShardingError(
                 f"{whose}: {name}, of shape {tuple(each.shape)}, is cut into shards of several sizes, and a "
-                "compiled step takes those of one size. Train on a number of ranks that divides it, or use AdamW."
+                "compiled step takes those of one size. Train on a number of ranks that divides it, or use AdamW"
             )
         if numel < _LEAST or numel % block:
             left.append(name)
@@ -361,4 +361,4 @@ def rebuild_state_tensor(
     return made
 
 
-_CREATE_ALIKE = "Create the optimizer as it was created when it was saved, or start with a new one."
+_CREATE_ALIKE = "Create the optimizer as it was created when it was saved, or start with a new one"

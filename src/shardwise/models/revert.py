@@ -183,11 +183,11 @@ def _groups(
     made: Mapping[str, torch.Tensor], names: Mapping[str, TensorLayout]
 ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return the smallest groups of (names, keys) without dependencies between groups, in the order of the keys."""
-    leader = {name: name for name in names}
+    parent = {name: name for name in names}
 
     def find(name: str) -> str:
-        while leader[name] != name:
-            name = leader[name]
+        while parent[name] != name:
+            name = parent[name]
         return name
 
     sources: dict[str, frozenset[str]] = {}
@@ -196,7 +196,7 @@ def _groups(
         sources[key] = found
         first, *others = sorted(found) or [""]
         for other in others:
-            leader[find(other)] = find(first)
+            parent[find(other)] = find(first)
     keys: dict[str, list[str]] = {}
     members: dict[str, list[str]] = {}
     for key, found in sources.items():

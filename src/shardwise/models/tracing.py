@@ -170,12 +170,12 @@ class _Tracer:
         made = self.run(conversion, [torch.empty(item.shape, dtype=dtype, device="meta") for item in inputs])
         nbytes = _COMPUTING_FACTOR * sum(numel(item.shape) * item.dtype.itemsize for item in inputs)
         shapes = tuple(item.shape for item in inputs)
-        operation = _Conversion(conversion.label, shapes, shapes_by_name(made), nbytes, self, conversion, dtype)
+        operation = _ConverterRun(conversion.label, shapes, shapes_by_name(made), nbytes, self, conversion, dtype)
         return computed_outputs(operation, inputs, made)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Conversion(FullOperation):
+class _ConverterRun(FullOperation):
     """A converter that computes, of stored tensors that are cast to ``dtype``."""
 
     tracer: _Tracer

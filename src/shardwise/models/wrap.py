@@ -89,7 +89,7 @@ class Sharding:
         every: object = self.activation_checkpointing
         if not isinstance(every, int) or every < 0:
             raise ConfigError(
-                f"activation_checkpointing={every!r} is not known. Pass True, False, or n for every n-th block."
+                f"activation_checkpointing={every!r} is not known. Pass True, False, or n for every n-th block"
             )
 
     @classmethod
@@ -274,7 +274,7 @@ def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -
             f"{type(model).__name__} cannot be sharded on the mesh {axes}: fully_shard takes one axis (shard) or "
             "two (replicate, shard). For tensor and expert parallelism, shard on their axes yourself, then "
             "fully_shard on the others, and call shardwise.load. For context parallelism, pass a mesh whose axes "
-            "dp_shard and cp are flattened into one."
+            "dp_shard and cp are flattened into one"
         )
     for name, parameter in model.named_parameters():
         if parameter not in grouping.whole and not parameter.is_contiguous():
@@ -443,7 +443,7 @@ def require_trainable_dtype(dtype: object) -> None:
     ):
         raise ConfigError(
             f"trained dtype: {dtype!r} is not a floating dtype of 16 bits or more. Pass torch.float32, or "
-            "'unchanged'."
+            "'unchanged'"
         )
 
 

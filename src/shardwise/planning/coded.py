@@ -45,8 +45,8 @@ def _zeros(coded: Scaled, zeros: Zeros, leaf: LeafOf) -> Expression:
         return stored
     *outer, words, nbytes = stored.shape
     groups, last = nbytes // 4, len(stored.shape)
-    numbers = decoded(stored, (*outer, words, groups, zeros.in_a_word), coded.code)
-    rows = permute(numbers, (*range(last - 1), last, last - 1))
+    values = decoded(stored, (*outer, words, groups, zeros.in_a_word), coded.code)
+    rows = permute(values, (*range(last - 1), last, last - 1))
     every = reshape(rows, (*outer, words * zeros.in_a_word, groups))
     return slice_dim(every, last - 2, 0, coded.shape[-2])
 
@@ -56,7 +56,7 @@ def four_bits(coded: FourBits, leaf: LeafOf) -> Expression:
     factors = leaf(coded.scales.key)
     if coded.nested is not None:
         factors = dequantized_scales(
-            factors, leaf(coded.nested.scales.key), coded.nested.offset, coded.nested.numbers
+            factors, leaf(coded.nested.scales.key), coded.nested.offset, coded.nested.codebook
         )
     return dequantized_rows(leaf(coded.values.key), factors, coded.shape, coded.form, coded.block, coded.dtype)
 
@@ -75,5 +75,5 @@ def grouped(coded: GroupedIntegers, leaf: LeafOf) -> Expression:
         coded.dtype,
         bits=coded.bits,
         is_less_one=coded.is_less_one,
-        numbers=None if coded.numbers is None else leaf(coded.numbers.key),
+        group_indices=None if coded.group_indices is None else leaf(coded.group_indices.key),
     )

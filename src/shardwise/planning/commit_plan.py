@@ -123,12 +123,12 @@ class Commit:
         return tuple(step for step in self.steps if isinstance(step, Rename) and step.name.endswith(OLDER))
 
 
-def on_its_way(name: str, save_id: str) -> str:
+def pending_name(name: str, save_id: str) -> str:
     """Return the temporary name of a file until the save with this id renames it."""
     return f".{name}.{save_id}.incomplete"
 
 
-def is_on_its_way(file: str) -> bool:
+def is_pending(file: str) -> bool:
     """Check if a file has the temporary name of an uncommitted file."""
     return re.fullmatch(r".+\.[0-9a-f]{8}\.incomplete", file) is not None
 
@@ -163,7 +163,7 @@ def plan_commit(
     if plan.single_file in folder_state.files and can_rename and (bound or plan.index is not None):
         aside = [Rename(plan.single_file, set_aside(plan))]
     if plan.index is None:
-        published = {name: on_its_way(name, plan.save_id) for name in bound}
+        published = {name: pending_name(name, plan.save_id) for name in bound}
         steps = [*aside, *(Publish(file, name) for name, file in published.items())]
         steps.append(Rename(plan.files[0].name, plan.single_file))
         made = {published[name]: content for name, content in bound.items()}
@@ -171,7 +171,7 @@ def plan_commit(
             files, tuple(steps), final_files, made, bound, frozenset({*files, *made}) - final_files.keys(), removed
         )
     contents, absent = {plan.index_file: plan.index}, frozenset({plan.single_file})
-    ready = on_its_way(plan.index_file, plan.save_id)
+    ready = pending_name(plan.index_file, plan.save_id)
     if plan.single_file in folder_state.files and not can_rename:
         aside = [Remove(plan.single_file)]
     into_place = (Publish(ready, plan.index_file), *aside)
@@ -267,7 +267,7 @@ class Renames:
                 absent_files=frozenset({temporary_name(name, self.save_id)}),
                 obsolete=self.older,
             )
-        ready = on_its_way(self.file, self.save_id)
+        ready = pending_name(self.file, self.save_id)
         return Commit(
             files,
             steps=(Publish(ready, self.file),),

@@ -15,17 +15,17 @@ from typing import Final
 from shardwise.conversion.expression import Expression, stored_leaves
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import Activations, Spread, TensorKind, TensorLayout, WorldLayout
-from shardwise.planning.load_memory import Homes, LoadSizes, bytes_per_element, is_sharded, local_numel
+from shardwise.planning.load_memory import LoadSizes, MemoryPlacement, bytes_per_element, is_sharded, local_numel
 from shardwise.planning.load_plan import LoadPlan
 from shardwise.report.estimate import GroupEstimate, PhaseMemory, TrainingEstimate
 from shardwise.report.reports import RankEstimate
 from shardwise.tensors import DType, numel
 
 
-def estimate_ranks(plan: LoadPlan, world: WorldLayout, homes: Homes) -> tuple[RankEstimate, ...]:
+def estimate_ranks(plan: LoadPlan, world: WorldLayout, placement: MemoryPlacement) -> tuple[RankEstimate, ...]:
     """Forecast the load of ``plan`` on every rank of the mesh, if each rank reads its own bytes."""
     sizes = LoadSizes(plan, world.first.tensors, world.spreads)
-    at = [sizes.at(position, position, homes) for position in range(world.mesh.shard_size)]
+    at = [sizes.at(position, position, placement) for position in range(world.mesh.shard_size)]
     return tuple(replace(at[world.mesh.position(rank)], rank=rank) for rank in range(world.mesh.ranks))
 
 
@@ -181,7 +181,7 @@ def estimate_training(
     world: WorldLayout,
     groups: Sequence[GroupEstimate],
     step: Step,
-    homes: Homes,
+    placement: MemoryPlacement,
     *,
     param_dtype: bool,
     memory_bytes: int | None = None,
@@ -192,7 +192,7 @@ def estimate_training(
         world: layout of all ranks.
         groups: result of :func:`estimate_groups`.
         step: settings of the training step.
-        homes: placement of tensors.
+        placement: placement of tensors.
         param_dtype: whether shards are cast before they are gathered.
         memory_bytes: memory of a rank, for which the largest batch is computed. None to compute none.
     """
@@ -201,16 +201,16 @@ def estimate_training(
     states = [optimizer_bytes(world, step.optim, position) for position in range(world.mesh.shard_size)]
     root_names = set(world.groups[-1].parameters) | set(world.whole)
     local = [padded[tensor.fqn] for tensor in trained]
-    sizes = _GroupSizes.from_groups(world, groups, homes)
+    sizes = _GroupSizes.from_groups(world, groups, placement)
     fixed = _FixedSizes(
         groups=sizes,
-        homes=homes,
+        placement=placement,
         weights=sum(padded.values()),
         optimizer=states[0],
         gradients=sum(local),
         in_blocks=sum(padded[tensor.fqn] for tensor in trained if tensor.fqn not in root_names),
-        cast=sizes.root // world.mesh.shard_size if param_dtype or homes.offloads_shards else 0,
-        update=_step_bytes(step.optim, local, homes),
+        cast=sizes.root // world.mesh.shard_size if param_dtype or placement.offloads_shards else 0,
+        update=_step_bytes(step.optim, local, placement),
     )
     return TrainingEstimate(
         step.optim,
@@ -242,8 +242,10 @@ class _GroupSizes:
     root_sum: int
 
     @classmethod
-    def from_groups(cls, world: WorldLayout, groups: Sequence[GroupEstimate], homes: Homes) -> _GroupSizes:
-        copies = 2 if homes.device == "cpu" else 1  # gloo copies what it sums
+    def from_groups(
+        cls, world: WorldLayout, groups: Sequence[GroupEstimate], placement: MemoryPlacement
+    ) -> _GroupSizes:
+        copies = 2 if placement.device == "cpu" else 1  # gloo copies what it sums
         if world.mesh.ranks == 1:
             return cls(0, 0, 0, 0, 0)
         roots = [group for group in groups if "" in group.modules]
@@ -263,7 +265,7 @@ class _FixedSizes:
 
     Attributes:
         groups: gathered groups.
-        homes: placement of tensors.
+        placement: placement of tensors.
         weights: parameters and buffers, padding included.
         optimizer: optimizer states.
         gradients: sharded gradients.
@@ -273,7 +275,7 @@ class _FixedSizes:
     """
 
     groups: _GroupSizes
-    homes: Homes
+    placement: MemoryPlacement
     weights: int
     optimizer: int
     gradients: int
@@ -286,7 +288,7 @@ class _FixedSizes:
         fitting, most = 0, _MOST_ROWS
         while fitting < most:
             rows = (fitting + most + 1) // 2
-            peak = max(phase.bytes_on(self.homes.device) for phase in self.phases(step.with_rows(rows)))
+            peak = max(phase.bytes_on(self.placement.device) for phase in self.phases(step.with_rows(rows)))
             fitting, most = (rows, most) if peak <= memory_bytes else (fitting, rows - 1)
         return fitting
 
@@ -321,22 +323,22 @@ class _FixedSizes:
             "optimizer step": {"gradients": self.gradients, "optimizer step": self.update},
         }
         base = {"weights": self.weights, "optimizer": self.optimizer}
-        return tuple(_phase_memory(phase, {**base, **own}, self.homes) for phase, own in terms.items())
+        return tuple(_phase_memory(phase, {**base, **own}, self.placement) for phase, own in terms.items())
 
 
-def _step_bytes(optim: str, local: Sequence[int], homes: Homes) -> int:
+def _step_bytes(optim: str, local: Sequence[int], placement: MemoryPlacement) -> int:
     """Return the bytes of an optimizer step's temporary tensors, of all parameters (foreach) or one at a time."""
     if not local or optim.endswith("_fused") or optim == "sgd":
         return 0
-    if homes.device == "cpu" or homes.offloads_shards or optim.endswith(("_8bit", "_4bit")):
+    if placement.device == "cpu" or placement.offloads_shards or optim.endswith(("_8bit", "_4bit")):
         return 2 * max(local)
     return sum(local)
 
 
-def _phase_memory(phase: str, terms: Mapping[str, int], homes: Homes) -> PhaseMemory:
-    if homes.device == "cpu":
+def _phase_memory(phase: str, terms: Mapping[str, int], placement: MemoryPlacement) -> PhaseMemory:
+    if placement.device == "cpu":
         return PhaseMemory(phase, {}, terms)
-    host = {term: size for term, size in terms.items() if homes.offloads_shards and term in _ON_HOST}
+    host = {term: size for term, size in terms.items() if placement.offloads_shards and term in _ON_HOST}
     return PhaseMemory(phase, {term: size for term, size in terms.items() if term not in host}, host)
 
 

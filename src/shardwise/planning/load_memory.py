@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from shardwise._face import found_at
 from shardwise.conversion.computed import Computed, Copy, SmallestBlocks, computed_leaves, computes
-from shardwise.conversion.expression import Expression, Stored, concat, rows_stored, stored_leaves, view
+from shardwise.conversion.expression import Expression, Stored, as_strided, concat, rows_stored, stored_leaves
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.formats.contract import CheckpointIndex, Composition, Joined, TensorEntry, View, Whole
 from shardwise.layout import LocalBox, Spread, TensorKind, TensorLayout
@@ -28,7 +28,7 @@ from shardwise.tensors import ByteRange, DType, Strided, numel
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
+class MemoryPlacement:
     """Placement of tensors on a rank, and the host memory that a load uses in addition.
 
     Attributes:
@@ -44,8 +44,8 @@ class Homes:
     @classmethod
     def from_plan(
         cls, plan: LoadPlan, policy: ReadPolicy, *, device: str, budget_bytes: int, offloads_shards: bool
-    ) -> Homes:
-        """Return the homes of a load, counting only the part of the budget that the load uses."""
+    ) -> MemoryPlacement:
+        """Return the placement of a load, counting only the part of the budget that the load uses."""
         staging = plan_staging(budget_bytes, policy.concurrency, on_device=device != "cpu")
         return cls(device, max(staging.total_bytes, largest_computation(plan)), offloads_shards)
 
@@ -66,14 +66,14 @@ def largest_computation(plan: LoadPlan) -> int:
 
 
 def estimate_rank(
-    plan: LoadPlan, rank: int, homes: Homes, padded_numels: Mapping[str, int] | None = None
+    plan: LoadPlan, rank: int, placement: MemoryPlacement, padded_numels: Mapping[str, int] | None = None
 ) -> RankEstimate:
     """Forecast the load of ``plan`` on the rank whose boxes are in ``plan.layout``.
 
     Args:
         plan: the plan of the load.
         rank: the rank.
-        homes: placement of tensors.
+        placement: placement of tensors.
         padded_numels: elements of memory, by FQN, of tensors whose memory is padded.
     """
     padded = padded_numels or {}
@@ -82,7 +82,7 @@ def estimate_rank(
     for tensor in plan.layout.tensors:
         memory = padded.get(tensor.fqn, tensor.local_numel)
         spreads[tensor.fqn] = made.setdefault((tensor.boxes, memory), Spread((tensor.boxes,), memory))
-    return LoadSizes(plan, plan.layout.tensors, spreads).at(rank, 0, homes)
+    return LoadSizes(plan, plan.layout.tensors, spreads).at(rank, 0, placement)
 
 
 class LoadSizes:
@@ -104,8 +104,8 @@ class LoadSizes:
             spread = spreads[plan.layout.by_name[name].fqn]
             self.read[spread] = self.read.get(spread, 0.0) + rate
 
-    def at(self, rank: int, position: int, homes: Homes) -> RankEstimate:
-        device, host = homes.memory(sharded_bytes=self.sharded, whole_bytes=self.whole)
+    def at(self, rank: int, position: int, placement: MemoryPlacement) -> RankEstimate:
+        device, host = placement.memory(sharded_bytes=self.sharded, whole_bytes=self.whole)
         held = sum(local_numel(spread, position) * size for spread, size in self.held.items())
         read = sum(local_numel(spread, position) * rate for spread, rate in self.read.items())
         return RankEstimate(rank, held, self.saved, device, host, round(read))
@@ -210,9 +210,9 @@ def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
     }
 
 
-def spare_tensors(index: CheckpointIndex) -> dict[str, Expression]:
+def extra_tensors(index: CheckpointIndex) -> dict[str, Expression]:
     """Return the tensors, by key, that are loaded only into a model that has a tensor of that name."""
-    return {key: Stored(key, index.entries[key].shape, index.entries[key].dtype) for key in sorted(index.spare)}
+    return {key: Stored(key, index.entries[key].shape, index.entries[key].dtype) for key in sorted(index.extra)}
 
 
 def _expression(index: CheckpointIndex, composition: Composition) -> Expression:
@@ -224,13 +224,13 @@ def _expression(index: CheckpointIndex, composition: Composition) -> Expression:
         case Whole(key):
             return leaf(key)
         case View(key, strided):
-            return view(leaf(key), strided)
+            return as_strided(leaf(key), strided)
         case Joined(pieces, dim):
             return concat([_expression(index, inner) for inner in pieces], dim)
         case _:
             if composition.kind not in NODES:
                 raise ConfigError(
-                    f"no dequantization is known for {composition.kind!r}. Add a line for it to NODES"
+                    f"{composition.kind!r}: has no entry in NODES, by which it is dequantized. Add one"
                 )
             node: MakeNode = found_at(NODES[composition.kind])
             return node(composition, leaf)

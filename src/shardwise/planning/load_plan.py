@@ -166,7 +166,7 @@ class LoadPlan:
     missing_keys: tuple[str, ...] = ()
     unexpected_keys: tuple[str, ...] = ()
     mismatched_keys: tuple[str, ...] = ()
-    twins: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)
+    duplicates: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)
     """Further expressions for a tensor that several names share: stored twice, and so required to be equal."""
 
     def reads(self) -> dict[str, Read]:
@@ -177,8 +177,8 @@ class LoadPlan:
         return tuple(name for name, fill in self.fills.items() if isinstance(fill, kind))
 
     def not_loaded(self, index: CheckpointIndex) -> tuple[str, ...]:
-        """Return the ignored contents of the checkpoint, without the spare tensors that the model does load."""
-        taken = {stored_key(read.expression) for read in self.reads().values()} & index.spare
+        """Return the ignored contents of the checkpoint, without the extra tensors that the model does load."""
+        taken = {stored_key(read.expression) for read in self.reads().values()} & index.extra
         return tuple(name for name in index.ignored if name not in taken)
 
     @cached_property
@@ -188,11 +188,11 @@ class LoadPlan:
 
     @cached_property
     def digest(self) -> str:
-        """One digest of all fingerprints, sorted by name, and of the names in ``twins``.
+        """One digest of all fingerprints, sorted by name, and of the names in ``duplicates``.
 
         They are sorted because modules may register tensors in the order of a set.
         """
-        facts = (sorted(self.fingerprints.items()), sorted(self.twins))
+        facts = (sorted(self.fingerprints.items()), sorted(self.duplicates))
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def _fingerprint(self, name: str, fill: Fill) -> str:
@@ -232,7 +232,7 @@ class _LoadPlanner:
     consent: Consent
     base_names: Mapping[str, str]
     fills: dict[str, Fill] = field(default_factory=dict)
-    twins: dict[str, tuple[Expression, ...]] = field(default_factory=dict)
+    duplicates: dict[str, tuple[Expression, ...]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -248,13 +248,13 @@ class _LoadPlanner:
             for entry in iter_entry_keys(item.composition)
         }
         self.names_unmatched = set(self.bindings.unmatched.values())
-        self.failed_names = {name for names in self.bindings.faults.values() for name in names}
+        self.failed_names = {name for names in self.bindings.errors.values() for name in names}
 
     def fault(self, kind: str, sentence: str) -> None:
         self.faults.setdefault(kind, []).append(sentence)
 
     def plan(self) -> LoadPlan:
-        for sentence in self.bindings.faults:
+        for sentence in self.bindings.errors:
             self.fault("conversion", sentence)
         for tensor in self.layout.tensors:
             if tensor.kind is TensorKind.BUFFER:
@@ -275,32 +275,32 @@ class _LoadPlanner:
             missing_keys=tuple(self.missing),
             unexpected_keys=tuple(self.unexpected),
             mismatched_keys=tuple(self.mismatched),
-            twins=self.twins,
+            duplicates=self.duplicates,
         )
 
     def fill(self, tensor: TensorLayout) -> Fill:
-        offers: list[Expression] = []
+        sources: list[Expression] = []
         for name in tensor.names:
-            claims = self.bindings.offers.get(name, ())
-            if len(claims) > 1:
-                keys = ", ".join(_keys(claim) for claim in claims)
+            stored = self.bindings.matched.get(name, ())
+            if len(stored) > 1:
+                keys = ", ".join(_keys(item) for item in stored)
                 self.fault("ambiguous", f"{name}: stored more than once, as {keys}")
-            offers += claims[:1]
-        if not offers:
+            sources += stored[:1]
+        if not sources:
             return self.fill_missing(tensor)
-        for offer in offers:
-            kind, reason = "quantized", self.undecoded(tensor, offer)
+        for source in sources:
+            kind, reason = "quantized", self.undecoded(tensor, source)
             if reason is None:
-                kind, reason = "mismatched", self.misfit(tensor, offer)
+                kind, reason = "mismatched", self.misfit(tensor, source)
             if reason is not None:
                 if allows(self.consent.mismatched, self.known(tensor.fqn)):
                     self.mismatched.append(tensor.fqn)
                     return self.init(tensor)
                 self.fault(kind, f"{tensor.fqn}: {reason}")
-                return Read(offer)
-        if len(offers) > 1:
-            self.twins[tensor.fqn] = tuple(offers[1:])
-        return Read(offers[0])
+                return Read(source)
+        if len(sources) > 1:
+            self.duplicates[tensor.fqn] = tuple(sources[1:])
+        return Read(sources[0])
 
     def known(self, name: str) -> str:
         """Return the name of a tensor in the user's options and in the model class."""
@@ -335,15 +335,15 @@ class _LoadPlanner:
             self.fault("uncomputable", f"{tensor.fqn}: a non-persistent buffer on meta that nothing computes")
         return Recompute(tensor.origin)
 
-    def undecoded(self, tensor: TensorLayout, offer: Expression) -> str | None:
+    def undecoded(self, tensor: TensorLayout, source: Expression) -> str | None:
         """Return the reason why the stored values are codes without scales, or None if they are plain values.
 
         Values that were saved in a narrow dtype without quantization have no scales in the checkpoint, and no
         quantization config.
         """
-        if tensor.dtype.kind != "float" and not computes(offer):
+        if tensor.dtype.kind != "float" and not computes(source):
             return None
-        for leaf in stored_leaves(offer):
+        for leaf in stored_leaves(source):
             if leaf.dtype in _CODES and leaf.key not in self.decoded:
                 scale = next((key for key in scale_names(leaf.key) if key in self.bindings.unmatched), None)
                 stored = f"stored in {leaf.dtype.label}" + (
@@ -355,23 +355,23 @@ class _LoadPlanner:
                     return f"{stored} without scales, and the checkpoint is quantized ({self.index.quantized})"
         return None
 
-    def misfit(self, tensor: TensorLayout, offer: Expression) -> str | None:
+    def misfit(self, tensor: TensorLayout, source: Expression) -> str | None:
         """Return the reason why an expression cannot fill a tensor, or None if it can."""
-        if offer.shape != tensor.shape:
-            return f"stored {self.describe(offer)}, model has {tensor.shape}"
-        for leaf in stored_leaves(offer):
+        if source.shape != tensor.shape:
+            return f"stored {self.describe(source)}, model has {tensor.shape}"
+        for leaf in stored_leaves(source):
             if leaf.dtype.bits % 8:
                 return f"stored as {leaf.dtype.label}, which cannot be loaded without its quantizer"
-        if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in iter_leaves(offer)):
-            return f"stored {self.describe(offer)}, model has {tensor.dtype.label}"
+        if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in iter_leaves(source)):
+            return f"stored {self.describe(source)}, model has {tensor.dtype.label}"
         return None
 
-    def describe(self, offer: Expression) -> str:
-        key = stored_key(offer)
+    def describe(self, source: Expression) -> str:
+        key = stored_key(source)
         if key is None:
-            return f"{offer.shape} as {offer}"
+            return f"{source.shape} as {source}"
         file = self.index.entries[key].file
-        return f"{offer.shape} {offer.dtype.label} in {file}" + (f" as {key}" if key else "")
+        return f"{source.shape} {source.dtype.label} in {file}" + (f" as {key}" if key else "")
 
     def check_unexpected(self) -> None:
         for key, name in self.bindings.unmatched.items():

@@ -38,7 +38,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class Provided:
     """A tensor as provided by one rank. ``boxes`` are the boxes of its elements on that rank."""
 
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ class Match:
 
 def match(
     places: Sequence[StateSlot],
-    brought_by_rank: Sequence[Mapping[str, Brought]],
+    provided_by_rank: Sequence[Mapping[str, Provided]],
     tolerance: Tolerance,
     global_ranks: Sequence[int] = ALL_RANKS,
 ) -> Match:
@@ -104,11 +104,11 @@ def match(
         KeyMismatchError: there are missing, unexpected or mismatched tensors that are not tolerated. The error
             lists all of them.
     """
-    bringing = [rank for rank, brought in enumerate(brought_by_rank) if brought]
-    _require_same_names(brought_by_rank, bringing, global_ranks)
-    names = list(brought_by_rank[bringing[0]]) if bringing else []
+    providers = {rank: provided for rank, provided in zip(global_ranks, provided_by_rank, strict=False) if provided}
+    _require_same_names(providers)
+    first = next(iter(providers.values()), {})
     known = {name for place in places for name in place.names}
-    unexpected = [name for name in names if name not in known]
+    unexpected = [name for name in first if name not in known]
     faults: dict[str, list[str]] = {
         "mismatched": [],
         "missing": [],
@@ -119,13 +119,13 @@ def match(
     missing: list[str] = []
     mismatched: list[str] = []
     for place in places:
-        present = [name for name in place.names if bringing and name in brought_by_rank[bringing[0]]]
+        present = [name for name in place.names if name in first]
         if not present:
             missing.append(place.names[0])
             if not any(allows(tolerance.missing, name) for name in place.names):
                 faults["missing"].append(place.names[0])
             continue
-        wrong = _misfit(place, present, brought_by_rank, bringing, global_ranks)
+        wrong = _misfit(place, present, providers)
         if wrong is not None:
             name, sentence = wrong
             mismatched.append(name)
@@ -133,49 +133,42 @@ def match(
                 faults["mismatched"].append(sentence)
             continue
         name = present[0]
-        held = tuple(brought[name].boxes if brought else () for brought in brought_by_rank)
+        held = tuple(provided[name].boxes if provided else () for provided in provided_by_rank)
         if not covers(place.shape, held):
             incomplete.append(name)
-        taken.append(Taken(place, name, brought_by_rank[bringing[0]][name].dtype, held))
+        taken.append(Taken(place, name, first[name].dtype, held))
     if any(faults.values()):
         raise KeyMismatchError(describe_faults("the state does not fit:", faults, STATE_REMEDIES))
     if incomplete:
         shown = "\n  ".join(abbreviate(incomplete))
         raise RankMismatchError(
-            f"what the ranks bring of these is not, together, each element once:\n  {shown}\nBring whole "
-            "tensors, or on every rank its own shards of one sharding."
+            f"the ranks together do not provide each element once:\n  {shown}\nPass whole tensors, or on every "
+            "rank its own shards of one sharding"
         )
     return Match(tuple(taken), tuple(missing), tuple(unexpected), tuple(mismatched))
 
 
-def _require_same_names(
-    brought_by_rank: Sequence[Mapping[str, Brought]], bringing: Sequence[int], global_ranks: Sequence[int]
-) -> None:
-    for rank in bringing[1:]:
-        first, mine = brought_by_rank[bringing[0]], brought_by_rank[rank]
-        one, other = global_ranks[bringing[0]], global_ranks[rank]
+def _require_same_names(providers: Mapping[int, Mapping[str, Provided]]) -> None:
+    for other, mine in providers.items():
+        one, first = next(iter(providers.items()))
         lines = [f"{name} is not on rank {other}" for name in first if name not in mine]
         lines += [f"{name} is not on rank {one}" for name in mine if name not in first]
         if lines:
             shown = "\n  ".join(abbreviate(lines))
             raise RankMismatchError(
-                f"ranks {one} and {other} bring different states:\n  {shown}\nBring the same on every "
-                "rank, or all of it on some and nothing on the others."
+                f"ranks {one} and {other} provide different states:\n  {shown}\nPass the same on every "
+                "rank, or all of it on some and None on the others"
             )
 
 
 def _misfit(
-    place: StateSlot,
-    present: Sequence[str],
-    brought_by_rank: Sequence[Mapping[str, Brought]],
-    bringing: Sequence[int],
-    global_ranks: Sequence[int],
+    place: StateSlot, present: Sequence[str], providers: Mapping[int, Mapping[str, Provided]]
 ) -> tuple[str, str] | None:
     for name in present:
-        for rank in bringing:
-            found = brought_by_rank[rank][name]
+        for rank, provided in providers.items():
+            found = provided[name]
             if found.shape != place.shape or not follows(found.dtype, place.dtype):
-                return name, f"{name}: brought {found} by rank {global_ranks[rank]}, wanted {place}"
+                return name, f"{name}: provided {found} by rank {rank}, wanted {place}"
     return None
 
 
@@ -270,7 +263,7 @@ the model. If values differ, those of that rank replace the others', and the rep
 error if it has none where another has some.
 """
 
-NOBODY: tuple[int, ...] = ()
+NO_SOURCES: tuple[int, ...] = ()
 """In place of the sources of a tensor that is on meta everywhere."""
 
 
@@ -318,7 +311,7 @@ def require_alike(items_by_rank: Sequence[Sequence[Item]], global_ranks: Sequenc
             shown = "\n  ".join(pattern for pattern, _ in collapse(lines)[:_SHOWN])
             raise RankMismatchError(
                 f"the ranks hold different models:\n  {shown}\nBuild the model from one configuration on every "
-                "rank, with the same weights tied and frozen."
+                "rank, with the same weights tied and frozen"
             )
 
 
@@ -328,7 +321,7 @@ def select_sources(
     values_from: ValuesFrom,
     global_ranks: Sequence[int] = ALL_RANKS,
 ) -> list[tuple[int, ...]]:
-    """Return the source rank of each rank for every tensor, or ``NOBODY``.
+    """Return the source rank of each rank for every tensor, or ``NO_SOURCES``.
 
     Raises:
         RankMismatchError: ranks that ``values_from`` requires have no values.
@@ -345,14 +338,16 @@ def select_sources(
             lacking.setdefault(_who(absent, global_ranks), []).append(name)
         having = having[:1] if values_from == "first_rank" else having
         leader = leading(having, most) if having else 0
-        chosen.append(tuple(rank if rank in having else leader for rank in range(len(live))) if having else NOBODY)
+        chosen.append(
+            tuple(rank if rank in having else leader for rank in range(len(live))) if having else NO_SOURCES
+        )
     if lacking:
         lines = [f"{who}: {pattern}" for who, found in lacking.items() for pattern, _ in collapse(found)[:_SHOWN]]
         raise RankMismatchError(
             f"{values_from} relies on values that ranks do not have:\n  "
             + "\n  ".join(lines)
             + "\n'any' takes them "
-            "from the ranks that have them."
+            "from the ranks that have them"
         )
     return chosen
 
@@ -426,7 +421,7 @@ def select_dtypes(
             )
     if faults:
         shown = "\n  ".join(pattern for pattern, _ in collapse(faults)[:_SHOWN])
-        raise RankMismatchError(f"the ranks hold tensors in different dtypes:\n  {shown}\nBuild them in one dtype.")
+        raise RankMismatchError(f"the ranks hold tensors in different dtypes:\n  {shown}\nBuild them in one dtype")
     return settled
 
 

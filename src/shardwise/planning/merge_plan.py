@@ -196,7 +196,7 @@ class _MergePlanner:
         for kind, sentences in self.faults.items():
             lines.append(f"  {kind}: {len(sentences)}")
             lines += [f"    {line}" for line in abbreviate(sentences, _LISTED)]
-        return "\n".join([*lines, "Merge it into the base that it was trained on."])
+        return "\n".join([*lines, "Merge it into the base that it was trained on"])
 
     # Matching keys
 

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Literal, TypeAlias
 
 from shardwise.conversion.computed import copies_from_shards
-from shardwise.conversion.expression import Expression, skeleton
+from shardwise.conversion.expression import Expression, structure
 from shardwise.tensors import Box, Strided, numel, row_blocks
 
 SMALL_BYTES = 1 << 16
@@ -248,7 +248,7 @@ class _Cutter:
 
     def blocks(self, stream: Sequence[Move], bucket_bytes: int) -> Iterator[Block]:
         for move in stream:
-            bare, leaves = skeleton(move.expression)
+            bare, leaves = structure(move.expression)
             form = bare, tuple(id(self._shares[leaf]) for leaf in leaves)
             for whole, ranks in find_holders(move.wanted).items():
                 most = bucket_bytes // (move.itemsize * max(2, len(ranks)))
@@ -262,20 +262,20 @@ class _Cutter:
     ) -> tuple[tuple[int, tuple[Piece, ...]], ...]:
         """Find the pieces of all ranks at once, with their shares placed one after the other in one memory."""
         held: dict[str, list[tuple[Box, Strided]]] = {leaf: [] for leaf in leaves}
-        homes: list[tuple[int, int, int]] = []
+        owners: list[tuple[int, int, int]] = []
         starts: list[int] = []
         used = 0
         for number, leaf in enumerate(leaves):
             for rank, boxes in enumerate(self._shares[leaf]):
                 for share, own in enumerate(boxes):
                     held[leaf].append((own, Strided.contiguous(own.sizes, used)))
-                    homes.append((rank, number, share))
+                    owners.append((rank, number, share))
                     starts.append(used)
                     used += own.numel
         given: dict[int, list[Piece]] = {}
         for copy in copies_from_shards(expression, held, box):
-            home = bisect_right(starts, copy.source.offset) - 1
-            rank, number, share = homes[home]
-            source = Strided(copy.source.offset - starts[home], copy.source.sizes, copy.source.strides)
+            index = bisect_right(starts, copy.source.offset) - 1
+            rank, number, share = owners[index]
+            source = Strided(copy.source.offset - starts[index], copy.source.sizes, copy.source.strides)
             given.setdefault(rank, []).append(Piece(number, share, source, copy.target))
         return tuple((rank, tuple(found)) for rank, found in sorted(given.items()))

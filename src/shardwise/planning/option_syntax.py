@@ -14,7 +14,7 @@ _DTYPE = re.compile(r"bfloat16|half|float|double|float(16|32|64)|float[48]_\w+")
 def require_floating_dtype(option: str, name: str) -> None:
     """Raise ConfigError if no floating dtype of torch has this name. Torch checks the rare ones again."""
     if not _DTYPE.fullmatch(name):
-        raise ConfigError(f"{option}={name!r} is not a floating dtype of torch. Pass one such as bfloat16.")
+        raise ConfigError(f"{option}={name!r} is not a floating dtype of torch. Pass one such as bfloat16")
 
 
 def parse_wrap(text: str) -> NamedPolicy | tuple[str, ...] | int:
@@ -31,7 +31,7 @@ def parse_wrap(text: str) -> NamedPolicy | tuple[str, ...] | int:
     if text in get_args(NamedPolicy):
         return cast(NamedPolicy, text)
     known = ", ".join([*get_args(NamedPolicy), "classes=NAME,NAME", "min-size=ELEMENTS"])
-    raise ConfigError(f"wrap={text!r} is not known. Pass one of {known}.")
+    raise ConfigError(f"wrap={text!r} is not known. Pass one of {known}")
 
 
 def parse_tuning(text: str) -> tuple[Literal["full", "freeze", "lora", "adapter"], dict[str, Any]]:

@@ -145,7 +145,7 @@ WrittenBoxes: TypeAlias = Mapping[str, Sequence[tuple[Box, Strided]]]
 def arrange_writes(
     saved: Iterable[tuple[TensorEntry, Expression]],
     held: WrittenBoxes,
-    numbers: Mapping[str, int],
+    indices: Mapping[str, int],
     staged: Collection[str],
     policy: WritePolicy,
     staging_bytes: int,
@@ -158,7 +158,7 @@ def arrange_writes(
     Args:
         saved: the location of each tensor in the files, and its expression.
         held: the boxes that this rank writes.
-        numbers: indices of the tensors in memory, by name.
+        indices: indices of the tensors in memory, by name.
         staged: names of tensors that need staging, because they are cast or on an accelerator.
         policy: write policy of the storage.
         staging_bytes: staging memory of one worker.
@@ -178,7 +178,7 @@ def arrange_writes(
             back = Copy(leaf, piece.target, piece.source)
             found = iter_segments(
                 back,
-                numbers[name],
+                indices[name],
                 entry,
                 needs_staging=name in staged,
                 policy=like_reads,

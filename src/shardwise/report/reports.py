@@ -186,11 +186,11 @@ class StateReport(MovedReport):
             which have kept the settings of their group.
         unexpected: additional entries of the state, which were left out.
         mismatched: names in the state with another shape or kind of number. The tensors have kept their values.
-        cast: name to ("dtype brought", "dtype now").
-        afresh: of optimizers, parameters that are without state now, as before their first step.
+        cast: name to ("dtype provided", "dtype now").
+        without_state: of optimizers, parameters that are without state now, as before their first step.
         on_meta: of models, tensors that still have no values.
         recomputed: of models that were on meta, buffers and attributes that no state has, computed again.
-        brought_by: the ranks that had the state.
+        provided_by: the ranks that had the state.
         read_bytes: read from files by this rank.
         seconds: by phase, in order: agree, exchange, finish.
     """
@@ -200,10 +200,10 @@ class StateReport(MovedReport):
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
     cast: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    afresh: tuple[str, ...] = ()
+    without_state: tuple[str, ...] = ()
     on_meta: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
-    brought_by: tuple[int, ...] = hidden(default=())
+    provided_by: tuple[int, ...] = hidden(default=())
     read_bytes: int = 0
 
     def headline(self) -> Iterator[str]:

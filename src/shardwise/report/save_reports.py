@@ -168,7 +168,7 @@ class RestoreReport(RankReport):
     Attributes:
         directory: of the checkpoint.
         step: number of completed optimizer steps.
-        passed_over: later steps that are incomplete: files are missing or truncated.
+        skipped_steps: later steps that are incomplete: files are missing or truncated.
         saved_by: how many ranks saved it.
         user: the user's own state.
         restored: the components that were: "model", "optimizers", "schedulers", "scaler", "data", "rng".
@@ -178,7 +178,7 @@ class RestoreReport(RankReport):
         missing: entries that the checkpoint does not have, which are unchanged.
         unexpected: additional entries of the checkpoint, which were left out.
         mismatched: entries in another form, which are unchanged.
-        afresh: trained parameters that have no state in the optimizers, as before their first step.
+        without_state: trained parameters that have no state in the optimizers, as before their first step.
         base: comparison of the base with that of the checkpoint, as a sentence. "" if the checkpoint has all
             weights.
         cast: state of optimizers to ("dtype stored", "dtype now").
@@ -192,7 +192,7 @@ class RestoreReport(RankReport):
     directory: str
     step: int
     saved_by: int
-    passed_over: tuple[int, ...] = hidden(default=())
+    skipped_steps: tuple[int, ...] = hidden(default=())
     user: Mapping[str, Any] = hidden(default_factory=dict)
     restored: tuple[str, ...] = hidden(default=())
     model: tuple[str, ...] = hidden(default=())
@@ -201,7 +201,7 @@ class RestoreReport(RankReport):
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
-    afresh: tuple[str, ...] = ()
+    without_state: tuple[str, ...] = ()
     base: str = ""
     cast: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     rng: str = ""
@@ -215,8 +215,9 @@ class RestoreReport(RankReport):
         yield f"  saved by {self.saved_by} ranks; this rank read {in_bytes(self.read_bytes)}"
         yield f"  restored: {', '.join(self.restored)}"
         yield f"  {in_bytes(self.checked_bytes)} are what was written" if self.checked_bytes else "  not checked"
-        if self.passed_over:
-            yield f"  skipped, because files are missing or truncated: step {', '.join(map(str, self.passed_over))}"
+        if self.skipped_steps:
+            steps = ", ".join(map(str, self.skipped_steps))
+            yield f"  skipped, because files are missing or truncated: step {steps}"
         for name, text in (("base", self.base), ("rng", self.rng), ("data", self.data)):
             if text:
                 yield f"  {name}: {text}"
@@ -236,7 +237,7 @@ class TrainerReport(Report):
         optimizer: report of the optimizer's state, or None if it was not restored.
         restored: restored components: "model", "optimizer", "scheduler", "random numbers".
         not_restored: all else that the folder holds or a run needs, with the reason.
-        told: numbers and texts in ``trainer_state.json`` (best_metric, num_input_tokens_seen, max_steps, ...).
+        trainer_state: numbers and texts in ``trainer_state.json`` (best_metric, max_steps, ...).
     """
 
     checkpoint: str
@@ -246,7 +247,7 @@ class TrainerReport(Report):
     optimizer: StateReport | None
     restored: tuple[str, ...] = hidden()
     not_restored: Mapping[str, str] = hidden()
-    told: Mapping[str, Any] = hidden()
+    trainer_state: Mapping[str, Any] = hidden()
 
     def headline(self) -> Iterator[str]:
         yield f"{self.checkpoint}: step {self.step}, epoch {self.epoch:g}"

@@ -105,7 +105,7 @@ class _RenderableChat:
         try:
             texts, spans = render(conversations=[list(messages)], chat_template=self.template, **variables)
         except Exception as error:  # a template can raise anything
-            raise ChatError(f"chat template: {error}. Change the row, or set chat_template_path.") from error
+            raise ChatError(f"chat template: {error}. Change the row, or set chat_template_path") from error
         return str(texts[0]), [(start, end) for start, end in (spans[0] if spans else ())]
 
     def attempt(self, messages: Sequence[ChatMessage], *, prompt: bool = False) -> str | None:
@@ -136,12 +136,12 @@ class AssistantMasks:
         if not tokenizer.is_fast:
             raise ConfigError(
                 f"{name}: is a slow tokenizer, which reports no character offsets. assistant_only_loss needs a "
-                "fast one (tokenizer.json)."
+                "fast one (tokenizer.json)"
             )
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"{name}: has no chat template, which rows with 'messages' need. Set chat_template_path, or use "
-                "rows with 'prompt' and 'completion'."
+                "rows with 'prompt' and 'completion'"
             )
         self._tokenizer = tokenizer
         special = {str(token) for token in tokenizer.all_special_tokens}
@@ -195,7 +195,7 @@ class AssistantMasks:
             ("tool_calls", any(message.get("tool_calls") for message in messages)),
         ):
             if is_used and name not in template:
-                raise ChatError(f"chat template: does not use {name!r}, which the row has. Set chat_template_path.")
+                raise ChatError(f"chat template: does not use {name!r}, which the row has. Set chat_template_path")
         first: ChatError | None = None
         for form in _forms(messages):
             chat = _RenderableChat(template, self._tokenizer.special_tokens_map, form, variables)
@@ -437,4 +437,4 @@ def _has(text: str, piece: str) -> bool:
 
 
 def _left_out(name: str) -> ChatError:
-    return ChatError(f"chat template: leaves out {name}. Set chat_template_path, or drop it from the row.")
+    return ChatError(f"chat template: leaves out {name}. Set chat_template_path, or drop it from the row")

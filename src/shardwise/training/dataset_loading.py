@@ -81,17 +81,17 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
 
         whole = copy.copy(mixture)
         whole.test_split_size = None  # TRL's split has no seed, so each rank would get a different one
-        mixed: Mapping[str, AnyDataset] = _call("datasets", get_dataset, whole)
+        mixed: Mapping[str, AnyDataset] = _call(_names(mixture.datasets), get_dataset, whole)
         return (
             mixed
             if mixture.test_split_size is None
             else _split(mixed, script.dataset_train_split, mixture.test_split_size)
         )
     if weights is not None:
-        raise ConfigError("interleave: needs datasets, whose weights it lists. Write datasets: [{path: ...}, ...].")
+        raise ConfigError("interleave: needs datasets, whose weights it lists. Write datasets: [{path: ...}, ...]")
     name = script.dataset_name
     if not name:
-        raise ConfigError("dataset_name: is missing. Set it, or datasets.")
+        raise ConfigError("dataset_name: is missing. Set it, or datasets")
     if builder := _find_builder(name):
         options = {"path": builder, "data_files": name}
     else:
@@ -115,20 +115,21 @@ def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[s
     is_number = [type(weight) in (int, float) and 0 < weight < math.inf for weight in weights]
     if len(weights) != len(mixture.datasets) or not all(is_number):
         raise ConfigError(
-            f"interleave: has {len(weights)} weights for {len(mixture.datasets)} datasets. Give each one above 0."
+            f"interleave: has {len(weights)} weights for {len(mixture.datasets)} datasets. Give each one above 0"
         )
     if any(entry.fraction is not None for entry in mixture.datasets):
-        raise ConfigError("interleave: contradicts fraction of datasets. Remove one of them.")
+        raise ConfigError("interleave: contradicts fraction of datasets. Remove one of them")
     loaded: list[AnyDataset] = []
     for entry in mixture.datasets:
         options = {key: getattr(entry, key) for key in ("path", "name", "data_dir", "data_files", "split")}
-        dataset = _call(entry.path, datasets.load_dataset, **options, streaming=mixture.streaming)
-        loaded.append(
-            dataset if entry.columns is None else _call(entry.path, dataset.select_columns, entry.columns)
-        )
+        dataset = _call(_names([entry]), datasets.load_dataset, **options, streaming=mixture.streaming)
+        if entry.columns is not None:
+            dataset = _call(_names([entry]), dataset.select_columns, entry.columns)
+        loaded.append(dataset)
     shares = [weight / sum(weights) for weight in weights]
     options = {"seed": seed, "stopping_strategy": "all_exhausted_without_replacement"}
-    mixed = _call("interleave", datasets.interleave_datasets, loaded, probabilities=shares, **options)
+    names = _names(mixture.datasets)
+    mixed = _call(names, datasets.interleave_datasets, loaded, probabilities=shares, **options)
     found = {"train": mixed}
     return found if mixture.test_split_size is None else _split(found, "train", mixture.test_split_size)
 
@@ -140,26 +141,30 @@ def _split(found: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[s
     train = found[name]
     if isinstance(train, datasets.IterableDataset):
         raise ConfigError(
-            "test_split_size: cannot split a streamed dataset. Set dataset_test_split, or do not stream."
+            "test_split_size: cannot split a streamed dataset. Set dataset_test_split, or do not stream"
         )
     try:
         split = train.train_test_split(test_size=size, seed=0)
     except ValueError as error:
         raise ConfigError(
-            f"test_split_size: {size} cannot be used, {error} Write a fraction of the rows."
+            f"test_split_size: {size} cannot be used, {error} Write a fraction of the rows"
         ) from error
     return {name: split["train"], "test": split["test"]}
 
 
-def _call(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+def _names(entries: Sequence[Any]) -> str:
+    return ", ".join(str(entry.data_files or entry.path) for entry in entries)
+
+
+def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     try:
         return read(*args, **keywords)
     except ShardwiseError:
         raise
     except Exception as error:  # of datasets, pyarrow, the hub: any
         cause = error.__cause__ or error
-        told = redacted(f"{name_}: cannot be loaded as a dataset, {cause}", name_, {})
-        raise ConfigError(f"{told}. Check the name and the rows.") from error
+        message = redacted(f"{names}: cannot be loaded as a dataset, {cause}", names, {})
+        raise ConfigError(f"{message}. Check the name and the rows") from error
 
 
 # Rows
@@ -229,11 +234,11 @@ def _tokenized(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mappin
         context = [{**message, "weight": 0} for message in _turns("prompt", chat.get("prompt", []))]
         chat["messages"] = [*context, *_turns("completion", chat.get("completion", []))]
     if not isinstance(chat.get("chat_template_kwargs") or {}, Mapping):
-        raise MalformedRowError("chat_template_kwargs: is not a mapping. Write {NAME: VALUE, ...}.")
+        raise MalformedRowError("chat_template_kwargs: is not a mapping. Write {NAME: VALUE, ...}")
     for index, message in enumerate(chat["messages"]):
         _require_message(message, f"messages[{index}]")
     if not any(message["role"] == "assistant" for message in chat["messages"]):
-        raise MalformedRowError("messages: none has the role 'assistant'. Add one, or remove the row.")
+        raise MalformedRowError("messages: none has the role 'assistant'. Add one, or remove the row")
     return masks(chat["messages"], chat.get("tools"), chat.get("chat_template_kwargs"))
 
 
@@ -287,18 +292,18 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _turns(key: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise MalformedRowError(f"{key}: is not a list of messages. Write [{{role: ..., content: ...}}, ...].")
+        raise MalformedRowError(f"{key}: is not a list of messages. Write [{{role: ..., content: ...}}, ...]")
     return value
 
 
 def _require_message(message: Mapping[str, Any], name: str) -> None:
     """Check that a message has a role, text as its content, and calls of functions with JSON as arguments."""
     if not isinstance(message.get("role"), str):
-        raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}.")
+        raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}")
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [{"text": content}]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text", ""), str) for part in parts):
-        raise MalformedRowError(f"{name}.content: is not text, nor a list of parts of text. Write content: TEXT.")
+        raise MalformedRowError(f"{name}.content: is not text, nor a list of parts of text. Write content: TEXT")
     try:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
@@ -308,13 +313,13 @@ def _require_message(message: Mapping[str, Any], name: str) -> None:
                 json.loads(arguments or "{}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MalformedRowError(
-            f"{name}.tool_calls: is not a list of calls. Write [{{function: {{name: ..., arguments: ...}}}}, ...]."
+            f"{name}.tool_calls: is not a list of calls. Write [{{function: {{name: ..., arguments: ...}}}}, ...]"
         ) from error
 
 
 def _functions(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise MalformedRowError("tools: is not a list of functions. Write [{name: ..., parameters: ...}, ...].")
+        raise MalformedRowError("tools: is not a list of functions. Write [{name: ..., parameters: ...}, ...]")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
@@ -324,7 +329,7 @@ def _parsed(key: str, value: Any) -> Any:
     try:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
-        raise MalformedRowError(f"{key}: is a string that is not valid JSON, {error}. Correct the row.") from error
+        raise MalformedRowError(f"{key}: is a string that is not valid JSON, {error}. Correct the row") from error
 
 
 def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -332,7 +337,7 @@ def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
         return dict(turn)
     speaker = turn.get("from")
     if speaker is None:
-        raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}.")
+        raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}")
     if not isinstance(speaker, str) or speaker not in _ROLES:
         raise MalformedRowError(f"{name}: has the speaker {speaker!r}. Use one of {', '.join(_ROLES)}.")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
@@ -347,7 +352,7 @@ def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
         ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MalformedRowError(
-            f"{name}: is not a function call in JSON. Write {{name: ..., arguments: ...}}."
+            f"{name}: is not a function call in JSON. Write {{name: ..., arguments: ...}}"
         ) from error
     return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
 
@@ -362,12 +367,12 @@ def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
         for asked, answered in history:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     except (TypeError, ValueError) as error:
-        raise MalformedRowError("history: is not a list of pairs. Write [[question, answer], ...].") from error
+        raise MalformedRowError("history: is not a list of pairs. Write [[question, answer], ...]") from error
     if "output" not in row:
-        raise MalformedRowError("output: is missing beside 'instruction'. Add it.")
+        raise MalformedRowError("output: is missing beside 'instruction'. Add it")
     for key in ("instruction", "input", "output"):
         if not isinstance(row.get(key, ""), str):
-            raise MalformedRowError(f"{key}: is not text. Put it in quotes.")
+            raise MalformedRowError(f"{key}: is not text. Put it in quotes")
     asked = "\n".join(text for text in (row.pop("instruction"), row.pop("input", None)) if text)
     messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": row.pop("output")}]
     return {**row, "messages": messages}

@@ -150,14 +150,14 @@ def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -
     has_weights = bool(checkpoints_in(output)) or any(any(output.glob(one)) for one in weights)
     if has_weights and not file.is_file():
         raise ConfigError(
-            f"output_dir: {output} has a model that this training would overwrite. Set another output_dir."
+            f"output_dir: {output} has a model that this training would overwrite. Set another output_dir"
         )
     found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
     if differing := [key for key in identity if found.get(key) != identity[key]]:
         key = differing[0]
         raise ConfigError(
             f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. Set "
-            "another output_dir, or remove that one."
+            "another output_dir, or remove that one"
         )
     written = file.with_suffix(".new")
     written.write_text(json.dumps(dict(identity), indent=2), "utf-8")

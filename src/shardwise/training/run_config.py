@@ -57,18 +57,18 @@ OWN_KEYS: Final[Mapping[str, Spec]] = {
 
 _SHARDED_HERE = (
     "the model is sharded by shardwise. Remove it, or use accelerate_config, transformer_layer_cls_to_wrap, "
-    "dp_replicate_size or cpu_offload."
+    "dp_replicate_size or cpu_offload"
 )
 _REJECTED: Final[Mapping[str, str]] = {
     "fsdp": _SHARDED_HERE,
     "fsdp_config": _SHARDED_HERE,
     "deepspeed": _SHARDED_HERE,
     "parallelism_config": _SHARDED_HERE,
-    "load_in_8bit": "8-bit bases are not supported. Use load_in_4bit.",
-    "use_liger_kernel": "Liger kernels replace modules of a model that is sharded already. Remove it.",
-    "torch_compile": "the whole model would be compiled after it is sharded. Remove it.",
-    "auto_find_batch_size": "a rank that runs out of memory would retry alone. Set per_device_train_batch_size.",
-    "use_vllm": "TRL would gather the whole model for vLLM. Remove it.",
+    "load_in_8bit": "8-bit bases are not supported. Use load_in_4bit",
+    "use_liger_kernel": "Liger kernels replace modules of a model that is sharded already. Remove it",
+    "torch_compile": "the whole model would be compiled after it is sharded. Remove it",
+    "auto_find_batch_size": "a rank that runs out of memory would retry alone. Set per_device_train_batch_size",
+    "use_vllm": "TRL would gather the whole model for vLLM. Remove it",
 }
 """Keys that are rejected if they are set, with the reason and the remedy."""
 
@@ -114,7 +114,7 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     method = words.pop(0) if words and words[0] in METHODS else None
     file = words.pop(0) if words and not words[0].startswith("--") else None
     if file is not None and not Path(file).suffix and not Path(file).exists():
-        raise ConfigError(f"{file}: is not supported. Use one of {', '.join(METHODS)}, or a YAML file.")
+        raise ConfigError(f"{file}: is not supported. Use one of {', '.join(METHODS)}, or a YAML file")
     values = {} if file is None else read_yaml(Path(file))
     values |= dict(_overrides(words))
     if method is not None:
@@ -156,7 +156,7 @@ def _sections() -> Mapping[str, str | None]:
 
 def _section_fault(name: str) -> str:
     new = _sections().get(name)
-    return f"{name}: sections were removed. " + (f"Use {new}." if new else "Remove it, there is no such key.")
+    return f"{name}: sections were removed. " + (f"Use {new}" if new else "Remove it, there is no such key")
 
 
 def get_keys(method: TrainMethod) -> Mapping[str, Spec]:
@@ -168,7 +168,7 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     """Yield the faults of a key and its value."""
     specs = get_keys(method)
     if others := [name for name in METHODS if key not in specs and key in get_keys(name)]:
-        yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method."
+        yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method"
     elif isinstance(value, dict) and key not in specs and any(name.startswith(f"{key}.") for name in _sections()):
         yield from (_section_fault(f"{key}.{name}") for name in value)
     elif faults := [f"{key}: {fault}" for fault in _key_faults(key, value, specs, method)]:
@@ -180,11 +180,11 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     elif key == "env":
         for name, one in (value or {}).items():
             if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{one}":
-                yield f"env: {_format_value(name)} cannot be set to {_format_value(one)}. Write NAME: VALUE."
+                yield f"env: {_format_value(name)} cannot be set to {_format_value(one)}. Write NAME: VALUE"
     elif key == "datasets":
         for number, entry in enumerate(value or ()):
             if not isinstance(entry, dict) or "path" not in entry:
-                yield f"datasets[{number}]: {_format_value(entry)} has no path. Write - path: NAME."
+                yield f"datasets[{number}]: {_format_value(entry)} has no path. Write - path: NAME"
                 continue
             for name, one in entry.items():
                 found = _key_faults(str(name), one, _table()["datasets"], "datasets")
@@ -195,7 +195,7 @@ def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> 
     """Yield a fault if a key is unknown, or a value has none of its types and choices."""
     if key not in specs:
         near = difflib.get_close_matches(str(key), specs, n=1)
-        yield f"is not a key of {whose}." + (f" Did you mean {near[0]}?" if near else "")
+        yield f"is not a key of {whose}" + (f". Did you mean {near[0]}?" if near else "")
         return
     types: Sequence[str] = specs[key]["types"]
     kind = "null" if value is None else type(value).__name__
@@ -208,7 +208,7 @@ def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> 
     )
     if not fits:
         expected = " or ".join(name for name in types if name != "null") + (" or null" if "null" in types else "")
-        yield f"{_format_value(value)} is a {kind}. Expected {expected}."
+        yield f"{_format_value(value)} is a {kind}. Expected {expected}"
     elif {"int", "float"} & {*types} and kind in ("int", "float", "str"):
         yield from _number_faults(key, value)
     choices = specs[key].get("choices")
@@ -222,9 +222,9 @@ def _number_faults(key: str, value: Any) -> Iterator[str]:
     with suppress(ValueError, OverflowError):  # a word, or a number beyond floats
         number = float(value)
         if math.isnan(number) or (key == "num_train_epochs" and math.isinf(number)):
-            yield f"{_format_value(value)} is not finite. Write a number."
+            yield f"{_format_value(value)} is not finite. Write a number"
         elif key in _AT_LEAST_1 and number < 1:
-            yield f"{_format_value(value)} is less than 1. Write 1 or more."
+            yield f"{_format_value(value)} is less than 1. Write 1 or more"
 
 
 def _is_number(text: str, types: Sequence[str]) -> bool:
@@ -258,11 +258,11 @@ def read_yaml(file: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(file.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read, {error.strerror}. Check the path.") from error
+        raise ConfigError(f"{file}: cannot be read, {error.strerror}. Check the path") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a date or a number
         raise ConfigError(f"{file}: is not valid YAML. {error}") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ConfigError(f"{file}: is not a mapping of keys to values. Write lines KEY: VALUE.")
+        raise ConfigError(f"{file}: is not a mapping of keys to values. Write lines KEY: VALUE")
     return found
 
 
@@ -280,7 +280,7 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         if word.startswith("--"):
             groups.append(word.removeprefix("--").split("=", 1))
         elif not groups:
-            raise ConfigError(f"{word}: is not a key. Write --key value after the configuration file.")
+            raise ConfigError(f"{word}: is not a key. Write --key value after the configuration file")
         else:
             groups[-1].append(word)
     for key, *texts in groups:
@@ -382,7 +382,7 @@ def _expanded(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
     faults = [fault for name, own in given.items() for fault in _tenant_faults(name, own)]
     faults += [fault for key, values in sweep.items() for fault in _sweep_faults(key, values)]
     if not given and not sweep:
-        faults.append("tenants: is empty. Write NAME: {KEY: VALUE, ...}, or sweep: {KEY: [VALUE, ...]}.")
+        faults.append("tenants: is empty. Write NAME: {KEY: VALUE, ...}, or sweep: {KEY: [VALUE, ...]}")
     if faults:
         return {}, faults
     points = list(itertools.product(*([(key, value) for value in values] for key, values in sweep.items())))
@@ -391,9 +391,9 @@ def _expanded(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
         found["-".join(filter(None, [str(name), *(_word(*each) for each in point)]))] = {**own, **dict(point)}
     wanted = len(points) * max(len(given), 1)
     if wanted > _MOST_TENANTS:
-        faults.append(f"sweep: has {wanted} combinations. Use at most {_MOST_TENANTS}.")
+        faults.append(f"sweep: has {wanted} combinations. Use at most {_MOST_TENANTS}")
     elif len(found) < wanted:
-        faults.append("sweep: two combinations have the same name. List each value once.")
+        faults.append("sweep: two combinations have the same name. List each value once")
     return found, faults
 
 
@@ -401,9 +401,9 @@ def _tenant_faults(name: object, own: object) -> Iterator[str]:
     if not isinstance(name, str) or not re.fullmatch(
         r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?=[A-Za-z0-9_-])){0,99}", name
     ):
-        yield f"tenants: {name!r} is not a name. Use up to 100 letters, digits, '.', '_' and '-'."
+        yield f"tenants: {name!r} is not a name. Use up to 100 letters, digits, '.', '_' and '-'"
     elif not isinstance(own, dict):
-        yield f"tenants.{name}: is not a mapping. Write {name}: {{KEY: VALUE, ...}}, or {name}: {{}}."
+        yield f"tenants.{name}: is not a mapping. Write {name}: {{KEY: VALUE, ...}}, or {name}: {{}}"
     else:
         for key, value in own.items():
             yield from (f"tenants.{name}.{fault}" for fault in _override_faults(key, value))
@@ -411,7 +411,7 @@ def _tenant_faults(name: object, own: object) -> Iterator[str]:
 
 def _sweep_faults(key: str, values: object) -> Iterator[str]:
     if not isinstance(values, list) or not values:
-        yield f"sweep.{key}: is not a list of values. Write {key}: [VALUE, ...]."
+        yield f"sweep.{key}: is not a list of values. Write {key}: [VALUE, ...]"
         return
     faults = dict.fromkeys(fault for value in values for fault in _override_faults(key, value))
     yield from (f"sweep.{fault}" for fault in faults)
@@ -421,14 +421,14 @@ def _override_faults(key: str, value: Any) -> Iterator[str]:
     faults = list(find_faults(key, value, "sft"))
     if not faults and key not in TENANT_KEYS:
         where = "Set it once for all" if key in _SHARED_KEYS else "Remove it"
-        faults.append(f"{key}: cannot differ between tenants. {where}.")
+        faults.append(f"{key}: cannot differ between tenants. {where}")
     yield from faults or _unsupported(key, value)
 
 
 def _unsupported(key: str, value: Any) -> Iterator[str]:
     """Yield a fault if a key or value is supported in a single training only."""
     if key not in TENANT_KEYS and key not in _SHARED_KEYS:
-        yield f"{key}: is not supported with tenants. Remove it."
+        yield f"{key}: is not supported with tenants. Remove it"
     elif key in _VALUES and value not in _VALUES[key]:
         yield f"{key}: {value} is not supported with tenants. Use {', '.join(map(str, _VALUES[key]))}."
 

@@ -87,7 +87,7 @@ def parse(config: RunConfig) -> TrlArguments:
         raise ConfigError(f"{config.source}: is rejected by TRL. {error}") from error
     arguments = TrlArguments(found[0], found[1], found[2], found[3], config.own)
     if not arguments.model.model_name_or_path:
-        raise ConfigError("model_name_or_path: is missing. Set it to a folder, a name on the hub or a URL.")
+        raise ConfigError("model_name_or_path: is missing. Set it to a folder, a name on the hub or a URL")
     _require_consistent(arguments, config.method)
     return arguments
 
@@ -102,20 +102,20 @@ def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
     if method == "grpo" and training.beta and not model.use_peft:
         raise ConfigError(
             f"beta: {training.beta} compares with a reference, which TRL would load whole on every rank. Set beta "
-            "to 0.0, or use_peft to true."
+            "to 0.0, or use_peft to true"
         )
     if model.load_in_4bit and not model.use_peft:
-        raise ConfigError("load_in_4bit: packed weights are not trained. Set use_peft.")
+        raise ConfigError("load_in_4bit: packed weights are not trained. Set use_peft")
     try:
         transformers.Trainer.get_optimizer_cls_and_kwargs(training)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"optim: {training.optim.value} cannot be created, {error}. Set another.") from error
+        raise ConfigError(f"optim: {training.optim.value} cannot be created, {error}. Set another") from error
     if arguments.own["early_stopping_patience"] and not training.load_best_model_at_end:
-        raise ConfigError("early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them.")
+        raise ConfigError("early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them")
     if training.model_init_kwargs:
         raise ConfigError(
             f"model_init_kwargs: {', '.join(training.model_init_kwargs)} cannot be passed on. Use dtype, "
-            "attn_implementation and model_revision."
+            "attn_implementation and model_revision"
         )
 
 
@@ -129,7 +129,7 @@ def load_model(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
     keywords = model_options(arguments, method)
     keywords["tuning"] = tuning = build_tuning(arguments)
     if isinstance(tuning, Full):
-        keywords["trained"] = "unchanged"  # TRL trains in the dtype that is loaded
+        keywords["trained_dtype"] = "unchanged"  # TRL trains in the dtype that is loaded
     return for_trainer(_without_secrets(from_pretrained(arguments.model.model_name_or_path, **keywords)))
 
 
@@ -190,7 +190,7 @@ def _sharding(own: Mapping[str, Any]) -> Sharding:
     keys = ("transformer_layer_cls_to_wrap", "min_num_params", "cpu_offload")
     if own["accelerate_config"]:
         if given := [key for key in keys if own[key]]:
-            raise ConfigError(f"{given[0]}: contradicts accelerate_config. Remove one of them.")
+            raise ConfigError(f"{given[0]}: contradicts accelerate_config. Remove one of them")
         return Sharding.from_accelerate(trl_accelerate_config(own["accelerate_config"]))
     classes, size = own["transformer_layer_cls_to_wrap"], own["min_num_params"]
     wrap: WrapPolicy = Classes(tuple(classes)) if classes else MinSize(size) if size else "auto"
@@ -206,7 +206,7 @@ def build_tuning(arguments: TrlArguments) -> Tuning:
     }
     if config is not None:
         if frozen:
-            raise ConfigError(f"{next(iter(frozen))}: contradicts use_peft. Remove one of them.")
+            raise ConfigError(f"{next(iter(frozen))}: contradicts use_peft. Remove one of them")
         return Lora(config, placement="sharded" if own["shard_adapters"] else "replicated")
     if not frozen:
         return Full()
@@ -227,12 +227,12 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
         found: Any = kind.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
         message = redacted(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
-        raise ConfigError(f"{message}. Check the folder, or set tokenizer_name_or_path.") from error
+        raise ConfigError(f"{message}. Check the folder, or set tokenizer_name_or_path") from error
     template = getattr(arguments.training, "chat_template_path", None)
     if template and not (Path(template).is_file() and template.endswith((".jinja", ".j2"))):
         raise ConfigError(
             f"chat_template_path: {template} is not a .jinja file. The template of another model may need new "
-            "tokens, which a sharded model cannot get. Save the template as a file."
+            "tokens, which a sharded model cannot get. Save the template as a file"
         )
     if template:
         found.chat_template = Path(template).read_text("utf-8")
@@ -262,13 +262,13 @@ def load_data(
             if name not in found:
                 raise ConfigError(
                     f"{name}: is not a split of the dataset, which has {', '.join(found)}. Set "
-                    "dataset_train_split, dataset_test_split or test_split_size."
+                    "dataset_train_split, dataset_test_split or test_split_size"
                 )
         if empty := [name for name in names if next(iter(found[name]), None) is None]:
-            raise ConfigError(f"{empty[0]}: has no rows. Check the dataset, or set another split.")
+            raise ConfigError(f"{empty[0]}: has no rows. Check the dataset, or set another split")
         datasets = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
         if images := {"image", "images"} & set(get_dataset_column_names(datasets[0])):
-            raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column.")
+            raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column")
         if is_masked and is_conversational(next(iter(datasets[0]))):
             datasets = [dataset_loading.with_masks(dataset, processor, num_proc=num_proc) for dataset in datasets]
     train, test = datasets[0], datasets[1] if len(datasets) > 1 else None
@@ -340,16 +340,16 @@ def _reward_functions(script: Any) -> list[Callable[..., Any]]:
         ConfigError: a function cannot be imported. The message has its name.
     """
     if script.reward_model_name_or_path:
-        raise ConfigError("reward_model_name_or_path: would be loaded whole on every rank. Use reward_funcs.")
+        raise ConfigError("reward_model_name_or_path: would be loaded whole on every rank. Use reward_funcs")
     if not script.reward_funcs:
-        raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, or import paths.")
+        raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, or import paths")
     sys.path.insert(0, os.getcwd())
     found = []
     for name in script.reward_funcs:
         try:
             found.append(pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}"))
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"reward_funcs: {name} cannot be imported, {error}. Check the path.") from error
+            raise ConfigError(f"reward_funcs: {name} cannot be imported, {error}. Check the path") from error
     return found
 
 
@@ -366,7 +366,7 @@ def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
     if pad is not None and pad >= rows:
         raise ConfigError(
             f"pad_token: has the id {pad}, and the model has embeddings for 0 to {rows - 1}. Set pad_token to a "
-            "token of the model."
+            "token of the model"
         )
 
 
@@ -388,7 +388,7 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
     """
     ranks = ranks or config.own["num_processes"]
     if not ranks:
-        raise ConfigError("num_processes: is missing. Set it, or give --ranks.")
+        raise ConfigError("num_processes: is missing. Set it, or give --ranks")
     replicas, rows_per_example = config.own["dp_replicate_size"], 2 if config.method == "dpo" else 1
     on_one = RunConfig(config.source, config.method, config.values, {**config.own, "dp_replicate_size": 1})
     arguments = parse(on_one)
@@ -407,7 +407,7 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
     }
     options |= placed
     if isinstance(tuning, Full):
-        options["trained"] = "unchanged"
+        options["trained_dtype"] = "unchanged"
     if replicas > 1:
         options["mesh"] = {"replicate": replicas, "shard": max(ranks // replicas, 1)}
     made = plan(arguments.model.model_name_or_path, ranks=ranks, **options)

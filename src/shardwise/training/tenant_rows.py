@@ -38,12 +38,12 @@ class TokenizedRows:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def tensors(self, numbers: Sequence[int]) -> RowTensors:
+    def tensors(self, indices: Sequence[int]) -> RowTensors:
         """Collate rows, padded on the right. No rows give tensors of shape (0, 1)."""
-        if not numbers:
+        if not indices:
             return {"input_ids": torch.zeros((0, 1), dtype=torch.int64)}
         collate = sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0)
-        collated: RowTensors = collate([self.rows[number] for number in numbers])
+        collated: RowTensors = collate([self.rows[index] for index in indices])
         return collated
 
 
@@ -83,12 +83,12 @@ def _prepared(rows: Any, arguments: trl_setup.TrlArguments, processor: Any) -> T
     except ShardwiseError:
         raise
     except Exception as error:  # of datasets, pyarrow, Jinja: any
-        raise ConfigError(f"the dataset cannot be prepared, {error}. Check its rows.") from error
+        raise ConfigError(f"the dataset cannot be prepared, {error}. Check its rows") from error
     found = found.select_columns(["input_ids", "labels"])
     found = found.select([number for number, ids in enumerate(found["input_ids"]) if len(ids) > 1])
     supervised = sum(len(labels) - 1 - labels[1:].count(-100) for labels in found["labels"])
     if not supervised:
-        raise ConfigError("the dataset has no row to train on. Check its rows and max_length.")
+        raise ConfigError("the dataset has no row to train on. Check its rows and max_length")
     return TokenizedRows(found, [len(ids) for ids in found["input_ids"]], supervised)
 
 
@@ -97,7 +97,7 @@ class MicroBatch:
     """A micro-batch.
 
     Attributes:
-        rows: numbers of the rows, by rank.
+        rows: indices of the rows, by rank.
         tokens: padded length of a row.
     """
 
@@ -138,7 +138,7 @@ class TokenBudget:
         if most > self.longest or self.padded(most) > self.tokens:
             raise ConfigError(
                 f"a row has {most} tokens, {self.padded(most)} with padding. The model takes {self.longest} and a "
-                f"pass {self.tokens}: set max_length or tokens_per_pass."
+                f"pass {self.tokens}: set max_length or tokens_per_pass"
             )
         return self.tokens // self.padded(most)
 

@@ -175,10 +175,10 @@ def next_pass(waiting: Sequence[TenantTraining], budget: int) -> list[TenantTrai
     return taken
 
 
-def _sort_key(numbers: Mapping[str, Any]) -> tuple[bool, bool, float]:
+def _sort_key(metrics: Mapping[str, Any]) -> tuple[bool, bool, float]:
     """Return a sort key: tenants by evaluation loss, then those without one by loss, then failures."""
-    eval_loss: float | None = numbers.get("eval_loss")
-    return "failure" in numbers, eval_loss is None, numbers.get("loss", 0.0) if eval_loss is None else eval_loss
+    eval_loss: float | None = metrics.get("eval_loss")
+    return "failure" in metrics, eval_loss is None, metrics.get("loss", 0.0) if eval_loss is None else eval_loss
 
 
 def _summary(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]:
@@ -265,7 +265,7 @@ class TenantTraining:
         if state is None:
             self.bank.add_adapter(self.name, self._lora, **self._keywords())
         elif not (begun := self.bank.load(self.name, place, **self._keywords())).is_resumed:
-            raise FormatError(f"{place}: has no state of a training, {begun.reason}. Remove the folder.")
+            raise FormatError(f"{place}: has no state of a training, {begun.reason}. Remove the folder")
 
     def _restore(self, state: TrainerState) -> None:
         kept: Any = state.stateful_callbacks
@@ -273,7 +273,7 @@ class TenantTraining:
         if position["count"] != self._order.count:
             raise ConfigError(
                 f"{self._folder}: has a training on {position['count']} rows, not {self._order.count}. Use the "
-                "same datasets, or another output_dir."
+                "same datasets, or another output_dir"
             )
         self._position = self._order.epoch, self._order.offset = position["epoch"], position["offset"]
         self.state, self._saved_step = state, state.global_step
@@ -363,7 +363,7 @@ class TenantTraining:
         if not step.is_taken or not math.isfinite(loss):
             raise TrainingError(
                 f"step {self.state.global_step + 1}: the loss is {loss:.4g} and the norm of the gradient "
-                f"{step.grad_norm:.4g}. Lower learning_rate, or check the rows."
+                f"{step.grad_norm:.4g}. Lower learning_rate, or check the rows"
             )
         self.state.global_step += 1
         self._position = self._order.epoch, self._order.offset
@@ -374,8 +374,8 @@ class TenantTraining:
             self._losses = []
             self._log(loss=average, grad_norm=step.grad_norm, learning_rate=step.learning_rate)
 
-    def _log(self, **numbers: float) -> None:
-        self.state.log_history.append({**numbers, "epoch": self.state.epoch, "step": self.state.global_step})
+    def _log(self, **metrics: float) -> None:
+        self.state.log_history.append({**metrics, "epoch": self.state.epoch, "step": self.state.global_step})
 
     def last_logged(self) -> dict[str, float]:
         """Return the last loss and evaluation loss that were logged."""
@@ -445,4 +445,4 @@ def _find_latest(folder: Path) -> tuple[int, TrainerState | None]:
             raise ValueError("its position is outside of the rows")
         return steps[-1], state
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise FormatError(f"{file}: cannot be read, {error}. Remove {file.parent}.") from error
+        raise FormatError(f"{file}: cannot be read, {error}. Remove {file.parent}") from error

@@ -68,7 +68,7 @@ def match_adapter(
             f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config says that it belongs "
             f"to {config.base_model_name_or_path or 'a base it does not name'}, with r={config.r} and "
             f"target_modules={_format_targets(config.target_modules)}. Take that base, or the config it was "
-            "trained with."
+            "trained with"
         )
     return {own.fqn: item for own, item in found.values()}
 
@@ -90,8 +90,8 @@ def with_lora(
     renamed = {old: new_names[slot] for slot, old in old_names.items()}
     base_names = {new: old for old, new in renamed.items()}
     originals = _originals(model, name, new_names)
-    offers: dict[str, tuple[Expression, ...]] = {
-        renamed.get(old, old): found for old, found in bindings.offers.items()
+    matched: dict[str, tuple[Expression, ...]] = {
+        renamed.get(old, old): found for old, found in bindings.matched.items()
     }
     additions = _additions(model, name, config, {id(item.tensor): item for item in held})
     copied = {copy: original for copy, original in originals.items() if original in base_names}
@@ -99,22 +99,22 @@ def with_lora(
         taken = match_adapter(model, held, name, adapter, additions.from_tuning.union(copied))
         copied = {copy: original for copy, original in copied.items() if copy not in taken}
         additions = additions.from_checkpoint()
-        offers |= {fqn: (expression,) for fqn, expression in taken.items()}
+        matched |= {fqn: (expression,) for fqn, expression in taken.items()}
     tied = {alias: item.names for item in held for alias in item.names}
     for copy, original in copied.items():
-        stored = next((offers[alias] for alias in tied[original] if alias in offers), None)
+        stored = next((matched[alias] for alias in tied[original] if alias in matched), None)
         if stored is not None:
-            offers[copy] = stored
+            matched[copy] = stored
     base_names |= {copy: base_names[original] for copy, original in copied.items()}
     return Tuned(
         model=model,
         base=base,
         bindings=replace(
             bindings,
-            offers=offers,
-            leaders={renamed.get(old, old): renamed.get(first, first) for old, first in bindings.leaders.items()},
-            faults={
-                sentence: [renamed.get(old, old) for old in names] for sentence, names in bindings.faults.items()
+            matched=matched,
+            primary={renamed.get(old, old): renamed.get(first, first) for old, first in bindings.primary.items()},
+            errors={
+                sentence: [renamed.get(old, old) for old in names] for sentence, names in bindings.errors.items()
             },
         ),
         additions=replace(additions, base=base, base_names=base_names, copies=copied),
@@ -148,7 +148,7 @@ def _require_unpacked(base: PreTrainedModel, config: LoraConfig) -> None:
     packed = [name for name, module in base.named_modules() if hasattr(module, "kept_as")]
     if packed and config.use_dora:
         raise ConfigError(
-            f"use_dora needs norms of rows of numbers, which weights in four bits are not ({packed[0]}). Leave out "
+            f"use_dora: needs norms of rows, which weights in four bits do not have ({packed[0]}). Leave out "
             "use_dora, or quantization"
         )
     for wanted in config.modules_to_save or ():

@@ -54,9 +54,9 @@ def config_in(directory: str) -> LoraConfig:
     try:
         config = PeftConfig.from_pretrained(directory)
     except (OSError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{directory}: PEFT cannot read adapter_config.json: {error}") from error
+        raise ConfigError(f"{directory}: PEFT cannot read adapter_config.json, {error}") from error
     if not isinstance(config, LoraConfig):
-        raise ConfigError(f"{directory}: the adapter is a {config.peft_type}, and only LORA can be trained on here")
+        raise ConfigError(f"{directory}: is a {config.peft_type}. Only a LORA can be trained, pass one")
     return config
 
 
@@ -69,11 +69,11 @@ def lora_config(**settings: Any) -> LoraConfig:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ConfigError("LoRAs are PEFT's, which is not installed. Run pip install 'shardwise[peft]'") from error
+        raise ConfigError("peft: is not installed. Run pip install 'shardwise[peft]'") from error
     try:
         return LoraConfig(**settings)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"PEFT takes no such LoRA: {error}") from error
+        raise ConfigError(f"LoraConfig: PEFT rejects the settings, {error}") from error
 
 
 def comparable_text(config: LoraConfig) -> str:
@@ -92,7 +92,7 @@ def _require_lora(config: object) -> None:
 
     if type(config) is not LoraConfig:
         what = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
-        raise ConfigError(f"config is {what}. Pass a peft.LoraConfig")
+        raise ConfigError(f"config: is {what}. Pass a peft.LoraConfig")
 
 
 def require_supported(config: LoraConfig, *, is_new: bool) -> None:
@@ -105,24 +105,24 @@ def require_supported(config: LoraConfig, *, is_new: bool) -> None:
     faults = []
     copied: object = config.modules_to_save
     if isinstance(copied, str):
-        faults.append(f"modules_to_save={copied!r} is not a list of names. Pass a list")
+        faults.append(f"modules_to_save={copied!r}: is not a list of names. Pass a list")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default if field.default is not dataclasses.MISSING else None
         if field.name not in _FREE_FIELDS.split() and value != default and value not in (None, False, [], {}, ()):
-            faults.append(f"{field.name}={value!r} is not known here. Leave it out")
+            faults.append(f"{field.name}={value!r}: is not supported. Leave it out")
     init = config.init_lora_weights
     changes_base = str(init).lower().startswith(_CHANGES_THE_BASE)
     is_known = isinstance(init, bool) or str(init).lower() == "gaussian"
     if changes_base or (is_new and not is_known):
-        why = "changes the base's weights" if changes_base else "needs whole weights, or data"
-        faults.append(f"init_lora_weights={init!r} {why}. Pass True, False or 'gaussian'")
+        why = "changes the base's weights" if changes_base else "needs full weights, or data"
+        faults.append(f"init_lora_weights={init!r}: {why}. Pass True, False or 'gaussian'")
     if config.use_dora and is_new and init is False:
-        faults.append(f"use_dora with init_lora_weights={init!r} needs whole products of matrices. Pass True")
+        faults.append(f"init_lora_weights={init!r}: needs full products of matrices with use_dora. Pass True")
     if config.ensure_weight_tying:
-        faults.append("ensure_weight_tying=True ties adapters by views, which no sharding keeps. Leave it out")
+        faults.append("ensure_weight_tying=True: ties adapters by views, which cannot be sharded. Leave it out")
     if faults:
-        raise ConfigError("this LoRA cannot be set up sharded:\n  " + "\n  ".join(faults))
+        raise ConfigError("LoraConfig: cannot be set up sharded.\n  " + "\n  ".join(faults))
 
 
 def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -> PeftModel:
@@ -149,7 +149,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
         except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError, re.error) as error:
-            raise ConfigError(f"PEFT cannot put this LoRA into {type(base).__name__}: {error}") from error
+            raise ConfigError(f"{type(base).__name__}: PEFT cannot add this LoRA, {error}") from error
     own.init_lora_weights = config.init_lora_weights
     if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
         # It calls the model's forward directly, which bypasses FSDP2's hooks.
@@ -198,9 +198,7 @@ def _unloaded(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = Fal
         _require_kept_weights(tuner, safe_merge=safe_merge)
     group = next((name for name, layer in layers(tuner) if isinstance(layer, FSDPModule)), None)
     if group is not None:
-        raise ConfigError(
-            f"{group} is a group of FSDP2's with its adapter, which is not taken out of it. {_INSTEAD}"
-        )
+        raise ConfigError(f"{group}: is an FSDP2 group with its adapter, and cannot be unloaded. {_INSTEAD}")
     return type(tuner)._unload_and_optionally_merge(tuner, merge, *args, safe_merge=safe_merge, **options)
 
 
@@ -213,17 +211,17 @@ def _require_kept_weights(tuner: Any, *, safe_merge: bool) -> None:
     for name, layer in layers(tuner):
         base = layer.get_base_layer()
         if _is_packed(layer):
-            raise ConfigError(f"{name} is in four bits, and nothing is merged into it in its place. {_INSTEAD}")
+            raise ConfigError(f"{name}: is in four bits, and cannot be merged into in place. {_INSTEAD}")
         if not any(isinstance(each, DTensor) for each in base.parameters(recurse=False)):
             continue
         own = [getattr(*found) for adapter in layer.r for found in matrices(layer, adapter)]
         if safe_merge or layer.lora_variant or not all(isinstance(each, DTensor) for each in own):
             raise ConfigError(
-                f"{name} is sharded. Only a plain adapter that is sharded, too, can be merged into it. {_INSTEAD}"
+                f"{name}: is sharded, and only a plain, sharded adapter can be merged into it. {_INSTEAD}"
             )
 
 
-_INSTEAD = "Save the adapter by shardwise.save_adapter, and merge the files by shardwise.merge_adapter"
+_INSTEAD = "Save the adapter with shardwise.save_adapter, and merge the files with shardwise.merge_adapter"
 
 
 def _require_names() -> None:
@@ -344,7 +342,7 @@ def save_config(model: Any, adapter: str, folder: str) -> None:
     config.save_pretrained(folder, auto_mapping_dict=mapping)
 
 
-def replaced_methods() -> list[tuple[Any, str]]:
+def methods_to_patch() -> list[tuple[Any, str]]:
     """Return (class, name) of the functions by which PEFT moves a new adapter to the device of its layer.
 
     Their arguments are modules, including the layer with the adapter. Empty if PEFT is not installed.
@@ -357,10 +355,10 @@ def replaced_methods() -> list[tuple[Any, str]]:
         from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
         moved, replaced = "_move_adapter_to_device_of_base_layer", "_replace_module"
-        doors = [(BaseTunerLayer, moved), (ParamWrapper, moved), (BaseTuner, replaced), (LoraModel, replaced)]
-        for owner, name in doors:
+        methods = [(BaseTunerLayer, moved), (ParamWrapper, moved), (BaseTuner, replaced), (LoraModel, replaced)]
+        for owner, name in methods:
             require_names(owner, name)
-    return doors
+    return methods
 
 
 def find_adapter_layer(given: Iterable[object]) -> nn.Module | None:

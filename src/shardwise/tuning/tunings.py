@@ -42,11 +42,11 @@ class Tuning:
         """Return the part of the trained model that is saved."""
         return None
 
-    def comparable_text(self, _adapters: Mapping[str, Adapter]) -> str:
+    def comparable_text(self, adapters: Mapping[str, Adapter]) -> str:  # noqa: ARG002
         """Return the settings that must be equal on all ranks, such as the scaling of a LoRA, as text."""
         return repr(self)
 
-    def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
+    def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:  # noqa: ARG002
         """Add modules, and set ``requires_grad`` of exactly the trained parameters.
 
         Args:
@@ -100,7 +100,7 @@ class Freeze(Tuning):
         if not self.trainable_layers and not self.extra_modules:
             raise ConfigError("Freeze() trains nothing. Pass trainable_layers=n (the last n), or extra_modules")
 
-    def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
+    def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:  # noqa: ARG002
         freeze(base, self)
         return Tuned(base, base, bindings)
 
@@ -163,7 +163,7 @@ class Lora(_LoraTuning):
     adapter: str = "default"
     placement: AdapterPlacement = "sharded"
 
-    def _config(self, _adapters: Mapping[str, Adapter]) -> LoraConfig:
+    def _config(self, adapters: Mapping[str, Adapter]) -> LoraConfig:  # noqa: ARG002
         return self.config
 
 
@@ -287,7 +287,7 @@ def tune(
     base: PreTrainedModel,
     bindings: Bindings,
     tuning: Tuning,
-    trained: TrainedDtype,
+    trained_dtype: TrainedDtype,
     *,
     adapters: Mapping[str, Adapter],
     casts_to: torch.dtype | None = None,
@@ -298,7 +298,7 @@ def tune(
         base: the model, which is changed.
         bindings: the checkpoint's expressions for it.
         tuning: the tuning to apply.
-        trained: the dtype of trained parameters.
+        trained_dtype: that of trained parameters.
         adapters: the adapters from which the tuning starts, by name.
         casts_to: the compute dtype of all parameters, or None for each parameter's own.
 
@@ -307,14 +307,14 @@ def tune(
         KeyMismatchError: an existing adapter does not fit the model.
     """
     made = tuning.prepare(base, bindings, adapters)
-    _recast(made.model, trained, casts_to)
+    _recast(made.model, trained_dtype, casts_to)
     if not made.stays_whole:
         return made
     parameters = dict(made.model.named_parameters(remove_duplicate=False))
     return replace(made, whole={parameters[name]: reason for name, reason in made.stays_whole.items()})
 
 
-def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | None) -> None:
+def _recast(model: nn.Module, trained_dtype: TrainedDtype, casts_to: torch.dtype | None) -> None:
     """Change the dtypes of trained parameters, still on meta.
 
     Raises:
@@ -324,7 +324,7 @@ def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | Non
         tensor = item.tensor
         if not isinstance(tensor, nn.Parameter):
             continue
-        dtype = get_trained_dtype(trained, tensor.dtype, tensor.requires_grad)
+        dtype = get_trained_dtype(trained_dtype, tensor.dtype, tensor.requires_grad)
         if dtype != tensor.dtype:
             item.recast(dtype)
     if casts_to is None:
@@ -339,5 +339,5 @@ def _require_one_dtype(model: nn.Module) -> None:
             words = ", ".join(f"{local} {parameter.dtype}" for local, parameter in own.items())
             raise ConfigError(
                 f"{name} would compute with parameters of two dtypes ({words}), and only some are trained. "
-                "Pass Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=...)), or trained='unchanged'"
+                "Pass Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=...)), or trained_dtype='unchanged'"
             )
