@@ -29,6 +29,19 @@ import pytest
 from tests.quiet import quieten
 from tests.support.local_ranks import LocalRanks
 
+from shardwise.errors import ConfigError, require_version
+
+try:
+    require_version("transformers", "5.19")
+except ConfigError:  # its Trainer does not support sharded models
+    collect_ignore_glob = [
+        "cli/test_train.py",
+        "integrations/test_larger_meshes.py",
+        "tenants/test_tenant_*.py",
+        "training/test_commands.py",
+        "training/test_tra*.py",
+    ]
+
 # The same examples on every run: a failure comes back when the test is run again. `make sweep` looks further.
 hypothesis.settings.register_profile(
     "default", max_examples=60, derandomize=True, deadline=None, database=None, print_blob=True

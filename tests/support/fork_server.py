@@ -8,13 +8,11 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
-if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # in that process only
-    gc.disable()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.path[:] = [*filter(None, sys.path), str(Path(__file__).parents[2])]
+from shardwise.errors import ConfigError
 
 _ORPHANED_S = 60.0
 """Seconds that a rank may take to end after the process that started it is gone."""
@@ -45,7 +43,7 @@ _PRELOADED = (
 def start_server() -> multiprocessing.context.ForkServerContext:
     """Start the process that ranks are forked from, unless there is one."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *_PRELOADED])
+    context.set_forkserver_preload([__name__])
     multiprocessing.forkserver.ensure_running()
     return context
 
@@ -66,3 +64,13 @@ def _end_with_the_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_ORPHANED_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # in that process only
+    gc.disable()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.path[:] = [*filter(None, sys.path), str(Path(__file__).parents[2])]
+    for _name in _PRELOADED:
+        with suppress(ConfigError):  # the Trainer of transformers 5.17 and 5.18 is not supported
+            import_module(_name)
