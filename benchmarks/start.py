@@ -1,9 +1,10 @@
-"""From the start of a process to the first optimizer step on every rank, imports included, against accelerate.
+"""From the start of a process to the first optimizer step on every rank, imports included, against TRL, accelerate.
 
-Each arm is started as its users do, in fresh interpreters: shardwise by its command, ``shardwise train``, whose
-first step is done when its loss is told; accelerate as one interpreter a rank, which is what its launcher
-makes, whose own time is not held against it. The command computes in float32 unless told otherwise, accelerate in
-what is stored: so the command also runs in bfloat16.
+Each arm is started as its users do, in fresh interpreters: shardwise by its command, ``shardwise train``; TRL by
+torchrun and its own script with the same arguments, where each rank holds the whole model. Their first step is
+done when its loss is printed. accelerate is a loop by hand, which needs neither TRL nor a tokenizer, in one
+interpreter a rank, which is what its launcher makes, whose own time does not count. The commands compute in float32
+unless told otherwise, accelerate in the stored dtype: so ``shardwise train`` also runs in bfloat16.
 """
 
 import json
@@ -21,8 +22,9 @@ from benchmarks import meter
 from benchmarks.training import BRING_UP, TRAIN, Job, batches, quieten
 
 FIRST_TOKENS = 21
-OURS, OURS_AS_STORED, ACCELERATE = "shardwise train", "shardwise train, in bfloat16", "accelerate"
-ARMS = (OURS, OURS_AS_STORED, ACCELERATE)
+OURS, OURS_AS_STORED = "shardwise train", "shardwise train, in bfloat16"
+TRL, ACCELERATE = "trl sft", "accelerate"
+ARMS = (OURS, OURS_AS_STORED, TRL, ACCELERATE)
 
 _LOOK_S = 0.02
 _WORDS = 500
@@ -47,19 +49,24 @@ def start_once(arm: str, job: Job, ranks: int, timeout_s: float) -> float:
 
 
 def _by_command(arm: str, job: Job, ranks: int, folder: Path, timeout_s: float) -> float:
-    model, data = with_tokenizer(Path(job.folder), folder / "model"), folder / "rows.jsonl"
+    model, data = with_tokenizer(Path(job.folder), folder / "model"), folder / "data"
     drawn = random.Random(0)
     rows = [" ".join(f"w{drawn.randrange(_WORDS)}" for _ in range(job.tokens - 1)) for _ in range(4 * ranks)]
-    data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    data.mkdir()
+    (data / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     given = [f"--model_name_or_path={model}", f"--dataset_name={data}", f"--output_dir={folder / 'out'}"]
     given += [f"--per_device_train_batch_size={job.rows}", "--max_steps=1", "--logging_steps=1", "--report_to=none"]
     given += ["--use_peft", "--lora_target_modules=all-linear", "--lora_r=16"] * job.lora
     given += ["--save_strategy=no", "--bf16=true" if arm == OURS_AS_STORED else "--bf16=false"]
-    program = "from shardwise.cli import main; main()"
-    command = [sys.executable, "-c", program, "train", *given, "--nproc-per-node", str(ranks)]
+    if arm == TRL:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [*torchrun, "-m", "trl.scripts.sft", "--use_cpu", *given]
+    else:
+        program = "from shardwise.cli import main; main()"
+        command = ["-c", program, "train", *given, "--nproc-per-node", str(ranks)]
     with (folder / "log").open("w+") as log:
         began = meter.timestamp()
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=_environment())
+        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, env=_environment())
         try:
             while "'loss'" not in (folder / "log").read_text():
                 if process.poll() is not None or meter.timestamp() - began > timeout_s:

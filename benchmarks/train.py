@@ -28,7 +28,7 @@ from benchmarks import meter
 from benchmarks.checkpoints import write
 from benchmarks.limits import Limit
 from benchmarks.place import commit, machine
-from benchmarks.start import ACCELERATE, ARMS, FIRST_TOKENS, OURS, OURS_AS_STORED, start_once
+from benchmarks.start import ACCELERATE, ARMS, FIRST_TOKENS, OURS, OURS_AS_STORED, TRL, start_once
 from benchmarks.training import (
     BRING_UP,
     LEARNING_RATE,
@@ -46,7 +46,7 @@ from benchmarks.training import (
 )
 from tests.support.local_ranks import LocalRanks
 
-STEP_LIMIT, MEMORY_LIMIT, START_LIMIT = 1.03, 1.03, 0.6
+STEP_LIMIT, MEMORY_LIMIT, START_LIMIT, TRL_START_LIMIT = 1.03, 1.03, 0.6, 1.0
 
 
 def take_turns(job: Job) -> dict[str, Any]:
@@ -195,6 +195,10 @@ def limits(made: Mapping[str, Any]) -> list[Limit]:
             Limit(f"{name}: start of {arm} to first step / accelerate", found[arm] / found[ACCELERATE], START_LIMIT)
             for name, found in made["start_s"].items()
             for arm in (OURS, OURS_AS_STORED)
+        ),
+        *(
+            Limit(f"{name}: start of {OURS} to first step / {TRL}", found[OURS] / found[TRL], TRL_START_LIMIT)
+            for name, found in made["start_s"].items()
         ),
     ]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import train
-from benchmarks.start import ACCELERATE, OURS, start_once
+from benchmarks.start import ACCELERATE, OURS, TRL, start_once
 from tests.conftest import Worlds
 
 pytestmark = pytest.mark.distributed
@@ -33,6 +33,6 @@ def test_measured_memory_is_that_of_the_tensors(worlds: Worlds, job: train.Job) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", [OURS, ACCELERATE])
+@pytest.mark.parametrize("arm", [OURS, TRL, ACCELERATE])
 def test_every_arm_reaches_its_first_step(job: train.Job, arm: str) -> None:
     assert 1 < start_once(arm, job, 2, timeout_s=100) < 100
