@@ -15,6 +15,7 @@ from tests.conftest import Worlds
 from tests.documents.blocks import PAGES, ROOT, Block, blocks_of, commands, fences, indented
 from tests.documents.running import prepare, run_page
 from tests.documents.shell import check, commands_in
+from tests.integrations.requirements import require_patched_names
 from tests.support.local_ranks import LocalRanks
 
 import shardwise
@@ -80,6 +81,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", [name for name in WITH_PYTHON if name != "tutorial.md"])
 def test_python_runs(name: str, prepared: Path, tmp_path: Path, worlds: Worlds):
+    if name.startswith("trainer"):
+        require_patched_names()
     [ran] = worlds(1).run(run_page, name, str(prepared), str(tmp_path), "leave")
     left = [block for block in EVERY if block.page == name and block.kind == "python"]
     assert len(ran) == len(left) - len(LEFT.get(name, []))

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tests.accelerator.checks import unlike
 from tests.accelerator.simulated import environment
+from tests.integrations.requirements import require_patched_names
 from tests.training import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ LAUNCHERS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
+    require_patched_names()
     folder = tmp_path_factory.mktemp("launched")
     tiny.write_model(folder / "model")
     tiny.write_chats(folder / "chats.jsonl", 8)

@@ -11,6 +11,7 @@ from tests import zoo
 from tests.accelerator import checks
 from tests.accelerator.ranks import simulated_ranks
 from tests.integrations import runs
+from tests.integrations.requirements import require_patched_names
 from tests.quantized import quantizing
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -100,6 +101,7 @@ def test_a_bank(ranks, llama):
 @pytest.mark.slow
 def test_a_trainer(ranks, worlds, tmp_path):
     """With an optimizer of one operation a parameter, whose sums are alike on every device."""
+    require_patched_names()
     folder = runs.write(tmp_path)
     run = runs.Run(str(folder), arguments={"optim": "sgd"})
     here = worlds(ranks.size).run(checks.trainer, run.but(arguments={**run.arguments, "output_dir": f"{folder}/1"}))

@@ -10,6 +10,7 @@ from tests.accelerator import simulated
 from tests.accelerator.test_ranks import written
 from tests.integrations import runs
 from tests.integrations.accelerating import launched
+from tests.integrations.requirements import require_patched_names
 from transformers import TrainerCallback
 
 import shardwise
@@ -56,6 +57,7 @@ def steps(folder: str, out: str, by: str) -> dict[str, list[list[int]]]:
 
 
 def test_steps_of_the_trainer(two_ranks, tmp_path):
+    require_patched_names()
     folder = str(runs.write(tmp_path / "models"))
     ours, theirs = (two_ranks.run(steps, folder, str(tmp_path / by), by)[0] for by in ("shardwise", "patches"))
     assert ours["step to step"] == [[0, 0, 0]] * 3

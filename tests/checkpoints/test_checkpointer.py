@@ -352,6 +352,6 @@ def test_state_that_the_optimizer_makes_between_two_checkpoints_is_stored(worlds
 
     It is made again for the fourth, because one rank has its optimizer state elsewhere.
     """
-    (first, second, third, fourth), differing = worlds(2).run(on_ranks.save_before_and_after_a_step, str(tmp_path))[0]
-    assert first < second == third == fourth
+    counts, differing = worlds(2).run(on_ranks.save_before_and_after_a_step, str(tmp_path))[0]
+    assert counts[0] < counts[1] == counts[2] == counts[3]
     assert differing == []

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
 from tests import zoo
+from tests.cli.running import RUNNER
 from tests.engines.conftest import small_qwen3
 
 from shardwise.cli import main
@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory):
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(main, ["plan", *arguments])
+    return RUNNER.invoke(main, ["plan", *arguments])
 
 
 def test_text(checkpoint):
@@ -94,9 +94,9 @@ def test_faults_in_options_are_named_without_torch():
         "--param-dtype=auto": "param_dtype='auto' is not a floating dtype",
     }
     program = (
-        "import sys; from click.testing import CliRunner; from shardwise.cli import main\n"
+        "import sys; from tests.cli.running import RUNNER; from shardwise.cli import main\n"
         "for option in sys.argv[1:]:\n"
-        "    print(CliRunner().invoke(main, ['plan', 'any/model', '--ranks=2', option]).stderr.splitlines()[0])\n"
+        "    print(RUNNER.invoke(main, ['plan', 'any/model', '--ranks=2', option]).stderr.splitlines()[0])\n"
         "print('torch' in sys.modules)\n"
     )
     command = [sys.executable, "-c", program, *faults]

@@ -8,7 +8,6 @@ from tests.support.world import require_same_error
 
 import shardwise
 from shardwise.models.policies import Classes
-from shardwise.models.torch_api import SHARDS_INTEGERS
 from shardwise.models.wrap import require_trainable_dtype
 
 pytestmark = pytest.mark.distributed
@@ -48,8 +47,7 @@ def test_every_state_ends_in_the_same_bits(worlds, checkpoint, size, state, mesh
         assert report["staging_bytes"] <= 4096
         assert report["tied"] == {"head.weight": "embed.weight"}
         assert report["cast"] == report["differed"] == {}
-        names = ("scale", "registers") if SHARDS_INTEGERS else ("scale", "registers", "codes")
-        whole = {f"blocks.{block}.{name}" for block in (0, 1) for name in names}
+        whole = {f"blocks.{block}.{name}" for block in (0, 1) for name in ("scale", "registers")}
         assert set(report["replicated"]) == (whole if report["mesh"] else set())
         if state in ("everywhere", "compiled") and values_from != "first_rank":
             assert report["sent_bytes"] == 0

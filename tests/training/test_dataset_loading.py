@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import pytest
+from tests.integrations.requirements import require_patched_names
 from tests.training import tiny
 
 from shardwise.errors import ConfigError
@@ -59,6 +60,7 @@ def test_a_local_file_is_a_dataset(tmp_path: Path) -> None:
 
 
 def test_a_streamed_data_set_without_rows_is_an_error(tmp_path: Path) -> None:
+    require_patched_names()
     from shardwise.training.setup import load_data
 
     name = tmp_path / "rows.parquet"

@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.layout import NamedPolicy
 from shardwise.models import pretrained
-from shardwise.models.torch_api import SHARDS_INTEGERS, get_parameters
+from shardwise.models.torch_api import get_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,14 +345,11 @@ def _depth(names: Sequence[str]) -> int:
 def _unshardable(inside: _ModuleNames) -> dict[nn.Parameter, str]:
     """Return the parameters that FSDP2 cannot shard, with the reason.
 
-    These have no dimensions or no elements, are integers (before torch 2.13), or are trained and of another dtype
-    than most of their module's own trained elements.
+    These have no dimensions or no elements, or are trained and of another dtype than most of their module's own
+    trained elements.
     """
     found = {parameter: "it has no dimensions" for parameter in inside.names if parameter.ndim == 0}
     found |= {parameter: "it has no elements" for parameter in inside.names if parameter.numel() == 0}
-    if not SHARDS_INTEGERS:
-        integers = [p for p in inside.names if not p.is_floating_point() and not p.is_complex()]
-        found |= dict.fromkeys(integers, "it has integers, which this torch does not shard; 2.13 does")
     for module in inside.modules.values():
         own = [p for p in get_parameters(module).values() if p is not None and p.requires_grad and p.ndim > 0]
         main = _main_dtype(own)

@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ with KnownNames("torch", "2.11 to 2.15"):
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._composable.replicate import DDP as _OldReplicateModule  # noqa: N811
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -166,8 +168,13 @@ def saved_dtype(dtype: DType, target: torch.dtype | None) -> DType:
     return from_torch(target, "dtype") if is_cast and target is not None else dtype
 
 
-SHARDS_INTEGERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether ``fully_shard`` takes integer parameters. Before torch 2.13 it sets ``requires_grad`` of every shard."""
+def _make_parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:  # noqa: FBT001,FBT002
+    return nn.Parameter(data, requires_grad and (data.is_floating_point() or data.is_complex()))
+
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+    # ``fully_shard`` makes every shard with ``requires_grad=True``, and so rejects integers.
+    _fsdp_param.nn = SimpleNamespace(Module=nn.Module, Parameter=_make_parameter)
 
 
 def get_parameters(module: nn.Module) -> dict[str, Any]:
