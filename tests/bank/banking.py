@@ -228,6 +228,17 @@ def alone(
     return {key: values.clone() for key, values in found.items()}
 
 
+def logprobs_of(model: Any, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """By row, of each token but the first; 0 where it is not learned."""
+    found = []
+    for row, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+        ids = batch["input_ids"][row : row + 1, :length]
+        expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        expected[batch["labels"][row, 1:length] == -100] = 0
+        found.append(expected.detach())
+    return found
+
+
 def distance(
     joint: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], begin: Mapping[str, torch.Tensor]
 ) -> float:

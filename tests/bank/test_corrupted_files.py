@@ -12,9 +12,10 @@ from peft import LoraConfig, get_peft_model
 from tests import zoo
 from tests.bank import banking, resuming
 from tests.bank.banking import adapter, recipes, train
-from tests.bank.on_ranks import bank_of, here, said
-from tests.bank.test_equal_to_peft import require_equal
+from tests.bank.on_ranks import bank_of, here
 from tests.bank.test_resume import files_in, put
+from tests.support.world import said
+from tests.truth import require_equal
 from transformers import AutoModelForCausalLM
 
 import shardwise

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.bank import banking, on_ranks
 from tests.bank.banking import Recipe, adapter, distance, rows_for, train
 from tests.bank.on_ranks import bank_of
-from tests.bank.test_equal_to_peft import require_equal
+from tests.truth import require_equal
 
 import shardwise
 from shardwise.errors import ConfigError

@@ -8,8 +8,8 @@ import torch
 from tests.bank import failing
 from tests.bank.failing import members, rows_of, trouble
 from tests.bank.on_ranks import bank_of
-from tests.bank.test_equal_to_peft import require_equal
 from tests.bank.test_isolation import everything
+from tests.truth import require_equal
 
 from shardwise.bank.collective_resync import longest
 from shardwise.errors import RankMismatchError, ShardwiseError

@@ -1,6 +1,6 @@
 """Meshes of context, tensor and expert parallelism, on ranks. Importable, for spawned processes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from tests.integrations import accelerating
 from tests.integrations.accelerating import alone, launched, optimizer_of, plugin, same_bits, whole
+from tests.support.world import said
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -163,22 +164,22 @@ def refusals(checkpoint: str) -> dict[str, str]:
         accelerator = accelerator_of(cp_size=2)
         model = shardwise.from_pretrained(checkpoint, dtype=torch.float32).train()
         model, _ = accelerator.prepare(model, optimizer_of(model))
-        told["no ring"] = _said(lambda: _split(accelerator, model, rows(2), range(3)))
-        told["no positions"] = _said(lambda: _split(accelerator, model, rows(2), (0, 1)))
-        told["no labels"] = _said(lambda: _split(accelerator, model, rows(2), (0, 2)))
+        told["no ring"] = said(lambda: _split(accelerator, model, rows(2), range(3)))
+        told["no positions"] = said(lambda: _split(accelerator, model, rows(2), (0, 1)))
+        told["no labels"] = said(lambda: _split(accelerator, model, rows(2), (0, 2)))
         theirs = plain(checkpoint)
         theirs, _ = accelerator.prepare(theirs, optimizer_of(theirs))
-        told["no positions, sharded by accelerate"] = _said(lambda: _split(accelerator, theirs, rows(2), (0, 1)))
+        told["no positions, sharded by accelerate"] = said(lambda: _split(accelerator, theirs, rows(2), (0, 1)))
         eager = shardwise.from_pretrained(checkpoint, attn_implementation="eager")
-        told["eager"] = _said(lambda: accelerator.prepare(eager, optimizer_of(eager)))
+        told["eager"] = said(lambda: accelerator.prepare(eager, optimizer_of(eager)))
         grid = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-        told["mesh"] = _said(lambda: shardwise.from_pretrained(checkpoint, sharding=shardwise.Sharding(mesh=grid)))
+        told["mesh"] = said(lambda: shardwise.from_pretrained(checkpoint, sharding=shardwise.Sharding(mesh=grid)))
         part = plain(checkpoint)
         fully_shard(part, mesh=grid["tp"])
-        told["part"] = _said(lambda: accelerator.prepare(part, optimizer_of(part)))
+        told["part"] = said(lambda: accelerator.prepare(part, optimizer_of(part)))
     with launched(), shardwise.integrations.accelerate():
         ulysses = accelerator_of(dp_shard_size=2, sp_size=2)
-        told["sp"] = _said(lambda: ulysses.prepare(model, optimizer_of(model)))
+        told["sp"] = said(lambda: ulysses.prepare(model, optimizer_of(model)))
     return told
 
 
@@ -190,14 +191,6 @@ def _split(accelerator: Accelerator, model: nn.Module, given: Any, passed: Itera
     ):
         names = ("input_ids", "shift_labels", "position_ids")
         model(**{names[each]: split[each] for each in passed}, labels=split[1], use_cache=False)
-
-
-def _said(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # Tensor and expert parallelism

@@ -1,6 +1,6 @@
 """Several ranks on one machine, for tests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tests.support.local_ranks import LocalRanks
@@ -26,6 +26,26 @@ def attempt(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def said(function: Callable[..., Any], *args: Any) -> str:
+    """The error of a call, with its kind in front; "" when it raises none."""
+    kind, text = attempt(function, *args)
+    return f"{kind}: {text}" if kind else ""
+
+
+def agreed(ranks: LocalRanks, function: Callable[..., Any], *args: Any) -> Any:
+    """What all ranks return alike."""
+    first, *others = ranks.run(function, *args)
+    assert others == [first] * len(others)
+    return first
+
+
+def require_words(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    """Each text has the words that are expected of it, and there is no other."""
+    assert found.keys() == expected.keys()
+    for name, words in expected.items():
+        assert words in found[name], (name, found[name])
 
 
 def require_same_error(ends: Sequence[tuple[str, str]], kind: str, *words: str) -> None:
