@@ -10,7 +10,7 @@ from tests import zoo
 from tests.bank.four_bits import STACKS, give_numbers
 from tests.quantized import four_bit_experts
 from tests.quantized.four_bits import draw
-from tests.support.world import run_world
+from tests.support.world import run_forked
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 import shardwise
@@ -43,7 +43,7 @@ def plain(tmp_path_factory) -> Path:
 )
 def test_bytes_answers_gradients_and_files(plain, tmp_path, mesh, size, form, scales):
     arguments = (str(plain), mesh, form, scales, str(tmp_path))
-    assert run_world(size, four_bit_experts.differing, *arguments, timeout_s=240.0) == [[]] * size
+    assert run_forked(size, four_bit_experts.differing, *arguments) == [[]] * size
 
 
 def test_a_lora_on_stacks_learns_as_on_their_numbers(plain):

@@ -12,7 +12,7 @@ from tests import zoo
 from tests.engines.conftest import small_qwen3
 from tests.merging.adapters import save_adapter
 from tests.quantized import four_bits, quantizing
-from tests.support.world import run_world
+from tests.support.world import run_forked
 
 import shardwise
 from shardwise.models.quantization import from_transformers
@@ -44,7 +44,7 @@ def plain(tmp_path_factory) -> Path:
 def test_bytes_answers_gradients_and_files(worlds, plain, tmp_path, mesh, size, form, scales):
     base = plain if size != 3 else written(tmp_path / "tied", tie_word_embeddings=True)
     how = (str(base), mesh, form, scales, str(tmp_path))
-    assert run_world(size, four_bits.differing, *how, timeout_s=240.0) == [[]] * size
+    assert run_forked(size, four_bits.differing, *how) == [[]] * size
     assert worlds(size).run(four_bits.differing_alone, *how) == [[]] * size
 
 
@@ -58,7 +58,7 @@ def test_bytes_answers_gradients_and_files(worlds, plain, tmp_path, mesh, size, 
     ],
 )
 def test_a_lora_learns_as_on_bitsandbytes(plain, mesh, size, placement):
-    for told in run_world(size, four_bits.trained_alike, str(plain), mesh, placement):
+    for told in run_forked(size, four_bits.trained_alike, str(plain), mesh, placement):
         assert told["same names"], told
         assert told["kinds"] == ["Linear4bit"], told
         assert told["falls"], told

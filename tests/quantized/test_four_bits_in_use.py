@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.quantized import four_bits_in_use
 from tests.quantized.four_bits import draw, layers_of
 from tests.quantized.test_four_bits import written
-from tests.support.world import run_world
+from tests.support.world import run_forked
 from transformers import AutoModelForCausalLM
 
 import shardwise
@@ -45,7 +45,7 @@ def test_what_goes_wrong_on_one_rank_is_everybodys(worlds, plain):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_blocks_are_compiled_and_models_of_bitsandbytes_are_not_saved_without_scales(plain, tmp_path):
-    first, second = run_world(2, four_bits_in_use.beside_bitsandbytes, str(plain), str(tmp_path), timeout_s=110.0)
+    first, second = run_forked(2, four_bits_in_use.beside_bitsandbytes, str(plain), str(tmp_path))
     assert first == second
     assert first["compiled"] == {"logits": 0, "gradients": 0}
     for what in ("stock saved", "stock told"):
