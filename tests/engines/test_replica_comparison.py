@@ -11,7 +11,7 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 from tests.engines.conftest import small_qwen3
-from tests.support.world import attempt
+from tests.support.world import agreed, attempt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -274,21 +274,14 @@ def adapter_of_an_uneven_base(folder: str) -> list[str]:
 pytestmark = pytest.mark.distributed
 
 
-def told(worlds, size, function, folder):
-    """What all ranks say of each way out; they say the same."""
-    first, *others = worlds(size).run(function, str(folder))
-    assert all(other == first for other in others)
-    return first
-
-
 def test_buffers_that_differ_are_the_first_ranks_and_the_reports_say_so(worlds, tmp_path):
-    found = told(worlds, 3, buffers_that_are_not_the_firsts, tmp_path)
+    found = agreed(worlds(3), buffers_that_are_not_the_firsts, tmp_path)
     assert len(found) == 9
     assert not any(found.values()), found
 
 
 def test_buffers_that_differ_are_refused_where_the_user_asks(worlds, tmp_path):
-    found = told(worlds, 2, refused_buffers, tmp_path)
+    found = agreed(worlds(2), refused_buffers, tmp_path)
     assert len(found) == 10
     for error in found.values():
         assert error.startswith("RankMismatchError: 6 tensors have other values on rank 1 than on the first rank")
@@ -297,7 +290,7 @@ def test_buffers_that_differ_are_refused_where_the_user_asks(worlds, tmp_path):
 
 
 def test_all_ranks_ask_for_the_same(worlds, tmp_path):
-    found = told(worlds, 2, modes_that_differ, tmp_path)
+    found = agreed(worlds(2), modes_that_differ, tmp_path)
     assert all(error.startswith("RankMismatchError: ") and "rank" in error for error in found.values())
 
 
@@ -311,7 +304,7 @@ def test_all_ranks_ask_for_the_same(worlds, tmp_path):
     ],
 )
 def test_parameters_that_differ_are_refused_by_name(worlds, tmp_path, function, ways, names):
-    found = told(worlds, 2, function, tmp_path)
+    found = agreed(worlds(2), function, tmp_path)
     assert len(found) == ways
     for error in found.values():
         assert error.startswith("RankMismatchError: ")
@@ -320,16 +313,16 @@ def test_parameters_that_differ_are_refused_by_name(worlds, tmp_path, function, 
 
 
 def test_replicas_of_a_shard_that_differ_by_one_bit_are_refused(worlds, tmp_path):
-    found = told(worlds, 4, replicas_apart, tmp_path)
+    found = agreed(worlds(4), replicas_apart, tmp_path)
     assert len(found) == 10
     for error in found.values():
         assert error.startswith("RankMismatchError: one tensor has other values on rank 3 than on the first rank")
         assert "first.weight, and a save" in error
-    assert told(worlds, 4, replicas_alike, tmp_path / "alike") == {}
+    assert agreed(worlds(4), replicas_alike, tmp_path / "alike") == {}
 
 
 def test_what_drifts_between_two_checkpoints_is_refused(worlds, tmp_path):
-    found = told(worlds, 2, drifted_between_checkpoints, tmp_path)
+    found = agreed(worlds(2), drifted_between_checkpoints, tmp_path)
     for mode in ("sync", "async"):
         assert found[f"{mode}, 0"] == found[f"{mode}, 2"] == ": "
         assert found[f"{mode}, 1"].startswith("RankMismatchError: one tensor has other values on rank 1")
@@ -338,7 +331,7 @@ def test_what_drifts_between_two_checkpoints_is_refused(worlds, tmp_path):
 
 
 def test_of_an_adapter_only_the_adapter_is_looked_at(worlds, tmp_path):
-    found = told(worlds, 2, adapter_of_an_uneven_base, tmp_path)
+    found = agreed(worlds(2), adapter_of_an_uneven_base, tmp_path)
     assert len(found) == 8
     assert all("lora_" in name for name in found)
 

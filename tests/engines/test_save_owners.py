@@ -1,6 +1,7 @@
 """Storages that take a file from one writer only: the same tensors, by one rank a file."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import shardwise
 import shardwise.engines.saving
 from shardwise.storage.contract import WritePolicy
-from shardwise.storage.writing import LocalWriter, open_writer
+from shardwise.storage.writing import LocalWriter
 
 STREAMS = WritePolicy(
     has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=1 << 20, concurrency=1
@@ -56,14 +57,11 @@ def save_on_rank(
     """The files that this rank has created, and the error."""
     sharding = shardwise.Sharding(mesh=load_cases.hybrid_mesh() if mesh == "hsdp" else None)
     model = shardwise.from_pretrained(checkpoint, dtype=torch.float32, sharding=sharding)
-    shardwise.engines.saving.open_writer = Streamed
     Streamed.fails = dist.get_rank() == failing
     options = shardwise.options.SaveOptions(budget_bytes=1 << 17)
     keywords = {"max_shard_size": max_shard_size, "dtype": "bfloat16", "verify": True, "options": options}
-    try:
+    with mock.patch.object(shardwise.engines.saving, "open_writer", Streamed):
         _, text = attempt(lambda: shardwise.save(model, folder, **keywords))
-    finally:
-        shardwise.engines.saving.open_writer = open_writer
     dist.barrier()
     return list(Streamed.places), text
 

@@ -54,14 +54,18 @@ def with_odd_tensors(model):
     return model
 
 
+def require_same_files(root, *names):
+    for name in names:
+        found, wanted = (root / folder / name for folder in ("shardwise", "transformers"))
+        assert found.read_bytes() == wanted.read_bytes(), name
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_transformers_model_with_odd_tensors_is_the_file_that_transformers_saves(tmp_path, tied):
     model = with_odd_tensors(small_qwen3(tie_word_embeddings=tied))
     model.save_pretrained(tmp_path / "transformers")
     shardwise.save(model, tmp_path / "shardwise")
-    for name in ("model.safetensors", "config.json", "generation_config.json"):
-        found, wanted = (tmp_path / folder / name for folder in ("shardwise", "transformers"))
-        assert found.read_bytes() == wanted.read_bytes(), name
+    require_same_files(tmp_path, "model.safetensors", "config.json", "generation_config.json")
 
 
 @pytest.mark.distributed
@@ -71,9 +75,7 @@ def test_a_transformers_model_sharded_by_hand(worlds, tmp_path, dtype):
     worlds(3).run(saving.save_by_hand, str(tmp_path / "shardwise"), dtype)
     with zoo.silenced():
         (model if dtype is None else model.to(dtype)).save_pretrained(tmp_path / "transformers")
-    for name in ("model.safetensors", "config.json"):
-        found, wanted = (tmp_path / folder / name for folder in ("shardwise", "transformers"))
-        assert found.read_bytes() == wanted.read_bytes(), name
+    require_same_files(tmp_path, "model.safetensors", "config.json")
 
 
 def tokenizer(**keywords):
@@ -104,20 +106,10 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
         shardwise.save(nn.Linear(2, 2), tmp_path / "saved", tokenizer="gpt2")
 
 
-@pytest.mark.parametrize(
-    ("size", "files"),
-    [
-        (6000, 2),
-        ("6000", 2),
-        ("6KB", 2),
-        ("6 kb", 2),
-        ("5.9KiB", 2),
-        ("1GB", 1),
-        ("0.5 MiB", 1),
-        (6000.0, 2),
-        (1, 4),
-    ],
-)
+IN_TWO = (6000, "6000", "6KB", "6 kb", "5.9KiB", 6000.0)
+
+
+@pytest.mark.parametrize(("size", "files"), [*((size, 2) for size in IN_TWO), ("1GB", 1), ("0.5 MiB", 1), (1, 4)])
 def test_sizes_of_files(tmp_path, size, files):
     model = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 4))
     report = shardwise.save(model, tmp_path, max_shard_size=size)

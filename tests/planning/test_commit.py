@@ -32,14 +32,6 @@ def test_a_single_file_counts_whatever_an_index_says():
     assert obsolete(SEVERAL, folder_state) == [SINGLE]
 
 
-@pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
-def test_what_the_index_names_is_removed_where_it_is_a_weight_file_of_the_folder(plan):
-    index = index_of("a.safetensors", "../b.safetensors", "notes.txt", "gone.safetensors", INDEX, "")
-    folder_state = get_folder_state(["a.safetensors", "c.safetensors", "notes.txt", INDEX], index)
-    removed = obsolete(plan, folder_state)
-    assert removed == (["a.safetensors"] if plan is SEVERAL else ["a.safetensors", INDEX])
-
-
 LEFT = [
     "model.89abcdef.incomplete",
     "model.89abcdef.older",
@@ -72,10 +64,3 @@ OTHERS = [
 @pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
 def test_what_unfinished_saves_left_is_removed_and_nothing_else(plan):
     assert obsolete(plan, get_folder_state([*LEFT, *OTHERS], None)) == sorted(LEFT)
-
-
-@pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
-def test_what_was_just_saved_is_never_removed(plan):
-    new = {*plan.names, *([] if plan.index is None else [INDEX])}
-    folder_state = get_folder_state(sorted(new), plan.index)
-    assert not new & set(obsolete(plan, folder_state))

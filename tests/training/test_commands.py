@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.local_ranks import LocalRanks
+from tests.support.world import run_forked as run_world
 from tests.training import tiny
 from tests.training.on_ranks import by_command, by_script, initial_adapter, prepare, write_vision, write_wide
 
@@ -30,11 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     answers = [tiny.chat(f"What is {n}?", f"It is {n}.") for n in range(10, 18)]
     tiny.write_rows(made / "chats" / "test.jsonl", *answers)
     return made
-
-
-def run_world(size: int, *call: Any) -> list[Any]:
-    with LocalRanks(size, timeout_s=400, is_forked=True) as ranks:
-        return ranks.run(*call)
 
 
 def called(module: str, words: Sequence[str], place: Path, code: int = 0, **environment: str) -> str:
@@ -125,10 +120,7 @@ def test_a_lora_that_was_ended_resumes_on_other_ranks(
     )
     assert code == 75 or "rank 1" in told
     assert sorted(path.name for path in (place / "out").glob("checkpoint-*"))[-1] == f"checkpoint-{saved}"
-    if ranks == 1:
-        called("shardwise", words(1), place)
-    else:
-        run_world(ranks, by_command, words(ranks), place)
+    run_world(ranks, by_command, words(ranks), place)
     run_world(1, by_command, words(1), other)
     assert len(set(logged(other, 6, "loss"))) == 6
     assert logged(place, 6, "loss") == pytest.approx(logged(other, 6, "loss"), abs=1e-5)
