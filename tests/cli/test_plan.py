@@ -17,11 +17,9 @@ from shardwise.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("plan")
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
     model = small_qwen3(**sizes, num_attention_heads=2, num_key_value_heads=1)
-    zoo.save_original(model, directory, max_shard_size="8KB")
-    return str(directory)
+    return str(zoo.save_original(model, tmp_path_factory.mktemp("plan"), max_shard_size="8KB"))
 
 
 def invoke(*arguments):

@@ -23,10 +23,8 @@ from shardwise.storage.contract import LOCAL, OBJECT_STORE
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
     """A mixture of experts of several files, experts stored one by one."""
-    directory = tmp_path_factory.mktemp("moe")
-    (specimen,) = (item for item in zoo.representative_specimens() if item.name == "qwen3_5_moe_text")
-    zoo.save_original(zoo.build(specimen), directory, max_shard_size="60KB")
-    return directory
+    model = zoo.causal_lm("qwen3_5_moe_text")
+    return zoo.save_original(model, tmp_path_factory.mktemp("moe"), max_shard_size="60KB")
 
 
 @pytest.mark.distributed

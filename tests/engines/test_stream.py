@@ -26,9 +26,9 @@ from shardwise.models.view import raw_bytes
 from shardwise.tensors import DType
 
 
-def sharded(specimen: zoo.Specimen, mesh: str) -> nn.Module:
+def sharded(name: str, mesh: str) -> nn.Module:
     """A model with values on every rank, sharded where there are several."""
-    model = zoo.build(specimen)
+    model = zoo.causal_lm(name)
     if dist.is_initialized():
         load_cases.MESHES[mesh](model)
     return model
@@ -36,11 +36,9 @@ def sharded(specimen: zoo.Specimen, mesh: str) -> nn.Module:
 
 def compare(name: str, folder: str, mesh: str, bucket_bytes: int, to: str) -> list[str]:
     """What is not as in the files that transformers has saved."""
-    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
-    saved = tensors_of(Path(folder))
-    whole = zoo.build(specimen)
+    saved, whole = tensors_of(Path(folder)), zoo.causal_lm(name)
     order = [key for key in revert_weight_conversion(whole, whole.state_dict()) if key in saved]
-    model = sharded(specimen, mesh)
+    model = sharded(name, mesh)
     options = StreamOptions(bucket_bytes=bucket_bytes)
     target = "first_rank" if to == "first" else "all_ranks"
     keys: list[str] = []
@@ -73,9 +71,7 @@ def differences(
 
 def options_of(name: str, mesh: str, what: str) -> list[str]:
     """What is wrong about the tensors when something is asked for them."""
-    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
-    whole = zoo.build(specimen)
-    model = sharded(specimen, mesh)
+    whole, model = zoo.causal_lm(name), sharded(name, mesh)
     options = StreamOptions(bucket_bytes=1 << 15)
     faults: list[str] = []
     if what == "dtype":
@@ -120,8 +116,7 @@ def odd() -> tuple[list[str], list[str]]:
 
 def leave_after(name: str, counts: list[int | None], how: str) -> tuple[str, str, int]:
     """A loop that every rank leaves, by a break or an exception, after so many tensors; how the call ended."""
-    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
-    model = sharded(specimen, "flat")
+    model = sharded(name, "flat")
     count = counts[dist.get_rank()]
     options = StreamOptions(
         bucket_bytes=1 << 14, timeouts=Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=30, join_timeout_s=60)
@@ -151,13 +146,12 @@ def adapted(what: str) -> nn.Module:
     """A tiny model with a LoRA whose numbers are all other than zero."""
     from peft import LoraConfig, get_peft_model
 
-    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == "llama")
     torch.manual_seed(0)
     options: dict[str, Any] = {"use_dora": what == "dora", "use_rslora": what == "rslora"}
     if what == "whole":
         options["modules_to_save"] = ["lm_head"]
     modules = ["q_proj", "embed_tokens"] if what == "embedding" else ["q_proj", "down_proj"]
-    model = get_peft_model(zoo.build(specimen), LoraConfig(r=4, target_modules=modules, **options))
+    model = get_peft_model(zoo.causal_lm("llama"), LoraConfig(r=4, target_modules=modules, **options))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data.normal_()
@@ -212,10 +206,7 @@ WAYS = [
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("streams")
-    for specimen in zoo.causal_lm_specimens():
-        if specimen.name in NAMES:
-            zoo.save_original(zoo.build(specimen), folder / specimen.name)
-    return {name: str(folder / name) for name in NAMES}
+    return {name: str(zoo.save_original(zoo.causal_lm(name), folder / name)) for name in NAMES}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3_moe"])

@@ -2,16 +2,16 @@
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from tests import truth
+from tests import truth, zoo
 from tests.engines import torch_saves
 from tests.engines.conftest import small_qwen3
+from tests.merging.adapters import tensors_of
 from tests.support.world import require_same_error
 from torch import nn
 
@@ -68,7 +68,7 @@ def test_torch_files(worlds, tmp_path, request, name):
 def test_each_rank_reads_only_its_own_bytes(worlds, tmp_path, qwen3):
     target = tmp_path / "bin"
     target.mkdir()
-    tensors = {key: value for file in sorted(qwen3.glob("*.safetensors")) for key, value in load_file(file).items()}
+    tensors = tensors_of(qwen3)
     torch.save(tensors, target / "pytorch_model.bin")
     total = sum(tensor.nbytes for tensor in tensors.values())
     read = [found["read_bytes"] for found in worlds(3).run(torch_saves.loaded, str(target), str(qwen3), {})]
@@ -162,8 +162,7 @@ def test_a_folder_of_accelerate(worlds, tmp_path, qwen3):
 
 def test_a_distributed_checkpoint_without_a_config_says_what_to_pass(tmp_path):
     model = small_qwen3()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
+    with zoo.silenced():  # that there is one process
         dcp.save(dict(model.state_dict()), checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(ConfigError, match=r"there is no config\.json.*pass config="):
         shardwise.from_pretrained(tmp_path)

@@ -11,6 +11,8 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from tests import truth, zoo
 from tests.engines.conftest import small_qwen3
+from tests.merging.adapters import tensors_of
+from tests.support.files import change_json
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -45,11 +47,9 @@ def test_a_dtype_that_no_config_names_is_that_of_the_first_key(qwen3, tmp_path, 
     folder = tmp_path / "mixed"
     shutil.copytree(qwen3, folder)
     _without_dtype(folder)
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
+    tensors = tensors_of(folder)
+    for file in folder.glob("*.safetensors*"):
         file.unlink()
-    (folder / "model.safetensors.index.json").unlink()
     save_file(_mixed(tensors, float32), folder / "model.safetensors", metadata={"format": "pt"})
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert shardwise.from_pretrained(folder).dtype is theirs.dtype is dtype
@@ -66,9 +66,7 @@ def test_of_several_files_the_first_counts_or_what_their_index_names(qwen3, tmp_
     )
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert shardwise.from_pretrained(folder).dtype is theirs.dtype is torch.float16
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["metadata"]["dtype"] = "bfloat16"
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    change_json(folder / "model.safetensors.index.json", metadata={"dtype": "bfloat16"})
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert shardwise.from_pretrained(folder).dtype is theirs.dtype is torch.bfloat16
 
@@ -111,9 +109,7 @@ def own(qwen3, tmp_path):
     """A checkpoint of a type that transformers does not know."""
     folder = tmp_path / "own"
     shutil.copytree(qwen3, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": OwnConfig.model_type, "architectures": ["OwnModel"]}
-    (folder / "config.json").write_text(json.dumps(config))
+    change_json(folder / "config.json", model_type=OwnConfig.model_type, architectures=["OwnModel"])
     return folder
 
 
@@ -173,9 +169,8 @@ def test_code_of_a_repository_is_fetched_with_consent_only(qwen3, tmp_path, hub)
     (folder / "modeling_own.py").write_text(
         "from transformers import Qwen3ForCausalLM\n\n\nclass Coded(Qwen3ForCausalLM):\n    pass\n"
     )
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["Coded"], "auto_map": {"AutoModelForCausalLM": "modeling_own.Coded"}}
-    (folder / "config.json").write_text(json.dumps(config))
+    places = {"AutoModelForCausalLM": "modeling_own.Coded"}
+    change_json(folder / "config.json", architectures=["Coded"], auto_map=places)
     downloaded = hub(folder)
     with pytest.raises(ConfigError, match="contains its own model code"):
         shardwise.from_pretrained("org/name", cache_dir=str(tmp_path))

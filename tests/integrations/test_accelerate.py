@@ -17,7 +17,7 @@ from tests.integrations import accelerate_errors, accelerate_states, acceleratin
 from tests.integrations.accelerating import OURS, THEIRS, WAYS
 from tests.quiet import quieten
 from tests.support.local_ranks import RankError
-from tests.support.world import run_world
+from tests.support.world import agreed, require_same_error, run_world
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import shardwise
@@ -30,16 +30,12 @@ def _quiet():
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory) -> str:
-    directory = tmp_path_factory.mktemp("qwen3")
-    zoo.save_original(small_qwen3(), directory, max_shard_size="30KB")
-    return str(directory)
+    return str(zoo.save_original(small_qwen3(), tmp_path_factory.mktemp("qwen3"), max_shard_size="30KB"))
 
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory) -> str:
-    directory = tmp_path_factory.mktemp("tied")
-    zoo.save_original(small_qwen3(tie_word_embeddings=True), directory)
-    return str(directory)
+    return str(zoo.save_original(small_qwen3(tie_word_embeddings=True), tmp_path_factory.mktemp("tied")))
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +45,7 @@ def mixture(tmp_path_factory) -> str:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, moe_intermediate_size=8, intermediate_size=8))
     zoo.fill(model)
-    directory = tmp_path_factory.mktemp("mixture")
-    zoo.save_original(model, directory)
-    return str(directory)
+    return str(zoo.save_original(model, tmp_path_factory.mktemp("mixture")))
 
 
 ALL_SAME = {"losses": 1e-6, "norms": 1e-6, "weights": 2e-5}
@@ -195,9 +189,8 @@ def test_states_are_accelerates_own_and_numbered(worlds, qwen3, tmp_path):
 
 @pytest.mark.distributed
 def test_a_rank_that_cannot_write_or_read_is_reported_on_all_and_the_older_state_stays(worlds, qwen3, tmp_path):
-    first, second = worlds(2).run(accelerate_states.failing_on_one, qwen3, str(tmp_path / "state"))
-    assert first == second
-    assert all("rank 1" in words and "no room" in words for _, words in first), first
+    told = agreed(worlds(2), accelerate_states.failing_on_one, qwen3, str(tmp_path / "state"))
+    assert all("rank 1" in words and "no room" in words for _, words in told), told
 
 
 SAID = {
@@ -223,11 +216,10 @@ SAID = {
 
 @pytest.mark.distributed
 def test_what_cannot_be_taken_is_refused_on_all_ranks(worlds, qwen3):
-    first, second = worlds(2).run(accelerate_errors.not_taken, qwen3)
-    assert first.keys() == SAID.keys()
-    assert first == second, "every error is the same on every rank"
+    found = worlds(2).run(accelerate_errors.not_taken, qwen3)
+    assert found[0].keys() == SAID.keys()
     for name, (kind, words) in SAID.items():
-        assert (first[name][0], words in first[name][1]) == (kind, True), (name, first[name])
+        require_same_error([each[name] for each in found], kind, words)
 
 
 @pytest.mark.distributed

@@ -21,20 +21,16 @@ def _quiet():
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> str:
-    directory = tmp_path_factory.mktemp("dense")
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=24))
     zoo.fill(model)
-    zoo.save_original(model, directory)
-    return str(directory)
+    return str(zoo.save_original(model, tmp_path_factory.mktemp("dense")))
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory) -> str:
-    directory = tmp_path_factory.mktemp("experts")
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, num_key_value_heads=2, intermediate_size=8))
     zoo.fill(model)
-    zoo.save_original(model, directory)
-    return str(directory)
+    return str(zoo.save_original(model, tmp_path_factory.mktemp("experts")))
 
 
 @pytest.mark.distributed

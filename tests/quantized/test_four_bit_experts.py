@@ -27,9 +27,7 @@ def plain(tmp_path_factory) -> Path:
     experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "dtype": "bfloat16"}
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads, **experts))
     zoo.fill(model)
-    folder = tmp_path_factory.mktemp("experts")
-    zoo.save_original(model, folder, max_shard_size="300KB")
-    return folder
+    return zoo.save_original(model, tmp_path_factory.mktemp("experts"), max_shard_size="300KB")
 
 
 @pytest.mark.distributed

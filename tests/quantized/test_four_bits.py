@@ -10,9 +10,10 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.engines.conftest import small_qwen3
-from tests.merging.adapters import save_adapter
+from tests.merging.adapters import save_adapter, tensors_of
 from tests.quantized import four_bits, quantizing
 from tests.support.world import run_forked
+from tests.truth import require_equal
 
 import shardwise
 from shardwise.models.quantization import from_transformers
@@ -22,8 +23,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "dtype": 
 
 
 def written(folder: Path, **changes: object) -> Path:
-    zoo.save_original(small_qwen3(**SIZES | changes).bfloat16(), folder, max_shard_size="60KB")
-    return folder
+    return zoo.save_original(small_qwen3(**SIZES | changes).bfloat16(), folder, max_shard_size="60KB")
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +85,8 @@ def test_a_lora_is_merged_into_the_numbers(worlds, plain, mesh, size, scales):
 def changed(plain: Path, folder: Path, key: str, change) -> str:
     """A copy of the checkpoint in one file, in which a tensor has been changed."""
     folder.mkdir()
-    tensors: dict[str, torch.Tensor] = {}
-    for file in plain.iterdir():
-        if file.suffix == ".safetensors":
-            tensors |= load_file(file)
-        elif file.name == "config.json":
-            (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copy(plain / "config.json", folder)
+    tensors = tensors_of(plain)
     change(tensors, key)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
@@ -114,17 +110,12 @@ def test_packed_from_eight_bits(plain, tmp_path):
     folder = tmp_path / "fp8"
     shutil.copytree(plain, folder)
     numbers = quantizing.quantize(folder, "fp8 blocks")
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    shutil.copy(plain / "config.json", whole)
-    save_file(
-        {key: value.bfloat16() for key, value in numbers.items()}, whole / "model.safetensors", {"format": "pt"}
-    )
+    rounded = {key: value.bfloat16() for key, value in numbers.items()}
+    whole = changed(plain, tmp_path / "whole", UP, lambda tensors, _: tensors.update(rounded))
     wanted, found = (
         shardwise.from_pretrained(str(place), quantization=Nf4()).state_dict() for place in (whole, folder)
     )
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    require_equal(found, wanted)
 
 
 def test_what_stays_is_named(plain):
@@ -264,9 +255,7 @@ def test_loaded_later(plain, scales):
     wanted = shardwise.from_pretrained(str(plain), quantization=quantization)
     found = shardwise.from_pretrained(str(plain), quantization=quantization, load_weights=False)
     shardwise.load(found, str(plain))
-    first, second = wanted.state_dict(), found.state_dict()
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    require_equal(found.state_dict(), wanted.state_dict())
 
 
 def test_an_adapter_is_merged_into_stored_bytes(stored, tmp_path):
@@ -275,7 +264,5 @@ def test_an_adapter_is_merged_into_stored_bytes(stored, tmp_path):
     adapter = save_adapter(numbers, tmp_path / "adapter", r=4, target_modules=["q_proj", "down_proj"])
     for base, out in ((numbers, "wanted"), (stored, "found")):
         shardwise.merge_adapter(base, adapter, tmp_path / out)
-    wanted, found = (load_file(tmp_path / out / "model.safetensors") for out in ("wanted", "found"))
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    require_equal(*(load_file(tmp_path / out / "model.safetensors") for out in ("wanted", "found")))
     assert "quantization_config" not in json.loads((tmp_path / "found" / "config.json").read_text())

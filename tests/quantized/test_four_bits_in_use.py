@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from tests.quantized import four_bits_in_use
 from tests.quantized.four_bits import draw, layers_of
 from tests.quantized.test_four_bits import written
-from tests.support.world import run_forked
+from tests.support.world import agreed, run_forked
+from tests.truth import require_equal
 from transformers import AutoModelForCausalLM
 
 import shardwise
@@ -35,8 +36,7 @@ def require(told: tuple[str, str], kind: str, message: str) -> None:
 
 @pytest.mark.distributed
 def test_what_goes_wrong_on_one_rank_is_everybodys(worlds, plain):
-    first, second = worlds(2).run(four_bits_in_use.faults, str(plain))
-    assert first == second
+    first = agreed(worlds(2), four_bits_in_use.faults, str(plain))
     require(first["other blocks"], "RankMismatchError", r"quantization on rank 1 .*block_size=32.* against .*=64")
     require(first["fails alone"], "CheckpointError", "rank 1: MemoryError: no room for the scales")
     require(first["merged"], "ConfigError", "is in four bits, and nothing is merged into it in its place. Save the")
@@ -155,6 +155,4 @@ def test_a_load_that_is_refused_leaves_nothing_behind(plain, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(shardwise.KeyMismatchError, match=r"model\.norm\.weight"):
         shardwise.load(model, tmp_path)
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    require_equal(model.state_dict(), before)
