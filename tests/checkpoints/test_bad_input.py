@@ -143,10 +143,7 @@ def run(worlds, tmp_path_factory):
 
 MISFITS = {
     "optimizer of others": ("KeyMismatchError", "unexpected"),
-    "other optimizer": (
-        "KeyMismatchError",
-        "optimizers: saved by torch.optim.AdamW, and there is torch.optim.SGD now",
-    ),
+    "other optimizer": ("KeyMismatchError", "optimizers: saved by torch.optim.AdamW, and there is torch.optim.SGD"),
     "no optimizer": ("KeyMismatchError", "unexpected 1     optimizers"),
     "scaler": ("KeyMismatchError", "missing 1        scaler"),
     "other schedule": ("KeyMismatchError", "schedulers: what is stored is not of a StepLR"),

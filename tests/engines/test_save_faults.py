@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.engines.saving import expected, full_disk, linear, mark, unlike
 from tests.merging.adapters import tensors_of
+from tests.support.files import small_file_system
 from torch import nn
 
 import shardwise
@@ -81,7 +82,7 @@ class TestDisk:
 
     def test_that_is_really_full(self, tmp_path):
         """A file system of 256 KiB: the older save and the newer one do not fit into it together, unless cast."""
-        with small_file_system(tmp_path / "disk", "size=256k") as disk:
+        with small_file_system(tmp_path / "disk", "256k") as disk:
             model = nn.Linear(200, 160)  # 125 KiB
             shardwise.save(model, disk)
             (disk / "other").write_bytes(bytes(30_000))
@@ -94,24 +95,12 @@ class TestDisk:
             assert unlike(tensors_of(disk), expected(model, torch.bfloat16)) == []
 
     def test_that_is_read_only(self, tmp_path):
-        with small_file_system(tmp_path / "disk", "size=256k") as disk:
+        with small_file_system(tmp_path / "disk", "256k") as disk:
             shardwise.save(linear(1), disk)
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
             with pytest.raises(StorageError, match="read-only file system .*Mount it for writing"):
                 shardwise.save(linear(2), disk)
             assert holds(disk, 1)
-
-
-@contextlib.contextmanager
-def small_file_system(folder, options):
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("file systems cannot be mounted here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 class TestFolder:

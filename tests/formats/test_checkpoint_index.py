@@ -210,14 +210,8 @@ def test_an_empty_folder(tmp_path: Path) -> None:
     ("names", "words"),
     [
         (["model.gguf"], "model.gguf: this layout is not supported for loading"),
-        (
-            ["weights.pt", "optimizer.bin"],
-            "optimizer.bin, weights.pt: if one of them holds the model, pass its path",
-        ),
-        (
-            ["pytorch_model_fsdp_0_rank1.bin"],
-            "load_accelerate_model and accelerate load them on the same number of ranks",
-        ),
+        (["weights.pt", "optimizer.bin"], "optimizer.bin, weights.pt: if one of them holds the model, pass its"),
+        (["pytorch_model_fsdp_0_rank1.bin"], "load_accelerate_model and accelerate load them on the same number"),
         (["__0_0.distcp", "__1_0.distcp"], "there are 2 .distcp files, but no .metadata"),
         (["adapter_model.safetensors"], "There is an adapter without its base model"),
         (["adapter_model.bin"], "There is an adapter without its base model"),

@@ -313,10 +313,7 @@ def test_paths_that_climb_out(file: str) -> None:
         (place(info(3)), "g is in no file"),
         (lambda made: place(made.storage_data[SECOND])(made), "overlap"),
         (place(info(transform_descriptors=["zstd"])), "was saved through a transform"),
-        (
-            lambda made: made.state_dict_metadata["g"].chunks.pop(),
-            "overlap or leave gaps: 1\n    g of shape (6, 8)",
-        ),
+        (lambda it: it.state_dict_metadata["g"].chunks.pop(), "overlap or leave gaps: 1\n    g of shape (6, 8)"),
         (lambda made: made.state_dict_metadata["g"].chunks.clear(), "chunks overlap or leave gaps: 1"),
         (second_chunk(offsets=torch.Size((4, 0))), "g of shape (6, 8) has a chunk at (4, 0) of sizes (3, 8)"),
         (second_chunk(offsets=torch.Size((2, 0))), "g has no file for the chunk at (2, 0)"),

@@ -66,10 +66,7 @@ def test_what_accelerate_config_writes():
             {"fsdp": True, "bf16": False, "fsdp_config": {"transformer_layer_cls_to_wrap": ["A", "B"]}},
             Sharding(wrap=Classes(("A", "B"))),
         ),
-        (
-            {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": "1e6"},
-            Sharding(wrap=MinSize(1_000_000)),
-        ),
+        ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": "1e6"}, Sharding(wrap=MinSize(10**6))),
         ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 0}, Sharding(wrap="whole_model")),
         ({"fsdp_config": {"fsdp_sharding_strategy": 2}}, Sharding(wrap="whole_model", reshard_after_forward=False)),
         (
@@ -245,10 +242,7 @@ def test_a_misspelt_class_among_several_is_refused_by_name():
     ("wrap", "said"),
     [
         (functools.partial(transformer_auto_wrap_policy), "must be a set of classes"),
-        (
-            functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={"Block"}),
-            "must be a set of classes",
-        ),
+        (functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={"Block"}), "must be a set of"),
         (functools.partial(size_based_auto_wrap_policy, force_leaf_modules={nn.Linear}), "force_leaf_modules"),
         (functools.partial(is_attention, 3), "1 positional arguments. Name them"),
     ],

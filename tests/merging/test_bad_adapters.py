@@ -56,10 +56,7 @@ FAULTS: dict[str, tuple[Callable[[dict], dict], list[str]]] = {
         ["missing in the adapter", "lora_B of model.layers.0.self_attn.q_proj"],
     ),
     "a magnitude without DoRA": (_with(**{f"{_Q}.lora_magnitude_vector": torch.ones(32)}), ["use_dora is not set"]),
-    "a bias that the base does not have": (
-        _with(**{f"{_Q}.lora_B.bias": torch.ones(32)}),
-        ["q_proj.bias, wanted by"],
-    ),
+    "a bias that the base has not": (_with(**{f"{_Q}.lora_B.bias": torch.ones(32)}), ["q_proj.bias, wanted by"]),
     "a whole tensor of another shape": (
         _with(**{"base_model.model.model.embed_tokens.weight": torch.ones(98, 32)}),
         ["embed_tokens.weight: (98, 32), the base has model.embed_tokens.weight as (97, 32)"],
@@ -76,10 +73,7 @@ FAULTS: dict[str, tuple[Callable[[dict], dict], list[str]]] = {
         lambda found: {k: v * 0 if "lora_B" in k else v for k, v in found.items()},
         ["would equal the base", "4 modules"],
     ),
-    "deltas that rounding swallows": (
-        lambda found: {k: v * 1e-30 for k, v in found.items()},
-        ["would equal the base"],
-    ),
+    "deltas that rounding swallows": (lambda its: {k: v * 1e-30 for k, v in its.items()}, ["would equal the base"]),
     "deltas that are not finite": (
         lambda found: {k: v / 0 if "layers.1" in k else v for k, v in found.items()},
         ["not finite", "layers.1"],
@@ -120,16 +114,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[ShardwiseError], str]] = {
     "a rank of nothing": ({"r": 0}, FormatError, "not a rank"),
     "a huge rank": ({"r": 1 << 40}, FormatError, "not a rank"),
     "a rank in words": ({"r": "many"}, FormatError, "not a rank"),
-    "a pattern with a repeat that is too large": (
-        {"rank_pattern": {"q{99999999999}": 4}},
-        FormatError,
-        "regular expression",
-    ),
-    "a pattern that is none within another": (
-        {"rank_pattern": {"(?i)q_proj": 4}},
-        FormatError,
-        "regular expression",
-    ),
+    "a pattern that repeats too much": ({"rank_pattern": {"q{99999999999}": 4}}, FormatError, "regular expression"),
+    "a pattern within another": ({"rank_pattern": {"(?i)q_proj": 4}}, FormatError, "regular expression"),
     "a pattern that is none": ({"rank_pattern": {"q_proj(": 4}}, FormatError, "regular expression"),
     "an alpha that is none": ({"lora_alpha": "x"}, FormatError, "lora_alpha"),
     "dora without magnitudes": ({"use_dora": True}, KeyMismatchError, "lora_magnitude_vector of"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.writer_suite import put
 
 from shardwise.errors import StorageError
 from shardwise.storage import direct_io, writing
@@ -141,8 +142,7 @@ def test_what_was_put_aside_and_cannot_be_written_ends_the_file(
 
 def test_a_policy_that_is_not_direct_never_goes_around(folder: Path, calls: list[tuple[bool, int, int]]) -> None:
     with LocalWriter(folder, policy=replace(DISK_WRITES, is_direct=False)) as writer:
-        writer.create("a", 20 * BLOCK)
-        writer.write("a", 0, [memoryview(bytes(20 * BLOCK))])
+        put(writer, "a", bytes(20 * BLOCK))
     assert [call[0] for call in calls] == [False]
 
 
@@ -152,10 +152,8 @@ def test_where_a_file_cannot_be_opened_so_it_is_written_as_ever(
     monkeypatch.setattr(writing, "open_direct", lambda path: None)
     content = os.urandom(20 * BLOCK)
     with LocalWriter(folder, policy=DISK_WRITES) as writer:
-        for name in ("a", "b"):
-            writer.create(name, len(content))
-            writer.write(name, 0, [memoryview(content)])
-            writer.sync(name)
+        put(writer, "a", content)
+        put(writer, "b", content)
     assert (folder / "a").read_bytes() == (folder / "b").read_bytes() == content
     assert not any(call[0] for call in calls)
 
@@ -175,11 +173,9 @@ def test_what_is_refused_around_goes_through(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "pwritev", refuse)
     content = os.urandom(20 * BLOCK + 5)
     with LocalWriter(folder, policy=DISK_WRITES) as writer:
-        for name in ("a", "b"):
-            writer.create(name, len(content) + 3)
-            writer.write(name, 3, [memoryview(content)])
-            writer.sync(name)
-    assert (folder / "a").read_bytes() == (folder / "b").read_bytes() == bytes(3) + content
+        put(writer, "a", content)
+        put(writer, "b", content)
+    assert (folder / "a").read_bytes() == (folder / "b").read_bytes() == content
     assert asked == 2  # nor is it tried again
 
 
@@ -207,7 +203,5 @@ def test_short_writes_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "pwritev", short)
     content = os.urandom(11 * BLOCK)
     with LocalWriter(folder, policy=DISK_WRITES) as writer:
-        writer.create("a", len(content))
-        writer.write("a", 0, [memoryview(content)])
-        writer.sync("a")
+        put(writer, "a", content)
     assert (folder / "a").read_bytes() == content

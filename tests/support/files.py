@@ -1,13 +1,31 @@
 """Files that a test changes or damages."""
 
 import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 def change_json(path: Path, **changes: Any) -> None:
     """Give some keys of an object in a file other values."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@contextmanager
+def small_file_system(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of so many bytes."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def flip_bit(path: Path, at: int = -1) -> None:

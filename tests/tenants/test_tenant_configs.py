@@ -55,10 +55,7 @@ def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"tenants": {"ada": {"lora_alfa": 4}}},
-            "tenants.ada.lora_alfa: is not a key of sft. Did you mean lora_al",
-        ),
+        ({"tenants": {"ada": {"lora_alfa": 4}}}, "tenants.ada.lora_alfa: is not a key of sft. Did you mean lora_"),
         ({"tenants": {"ada": {"lora_r": "four"}}}, "tenants.ada.lora_r: 'four' is a str. Expected int"),
         ({"tenants": {"ada": {"bf16": True}}}, "tenants.ada.bf16: cannot differ between tenants. Set it once"),
         ({"tenants": {"ada": {"packing": True}}}, "tenants.ada.packing: cannot differ between tenants. Remove it"),
