@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.checkpoints import on_ranks, tiny
-from tests.checkpoints.tiny import Training, differences
+from tests.checkpoints.tiny import Training
+from tests.engines.optimizing import differences
 from tests.interchange.resuming import MADE
 from torch.optim import lr_scheduler as schedules
 

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 from tests.checkpoints import on_ranks
-from tests.checkpoints.tiny import Training, differences
+from tests.checkpoints.tiny import Training
+from tests.engines.optimizing import differences
 
 import shardwise
 from shardwise import Checkpointer

@@ -240,6 +240,11 @@ def trained(checkpoint: str, strategy: str, efficient: bool, kind: str = "whole"
         with alone():
             reference = scripted(checkpoint, kind)
     reference.load_state_dict(initial)
+    return furthest_of_all(seen, final, reference)
+
+
+def furthest_of_all(seen: Seen, final: dict[str, torch.Tensor], reference: nn.Module) -> dict[str, float]:
+    """From what torch alone makes of a model in one process."""
     expected = plain(reference)
     return {
         "losses": furthest(seen.losses, expected.losses),
@@ -323,7 +328,4 @@ def compiled(checkpoint: str) -> dict[str, float]:
         with alone():
             reference = scripted(checkpoint)
     reference.load_state_dict(initial)
-    expected = plain(reference)
-    weights = max(float((final[name] - value).abs().max()) for name, value in reference.state_dict().items())
-    losses, norms = furthest(seen.losses, expected.losses), furthest(seen.norms, expected.norms)
-    return {"losses": losses, "norms": norms, "weights": weights}
+    return furthest_of_all(seen, final, reference)

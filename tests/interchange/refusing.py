@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from tests.engines.on_ranks import attempt
 from tests.engines.optimizing import MAKERS, differences, sharded, trained
-from tests.interchange.trading import FORMS, SMALL, whole_model, whole_optimizer
+from tests.interchange.trading import FORMS, SMALL, save, whole_model, whole_optimizer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
@@ -50,13 +50,6 @@ def optimizer_refused(folder: str) -> tuple[str, str]:
     model = sharded("", 1)
     (optimizer,) = MAKERS["adamw"](model, 1)
     return attempt(lambda: shardwise.load_accelerate_optimizer(model, optimizer, folder))
-
-
-def write(folder: str, form: str, steps: int = 2) -> None:
-    model = sharded("", 1)
-    (optimizer,) = trained(model, "adamw", steps)
-    shardwise.save_accelerate_model(model, folder, FORMS[form], options=SMALL)
-    shardwise.save_accelerate_optimizer(model, optimizer, folder, FORMS[form], options=SMALL)
 
 
 def write_rank_file_without(folder: str, rank: int) -> None:
@@ -235,7 +228,7 @@ def ignoring(folder: str) -> dict[str, Any]:
 
 def fails_to_write(folder: str, form: str, failing: int) -> tuple[tuple[str, str], list[str]]:
     """A save that one rank cannot carry out; the error, and what is then in the folder."""
-    write(folder, form)
+    save(folder, form)
     before = sorted(path.name for path in Path(folder).rglob("*"))
     standing, target = sharded("", 3), sharded("", 4)
     shardwise.load_accelerate_model(standing, folder)

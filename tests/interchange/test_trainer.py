@@ -1,12 +1,13 @@
 """A checkpoint of the Hugging Face Trainer's goes on here, on any number of ranks, and says what does not."""
 
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 from tests.interchange import resuming
+from tests.support.files import change_json
+from tests.support.world import require_same_error
 
 from shardwise.errors import FormatError
 from shardwise.interchange.trainer_restoring import TrainerFolder
@@ -63,13 +64,9 @@ def test_what_does_not_fit_is_refused_by_all(worlds, checkpoints, tmp_path, how)
     folder = tmp_path / "checkpoint-2"
     shutil.copytree(checkpoints[False], folder)
     if how == "state":
-        state = json.loads((folder / "trainer_state.json").read_text())
-        (folder / "trainer_state.json").write_text(json.dumps({**state, "global_step": -1}))
+        change_json(folder / "trainer_state.json", global_step=-1)
     path = Path(folder.parent if how == "parent" else folder)
-    kind, words = REFUSED[how]
-    for found, text in worlds(2).run(resuming.refused, str(path), how):
-        assert found == kind
-        assert words in text
+    require_same_error(worlds(2).run(resuming.refused, str(path), how), *REFUSED[how])
 
 
 @pytest.mark.parametrize("epoch", ["9" * 400, "NaN", '"2"'])
