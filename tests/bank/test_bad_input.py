@@ -264,7 +264,6 @@ def comes_and_goes(base: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.distributed
 def test_absent_on_some_ranks_for_whole_steps_or_on_alternating_ranks(worlds, base):
     """In turn on one rank, or on none; the others are alike on all ranks, whatever is wrong with it."""
     first, second = worlds(2).run(comes_and_goes, base)
@@ -309,7 +308,6 @@ def saved(worlds: Any, base: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return first, second, folder
 
 
-@pytest.mark.distributed
 def test_tensors_of_a_tenant_are_whole_and_the_same_on_all_ranks(saved, base):
     """Rank 3 on two ranks: every row of A and every column of B are in the file, and come back."""
     first, second, folder = saved
@@ -327,7 +325,6 @@ def test_tensors_of_a_tenant_are_whole_and_the_same_on_all_ranks(saved, base):
         assert each["counts"]["twin"] == sum(values.numel() for values in each["adapters"]["cy"].values())
 
 
-@pytest.mark.distributed
 def test_an_incomplete_state_dict_is_refused_whole(saved, base, tmp_path):
     first, second, folder = saved
     assert first["refusal"] == second["refusal"]

@@ -132,7 +132,6 @@ def load_damaged(base: Path, folder: Path) -> list[Any]:
     return [told, bank.names, here()["size"]]
 
 
-@pytest.mark.distributed
 def test_damage_is_one_error_on_all_ranks(worlds, base, tmp_path, saved):
     put(tmp_path, saved)
     name, content = next(flips({name: own for name, own in saved.items() if "training" in name}, 1, seed=3))

@@ -47,7 +47,6 @@ def test_ranks_that_are_on_different_ways_cannot_be_brought_into_step():
         longest([[first], [first, second], [other]])
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("size", "groups"),
     [(2, "blocks"), (2, "every layer"), pytest.param(4, "some ranks gather", marks=pytest.mark.slow)],

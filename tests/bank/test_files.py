@@ -89,7 +89,6 @@ def test_adapters_of_experts_are_saved_as_pefts(tmp_path):
     require_of_peft(base, tmp_path, found, test_experts.members())
 
 
-@pytest.mark.distributed
 def test_a_tenant_saved_by_two_ranks(worlds, base, tmp_path):
     first, second = worlds(2).run(few_trained_and_saved, base, tmp_path)
     require_equal(first["adapters"]["cy"], second["adapters"]["cy"])

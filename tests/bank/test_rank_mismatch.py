@@ -61,7 +61,6 @@ def given_other_states(base: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.distributed
 def test_ranks_are_given_one_state(worlds, base):
     first = agreed(worlds(2), given_other_states, base)
     assert first.pop("the same") == ""
@@ -97,7 +96,6 @@ def other_settings(base: Path) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.distributed
 def test_ranks_step_alike(worlds, base):
     first = agreed(worlds(2), other_settings, base)
     assert first["schedule"] == (

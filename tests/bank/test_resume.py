@@ -199,7 +199,6 @@ def on_ranks(worlds: Any, size: int, function: Any, *given: Any) -> dict[str, An
     return found
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("began", "ranks"), [(2, 1), (2, 2), (2, 3), (1, 2)])
 def test_it_continues_on_any_number_of_ranks(worlds, base, begun, began, ranks):
     folder, expected = begun(began)
@@ -212,7 +211,6 @@ def test_it_continues_on_any_number_of_ranks(worlds, base, begun, began, ranks):
         assert found["losses"][name] == pytest.approx(expected["losses"][name], rel=1e-6)
 
 
-@pytest.mark.distributed
 def test_ranks_that_pass_other_arguments_are_reported(worlds, base, tmp_path):
     first = agreed(worlds(2), resuming.differing, base, tmp_path)
     assert first["state"].startswith("RankMismatchError: training_state on rank 1 is not that of rank 0")

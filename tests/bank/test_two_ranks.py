@@ -6,8 +6,6 @@ from tests.bank.banking import STEPS, distance, recipes
 from tests.support.world import require_words
 from tests.truth import require_equal
 
-pytestmark = pytest.mark.distributed
-
 
 @pytest.mark.parametrize(("kind", "limit"), [("loop", 1e-5), ("grouped", 5e-4)])
 def test_each_tenant_comes_out_as_alone(worlds, base, kind, limit):

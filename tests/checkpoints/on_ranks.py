@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from tests import zoo
 from tests.checkpoints import tiny
-from tests.checkpoints.tiny import Positions, Training
+from tests.checkpoints.tiny import Positions, Training, differences
 from tests.engines.conftest import small_qwen3
 from tests.engines.on_ranks import attempt
-from tests.engines.optimizing import differences
 from tests.support import EffectLog, recorded
 from tests.support.files import flip_bit
 from torch import nn

@@ -23,8 +23,6 @@ from shardwise.formats.distributed import read_metadata
 from shardwise.options import CheckpointerOptions
 from shardwise.storage.reading import LocalReader
 
-pytestmark = pytest.mark.distributed
-
 CALLS = {
     "meta": ("ShardingError", "are on meta and have no values"),
     "no state_dict": ("ConfigError", "data is a object, which has no state_dict and load_state_dict"),

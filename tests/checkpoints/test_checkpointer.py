@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.checkpoints import on_ranks, tiny
-from tests.checkpoints.tiny import Training
-from tests.engines.optimizing import differences
+from tests.checkpoints.tiny import Training, differences
 from tests.interchange.resuming import MADE
 from torch.optim import lr_scheduler as schedules
 
 from shardwise import Checkpointer, TrainState
-
-pytestmark = pytest.mark.distributed
 
 
 def assert_goes_on(found, saved):

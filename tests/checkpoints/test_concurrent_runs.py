@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.checkpoints.tiny import Training
-from tests.engines.optimizing import differences
+from tests.checkpoints.tiny import Training, differences
 from tests.engines.test_concurrent_saves import Before
 
 from shardwise import Checkpointer, FormatError, StorageError

@@ -11,8 +11,6 @@ from shardwise import Checkpointer
 from shardwise.checkpoints.folder import steps_in
 from shardwise.checkpoints.restore import open_checkpoint
 
-pytestmark = pytest.mark.distributed
-
 
 def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}

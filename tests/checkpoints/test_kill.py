@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.checkpoints import on_ranks
-from tests.checkpoints.tiny import Training
-from tests.engines.optimizing import differences
+from tests.checkpoints.tiny import Training, differences
 from tests.faults.fault_injection import Doomed, Seat
 
 import shardwise

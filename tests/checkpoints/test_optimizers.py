@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 from tests.checkpoints import on_ranks
-from tests.checkpoints.tiny import Training
-from tests.engines.optimizing import differences
+from tests.checkpoints.tiny import Training, differences
 
 import shardwise
 from shardwise import Checkpointer
@@ -16,7 +15,6 @@ NAMES = "AdamW Adam NAdam RAdam Adamax SGD RMSprop Adagrad Adadelta ASGD Rprop"
 KINDS = [getattr(torch.optim, name) for name in NAMES.split()]
 
 
-@pytest.mark.distributed
 def test_another_kind_is_refused_by_name_on_all_ranks(worlds, tmp_path):
     worlds(2).run(on_ranks.train_and_save, str(tmp_path), 1)
     found = worlds(2).run(on_ranks.restore_others, str(tmp_path))

@@ -8,17 +8,14 @@ import pytest
 from click.testing import CliRunner
 from tests import zoo
 from tests.checkpoints import on_ranks
-from tests.checkpoints.tiny import Training
+from tests.checkpoints.tiny import Training, differences
 from tests.engines.conftest import small_qwen3
 from tests.engines.on_ranks import attempt
-from tests.engines.optimizing import differences
 
 import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints.folder import open_folder
 from shardwise.cli import main
-
-pytestmark = pytest.mark.distributed
 
 
 def latest(run):

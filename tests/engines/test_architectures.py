@@ -26,7 +26,6 @@ def cases(tmp_path_factory):
     return [case for specimen in specimens() for case in truth.prepare(specimen, folder)]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3, 5, 8))])
 def test_every_tensor_is_bitwise_equal(worlds, cases, size):
     # All layouts and dtypes at three ranks, where most shards are uneven; the hub's layout elsewhere.
@@ -43,7 +42,6 @@ def test_every_tensor_is_bitwise_equal(worlds, cases, size):
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_memory_full_of_nan_shows_nowhere(worlds, cases):
     for case in cases:
         if case.directory.endswith("original") and case.dtype == "float32":

@@ -195,7 +195,6 @@ def test_a_token_is_not_shown():
     assert "hf_secret" not in repr(HubOptions(token="hf_secret"))
 
 
-@pytest.mark.distributed
 def test_differing_arguments_of_ranks_are_named(worlds, qwen3):
     whole = {"sharding": Sharding(wrap="whole_model")}
     asked = [
@@ -222,7 +221,6 @@ def test_differing_arguments_of_ranks_are_named(worlds, qwen3):
         assert kind == ("ConfigError" if text.startswith("rank 1: ") else "RankMismatchError")
 
 
-@pytest.mark.distributed
 def test_so_for_shard_and_load(worlds, qwen3):
     ends = worlds(2).run(one_rank_shards_with_nonsense, "")
     require_same_error(ends, "ConfigError", "rank 1: sharding.wrap is ('Block',), of type tuple")

@@ -115,7 +115,6 @@ def _on_ranks(damaged: Path) -> list[str]:
     return refused(lambda: shardwise.load(model, damaged), 5)
 
 
-@pytest.mark.distributed
 def test_refusals_leave_no_file_open_on_any_rank(saved: Path, tmp_path: Path, worlds: Worlds) -> None:
     shutil.copytree(saved / "distributed", tmp_path / "damaged")
     for path in (tmp_path / "damaged").glob("*.distcp"):

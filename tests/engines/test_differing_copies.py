@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -127,7 +126,6 @@ def from_the_hub(caches: list[str]) -> Any:
     return truth.snapshot(model)["values"]
 
 
-@pytest.mark.distributed
 def test_copies_that_differ_are_refused_on_all_ranks(worlds, qwen3, tmp_path):
     made = copies(qwen3, tmp_path)
     first = agreed(worlds(3), loads, str(qwen3), made)
@@ -144,7 +142,6 @@ def test_copies_that_differ_are_refused_on_all_ranks(worlds, qwen3, tmp_path):
     assert all("Copy the checkpoint to the machines of these ranks again" in text for text in said.values())
 
 
-@pytest.mark.distributed
 def test_equal_copies_are_loaded_and_reported(worlds, qwen3, tmp_path):
     shutil.copytree(qwen3, tmp_path / "copy")
     expected = truth.snapshot(small_qwen3())["values"]
@@ -154,14 +151,12 @@ def test_equal_copies_are_loaded_and_reported(worlds, qwen3, tmp_path):
         assert alone == []
 
 
-@pytest.mark.distributed
 def test_readers_of_memory_are_compared(worlds, tmp_path):
     for plain, (kind, text) in worlds(3).run(in_memory, one_tensor(tmp_path)):
         assert plain == ("", "")
         assert (kind, "on rank 2 is not that" in text) == ("RankMismatchError", True)
 
 
-@pytest.mark.distributed
 def test_adapters_and_files_of_torch_are_compared_too(worlds, qwen3, tmp_path):
     for seed in (0, 1):
         base, model = small_qwen3(), small_qwen3()
@@ -183,7 +178,6 @@ def test_adapters_and_files_of_torch_are_compared_too(worlds, qwen3, tmp_path):
             assert (kind, "on rank 1 is not that on rank 0" in text) == ("RankMismatchError", True)
 
 
-@pytest.mark.distributed
 def test_a_revision_is_the_first_rank_s_commit_on_every_machine(worlds, qwen3, tmp_path):
     """On the second machine the branch has moved on; the commit is in its cache, too, or the load is refused."""
     old, new = "0" * 40, "1" * 40

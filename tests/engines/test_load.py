@@ -35,7 +35,6 @@ def on_meta(make):
         return make()
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["meta", "meta by default", "real"])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_plain_sharded_module_is_filled(worlds, plain, kind, size):
@@ -82,7 +81,6 @@ def test_buffers_that_reset_parameters_computes(tmp_path):
     assert model.weight.tolist() == [1, 2, 3]  # reset_parameters could not harm what is loaded
 
 
-@pytest.mark.distributed
 def test_buffers_that_differ_between_ranks_are_refused(worlds, plain):
     require_same_error(worlds(2).run(on_ranks.buffers_differ, plain[0]), "RankMismatchError", "blocks.0.angles")
 

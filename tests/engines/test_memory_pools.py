@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import pytest
 from tests.support.world import said
 
 import shardwise
@@ -10,7 +9,6 @@ from shardwise.execution import memory
 from shardwise.planning.load_memory import Available
 
 
-@pytest.mark.distributed
 def test_ranks_of_one_machine_share_its_memory(worlds, qwen3):
     """Each rank needs about a quarter of a MiB; there is room for one rank, then for two."""
     for scarce, enough in worlds(2).run(load_with_room, str(qwen3)):

@@ -43,7 +43,6 @@ def url(folder):
         yield store.url
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_is_bitwise_equal(worlds, cases, url, way):
     way = Way(way.mesh, way.storage, url, way.shared_reads)
@@ -58,7 +57,6 @@ def test_every_way_is_bitwise_equal(worlds, cases, url, way):
     assert tried >= (1 if way.mesh == "ep" else len(cases) - 2)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("mesh", "name", "kinds"),
     [

@@ -27,7 +27,6 @@ def moe(tmp_path_factory):
     return zoo.save_original(model, tmp_path_factory.mktemp("moe"), max_shard_size="60KB")
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["qwen3", "tied_qwen3", "moe"])
 def test_a_load_does_what_was_estimated(worlds, name, request):
     directory = str(request.getfixturevalue(name))

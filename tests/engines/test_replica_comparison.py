@@ -271,9 +271,6 @@ def adapter_of_an_uneven_base(folder: str) -> list[str]:
     )
 
 
-pytestmark = pytest.mark.distributed
-
-
 def test_buffers_that_differ_are_the_first_ranks_and_the_reports_say_so(worlds, tmp_path):
     found = agreed(worlds(3), buffers_that_are_not_the_firsts, tmp_path)
     assert len(found) == 9

@@ -22,7 +22,6 @@ def cases(tmp_path_factory):
     return found
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("way", "size"), WAYS, ids=str)
 def test_saves_are_those_of_transformers(worlds, cases, tmp_path, way, size):
     faults, tried = {}, 0

@@ -39,7 +39,6 @@ def look(reader) -> dict[str, bytes] | None:
     return {key: reader.read(entry.file, entry.start, entry.stop) for key, entry in index.entries.items()}
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("new", SIZES)
 @pytest.mark.parametrize("old", ["nothing", *SIZES])
 def test_a_crash_leaves_one_save_or_the_other(worlds, qwen3, tmp_path, old, new):

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from tests.engines.conftest import small_qwen3
@@ -52,7 +51,6 @@ def save_in_groups(folder: str) -> list[str]:
     ]
 
 
-@pytest.mark.distributed
 def test_ranks_are_those_of_the_process_group_and_the_first_ones_tokenizer_counts(worlds, tmp_path):
     assert worlds(2).run(save_in_groups, str(tmp_path)) == [
         ["of rank 0", "of rank 0", str([0.0] * 4), "0 of 2"],
@@ -67,7 +65,6 @@ def save_less(folder: str) -> tuple[str, str]:
         return attempt(lambda: shardwise.save(linear(), folder, options=OPTIONS))
 
 
-@pytest.mark.distributed
 def test_bytes_that_no_rank_wrote_are_an_error_before_the_save_counts(worlds, tmp_path):
     shardwise.save(nn.Linear(2, 2), tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()

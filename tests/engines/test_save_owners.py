@@ -66,7 +66,6 @@ def save_on_rank(
     return list(Streamed.places), text
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("max_shard_size", "size", "mesh"), [("50GB", 3, "flat"), ("20KB", 4, "hsdp")])
 def test_one_rank_writes_each_file(worlds, qwen3, tmp_path, max_shard_size, size, mesh):
     folder = tmp_path / "out"
@@ -86,7 +85,6 @@ def test_one_rank_writes_each_file(worlds, qwen3, tmp_path, max_shard_size, size
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
 
 
-@pytest.mark.distributed
 def test_all_ranks_raise_when_one_cannot_write(worlds, qwen3, tmp_path):
     (text,) = {text for _, text in worlds(3).run(save_on_rank, str(qwen3), str(tmp_path), "20KB", "flat", 1)}
     assert text.startswith("rank 1: ")
@@ -94,7 +92,6 @@ def test_all_ranks_raise_when_one_cannot_write(worlds, qwen3, tmp_path):
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-@pytest.mark.distributed
 def test_the_older_save_is_gone_once_the_new_one_counts(worlds, qwen3, tmp_path):
     folder = tmp_path / "out"
     for size in ("20KB", "50GB"):

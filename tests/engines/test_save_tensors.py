@@ -33,7 +33,6 @@ def test_every_dtype_and_shape_is_saved_by_one_process(tmp_path, size, dtype):
         assert unlike(expected(again, None), expected(model, None)) == []
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_dtype_and_shape_is_saved_by_ranks(worlds, tmp_path, ranks, dtype):
@@ -68,7 +67,6 @@ def test_a_transformers_model_with_odd_tensors_is_the_file_that_transformers_sav
     require_same_files(tmp_path, "model.safetensors", "config.json", "generation_config.json")
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_a_transformers_model_sharded_by_hand(worlds, tmp_path, dtype):
     model = small_qwen3(tie_word_embeddings=True)
@@ -158,7 +156,6 @@ def test_a_dtype_that_no_file_holds_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("what", saving.UNEQUAL)
 def test_ranks_at_odds_are_refused(worlds, tmp_path, what):
     found = worlds(2).run(saving.save_unequal, str(tmp_path), what)

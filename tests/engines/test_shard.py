@@ -11,8 +11,6 @@ from shardwise.models.policies import Classes
 from shardwise.models.torch_api import SHARDS_INTEGERS
 from shardwise.models.wrap import require_trainable_dtype
 
-pytestmark = pytest.mark.distributed
-
 ANYONE = "any"
 
 

@@ -6,8 +6,6 @@ from tests.support.world import require_same_error
 
 from shardwise import ConfigError
 
-pytestmark = pytest.mark.distributed
-
 WORLDS = [(1, ""), (3, ""), (2, "wrapped"), (2, "offload"), (4, "hsdp"), (4, "tp"), (2, "shard1")]
 
 

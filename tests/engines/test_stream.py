@@ -214,14 +214,12 @@ def test_one_rank_gives_what_transformers_saves(saved, name):
     assert compare(name, saved[name], "flat", 4096, "every") == []
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("mesh", "size", "bucket", "to", "names"), WAYS)
 def test_ranks_give_what_transformers_saves(worlds, saved, mesh, size, bucket, to, names):
     for name in names:
         assert worlds(size).run(compare, name, saved[name], mesh, bucket, to) == [[]] * size, name
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("what", ["dtype", "internal", "own"])
 def test_tensor_options_are_applied(worlds, what):
     assert worlds(2).run(options_of, "qwen3_moe", "flat", what) == [[], []]
@@ -233,7 +231,6 @@ def test_tensors_without_elements_keep_their_places():
     assert faults == []
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("what", ["adapter", "internal", "merged", "rslora"])
 def test_tensors_of_a_peft_model_are_as_peft_has_them(worlds, what):
     pytest.importorskip("peft")
@@ -258,7 +255,6 @@ def test_adapters_that_cannot_be_merged_are_refused(what, words):
 # What ends it
 
 
-@pytest.mark.distributed
 def test_all_ranks_may_leave_after_the_same_tensor(worlds):
     ends = worlds(2).run(leave_after, "llama", [3, 3], "break")
     assert ends[0] == ends[1]
@@ -266,7 +262,6 @@ def test_all_ranks_may_leave_after_the_same_tensor(worlds):
     assert ends[0][2] > 3
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("how", ["break", "raise"])
 def test_a_loop_that_ends_on_one_rank_makes_the_others_raise(worlds, how):
     one, other = worlds(2).run(leave_after, "llama", [None, 3], how)
@@ -276,7 +271,6 @@ def test_a_loop_that_ends_on_one_rank_makes_the_others_raise(worlds, how):
     assert "its loop over the tensors ended before the last one" in one[1]
 
 
-@pytest.mark.distributed
 def test_ranks_must_ask_for_the_same(worlds):
     require_same_error(worlds(2).run(disagree), "RankMismatchError", "arguments")
 

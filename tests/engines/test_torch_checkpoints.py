@@ -57,14 +57,12 @@ def check(worlds, folder, source, *, wrapper=""):
 # Files of torch
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["qwen3", "tied_qwen3", "mixtral"])
 def test_torch_files(worlds, tmp_path, request, name):
     source = request.getfixturevalue(name)
     check(worlds, as_torch_files(source, tmp_path / "bin"), source)
 
 
-@pytest.mark.distributed
 def test_each_rank_reads_only_its_own_bytes(worlds, tmp_path, qwen3):
     target = tmp_path / "bin"
     target.mkdir()
@@ -115,7 +113,6 @@ def test_of_two_models_one_is_named_by_key_mapping(tmp_path):
 # Distributed checkpoints
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "size", "mesh", "levels"),
     [
@@ -131,13 +128,11 @@ def test_a_sharded_model_comes_back(worlds, tmp_path, request, name, size, mesh,
     check(worlds, tmp_path / "saved", source, wrapper=".".join(levels))
 
 
-@pytest.mark.distributed
 def test_chunks_under_the_names_of_the_hub(worlds, tmp_path, mixtral):
     worlds(2).run(torch_saves.save_hub_tensors, str(mixtral), str(tmp_path / "saved"))
     check(worlds, tmp_path / "saved", mixtral)
 
 
-@pytest.mark.distributed
 def test_chunks_of_a_mesh_of_two_dimensions(worlds, tmp_path):
     worlds(4).run(torch_saves.save_grid, str(tmp_path / "saved"))
     model = nn.Linear(7, 5, bias=False, device="meta")
@@ -145,14 +140,12 @@ def test_chunks_of_a_mesh_of_two_dimensions(worlds, tmp_path):
     assert torch.equal(model.weight, torch.arange(35.0).reshape(5, 7))
 
 
-@pytest.mark.distributed
 def test_safetensors_files_of_chunks(worlds, tmp_path, mixtral):
     worlds(2).run(torch_saves.save_safetensors, str(mixtral), str(tmp_path))
     assert len(list(tmp_path.glob("shard-*.safetensors"))) == 2
     check(worlds, tmp_path, mixtral)
 
 
-@pytest.mark.distributed
 def test_a_folder_of_accelerate(worlds, tmp_path, qwen3):
     worlds(2).run(torch_saves.save_like_accelerate, str(qwen3), str(tmp_path))
     check(worlds, tmp_path, qwen3, wrapper="model")

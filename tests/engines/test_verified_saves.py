@@ -108,7 +108,6 @@ def test_what_is_sound_is_found_equal(tmp_path):
     assert shardwise.verify(tmp_path).is_sound
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("by", [Damaging, Streaming])
 def test_all_ranks_are_reported(worlds, tmp_path, by):
     for number, (damage, words) in enumerate(DAMAGES.items()):

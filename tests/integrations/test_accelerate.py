@@ -55,7 +55,6 @@ def close(found: dict[str, float]) -> bool:
     return all(found[name] <= limit for name, limit in ALL_SAME.items())
 
 
-@pytest.mark.distributed
 def test_a_model_is_as_in_the_files_in_both_strategies(worlds, qwen3, tied):
     """With memory-efficient loading and without; bit for bit, buffers too."""
     world = worlds(2)
@@ -64,7 +63,6 @@ def test_a_model_is_as_in_the_files_in_both_strategies(worlds, qwen3, tied):
     assert world.run(accelerating.brought_up, tied, THEIRS, True) == [[], []]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["whole", "lora", "classes", "saved modules"])
 def test_what_accelerate_loads_is_bitwise_the_same_under_the_switch(worlds, qwen3, tied, kind):
     """Adapters, heads that the files lack, and modules that PEFT copies; in the same groups."""
@@ -74,7 +72,6 @@ def test_what_accelerate_loads_is_bitwise_the_same_under_the_switch(worlds, qwen
         assert worlds(2).run(accelerating.brought_up_by_theirs, tied, kind) == [([], [])] * 2
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("way", WAYS)
 def test_the_loop_is_that_of_one_process(worlds, qwen3, way):
     """Losses, gradient norms and weights; accumulation, clipping and a schedule; whole, and with LoRAs."""
@@ -84,7 +81,6 @@ def test_the_loop_is_that_of_one_process(worlds, qwen3, way):
             assert close(found), (kind, found)
 
 
-@pytest.mark.distributed
 def test_files_of_every_kind_are_read_by_all_ranks_and_by_none_whole(worlds, tmp_path):
     """Several files, a variant of them, a file of torch's, and ties that are stored twice."""
     kinds: dict[str, dict[str, str]] = {"several": {}, "variant": {"variant": "fp16"}}
@@ -115,13 +111,11 @@ def test_files_of_every_kind_are_read_by_all_ranks_and_by_none_whole(worlds, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_a_compiled_model_is_taken(worlds, qwen3):
     for found in worlds(2).run(accelerating.compiled, qwen3):
         assert close(found), found
 
 
-@pytest.mark.distributed
 def test_trained_parameters_are_widened_under_mixed_precision_and_only_then(worlds, qwen3):
     """As accelerate does; with memory-efficient loading and without, and exactly."""
     for efficient, precision in ((True, "bf16"), (False, "bf16"), (True, "no")):
@@ -131,7 +125,6 @@ def test_trained_parameters_are_widened_under_mixed_precision_and_only_then(worl
             assert precision == "bf16" or all("bfloat16" in told for told in ours)
 
 
-@pytest.mark.distributed
 def test_a_mixture_on_more_ranks_than_experts(worlds, mixture):
     """Empty shards have one address, and are parameters of their own nevertheless."""
     for found in worlds(5).run(accelerating.trained, mixture, OURS, True):
@@ -139,14 +132,12 @@ def test_a_mixture_on_more_ranks_than_experts(worlds, mixture):
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_a_mixture_that_accelerate_shards(worlds, mixture):
     assert worlds(5).run(accelerating.brought_up, mixture, THEIRS, True) == [[]] * 5
     for found in worlds(5).run(accelerating.trained, mixture, THEIRS, True):
         assert close(found), found
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("way", "kind", "form", "sizes"),
     [
@@ -167,7 +158,6 @@ def test_a_state_continues_on_other_ranks(worlds, qwen3, tmp_path, way, kind, fo
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_a_killed_save_leaves_the_one_before(worlds, qwen3, tmp_path):
     folder = tmp_path / "state"
     folder.mkdir()
@@ -179,7 +169,6 @@ def test_a_killed_save_leaves_the_one_before(worlds, qwen3, tmp_path):
         assert differing == []
 
 
-@pytest.mark.distributed
 def test_states_are_accelerates_own_and_numbered(worlds, qwen3, tmp_path):
     (tmp_path / "both").mkdir()
     assert worlds(2).run(accelerate_states.by_accelerate_alone, qwen3, str(tmp_path / "both")) == [[], []]
@@ -187,7 +176,6 @@ def test_states_are_accelerates_own_and_numbered(worlds, qwen3, tmp_path):
     assert worlds(2).run(accelerate_states.numbered, qwen3, str(tmp_path / "numbered")) == [expected] * 2
 
 
-@pytest.mark.distributed
 def test_a_rank_that_cannot_write_or_read_is_reported_on_all_and_the_older_state_stays(worlds, qwen3, tmp_path):
     told = agreed(worlds(2), accelerate_states.failing_on_one, qwen3, str(tmp_path / "state"))
     assert all("rank 1" in words and "no room" in words for _, words in told), told
@@ -214,7 +202,6 @@ SAID = {
 }
 
 
-@pytest.mark.distributed
 def test_what_cannot_be_taken_is_refused_on_all_ranks(worlds, qwen3):
     found = worlds(2).run(accelerate_errors.not_taken, qwen3)
     assert found[0].keys() == SAID.keys()
@@ -222,7 +209,6 @@ def test_what_cannot_be_taken_is_refused_on_all_ranks(worlds, qwen3):
         require_same_error([each[name] for each in found], kind, words)
 
 
-@pytest.mark.distributed
 def test_models_sharded_by_anybody_are_left_alone(worlds, qwen3):
     assert worlds(2).run(accelerate_errors.taken, qwen3) == [[], []]
 

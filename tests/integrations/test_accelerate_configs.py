@@ -258,7 +258,6 @@ def test_ranks_compare_functions_by_their_names():
     assert comparable_settings(Sharding(wrap=is_attention))["wrap"] == "Matching(function=is_attention)"
 
 
-@pytest.mark.distributed
 def test_replicas_are_a_mesh_of_two_axes(worlds):
     from tests.integrations import accelerating
 

@@ -33,7 +33,6 @@ def experts(tmp_path_factory) -> str:
     return str(zoo.save_original(model, tmp_path_factory.mktemp("experts")))
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("ranks", "sizes", "axes"),
     [
@@ -54,7 +53,6 @@ def test_gradients_of_split_sequences_are_those_of_whole_ones(worlds, dense, ran
         assert furthest < 1e-5
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
     [(2, {"cp_size": 2}), pytest.param(4, {"dp_shard_size": 2, "cp_size": 2}, marks=pytest.mark.slow)],
@@ -67,7 +65,6 @@ def test_a_trainer_with_split_sequences_trains_as_with_whole_ones(worlds, dense,
         assert max(float((own[name] - value).abs().max()) for name, value in weights.items()) < 1e-5
 
 
-@pytest.mark.distributed
 def test_what_would_train_on_other_values_than_it_says_is_refused_by_name(worlds, dense):
     found = agreed(worlds(2), larger_meshes.refusals, dense)
     expected = {
@@ -83,7 +80,6 @@ def test_what_would_train_on_other_values_than_it_says_is_refused_by_name(worlds
     require_words(found, expected)
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes", "shards"),
@@ -102,7 +98,6 @@ def test_plans_of_transformers(worlds, request, tmp_path: Path, kind, sizes, sha
         assert found == {"loaded": [], "saved": [], "resumed": [], "moments": True}
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_ranks_that_share_rows_in_a_loop_of_accelerate(worlds, dense):
     for found in worlds(4).run(larger_meshes.prepared_by_plans, dense):

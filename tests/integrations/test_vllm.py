@@ -21,13 +21,11 @@ def test_an_engine_gets_what_is_in_the_files(folders, model, lora_rank):
     assert serving.compare(folders[model], lora_rank) == []
 
 
-@pytest.mark.distributed
 def test_on_ranks(worlds, folders):
     for model, lora_rank in (("dense", 4), ("experts", 0)):
         assert worlds(3).run(serving.compare, folders[model], lora_rank) == [[]] * 3
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("where", ["everywhere", "on one", "raises"])
 def test_an_engine_that_does_not_take_all(worlds, folders, where):
     first = agreed(worlds(2), serving.refuse, folders["dense"], where)

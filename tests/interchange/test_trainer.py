@@ -12,8 +12,6 @@ from tests.support.world import require_same_error
 from shardwise.errors import FormatError
 from shardwise.interchange.trainer_restoring import TrainerFolder
 
-pytestmark = pytest.mark.distributed
-
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):

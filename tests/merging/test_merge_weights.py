@@ -263,7 +263,6 @@ def test_the_state_of_an_optimizer_becomes_one_file(small, tmp_path: Path) -> No
     assert (step / "pytorch_model_fsdp_0").exists()
 
 
-@pytest.mark.distributed
 def test_what_ranks_wrote_with_accelerates_functions(worlds, tmp_path: Path) -> None:
     model = zoo.build(specimen("qwen3_moe"))
     zoo.save_original(model, tmp_path / "base")

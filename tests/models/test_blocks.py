@@ -34,14 +34,12 @@ def test_recomputing_is_exact_with_dropout(every):
     require_recomputed(stepping.dropout_recomputed(every, False), every)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("every", "offload"), [(1, False), (2, False), (1, True)])
 def test_recomputing_is_exact_when_sharded(worlds, every, offload):
     for found in worlds(2).run(stepping.dropout_recomputed, every, offload):
         require_recomputed(found, every)
 
 
-@pytest.mark.distributed
 def test_recomputing_is_exact_with_groups_inside_of_blocks(worlds):
     for found in worlds(2).run(stepping.islands_recomputed):
         require_recomputed(found, 1)

@@ -31,7 +31,6 @@ def test_rows_that_are_no_whole_blocks_and_modules_that_are_absent(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_as_bitsandbytes_has_it(worlds, tmp_path):
     folders = plain(tmp_path)
     run_forked(1, bitsandbytes_files.pack_by_bitsandbytes, folders)

@@ -31,7 +31,6 @@ def plain(tmp_path_factory) -> Path:
     return written(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("mesh", "size", "form", "scales"),
     [
@@ -66,7 +65,6 @@ def test_a_lora_learns_as_on_bitsandbytes(plain, mesh, size, placement):
         assert told["gradients"] < 1e-5, told
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("is_nested", [False, True], ids=["plain", "nested"])
 def test_a_live_model_in_four_bits_is_sharded(worlds, plain, tmp_path, is_nested):
     live = four_bits.our_model(str(plain), "nf4", torch.bfloat16, "flat", is_nested)
@@ -74,7 +72,6 @@ def test_a_live_model_in_four_bits_is_sharded(worlds, plain, tmp_path, is_nested
     assert worlds(2).run(four_bits.sharded_live, str(tmp_path / "live"), str(plain), is_nested) == [[]] * 2
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("mesh", "size", "scales"), [("flat", 3, "plain"), ("hsdp", 4, "nested")])
 def test_a_lora_is_merged_into_the_numbers(worlds, plain, mesh, size, scales):
     for told in worlds(size).run(four_bits.merged, str(plain), mesh, scales):

@@ -34,7 +34,6 @@ def require(told: tuple[str, str], kind: str, message: str) -> None:
     assert re.search(message, told[1]), told
 
 
-@pytest.mark.distributed
 def test_what_goes_wrong_on_one_rank_is_everybodys(worlds, plain):
     first = agreed(worlds(2), four_bits_in_use.faults, str(plain))
     require(first["other blocks"], "RankMismatchError", r"quantization on rank 1 .*block_size=32.* against .*=64")

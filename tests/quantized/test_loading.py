@@ -47,7 +47,6 @@ def test_one_process(quantized, kind, budget, tmp_path):
     assert quantizing.go_through(str(folder), numbers, "flat", budget, str(tmp_path)) == []
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("mesh", "size"),
     [
@@ -123,7 +122,6 @@ def refusal_of(folder: str) -> str:
     return said(shardwise.from_pretrained, folder)
 
 
-@pytest.mark.distributed
 def test_a_scale_that_is_none_is_the_same_error_on_all_ranks(worlds, quantized, tmp_path):
     folder, _ = quantized("fp8 blocks")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -140,7 +138,6 @@ def loaded(folder: str, numbers: dict[str, torch.Tensor]) -> list[str]:
     return quantizing.differing(shardwise.from_pretrained(folder, options=options), numbers)
 
 
-@pytest.mark.distributed
 def test_mxfp4_is_as_transformers_has_it(worlds, gpt_oss):
     folder, numbers = gpt_oss
     assert loaded(str(folder), numbers) == []

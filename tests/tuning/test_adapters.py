@@ -36,7 +36,6 @@ def folders(tied: Path, untied: Path, experts: Path, tmp_path_factory: pytest.Te
     return {"tied": tied, "untied": untied, "experts": experts, "biased": biased}
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_adapter_opens_in_peft_and_is_taken_up_again(
     kind: str, folders: dict[str, Path], tmp_path: Path, worlds: Worlds
@@ -58,7 +57,6 @@ def test_a_saved_adapter_opens_in_peft_and_is_taken_up_again(
         assert [name for name in values if not torch.equal(found[name], values[name])] == []
 
 
-@pytest.mark.distributed
 def test_every_ranks_part_of_a_saved_adapter_arrives(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
     adapter = tmp_path / "adapter"
     parts = worlds(3).run(on_ranks.save_adapter_of_ranks, str(tied), {"tuning": Lora(DORA)}, str(adapter))
@@ -70,7 +68,6 @@ def test_every_ranks_part_of_a_saved_adapter_arrives(tied: Path, tmp_path: Path,
         assert torch.equal(rows, expected[:, None].expand(rows.shape)), key
 
 
-@pytest.mark.distributed
 def test_what_is_saved_is_peft_own_file(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
     adapter = tmp_path / "adapter"
     for size in (1, 2):
@@ -97,7 +94,6 @@ def test_what_is_saved_is_peft_own_file(tied: Path, tmp_path: Path, worlds: Worl
         ]
 
 
-@pytest.mark.distributed
 def test_wrappers_leave_no_trace_in_the_names(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
     worlds(2).run(on_ranks.save_wrapped, str(tied), {"tuning": Lora(NARROW)}, str(tmp_path / "adapter"))
     keys = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
@@ -161,7 +157,6 @@ def test_an_adapter_of_all_linear_layers_but_some_is_taken_up_again(tied: Path, 
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
-@pytest.mark.distributed
 def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, worlds: Worlds) -> None:
     for kind, text in worlds(2).run(on_ranks.merged_tensors, str(tied), ["q_proj", "lm_head"]):
         assert kind == "ConfigError"
@@ -169,7 +164,6 @@ def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, 
         assert "embed_tokens, which a merge would change, too. Take it out of target_modules" in text
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("tuning", "safe", "told"),
     [

@@ -25,7 +25,6 @@ TUNINGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", TUNINGS)
 def test_what_is_foreseen_is_what_is_held(name: str, half: Path, worlds: Worlds) -> None:
     keywords: dict[str, Any] = {"tuning": TUNINGS[name], "resize_vocab": 70}

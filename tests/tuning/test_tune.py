@@ -73,7 +73,6 @@ def _trained(model: torch.nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["all-linear", "gaussian", "random B", "dora", "copies", "experts"])
 def test_an_adapter_begins_alike_on_every_number_of_ranks(
     name: str, tied: Path, experts: Path, worlds: Worlds
@@ -114,7 +113,6 @@ def test_the_distribution_is_that_of_peft_on_the_whole_fan_in(tmp_path: Path) ->
     assert values.abs().max() > 3 / 64
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     "config", [ALL_LINEAR, PATTERNS, PATTERNED_LAYERS], ids=["all-linear", "patterns", "layers"]
 )
@@ -140,7 +138,6 @@ TRAINED: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_is_that_of_one_process(
     name: str, tied: Path, untied: Path, experts: Path, worlds: Worlds
@@ -166,7 +163,6 @@ def test_training_is_that_of_one_process(
         assert [key for key in frozen if not torch.equal(after[key], start[key])] == []
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("placement", ["sharded", "replicated"])
 def test_replicas_of_shards_stay_equal(placement: Any, tied: Path, worlds: Worlds) -> None:
     keywords = {"tuning": Lora(ALL_LINEAR, placement=placement)}
@@ -177,7 +173,6 @@ def test_replicas_of_shards_stay_equal(placement: Any, tied: Path, worlds: World
             torch.testing.assert_close(values[key], wanted[key], rtol=0, atol=2e-4, msg=key)
 
 
-@pytest.mark.distributed
 def test_an_adapter_is_in_its_blocks_group_or_whole(tied: Path, worlds: Worlds) -> None:
     A, B = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{letter}.default.weight" for letter in "AB")
     sharded = worlds(3).run(on_ranks.what_is_sharded, str(tied), {"tuning": Lora(NARROW)})
@@ -191,7 +186,6 @@ def test_an_adapter_is_in_its_blocks_group_or_whole(tied: Path, worlds: Worlds) 
     assert all("Shard" in value for held in whole for key, value in held.items() if "lora" not in key)
 
 
-@pytest.mark.distributed
 def test_only_what_is_trained_is_kept_in_float32(half: Path, worlds: Worlds) -> None:
     (report, _) = worlds(2).run(on_ranks.report_of, str(half), {"tuning": Lora(ALL_LINEAR)})
     assert set(report["trained"].values()) == {"F32"}
@@ -311,27 +305,23 @@ def test_modes_refuse_what_makes_no_sense() -> None:
             Lora(ALL_LINEAR, adapter=name)
 
 
-@pytest.mark.distributed
 def test_an_error_is_the_same_on_every_rank(tied: Path, worlds: Worlds) -> None:
     keywords = {"tuning": Lora(LoraConfig(target_modules=["q_prj"]))}
     require_same_error(worlds(2).run(on_ranks.error_of, str(tied), keywords), "ConfigError")
 
 
-@pytest.mark.distributed
 def test_ranks_with_other_tunings_are_distinguished(tied: Path, worlds: Worlds) -> None:
     for name in ("alpha", "layers"):
         told = "what is tuned, and how, on rank 1 is not that of rank 0"
         require_same_error(worlds(2).run(on_ranks.with_other_tunings, str(tied), name), "RankMismatchError", told)
 
 
-@pytest.mark.distributed
 def test_a_sharded_model_with_an_adapter_generates(tied: Path, worlds: Worlds) -> None:
     tuning = {"tuning": Lora(RANDOM_B)}
     alone = on_ranks.generated(str(tied), tuning)
     assert all(torch.equal(found, alone) for found in worlds(2).run(on_ranks.generated, str(tied), tuning))
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("tuning", [Lora(COPIES), Lora(EXPERTS)])
 def test_float32_masters_compute_in_bfloat16(tuning: Any, half: Path, experts: Path, worlds: Worlds) -> None:
     folder = experts if tuning == Lora(EXPERTS) else half
@@ -340,7 +330,6 @@ def test_float32_masters_compute_in_bfloat16(tuning: Any, half: Path, experts: P
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.distributed
 def test_accumulated_gradients_are_those_of_one_batch(tied: Path, worlds: Worlds) -> None:
     for placement in ("sharded", "replicated"):
         keywords = {"tuning": Lora(NARROW, placement=placement)}
@@ -350,7 +339,6 @@ def test_accumulated_gradients_are_those_of_one_batch(tied: Path, worlds: Worlds
             torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-7, msg=name)
 
 
-@pytest.mark.distributed
 def test_a_new_head_and_its_copy_begin_alike(tied: Path, worlds: Worlds) -> None:
     """A head that the checkpoint lacks is initialized with consent, by the name it has in the base."""
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")  # PEFT copies ``score`` by itself
@@ -395,7 +383,6 @@ def test_a_new_head_that_is_drawn_whole_is_copied_too(tied: Path) -> None:
     assert torch.equal(copy, head.original_module.weight)
 
 
-@pytest.mark.distributed
 def test_matrices_stored_the_other_way_round(tmp_path: Path, worlds: Worlds) -> None:
     torch.manual_seed(0)
     config = GPT2Config(
