@@ -127,8 +127,7 @@ def test_infinity_in_a_configuration_is_fine(checkpoint: Path) -> None:
 
 
 def error_line(result: Result) -> str:
-    assert result.exit_code == 2
-    assert result.stdout == ""
+    assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     return line
@@ -172,8 +171,7 @@ def test_many_faults_are_a_list(checkpoint: Path) -> None:
     (checkpoint / "layers.safetensors").write_bytes(b"")
     (checkpoint / "embed.safetensors").unlink()
     result = run(checkpoint)
-    assert result.exit_code == 2
-    assert result.stdout == ""
+    assert (result.exit_code, result.stdout) == (2, "")
     assert "layers.safetensors: the file is empty" in result.stderr
     assert "embed.safetensors" in result.stderr
 

@@ -33,12 +33,8 @@ def test_every_tensor_is_bitwise_equal(worlds, cases, size):
         case for case in cases if size == 3 or (case.directory.endswith("original") and case.dtype == "bfloat16")
     ]
     assert len(chosen) >= 14
-    faults = {}
-    for case in chosen:
-        found = worlds(size).run(load_cases.load_and_compare, case, load_cases.Way())
-        if any(found):
-            faults[str(case)] = found
-    assert faults == {}
+    way = load_cases.Way()
+    load_cases.require_no_faults(chosen, lambda case: worlds(size).run(load_cases.load_and_compare, case, way))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.formats.building import file_with
+from tests.formats.building import file_with, refusal_of
 from tests.formats.torch_building import Touch, same, saved, values_of
 from tests.support import HttpStore
 from tests.support.memory_storage import MemoryReader
@@ -257,9 +257,7 @@ def test_several_saves_and_none_is_chosen(tmp_path: Path) -> None:
 
 
 def refusal(folder: Written) -> str:
-    with pytest.raises(FormatError) as caught:
-        open_checkpoint(folder.reader())
-    return str(caught.value)
+    return refusal_of(folder.reader())
 
 
 def changing(change: Callable[[Metadata], object]) -> str:

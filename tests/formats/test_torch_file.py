@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save
-from tests.formats.building import file_with
+from tests.formats.building import file_with, refusal_of
 from tests.formats.torch_building import archive, same, saved, tensor, torch_file, values_of
 from tests.support import HttpStore
 from tests.support.memory_storage import MemoryReader
@@ -27,9 +27,7 @@ def opened(value: object) -> tuple[CheckpointIndex, MemoryReader]:
 
 
 def refusal(content: bytes) -> str:
-    with pytest.raises(FormatError) as caught:
-        opened(content)
-    return str(caught.value)
+    return refusal_of(MemoryReader({"pytorch_model.bin": content}))
 
 
 def every_kind() -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.storage.conftest import raising
 from tests.support.writer_suite import put
 
 from shardwise.errors import StorageError
@@ -126,15 +127,12 @@ def test_much_that_is_little_does_not_wait(
 def test_what_was_put_aside_and_cannot_be_written_ends_the_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*arguments: Any) -> int:
-        raise OSError(errno.EIO, "broken")
-
     with LocalWriter(folder, policy=DISK_WRITES) as writer:
         writer.create("a", 5)
         writer.write("a", 0, [memoryview(b"12345")])
         with monkeypatch.context() as patched:
-            patched.setattr(os, "pwritev", fail)
-            with pytest.raises(StorageError, match=r"writing at byte 0 failed, broken"):
+            patched.setattr(os, "pwritev", raising(errno.EIO))
+            with pytest.raises(StorageError, match=r"writing at byte 0 failed, input/output error"):
                 writer.sync("a")
         with pytest.raises(StorageError, match="could not be synced before"):
             writer.sync("a")

@@ -3,12 +3,14 @@
 import ctypes
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from tests.support.files import small_file_system
+from tests.storage.conftest import mounted, raising
+from tests.support.files import open_descriptors, small_file_system
 from tests.support.writer_suite import put
 
 from shardwise.errors import StorageError
@@ -18,10 +20,6 @@ from shardwise.storage.writing import LocalWriter
 
 CONTENT = bytes(range(251)) * 60
 pwritev = os.pwritev
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture
@@ -47,28 +45,17 @@ def test_a_write_that_ends_during_a_sync_waits_for_the_next_sync(tmp_path: Path)
 
 @pytest.mark.parametrize("most", [1, 7, 100, 4096])
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    calls = 0
-
-    def short(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        nonlocal calls
-        calls += 1
-        return pwritev(descriptor, [buffers[0][:most]], offset)
-
+    short = mock.Mock(side_effect=lambda descriptor, given, at: pwritev(descriptor, [given[0][:most]], at))
     monkeypatch.setattr(os, "pwritev", short)
     parts = [CONTENT[:size] for size in (3, 0, 1000, 5, 250, 2000)]
     with LocalWriter(tmp_path) as writer:
         put(writer, "a", *parts)
     assert (tmp_path / "a").read_bytes() == b"".join(parts)
-    assert calls >= 3258 / most
+    assert short.call_count >= 3258 / most
 
 
 def test_one_call_never_brings_more_than_linux_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def spy(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        asked.append((len(buffers), sum(buffer.nbytes for buffer in buffers)))
-        return pwritev(descriptor, buffers, offset)
-
+    spy = mock.Mock(side_effect=pwritev)
     monkeypatch.setattr(os, "pwritev", spy)
     monkeypatch.setattr(reading, "CALL_BYTES", 1000)
     monkeypatch.setattr(reading, "CALL_BUFFERS", 8)
@@ -76,8 +63,9 @@ def test_one_call_never_brings_more_than_linux_takes(tmp_path: Path, monkeypatch
     with LocalWriter(tmp_path, policy=LOCAL_WRITES) as writer:
         put(writer, "a", *parts)
     assert (tmp_path / "a").read_bytes() == CONTENT[:6500]
-    assert max(count for count, _ in asked) == 8
-    assert max(nbytes for _, nbytes in asked) == 1000
+    asked = [call.args[1] for call in spy.call_args_list]
+    assert max(map(len, asked)) == 8
+    assert max(sum(buffer.nbytes for buffer in given) for given in asked) == 1000
 
 
 def test_a_file_system_that_takes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +144,6 @@ def test_an_interrupted_setting_aside_is_repeated(tmp_path: Path, monkeypatch: p
 
 
 # ── refusals of the system ────────────────────────────────────────────────────────────────────────
-
-
-def raising(code: int) -> Callable[..., Any]:
-    def refuse(*arguments: Any, **keywords: Any) -> Any:
-        raise OSError(code, os.strerror(code))
-
-    return refuse
 
 
 @pytest.mark.parametrize(
@@ -315,9 +296,7 @@ def test_permissions_are_those_of_the_umask(tmp_path: Path) -> None:
 def test_a_folder_is_written_as_its_file_system_likes(
     kind: str, policy: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = tmp_path / "mountinfo"
-    table.write_text(f"1 0 0:1 / / rw - ext4 x rw\n2 1 0:2 / {tmp_path.resolve()} rw - {kind} server:/ rw\n")
-    monkeypatch.setattr(reading, "_TABLE", str(table))
+    mounted(tmp_path, kind, monkeypatch)
     with LocalWriter(tmp_path / "not" / "yet") as writer:
         assert writer.policy == policy
     with LocalWriter(tmp_path, policy=OBJECT_STORE_WRITES) as writer:

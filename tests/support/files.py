@@ -1,6 +1,7 @@
 """Files that a test changes or damages."""
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def change_json(path: Path, **changes: Any) -> None:
