@@ -22,19 +22,7 @@ from shardwise.training.run import stopping_on_signals
 
 def config(folder: Path, **values: object) -> str:
     """A configuration of a small model that is not there yet."""
-    given = {
-        "model_name_or_path": str(folder / "model"),
-        "dataset_name": str(folder / "chats.jsonl"),
-        "output_dir": str(folder / "out"),
-        "report_to": "none",
-        "bf16": False,
-        "logging_steps": 1,
-        "max_length": 64,
-        **values,
-    }
-    file = folder / "config.yaml"
-    file.write_text(json.dumps(given))
-    return str(file)
+    return str(tiny.write_config(folder, **{"output_dir": str(folder / "out"), **values}))
 
 
 def command(*arguments: object) -> list[str]:

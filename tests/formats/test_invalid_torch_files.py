@@ -41,18 +41,10 @@ def test_a_program_is_named_and_not_run(tmp_path: Path, protocol: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "torch.storage _load_from_bytes",
-        "torch._utils _rebuild_sparse_tensor",
-        "torch._utils _rebuild_wrapper_subclass",
-        "torch._utils _rebuild_device_tensor_from_numpy",
-        "torch.distributed.tensor DTensor",
-        "torch serialization.os.system",
-        "torch.serialization os.system",
-        "collections OrderedDict.fromkeys",
-        "builtins eval",
-        "__builtin__ eval",
-        "__main__ Model",
-        " ",
+        *("torch.storage _load_from_bytes", "torch._utils _rebuild_sparse_tensor"),
+        *("torch._utils _rebuild_wrapper_subclass", "torch._utils _rebuild_device_tensor_from_numpy"),
+        *("torch.distributed.tensor DTensor", "torch serialization.os.system", "torch.serialization os.system"),
+        *("collections OrderedDict.fromkeys", "builtins eval", "__builtin__ eval", "__main__ Model", " "),
     ],
 )
 def test_no_global_is_looked_up(name: str) -> None:

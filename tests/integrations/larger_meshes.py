@@ -10,6 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from tests.integrations import accelerating
 from tests.integrations.accelerating import alone, launched, optimizer_of, plugin, same_bits, whole
+from tests.integrations.runs import ARGUMENTS
 from tests.support.world import said
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -136,20 +137,9 @@ def trained_by_the_trainer(checkpoint: str, out: str, sizes: dict[str, int]) -> 
     ]
     groups = dist.get_world_size() // sizes["cp_size"] if sizes else 1
     with launched(), ring_attention_on_cpus():
-        arguments = TrainingArguments(
-            out,
-            use_cpu=True,
-            max_steps=3,
-            per_device_train_batch_size=2 // groups,
-            gradient_accumulation_steps=2,
-            logging_steps=1,
-            learning_rate=0.1,
-            optim="sgd",
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            parallelism_config=ParallelismConfig(**sizes) if sizes else None,
-        )
+        split = {"parallelism_config": ParallelismConfig(**sizes) if sizes else None}
+        given = ARGUMENTS | {"max_steps": 3, "learning_rate": 0.1, "optim": "sgd", **split}
+        arguments = TrainingArguments(out, per_device_train_batch_size=2 // groups, **given)
         model = shardwise.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
         kind: Any = type("Mine", (ShardwiseTrainer, Trainer), {})
         trainer = kind(model=for_trainer(model), args=arguments, train_dataset=examples)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tests.integrations.requirements import require_doors
 from tests.integrations.runs import write
 from tests.support import EffectLog, recorded, states_after_crash
 from tests.support.local_ranks import LocalRanks
 from tests.support.world import agreed, require_words
+from tests.truth import require_equal
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from shardwise.errors import ConfigError, FormatError
@@ -70,8 +70,7 @@ def test_the_doors_are_closed_again(two: LocalRanks, folder: Path, tmp_path: Pat
 
     saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
     expected = load_file(folder / "adapter" / "adapter_model.safetensors")
-    assert saved.keys() == expected.keys()
-    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    require_equal(saved, expected)
 
 
 @pytest.mark.distributed

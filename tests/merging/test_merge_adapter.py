@@ -28,8 +28,7 @@ def bases(tmp_path_factory) -> dict[str, Path]:
     for name, config in _CONFIGS.items():
         model = AutoModelForCausalLM.from_config(config)
         zoo.fill(model)
-        made[name] = tmp_path_factory.mktemp(name)
-        zoo.save_original(model, made[name], max_shard_size="30KB")
+        made[name] = zoo.save_original(model, tmp_path_factory.mktemp(name), max_shard_size="30KB")
         (made[name] / "tokenizer_config.json").write_text('{"of": "the base"}')
         (made[name] / "chat_template.jinja").write_text("base")
     return made

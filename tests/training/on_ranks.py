@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 from tests.training import tiny
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import Qwen3ForCausalLM, TrainerCallback
 
 from shardwise.cli.train import train_on_rank, without_token
 from shardwise.training.run import TrlOutcome
@@ -64,19 +64,10 @@ def write_scorer(folder: Path) -> Path:
 
 def write_wide(folder: Path) -> Path:
     """A model whose rows are whole blocks of 64."""
+    config = tiny.model().config
+    config.update({"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.02})
+    config.tie_word_embeddings = False
     torch.manual_seed(2)
-    config = Qwen3Config(
-        vocab_size=260,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=256,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
     Qwen3ForCausalLM(config).save_pretrained(folder / "wide")
     tiny.tokenizer().save_pretrained(folder / "wide")
     return folder / "wide"

@@ -54,19 +54,9 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 WITHOUT_REASONING = {
-    *(
-        "cohere",
-        "cohere2",
-        "deepseek_r1_distill",
-        "deepseekv3",
-        "gemma",
-        "gemma3",
-        "gemma4",
-        "gemma4_v2",
-        "gemma4_v3",
-    ),
-    *("gemma4_v4", "idefics3", "lfm2", "lfm2_v2", "llama3", "llama3_1", "llama3_2", "llava_next", "phi3", "phi3_5"),
-    *("qwen2_5", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl", "smolvlm"),
+    *("cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "gemma4", "gemma4_v2"),
+    *("gemma4_v3", "gemma4_v4", "idefics3", "lfm2", "lfm2_v2", "llama3", "llama3_1", "llama3_2", "llava_next"),
+    *("phi3", "phi3_5", "qwen2_5", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl", "smolvlm"),
 }
 """Of these an answer has no reasoning, even where it is the last (TRL's page says so of DeepSeek and Gemma 4)."""
 WITHOUT_CALLS = {

@@ -49,25 +49,6 @@ def called(module: str, words: Sequence[str], place: Path, code: int = 0, **envi
     return done.stderr
 
 
-def config(folder: Path, name: str, **values: object) -> Path:
-    given = {
-        "model_name_or_path": str(folder / "model"),
-        "dataset_name": str(folder / "chats.jsonl"),
-        "output_dir": "out",
-        "learning_rate": "1e-2",
-        "max_length": 64,
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        **values,
-    }
-    file = folder / f"{name}.yaml"
-    file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in given.items()))
-    return file
-
-
 def logged(place: Path, step: int, *keys: str) -> list[float]:
     """What the checkpoint of a step has in its log."""
     state = json.loads((place / "out" / f"checkpoint-{step}" / "trainer_state.json").read_text())
@@ -88,7 +69,7 @@ def test_a_file_of_trl_s_script_trains_the_same_unchanged(folder: Path, kind: st
     if adapter is not None:
         run_world(1, initial_adapter, given, str(adapter))
     rows = {"per_device_train_batch_size": 4, "lr_scheduler_type": "cosine"}
-    file = config(folder, kind, **rows, **STEPS, **EVALUATED, **given)
+    file = tiny.write_config(folder, kind, **rows, **STEPS, **EVALUATED, **given)
     run_world(1, by_script, file, folder / f"{kind}-trl", adapter)
     words = [str(file), "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "4"]
     run_world(2, by_command, words, folder / f"{kind}-ours")
@@ -109,7 +90,7 @@ def test_a_lora_that_was_ended_resumes_on_other_ranks(
 ) -> None:
     """As if it had never been ended, to 1e-5: losses and weights."""
     rows = {"sft": "chats.jsonl", "dpo": "pairs.jsonl"}[method]
-    file = config(folder, method, dataset_name=str(folder / rows), max_steps=6, save_steps=2, **LORA)
+    file = tiny.write_config(folder, method, dataset_name=str(folder / rows), max_steps=6, save_steps=2, **LORA)
     place, other = folder / method, folder / f"{method}-whole"
 
     def words(count: int) -> list[str]:
@@ -132,7 +113,9 @@ def test_a_lora_that_was_ended_resumes_on_other_ranks(
 def test_states_of_8_bits_train_on_two_ranks(folder: Path) -> None:
     """A shard that is no multiple of 256, and those that are small, stay in 32 bits, which is reported."""
     model = str(write_wide(folder))
-    file = config(folder, "bits", model_name_or_path=model, max_steps=4, save_steps=4, learning_rate="1e-3")
+    file = tiny.write_config(
+        folder, "bits", model_name_or_path=model, max_steps=4, save_steps=4, learning_rate="1e-3"
+    )
     words = [str(file), "--per_device_train_batch_size", "2"]
     run_world(2, by_command, words, folder / "32-bits")
     words += ["--optim", "adamw_torch_8bit", "--nproc-per-node=2"]

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel
 from tests import zoo
 from tests.conftest import Worlds
 from tests.support.world import require_same_error
+from tests.truth import require_equal
 from tests.tuning import on_ranks, reference
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForSequenceClassification
 from transformers.models.auto import modeling_auto
@@ -80,8 +81,7 @@ def test_an_adapter_begins_alike_on_every_number_of_ranks(
     folder, keywords = str(experts if name == "experts" else tied), {"tuning": Lora(KINDS[name])}
     alone = on_ranks.values_after_load(folder, keywords)
     for values in worlds(3).run(on_ranks.values_after_load, folder, keywords):
-        assert values.keys() == alone.keys()
-        assert [key for key in alone if not torch.equal(values[key], alone[key])] == []
+        require_equal(values, alone)
 
 
 def test_seeds_and_names_tell_adapters_apart(tied: Path) -> None:
@@ -98,17 +98,19 @@ def test_seeds_and_names_tell_adapters_apart(tied: Path) -> None:
 def test_the_distribution_is_that_of_peft_on_the_whole_fan_in(tmp_path: Path) -> None:
     folder = reference.save_tiny(tmp_path / "wide", hidden_size=256, num_hidden_layers=1)
     uniform = LoraConfig(r=64, target_modules=["q_proj"])
+
+    def drawn(config: LoraConfig) -> torch.Tensor:
+        found = on_ranks.values_after_load(str(folder), {"tuning": Lora(config)})
+        (values,) = [value for name, value in found.items() if "A" in name]
+        return values
+
     normal = LoraConfig(r=64, target_modules=["q_proj"], init_lora_weights="gaussian")
-    (values,) = [
-        v for k, v in on_ranks.values_after_load(str(folder), {"tuning": Lora(uniform)}).items() if "A" in k
-    ]
+    values = drawn(uniform)
     bound = 1 / math.sqrt(256)  # kaiming_uniform_ with a = sqrt(5)
     assert values.abs().max() <= bound
     assert values.abs().max() > 0.999 * bound
     assert values.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
-    (values,) = [
-        v for k, v in on_ranks.values_after_load(str(folder), {"tuning": Lora(normal)}).items() if "A" in k
-    ]
+    values = drawn(normal)
     assert values.std().item() == pytest.approx(1 / 64, rel=0.02)
     assert values.abs().max() > 3 / 64
 
@@ -156,9 +158,7 @@ def test_training_is_that_of_one_process(
     together = [sum(losses) / 2 for losses in zip(*(losses for losses, _ in found), strict=True)]
     assert together == pytest.approx(wanted, abs=2e-6)
     for _, after in found:
-        assert after.keys() == values.keys()
-        for key in values:
-            torch.testing.assert_close(after[key], values[key], rtol=0, atol=2e-4, msg=key)
+        torch.testing.assert_close(after, values, rtol=0, atol=2e-4)
         frozen = [key for key in start if key not in trained and "lora_" not in key and "head" not in key]
         assert [key for key in frozen if not torch.equal(after[key], start[key])] == []
 
@@ -169,16 +169,14 @@ def test_replicas_of_shards_stay_equal(placement: Any, tied: Path, worlds: World
     mesh = {"replicate": 2, "shard": 2}
     _, wanted = on_ranks.train(str(tied), keywords, None, 2, 4)
     for _, values in worlds(4).run(on_ranks.train, str(tied), keywords, mesh, 2, 4):
-        for key in wanted:
-            torch.testing.assert_close(values[key], wanted[key], rtol=0, atol=2e-4, msg=key)
+        torch.testing.assert_close(values, wanted, rtol=0, atol=2e-4)
 
 
 def test_an_adapter_is_in_its_blocks_group_or_whole(tied: Path, worlds: Worlds) -> None:
     A, B = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{letter}.default.weight" for letter in "AB")
     sharded = worlds(3).run(on_ranks.what_is_sharded, str(tied), {"tuning": Lora(NARROW)})
-    assert [held[A] for held in sharded] == [
-        f"(Shard(dim=0),) ({rows}, 24)" for rows in (1, 1, 0)
-    ]  # two rows on three ranks
+    # Two rows on three ranks.
+    assert [held[A] for held in sharded] == [f"(Shard(dim=0),) ({rows}, 24)" for rows in (1, 1, 0)]
     assert [held[B] for held in sharded] == [f"(Shard(dim=0),) ({rows}, 2)" for rows in (8, 8, 8)]
     keywords = {"tuning": Lora(NARROW, placement="replicated")}
     whole = worlds(3).run(on_ranks.what_is_sharded, str(tied), keywords)
@@ -335,8 +333,7 @@ def test_accumulated_gradients_are_those_of_one_batch(tied: Path, worlds: Worlds
         keywords = {"tuning": Lora(NARROW, placement=placement)}
         (whole, parts), *_ = worlds(2).run(on_ranks.accumulated, str(tied), keywords)
         assert whole.keys() == parts.keys()
-        for name in whole:
-            torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-7, msg=name)
+        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-7)
 
 
 def test_a_new_head_and_its_copy_begin_alike(tied: Path, worlds: Worlds) -> None:
