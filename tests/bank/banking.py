@@ -1,7 +1,6 @@
 """Tenants on a small base: together in a bank, and each alone in plain PEFT, in one process."""
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,8 +198,7 @@ def alone(
     base: Path, name: str, recipe: Recipe, begin: Mapping[str, torch.Tensor], *, steps: int = STEPS, pad_to: int
 ) -> dict[str, torch.Tensor]:
     """Plain PEFT: one process, one adapter, a mean over the tokens of the window."""
-    with zoo.silenced(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of embeddings that are tied
+    with zoo.silenced():  # of embeddings that are tied
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), recipe.lora())
     set_peft_model_state_dict(model, dict(begin))
     model.eval()  # no dropout

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,11 +45,8 @@ def counted() -> Iterator[Counter[str]]:
         calls["all_reduce"] += 1
         return own(*args, **keywords)
 
-    dist.all_reduce = all_reduce
-    try:
+    with mock.patch.object(dist, "all_reduce", all_reduce):
         yield calls
-    finally:
-        dist.all_reduce = own
 
 
 def together(base: Path, kind: str) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from tests import zoo
 from tests.bank import banking, resuming
 from tests.bank.banking import adapter, recipes, train
 from tests.bank.on_ranks import bank_of, here
-from tests.bank.test_resume import files_in, put
+from tests.bank.test_resume import put
+from tests.support.files import contents
 from tests.support.world import said
 from tests.truth import require_equal
 from transformers import AutoModelForCausalLM
@@ -33,7 +34,7 @@ def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     bank = bank_of(base, tenants)
     train(bank, tenants, resuming.HALF)
     bank.save("ada", folder)
-    return files_in(folder)
+    return contents(folder)
 
 
 def flips(files: dict[str, bytes], count: int, seed: int) -> Iterator[tuple[str, bytes]]:

@@ -225,6 +225,5 @@ def test_a_rank_that_fails_in_a_step_has_its_own_error(base):
     """Also where the others, and the store with them, are gone as soon as they have it."""
     with Doomed(2, meet=through_rank_0) as world:
         outcome = world.run(step_with, str(base), "the store goes", limit_s=60)
-    assert [end.value["told"] for _, end in sorted(outcome.ends.items())] == [
-        "CheckpointError: rank 1: ValueError: struck"
-    ] * 2
+    wanted = ["CheckpointError: rank 1: ValueError: struck"] * 2
+    assert [end.value["told"] for _, end in sorted(outcome.ends.items())] == wanted

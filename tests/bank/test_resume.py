@@ -18,7 +18,7 @@ from tests.bank import banking, resuming
 from tests.bank.banking import Recipe, adapter, recipes, train
 from tests.bank.on_ranks import bank_of
 from tests.bank.resuming import ALL, HALF, WINDOWS, everything, losses_of, members
-from tests.support.files import flip_bit
+from tests.support.files import contents, flip_bit
 from tests.support.world import agreed
 from tests.truth import require_equal
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR, SequentialLR
@@ -122,10 +122,16 @@ def test_states_carry_an_open_window(base):
         )
 
 
-def test_matrices_that_are_served_in_16_bits_are_trained_in_32(base, tmp_path):
-    tenants = {"ada": members()["ada"]}
+def half_way(base: Path, **changes: Any) -> tuple[Any, Any]:
+    """One of the tenants, and the bank in which it has been trained."""
+    tenants = {"ada": replace(members()["ada"], **changes)}
     bank = bank_of(base, tenants)
     train(bank, tenants, HALF)
+    return tenants, bank
+
+
+def test_matrices_that_are_served_in_16_bits_are_trained_in_32(base, tmp_path):
+    _, bank = half_way(base)
     bank.save("ada", tmp_path, dtype="bfloat16")
     served = load_file(tmp_path / "adapter_model.safetensors")
     assert {own.dtype for own in served.values()} == {torch.bfloat16}
@@ -135,16 +141,13 @@ def test_matrices_that_are_served_in_16_bits_are_trained_in_32(base, tmp_path):
 
 
 def test_without_a_training_it_begins_anew(base, tmp_path):
-    tenants = {"ada": members()["ada"]}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF)
+    _, bank = half_way(base)
     saved = bank.save("ada", tmp_path)
     assert saved.parameters == bank.num_trainable_parameters()["ada"]
     assert sorted(saved.files)[0] == "adapter_model.safetensors"
     only = bank_of(base, {})
-    assert only.load("ada", tmp_path, training_state=False) == TenantStart(
-        reason="the matrices alone were asked for"
-    )
+    found = only.load("ada", tmp_path, training_state=False)
+    assert found == TenantStart(reason="the matrices alone were asked for")
     assert only.state_dict("ada")["facts"]["steps"] == 0
     assert list(saved.removed) == []
     training = next(name for name in saved.files if "training" in name)
@@ -156,9 +159,7 @@ def test_without_a_training_it_begins_anew(base, tmp_path):
 
 
 def test_a_training_is_verified_with_its_adapter(base, tmp_path):
-    tenants = {"ada": members()["ada"]}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF)
+    tenants, bank = half_way(base)
     bank.save("ada", tmp_path, verify=True)
     report = shardwise.verify(tmp_path)
     assert (report.damaged, report.compared) == ((), report.tensors)
@@ -227,10 +228,6 @@ def test_ranks_that_pass_other_arguments_are_reported(worlds, base, tmp_path):
 # ── kills ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def put(folder: Path, files: dict[str, bytes]) -> Path:
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -238,11 +235,9 @@ def put(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, tmp_path, monkeypatch):
-    tenants = {"ada": members()["ada"]}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF)
+    tenants, bank = half_way(base)
     bank.save("ada", tmp_path)
-    before = {name: own for name, own in files_in(tmp_path).items() if name.startswith("adapter_")}
+    before = {name: own for name, own in contents(tmp_path).items() if name.startswith("adapter_")}
     (tmp_path / "adapter_training.00000000.safetensors").write_bytes(b"of a save that never counted")
 
     def fails(*_: Any) -> None:
@@ -251,7 +246,7 @@ def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, t
     monkeypatch.setattr(shardwise.engines.saving, "commit_save", fails)
     with pytest.raises(Exception, match="in between"):
         bank.save("ada", tmp_path)
-    assert {name: own for name, own in files_in(tmp_path).items() if name.startswith("adapter_")} == before
+    assert {name: own for name, own in contents(tmp_path).items() if name.startswith("adapter_")} == before
     weights, aside = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_model.0123abcd.older"
     weights.rename(aside)
     with pytest.raises(Exception, match="in between"):
@@ -267,7 +262,7 @@ def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, t
     with pytest.raises(Exception, match="in between"):
         bank.save("ada", tmp_path)
     weights = "adapter_model.safetensors"
-    assert files_in(tmp_path)[weights] != before[weights]
+    assert contents(tmp_path)[weights] != before[weights]
     assert bank_of(base, {}).load("ada", tmp_path, schedule=banking.falling).is_resumed
 
 
@@ -320,11 +315,9 @@ def stepped(optimizer: Any) -> Any:
 @pytest.fixture(scope="module")
 def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("saved")
-    tenants = {"ada": replace(members()["ada"], schedule=stepped)}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF)
+    _, bank = half_way(base, schedule=stepped)
     bank.save("ada", folder)
-    return files_in(folder)
+    return contents(folder)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -503,9 +496,7 @@ def in_turn(optimizer: Any) -> Any:
 
 
 def test_schedules_in_a_schedule(base, tmp_path):
-    tenants = {"ada": replace(members()["ada"], schedule=in_turn)}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF)
+    tenants, bank = half_way(base, schedule=in_turn)
     bank.save("ada", tmp_path)
     fresh = bank_of(base, {})
     fresh.load("ada", tmp_path, schedule=in_turn)

@@ -142,6 +142,5 @@ def test_peft_moves_adapters_through_doors_and_copies_modules(tmp_path: Path, mo
     assert len(seen) >= 2
     assert {id(item) for item in seen} == {id(layer)}
     prefix = "base_model.model.model.norm"
-    assert peft_compat.copied_names(model) == {
-        f"{prefix}.modules_to_save.default.weight": f"{prefix}.original_module.weight"
-    }
+    wanted = {f"{prefix}.modules_to_save.default.weight": f"{prefix}.original_module.weight"}
+    assert peft_compat.copied_names(model) == wanted

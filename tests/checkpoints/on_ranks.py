@@ -2,7 +2,6 @@
 
 import random
 import threading
-import warnings
 from concurrent import futures
 from contextlib import nullcontext
 from dataclasses import replace
@@ -391,8 +390,7 @@ def lora(seed: int, r: int = 4, hidden: int = 32, **settings: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=r, target_modules=["q_proj", "up_proj"], **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with zoo.silenced():
         model = get_peft_model(small_qwen3(hidden_size=hidden), config)
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -87,11 +87,8 @@ def test_tensors_of_other_shape_or_dtype_are_other_groups(tmp_path: Path) -> Non
     }
     (tmp_path / "f.safetensors").write_bytes(file_of(header, bytes(11)))
     table = run(tmp_path, "--tensors").stdout.rpartition("\n\n")[2]
-    assert sorted(" ".join(line.split()) for line in table.splitlines()[1:]) == [
-        "l.2.w (3,) U8 3 B",
-        "l.3.w (2,) I8 2 B",
-        "l.{0..1,4}.w (2,) U8 x3 6 B",
-    ]
+    wanted = ["l.2.w (3,) U8 3 B", "l.3.w (2,) I8 2 B", "l.{0..1,4}.w (2,) U8 x3 6 B"]
+    assert sorted(" ".join(line.split()) for line in table.splitlines()[1:]) == wanted
 
 
 def test_json_has_everything_in_one_object(checkpoint: Path) -> None:

@@ -86,10 +86,8 @@ def test_sources_of_different_dtypes(mixtral, changed):
     """Half of the experts in float32, half in bfloat16: each element is cast once, as in transformers."""
     tensors = tensors_of(mixtral)
     mixed = {key: value.bfloat16() if number % 2 else value for number, (key, value) in enumerate(tensors.items())}
-    assert {str(value.dtype) for key, value in mixed.items() if "experts" in key} == {
-        "torch.float32",
-        "torch.bfloat16",
-    }
+    wanted = {"torch.float32", "torch.bfloat16"}
+    assert {str(value.dtype) for key, value in mixed.items() if "experts" in key} == wanted
     folder = changed(mixtral, lambda _: mixed)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         expected = zoo.model_class(MIXTRAL).from_pretrained(folder, dtype=dtype)

@@ -175,13 +175,10 @@ def state_of_an_optimizer(folder: str) -> dict[str, str]:
     ways = ways_out(model, optimizer, root)
     ways = {name: ways[name] for name in ("synchronous", "asynchronous")}
     for form in ("full", "full_on_all_ranks", "sharded"):
-        ways[f"get_optimizer_state_dict {form}"] = lambda form=form: shardwise.get_optimizer_state_dict(
-            model, optimizer, form
-        )
+        read = partial(shardwise.get_optimizer_state_dict, model, optimizer, form)
+        ways[f"get_optimizer_state_dict {form}"] = read
     for form in ("full", "sharded", "local"):
-        ways[f"accelerate {form}"] = lambda form=form: shardwise.save_accelerate_optimizer(
-            model, optimizer, root, form
-        )
+        ways[f"accelerate {form}"] = partial(shardwise.save_accelerate_optimizer, model, optimizer, root, form)
     return errors(ways, root)
 
 
@@ -252,9 +249,8 @@ def adapter_added_after_sharding(folder: str) -> dict[str, str]:
     only = shardwise.options.AdapterOnly()
     ways["adapter streamed"] = lambda: list(shardwise.iter_hf_tensors(model, only=only))
     ways["adapter's state"] = lambda: shardwise.get_model_state_dict(model, only=only)
-    ways["adapter checkpointed"] = lambda: shardwise.Checkpointer(root / "only", only=only).save(
-        1, shardwise.TrainState(model, optimizer)
-    )
+    state = shardwise.TrainState(model, optimizer)
+    ways["adapter checkpointed"] = lambda: shardwise.Checkpointer(root / "only", only=only).save(1, state)
     return errors(ways, root)
 
 
@@ -266,9 +262,8 @@ def adapter_of_an_uneven_base(folder: str) -> list[str]:
         model.model.embed_tokens.weight += dist.get_rank()
     shardwise.save_adapter(model, Path(folder, "adapter"), options=QUIET)
     only = shardwise.options.AdapterOnly()
-    return [key for key, _ in shardwise.iter_hf_tensors(model, only=only)] + list(
-        shardwise.get_model_state_dict(model, "full_on_all_ranks", only=only)
-    )
+    state = shardwise.get_model_state_dict(model, "full_on_all_ranks", only=only)
+    return [key for key, _ in shardwise.iter_hf_tensors(model, only=only)] + list(state)
 
 
 def test_buffers_that_differ_are_the_first_ranks_and_the_reports_say_so(worlds, tmp_path):
@@ -340,6 +335,5 @@ def test_an_adapter_that_transformers_added_is_saved_as_peft_loads_it(tmp_path):
     loaded = PeftModel.from_pretrained(plain, tmp_path)
     tokens = torch.arange(10)[None]
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-    shardwise.set_model_state_dict(
-        loaded, shardwise.get_model_state_dict(model, only=AdapterOnly()), only=AdapterOnly()
-    )
+    state = shardwise.get_model_state_dict(model, only=AdapterOnly())
+    shardwise.set_model_state_dict(loaded, state, only=AdapterOnly())

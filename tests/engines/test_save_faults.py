@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.engines.saving import expected, full_disk, linear, mark, unlike
 from tests.merging.adapters import tensors_of
+from tests.support.files import contents as content
 from tests.support.files import small_file_system
 from torch import nn
 
@@ -34,10 +35,6 @@ def holds(folder, seed):
         unlike(tensors_of(folder), {name: tensor.detach() for name, tensor in linear(seed).state_dict().items()})
         == []
     )
-
-
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(params=["1GB", "6KB"], ids=["one file", "several files"])
@@ -132,9 +129,8 @@ class TestFolder:
         (tmp_path / "model.safetensors").mkdir()
         with pytest.raises(StorageError, match="model.safetensors"):
             shardwise.save(linear(), tmp_path)
-        assert [
-            path.name for path in tmp_path.iterdir() if path.name != fingerprints.fingerprint_file("model")
-        ] == ["model.safetensors"]
+        found = [path.name for path in tmp_path.iterdir() if path.name != fingerprints.fingerprint_file("model")]
+        assert found == ["model.safetensors"]
 
     def test_whose_files_are_links(self, saved, tmp_path):
         """As in the hub's cache: what they lead to stays as it is."""
@@ -155,9 +151,8 @@ class TestFolder:
         with torch.no_grad():
             model[0].bias += 1
         shardwise.save(model, saved, max_shard_size=size)
-        assert (
-            unlike(tensors_of(saved), {name: tensor.detach() for name, tensor in model.state_dict().items()}) == []
-        )
+        found = unlike(tensors_of(saved), {name: tensor.detach() for name, tensor in model.state_dict().items()})
+        assert found == []
         again = linear(8)
         shardwise.load(again, saved)
         assert torch.equal(again[0].bias, model[0].bias)

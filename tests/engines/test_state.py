@@ -44,9 +44,8 @@ def test_a_state_is_set_on_another_model(worlds, size, way, brought_by):
     if brought_by == "first":
         assert found[0][1]["brought_by"] == (0,)
         # Every other rank is sent its own shards, and not a byte more.
-        assert [report["received_bytes"] for _, report in found[1:]] == [
-            report["own_bytes"] for _, report in found[1:]
-        ]
+        told = [report["received_bytes"] for _, report in found[1:]]
+        assert told == [report["own_bytes"] for _, report in found[1:]]
 
 
 @pytest.mark.parametrize(("way", "onto"), [("", "hsdp"), ("hsdp", ""), ("tp", "shard1"), ("shard1", "tp")])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from tests import load_cases, zoo
 from tests.merging.adapters import tensors_of
 from tests.support.world import attempt, require_same_error
@@ -144,8 +145,6 @@ def disagree() -> tuple[str, str]:
 
 def adapted(what: str) -> nn.Module:
     """A tiny model with a LoRA whose numbers are all other than zero."""
-    from peft import LoraConfig, get_peft_model
-
     torch.manual_seed(0)
     options: dict[str, Any] = {"use_dora": what == "dora", "use_rslora": what == "rslora"}
     if what == "whole":
@@ -160,8 +159,6 @@ def adapted(what: str) -> nn.Module:
 
 def adapter(what: str) -> list[str]:
     """What is not as PEFT has it in the tensors of an adapted, sharded model; or the error."""
-    from peft import get_peft_model_state_dict
-
     model = adapted(what)
     everything = {key: value.clone() for key, value in model.state_dict().items()}
     wanted: dict[str, torch.Tensor] = get_peft_model_state_dict(model) if what == "adapter" else everything

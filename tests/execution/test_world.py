@@ -35,9 +35,8 @@ def test_what_the_first_rank_finds_or_raises_is_everybody_s(worlds):
 
 
 def test_ranks_that_disagree_are_named(worlds):
-    assert (
-        worlds(3).run(faults.disagree) == [("RankMismatchError", "the number on rank 2 is not that of rank 0")] * 3
-    )
+    wanted = [("RankMismatchError", "the number on rank 2 is not that of rank 0")] * 3
+    assert worlds(3).run(faults.disagree) == wanted
 
 
 def test_ranks_of_a_subgroup_have_their_global_ranks_in_every_message(worlds):

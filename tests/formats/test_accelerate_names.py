@@ -81,6 +81,5 @@ def test_files_of_ranks_are_all_there_once(tmp_path: Path) -> None:
 
 def test_a_file_with_zeros_before_its_number_is_no_file_of_ranks(tmp_path: Path) -> None:
     folder = made(tmp_path / "zeros", "optimizer_00_rank0.bin")
-    assert find_saved(folder / "optimizer_00_rank0.bin", OPTIMIZER, 0) == WholeFile(
-        str(folder), "optimizer_00_rank0.bin"
-    )
+    found = find_saved(folder / "optimizer_00_rank0.bin", OPTIMIZER, 0)
+    assert found == WholeFile(str(folder), "optimizer_00_rank0.bin")

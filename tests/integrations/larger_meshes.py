@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -87,11 +88,8 @@ def ring_attention_on_cpus() -> Iterator[None]:
     """torch's own ring, which it has for kernels of GPUs only, around the kernel of CPUs."""
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    ring.custom_ops |= {forward: _ring_forward, backward: _ring_backward}
-    try:
+    with mock.patch.dict(ring.custom_ops, {forward: _ring_forward, backward: _ring_backward}):
         yield
-    finally:
-        del ring.custom_ops[forward], ring.custom_ops[backward]
 
 
 def accelerator_of(**sizes: int) -> Accelerator:

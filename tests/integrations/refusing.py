@@ -5,24 +5,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
 from tests.integrations.runs import Run, bring_up, launched, rank, rows_of
 from tests.support.world import said
 from tests.training import tiny
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import shardwise
+from shardwise.integrations import ShardwiseTrainer, for_trainer
+from shardwise.integrations.trainer_marks import undo_for_trainer
 
 
 def models(folder: str) -> dict[str, str]:
     """What for_trainer says of each."""
-    from transformers import AutoModelForCausalLM
-
-    import shardwise
-    from shardwise.integrations.trainer_marks import for_trainer
-
     causal = Path(folder) / "causal"
     live = AutoModelForCausalLM.from_pretrained(causal)
     odd = tiny.model()
@@ -47,9 +48,6 @@ def models(folder: str) -> dict[str, str]:
 
 def doors(folder: str, place: str) -> dict[str, Any]:
     """What is on a model while it is for the Trainer, and afterwards."""
-    import shardwise
-    from shardwise.integrations.trainer_marks import for_trainer, undo_for_trainer
-
     where = Path(folder)
     model = shardwise.from_pretrained(
         where / "causal", dtype=torch.float32, tuning=shardwise.ExistingLora(where / "adapter")
@@ -92,12 +90,6 @@ class _UnderSequences(Trainer):
 
 def trainers(folder: str, output: str) -> dict[str, str]:
     """What a trainer says of what it is given."""
-    import datasets
-    from transformers import TrainingArguments
-
-    import shardwise
-    from shardwise.integrations import ShardwiseTrainer, for_trainer
-
     kind: Any = type("Mine", (ShardwiseTrainer, Trainer), {})
     raw = shardwise.from_pretrained(Path(folder) / "causal")
     model = for_trainer(shardwise.from_pretrained(Path(folder) / "causal"))
@@ -110,8 +102,6 @@ def trainers(folder: str, output: str) -> dict[str, str]:
 
     found = {"alone": said(made)}
     with launched():
-        from accelerate.state import AcceleratorState
-
         AcceleratorState._reset_state(reset_partial_state=True)
         found["no model"] = said(lambda: made(model="gpt2"))
         found["not for it"] = said(lambda: made(model=raw))
@@ -152,11 +142,8 @@ def trainers(folder: str, output: str) -> dict[str, str]:
 
 def of_trl(folder: str, output: str) -> dict[str, str]:
     """What is refused of TRL's trainers."""
-    import datasets
     import trl
 
-    import shardwise
-    from shardwise.integrations import ShardwiseTrainer, for_trainer
     from shardwise.options import Classes
 
     causal = Path(folder) / "causal"
@@ -180,8 +167,6 @@ def of_trl(folder: str, output: str) -> dict[str, str]:
         )
 
     with launched():
-        from accelerate.state import AcceleratorState
-
         AcceleratorState._reset_state(reset_partial_state=True)
         return {
             "no reference": made("DPO"),

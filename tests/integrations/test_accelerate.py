@@ -18,9 +18,14 @@ from tests.integrations.accelerating import OURS, THEIRS, WAYS
 from tests.quiet import quieten
 from tests.support.local_ranks import RankError
 from tests.support.world import agreed, require_same_error, run_world
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import shardwise
+from shardwise.integrations.pending import (
+    disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading,
+    fsdp_ram_efficient_loading,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -271,8 +276,6 @@ def setting() -> tuple[str | None, ...]:
 
 @pytest.mark.parametrize("mine", [{}, {NAMES[0]: "yes"}, {NAMES[0]: "false", NAMES[1]: "False"}])
 def test_the_environment_for_loading_is_restored_nested_and_raising(mine):
-    from shardwise.integrations.pending import fsdp_ram_efficient_loading
-
     with mock.patch.dict(os.environ, mine):
         before = setting()
         with fsdp_ram_efficient_loading():
@@ -287,8 +290,6 @@ def test_the_environment_for_loading_is_restored_nested_and_raising(mine):
 
 @pytest.mark.parametrize("mine", [None, "yes", "false"])
 def test_the_plain_switches_keep_the_users_own_value(mine):
-    from shardwise.integrations.pending import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
-
     with mock.patch.dict(os.environ, {} if mine is None else {NAMES[0]: mine}):
         enable_fsdp_ram_efficient_loading()
         enable_fsdp_ram_efficient_loading()
@@ -334,8 +335,6 @@ main(*sys.argv[1:])
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "fsdp.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: 'no'\nnum_machines: 1\n"

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,
+    _recursive_wrap,
     always_wrap_policy,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
@@ -210,7 +211,6 @@ def test_policies_of_others(wrap, named):
 
 def _wrapped_by_torch(model: nn.Module, policy) -> list[str]:
     """What torch's own recursion wraps, with a wrapper that is told from others."""
-    from torch.distributed.fsdp.wrap import _recursive_wrap
 
     class Wrapper(nn.Module):
         def __init__(self, module):

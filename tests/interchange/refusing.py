@@ -17,7 +17,7 @@ from tests.interchange.trading import FORMS, SMALL, save, whole_model, whole_opt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
 from shardwise import KeyMismatchError, Sharding, StorageError
@@ -179,8 +179,6 @@ def dtypes(folder: str) -> tuple[dict[str, tuple[str, str]], list[tuple[str, str
 
 def onto_strides(folder: str) -> list[str]:
     """Onto parameters whose own memory is not in rows, and from files that are not either."""
-    from torch.distributed.tensor import distribute_tensor
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(48.0).reshape(6, 8)
     names = ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tests import zoo
 from tests.support import EffectLog, assert_old_or_new, recorded, states_after_crash
+from tests.support.files import contents
 from torch import nn
 
 import shardwise
@@ -40,10 +41,6 @@ def seed_in(root: Path) -> int | None:
             return None
         raise
     return next(seed for seed in range(9) if all(map(torch.equal, found.parameters(), model(seed).parameters())))
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
+from tests import zoo
 from tests.engines.optimizing import MAKERS, differences, in_order, sharded, trained
 from torch import nn
 from torch.optim import Optimizer
@@ -51,8 +51,7 @@ class Theirs:
     def _call(self, function: Any, *args: Any, **keywords: Any) -> Any:
         # Its own logger asks for the state of an Accelerator, which on the CPU never knows of FSDP.
         quiet = mock.patch.object(fsdp_utils, "logger", logging.getLogger("accelerate"))
-        with quiet, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet, zoo.silenced():
             return function(self.plugin, self.accelerator, *args, self.number, **self._keywords, **keywords)
 
     def save_model(self, model: nn.Module, folder: str, **keywords: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.merging.adapters import change, merged_by_peft, save_adapter, tensors_of, ulps_apart
+from tests.support.files import contents
 from transformers import AutoModelForCausalLM
 
 from shardwise.engines.merging_adapter import merge_adapter
@@ -167,11 +168,7 @@ def test_files_of_torch_are_read_as_well(base: Path, adapter: Path, tmp_path: Pa
     torch.save(load_file(file), adapter / "adapter_model.bin")
     file.unlink()
     merge_adapter(base, adapter, tmp_path / "out")
-    assert _bytes_of(tmp_path / "out") == _bytes_of(tmp_path / "wanted")
-
-
-def _bytes_of(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
 
 
 # Names
@@ -183,7 +180,7 @@ def test_names_with_the_name_of_the_adapter_in_them(base: Path, adapter: Path, t
     with pytest.raises(KeyMismatchError, match="is of the adapter mine"):
         merge_adapter(base, adapter, tmp_path / "out")
     merge_adapter(base, adapter, tmp_path / "out", adapter_name="mine")
-    assert _bytes_of(tmp_path / "out") == _bytes_of(tmp_path / "wanted")
+    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
 
 
 def test_an_adapter_in_a_folder_of_its_own(base: Path, adapter: Path, tmp_path: Path) -> None:
@@ -246,7 +243,7 @@ def test_what_is_merged_into_a_tied_tensor_is_reported(tied: Path, tmp_path: Pat
 
 def test_configs_and_tokenizers_come_along(base: Path, adapter: Path, tmp_path: Path) -> None:
     merge_adapter(base, adapter, tmp_path / "one", dtype="bfloat16")
-    found = _bytes_of(tmp_path / "one")
+    found = contents(tmp_path / "one")
     wanted = {
         "config.json",
         "generation_config.json",
@@ -262,7 +259,7 @@ def test_configs_and_tokenizers_come_along(base: Path, adapter: Path, tmp_path: 
     (base / "additional_chat_templates").mkdir(exist_ok=True)
     (base / "additional_chat_templates" / "tool.jinja").write_text("tool")
     merge_adapter(base, adapter, tmp_path / "two")
-    found = _bytes_of(tmp_path / "two")
+    found = contents(tmp_path / "two")
     assert found["tokenizer_config.json"] == b'{"of": "the adapter"}'
     assert found["chat_template.jinja"] == b"adapter"
     assert "vocab.txt" not in found
@@ -278,7 +275,7 @@ def test_never_onto_its_own_source(base: Path, adapter: Path, tmp_path: Path) ->
 
 def test_a_full_disk_half_way_leaves_the_old_model(base: Path, adapter: Path, tmp_path: Path, monkeypatch) -> None:
     merge_adapter(base, adapter, tmp_path / "out", max_shard_size="30KB")
-    before = _bytes_of(tmp_path / "out")
+    before = contents(tmp_path / "out")
     written: list[int] = []
     write = LocalWriter.write
 
@@ -293,7 +290,7 @@ def test_a_full_disk_half_way_leaves_the_old_model(base: Path, adapter: Path, tm
         patch.setattr(LocalWriter, "write", full)
         with pytest.raises(StorageError, match="disk is full"):
             merge_adapter(base, adapter, tmp_path / "out", max_shard_size="30KB")
-    assert _bytes_of(tmp_path / "out") == before
+    assert contents(tmp_path / "out") == before
     merge_adapter(base, adapter, tmp_path / "out")
     assert not list((tmp_path / "out").glob("model-*"))
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()

@@ -223,11 +223,8 @@ def test_one_file_of_torch(small, tmp_path: Path) -> None:
     report = merge_weights(step, tmp_path / "out", file_format="bin", remove_source=True)
     assert report.files == ("pytorch_model.bin",)
     same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), small[1])
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        "config.json",
-        "pytorch_model.bin",
-        "tokenizer_config.json",
-    ]
+    wanted = ["config.json", "pytorch_model.bin", "tokenizer_config.json"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == wanted
     assert not (step / "pytorch_model_fsdp_0").exists()
     merge_weights(tmp_path / "out", tmp_path / "back")
     same(tensors_of(tmp_path / "back"), small[1])

@@ -357,7 +357,5 @@ def test_curves_are_those_of_metrics_of_tenants_and_of_the_trainer(tmp_path: Pat
     many = read_run(tmp_path / "many").curves
     assert {name: len(curves["loss"][0]) for name, curves in many.items()} == {"ada": 20, "bob": 5}
     trained = read_run(tmp_path / "trained").curves
-    assert {name: [list(values) for values in curve] for name, curve in trained[""].items()} == {
-        "loss": [[1.0], [2.0]],
-        "eval_loss": [[2.0], [3.0]],
-    }
+    wanted = {"loss": [[1.0], [2.0]], "eval_loss": [[2.0], [3.0]]}
+    assert {name: [list(values) for values in curve] for name, curve in trained[""].items()} == wanted

@@ -263,9 +263,8 @@ def test_nothing_is_written_through_a_link(cached: Path) -> None:
     assert not (cached / "a").is_symlink()
     assert (cached / "a").read_bytes() == b"mine"
     assert (cached / "gone").read_bytes() == CONTENT
-    assert {path.name: path.read_bytes() for path in (cached.parent / "blobs").iterdir()} == {
-        "b10b": b"of the cache"
-    }
+    wanted = {"b10b": b"of the cache"}
+    assert {path.name: path.read_bytes() for path in (cached.parent / "blobs").iterdir()} == wanted
 
 
 def test_removing_a_link_leaves_what_it_leads_to(cached: Path) -> None:

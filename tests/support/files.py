@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 
 
+def contents(root: Path) -> dict[str, bytes]:
+    """All files below a folder, by name."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 

@@ -44,12 +44,8 @@ def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
     assert list(alone) == ["r4-lr0.0001-sgd", "r4-lr0.001-sgd", "r8-lr0.0001-sgd", "r8-lr0.001-sgd"]
     assert [own.values["learning_rate"] for own in alone.values()] == [1e-4, 1e-3] * 2
     both = read_tenants(read(tmp_path, sweep={"lora_r": [4, 8]}, tenants={"ada": {"seed": 1}, "bob": {}}))
-    assert {name: (own.values["lora_r"], own.values.get("seed")) for name, own in both.items()} == {
-        "ada-r4": (4, 1),
-        "ada-r8": (8, 1),
-        "bob-r4": (4, None),
-        "bob-r8": (8, None),
-    }
+    wanted = {"ada-r4": (4, 1), "ada-r8": (8, 1), "bob-r4": (4, None), "bob-r8": (8, None)}
+    assert {name: (own.values["lora_r"], own.values.get("seed")) for name, own in both.items()} == wanted
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
+from peft import PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from tests.training import tiny
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3ForCausalLM, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    CLIPImageProcessorPil,
+    LlavaProcessor,
+    Qwen3ForCausalLM,
+    TrainerCallback,
+)
 
 from shardwise.cli.train import train_on_rank, without_token
+from shardwise.training import setup as trl_setup
 from shardwise.training.run import TrlOutcome
 from shardwise.training.run_config import read_run_config
 
@@ -53,8 +62,6 @@ def prepare(folder: Path) -> Path:
 
 def write_scorer(folder: Path) -> Path:
     """A model with a head of one output, for rewards."""
-    from transformers import AutoModelForSequenceClassification
-
     torch.manual_seed(1)
     made = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
     made.save_pretrained(folder / "scorer")
@@ -76,7 +83,6 @@ def write_wide(folder: Path) -> Path:
 def write_vision(folder: Path) -> Path:
     """A model for images, with its processor."""
     from tests.integrations.runs import vision
-    from transformers import CLIPImageProcessorPil, LlavaProcessor
 
     sizes = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
     template = tiny.MARKED.replace("m.content", "m.content[0].text")  # TRL gives a processor lists of parts
@@ -153,8 +159,6 @@ class Terminated(TrainerCallback):
 
 def train_until(values: dict[str, Any], step: int) -> TrlOutcome:
     """Train on this rank, and have the first one sent SIGTERM in a step."""
-    from shardwise.training import setup as trl_setup
-
     make = trl_setup.make_trainer
 
     def with_callback(*positional: Any) -> Any:
@@ -169,11 +173,7 @@ def train_until(values: dict[str, Any], step: int) -> TrlOutcome:
 def by_trl(values: dict[str, Any], adapter: str | None = None) -> list[float]:
     """Train by TRL's own script in this process, without shardwise; the losses of all steps."""
     import datasets
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
     from trl import SFTTrainer
-
-    from shardwise.training import setup as trl_setup
 
     arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
     model: Any = arguments.model.model_name_or_path
@@ -190,7 +190,6 @@ def by_trl(values: dict[str, Any], adapter: str | None = None) -> list[float]:
 
 def by_script(file: Path, place: Path, adapter: Path | None = None) -> None:
     """Run TRL's script for SFT in this process and a folder. A LoRA begins with stored values."""
-    from peft import get_peft_model, load_peft_weights, set_peft_model_state_dict
     from trl.trainer import sft_trainer
 
     def with_stored_values(*positional: Any, **keywords: Any) -> Any:
@@ -219,7 +218,6 @@ def by_command(words: list[str], place: Path) -> TrlOutcome:
 def initial_adapter(values: dict[str, Any], folder: str) -> None:
     """Save the adapter that a training begins with."""
     import shardwise
-    from shardwise.training import setup as trl_setup
 
     arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
     shardwise.save_adapter(trl_setup.load_model(arguments, "sft"), folder)

@@ -291,9 +291,8 @@ def test_a_system_message_is_in_front_of_every_answer_that_was_prompted_with_it(
 
 
 def test_an_assistant_message_of_weight_0_is_context() -> None:
-    assert trained("qwen2_5", user("Hi"), assistant("No.", weight=0), user("And?"), assistant("Yes.")) == [
-        ["Yes.<|im_end|>"]
-    ]
+    wanted = [["Yes.<|im_end|>"]]
+    assert trained("qwen2_5", user("Hi"), assistant("No.", weight=0), user("And?"), assistant("Yes.")) == wanted
 
 
 def test_a_template_that_leaves_out_an_answer_is_an_error() -> None:

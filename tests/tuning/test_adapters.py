@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests.conftest import Worlds
-from tests.support.files import change_json
+from tests.support.files import change_json, contents
 from tests.truth import require_equal
 from tests.tuning import on_ranks, reference
 from tests.tuning.test_tune import COPIES, DORA, EXPERTS, GAUSSIAN, NARROW
@@ -85,11 +85,8 @@ def test_what_is_saved_is_peft_own_file(tied: Path, tmp_path: Path, worlds: Worl
         assert written == wanted
         assert written["base_model_name_or_path"] == str(tied)
         assert written["inference_mode"] is True
-        assert sorted(path.name for path in adapter.iterdir()) == [
-            "adapter_config.json",
-            "adapter_model.fingerprints.json",
-            "adapter_model.safetensors",
-        ]
+        expected = ["adapter_config.json", "adapter_model.fingerprints.json", "adapter_model.safetensors"]
+        assert sorted(path.name for path in adapter.iterdir()) == expected
 
 
 def test_wrappers_leave_no_trace_in_the_names(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
@@ -109,11 +106,8 @@ def test_an_adapter_lies_beside_a_model_and_replaces_an_older_one(tied: Path, tm
         report = shardwise.save_adapter(model, tmp_path, verify=True)
     assert report.is_verified
     assert report.files == ("adapter_model.safetensors",)
-    assert {path.name for path in tmp_path.iterdir()} - before == {
-        "adapter_config.json",
-        "adapter_model.fingerprints.json",
-        "adapter_model.safetensors",
-    }
+    wanted = {"adapter_config.json", "adapter_model.fingerprints.json", "adapter_model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} - before == wanted
     assert shardwise.verify(tmp_path).compared > 0
     half = shardwise.save_adapter(model, tmp_path / "half", dtype="bfloat16")
     assert half.dtypes == {"BF16": report.tensors}
@@ -194,16 +188,13 @@ def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(tied: Path, ada
         return str(caught.value)
 
     wide = reference.save_tiny(tmp_path / "wide", hidden_size=32)
-    assert "mismatched  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: stored (2, 24)" in refused(
-        wide
-    )
+    words = "mismatched  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: stored (2, 24)"
+    assert words in refused(wide)
     assert f"belongs to {tied}" in refused(wide)
-    assert "missing     base_model.model.model.layers.2." in refused(
-        reference.save_tiny(tmp_path / "deep", num_hidden_layers=3)
-    )
-    assert "unexpected  base_model.model.model.layers.1." in refused(
-        reference.save_tiny(tmp_path / "flat", num_hidden_layers=1)
-    )
+    words = "missing     base_model.model.model.layers.2."
+    assert words in refused(reference.save_tiny(tmp_path / "deep", num_hidden_layers=3))
+    words = "unexpected  base_model.model.model.layers.1."
+    assert words in refused(reference.save_tiny(tmp_path / "flat", num_hidden_layers=1))
     change_json(adapter / "adapter_config.json", r=3)
     assert "with r=3" in refused(tied)
     change_json(adapter / "adapter_config.json", r=2, target_modules=["q_proj"])
@@ -244,10 +235,6 @@ def _other_scaling(folder: Path, **settings: Any) -> Any:
     return shardwise.from_pretrained(folder, tuning=Lora(other), options=shardwise.options.LoadOptions(seed=9))
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
 def _adapter_in(files: Mapping[str, bytes]) -> tuple[bytes, ...] | None:
     """What PEFT reads; None where it finds no weights."""
     weights = files.get("adapter_model.safetensors")
@@ -258,7 +245,7 @@ def _adapter_in(files: Mapping[str, bytes]) -> tuple[bytes, ...] | None:
 def test_a_commit_that_fails_puts_the_older_adapter_back(
     failing: str, tied: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = _contents(adapter)
+    before = contents(adapter)
     replace, rename = LocalWriter.replace, LocalWriter.rename
     broken = [failing]
 
@@ -279,8 +266,8 @@ def test_a_commit_that_fails_puts_the_older_adapter_back(
     monkeypatch.setattr(LocalWriter, "rename", renaming)
     with pytest.raises(StorageError, match="the disk is full"):
         shardwise.save_adapter(_other_scaling(tied), adapter)
-    after = _contents(adapter)
+    after = contents(adapter)
     assert _adapter_in(after) == _adapter_in(before)
     assert after.keys() == before.keys()
     shardwise.save_adapter(_other_scaling(tied), adapter)
-    assert _contents(adapter).keys() == before.keys()
+    assert contents(adapter).keys() == before.keys()

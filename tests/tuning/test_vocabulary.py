@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from tests import zoo
 from tests.conftest import Worlds
 from tests.tuning import on_ranks, reference
@@ -85,8 +85,6 @@ def test_copies_of_a_grown_vocabulary_begin_as_it_does(untied: Path, tmp_path: P
     adapter = tmp_path / "adapter"
     live = worlds(2).run(on_ranks.save_adapter, str(untied), keywords, str(adapter))
     with zoo.silenced():
-        from peft import PeftModel
-
         base = AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32)
         base.resize_token_embeddings(70, mean_resizing=False)
         stock = PeftModel.from_pretrained(base, adapter).eval()
