@@ -121,9 +121,8 @@ def test_values_that_are_not_finite_are_refused(base, tmp_path, what):
         other.load_state_dict("ada", state)
     require_equal(adapter(other, "ada"), before)
     other.load_state_dict("ada", state, on_not_finite=Ignore())
-    with pytest.raises(
-        shardwise.ConfigError, match=r"on_not_finite='no' is not known. Pass one of 'error', Ignore"
-    ):
+    words = r"on_not_finite='no' is not known. Pass one of 'error', Ignore"
+    with pytest.raises(shardwise.ConfigError, match=words):
         other.load_state_dict("ada", state, on_not_finite="no")
 
 

@@ -87,9 +87,8 @@ def test_tenants_come_and_go_unnoticed(base, begun, alone):
 def test_matrices_begin_as_a_lora_that_is_loaded(base, begun):
     """It depends on seed and name only, not on the other tenants."""
     recipe = recipes()["eve"]
-    model = shardwise.from_pretrained(
-        base, tuning=shardwise.Lora(recipe.lora()), options=shardwise.options.LoadOptions(seed=recipe.seed)
-    )
+    options = shardwise.options.LoadOptions(seed=recipe.seed)
+    model = shardwise.from_pretrained(base, tuning=shardwise.Lora(recipe.lora()), options=options)
     loaded = {
         name.replace(".default", ""): values.detach() for name, values in model.named_parameters() if "lora" in name
     }
@@ -101,9 +100,8 @@ def test_matrices_begin_as_a_lora_that_is_loaded(base, begun):
 
 def test_a_sum_with_the_callers_weights(base):
     """Of one micro-batch: the gradient is that of the sum, whatever the tokens are."""
-    recipe = replace(
-        recipes()["ada"], more={"reduction": "sum"}, optimizer=lambda own: torch.optim.SGD(own, lr=1.0)
-    )
+    more = {"reduction": "sum"}
+    recipe = replace(recipes()["ada"], more=more, optimizer=lambda own: torch.optim.SGD(own, lr=1.0))
     mean = replace(recipes()["ada"], optimizer=recipe.optimizer)
     bank = bank_of(base, {"sum": recipe, "mean": mean})
     begin = adapter(bank, "sum")

@@ -127,9 +127,8 @@ def test_bases_that_couple_tenants_are_refused(base):
     images = ResNetForImageClassification(
         ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic")
     )
-    with pytest.raises(
-        ConfigError, match="normalization is a BatchNorm2d, which normalizes over all tenants' rows"
-    ):
+    words = "normalization is a BatchNorm2d, which normalizes over all tenants' rows"
+    with pytest.raises(ConfigError, match=words):
         shardwise.AdapterBank(images)
     with pytest.raises(ConfigError, match="Qwen3Model has no language model head"):
         shardwise.AdapterBank(tiny().model)

@@ -114,9 +114,8 @@ def test_states_carry_an_open_window(base):
     train(other, tenants, ALL - HALF, first=HALF)
     for name in tenants:
         require_equal(everything(other, name), everything(whole, name))
-    with pytest.raises(
-        shardwise.ConfigError, match="its window is open, with gradient_accumulation_steps 3, and it is 1 here"
-    ):
+    words = "its window is open, with gradient_accumulation_steps 3, and it is 1 here"
+    with pytest.raises(shardwise.ConfigError, match=words):
         bank_of(base, {"ada": replace(tenants["ada"], gradient_accumulation_steps=1)}).load_state_dict(
             "ada", states["ada"]
         )
@@ -504,10 +503,8 @@ def test_schedules_in_a_schedule(base, tmp_path):
         train(each, tenants, ALL - HALF, first=HALF)
     require_equal(everything(fresh, "ada"), everything(bank, "ada"))
     inner = bank._tenants["ada"].schedule.state_dict()["_schedulers"]
-    change(
-        next(tmp_path.glob("adapter_training.*")),
-        schedule_state={"_schedulers": [{**inner[0], "step": 1}, inner[1]]},
-    )
+    schedule_state = {"_schedulers": [{**inner[0], "step": 1}, inner[1]]}
+    change(next(tmp_path.glob("adapter_training.*")), schedule_state=schedule_state)
     with pytest.raises(shardwise.ConfigError, match="_schedulers of its schedule"):
         bank_of(base, {}).load("ada", tmp_path, schedule=in_turn)
 

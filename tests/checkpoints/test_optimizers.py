@@ -105,9 +105,8 @@ def test_classes_of_others_go_by_their_names(tmp_path):
     saved = Training(make=Mine)
     saved.step(1)
     Checkpointer(tmp_path).save(1, saved.state)
-    with pytest.raises(
-        shardwise.KeyMismatchError, match=r"saved by .*test_optimizers\.Mine, and there is .*Yours now"
-    ):
+    words = r"saved by .*test_optimizers\.Mine, and there is .*Yours now"
+    with pytest.raises(shardwise.KeyMismatchError, match=words):
         Checkpointer(tmp_path).restore(Training(seed=1, make=Yours).state)
     assert Checkpointer(tmp_path).restore(Training(seed=1, make=Mine).state).mismatched == ()
 

@@ -205,9 +205,8 @@ def in_a_subgroup(directory: str) -> dict[str, Any] | None:
     group = dist.new_group([0, 1])
     if dist.get_rank() == 2:
         return None
-    model, report = shardwise.from_pretrained(
-        directory, options=shardwise.options.LoadOptions(process_group=group), output_loading_info=True
-    )
+    options = shardwise.options.LoadOptions(process_group=group)
+    model, report = shardwise.from_pretrained(directory, options=options, output_loading_info=True)
     assert report.world_size == 2
     assert model.lm_head.weight.device_mesh.mesh.tolist() == [0, 1]
     return truth.snapshot(model)["values"]

@@ -121,9 +121,8 @@ def test_what_does_not_fit_is_reported_as_by_a_load(qwen3, changed):
 
 def test_consent_is_honoured(qwen3, changed):
     directory = changed(qwen3, without_norm)
-    made = shardwise.plan(
-        directory, ranks=2, on_missing=Initialize(("model.norm.*",)), on_unexpected=Ignore(("extra",))
-    )
+    on_missing = Initialize(("model.norm.*",))
+    made = shardwise.plan(directory, ranks=2, on_missing=on_missing, on_unexpected=Ignore(("extra",)))
     assert (made.initialized, made.ignored_keys) == (("model.norm.weight",), ("extra",))
 
 

@@ -59,9 +59,8 @@ def test_of_several_files_the_first_counts_or_what_their_index_names(qwen3, tmp_
     shutil.copytree(qwen3, folder)
     _without_dtype(folder)
     files = sorted(folder.glob("*.safetensors"))
-    save_file(
-        {name: value.half() for name, value in load_file(files[0]).items()}, files[0], metadata={"format": "pt"}
-    )
+    metadata = {"format": "pt"}
+    save_file({name: value.half() for name, value in load_file(files[0]).items()}, files[0], metadata=metadata)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert shardwise.from_pretrained(folder).dtype is theirs.dtype is torch.float16
     change_json(folder / "model.safetensors.index.json", metadata={"dtype": "bfloat16"})

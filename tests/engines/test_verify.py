@@ -224,9 +224,8 @@ def test_a_damaged_generation_config_is_one_error_that_names_it(saved, content):
     """And the exit code is that of a model that cannot be opened."""
     (saved / "generation_config.json").write_bytes(content.encode("latin-1"))
     for act in (shardwise.verify, shardwise.from_pretrained):
-        with pytest.raises(
-            shardwise.FormatError, match="^generation_config.json in .* It is damaged: restore the file$"
-        ):
+        words = "^generation_config.json in .* It is damaged: restore the file$"
+        with pytest.raises(shardwise.FormatError, match=words):
             act(saved)
     result = command(saved)
     assert result.exit_code == 2

@@ -358,9 +358,8 @@ def test_a_checkpoint_at_a_url(files: dict[str, bytes], path: str, chosen: list[
 
 def test_a_file_named_beside_the_url() -> None:
     with HttpStore({"m/foo.safetensors": A, "m/model.safetensors": B}) as store:
-        index = open_checkpoint(
-            f"{store.url}/m", weights_name="foo.safetensors", extra_files=["absent.safetensors"]
-        )
+        extra_files = ["absent.safetensors"]
+        index = open_checkpoint(f"{store.url}/m", weights_name="foo.safetensors", extra_files=extra_files)
         assert list(index.files) == ["foo.safetensors"]
         with pytest.raises(FormatError, match=r"foo\.safetensors: is a file, and weights_name"):
             open_checkpoint(f"{store.url}/m/foo.safetensors", weights_name="model.safetensors")

@@ -132,9 +132,8 @@ def test_what_is_no_state_dict() -> None:
 def test_the_format_before_torch_1_6_is_explained(tmp_path: Path) -> None:
     file = tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
-    with pytest.raises(
-        FormatError, match=r"before 1\.6.*torch\.save\(torch\.load\(file, weights_only=True\), file\)"
-    ):
+    words = r"before 1\.6.*torch\.save\(torch\.load\(file, weights_only=True\), file\)"
+    with pytest.raises(FormatError, match=words):
         open_checkpoint(tmp_path)
     torch.save(torch.load(file, weights_only=True), file)
     with LocalReader(tmp_path) as reader:

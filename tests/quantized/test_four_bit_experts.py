@@ -65,9 +65,8 @@ def test_a_lora_on_stacks_learns_as_on_their_numbers(plain):
 
 
 def test_a_stack_alone_may_stay(plain):
-    model, report = shardwise.from_pretrained(
-        str(plain), quantization=Nf4(block_size=128), output_loading_info=True
-    )
+    quantization = Nf4(block_size=128)
+    model, report = shardwise.from_pretrained(str(plain), quantization=quantization, output_loading_info=True)
     experts = model.model.layers[0].mlp.experts
     assert "down_proj keeps its numbers: it has 192 columns, no multiple of the block of 128" in str(report.notes)
     assert experts.down_proj.is_floating_point()

@@ -116,9 +116,8 @@ def test_packed_from_eight_bits(plain, tmp_path):
 
 
 def test_what_stays_is_named(plain):
-    model, report = shardwise.from_pretrained(
-        str(plain), quantization=Nf4(block_size=128, skip_modules=("v_proj",)), output_loading_info=True
-    )
+    quantization = Nf4(block_size=128, skip_modules=("v_proj",))
+    model, report = shardwise.from_pretrained(str(plain), quantization=quantization, output_loading_info=True)
     assert "192 columns, no multiple of the block of 128" in str(report.notes)
     assert "v_proj keeps its numbers: as requested" in str(report.notes)
     assert "lm_head keeps its numbers: it computes what comes out" in str(report.notes)
@@ -237,9 +236,8 @@ def test_numbers_are_made_of_what_is_stored(stored):
 
 
 def test_the_plan_counts_packed_bytes(plain):
-    made = shardwise.plan(
-        str(plain), ranks=2, quantization=Nf4(), tuning=shardwise.Lora(LoraConfig(r=2)), device="cpu"
-    )
+    tuning = shardwise.Lora(LoraConfig(r=2))
+    made = shardwise.plan(str(plain), ranks=2, quantization=Nf4(), tuning=tuning, device="cpu")
     whole = shardwise.plan(str(plain), ranks=2, tuning=shardwise.Lora(LoraConfig(r=2)), device="cpu")
     layers = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 192)
     saved = layers * 2 - layers // 2 - layers // 64 * 4

@@ -129,9 +129,8 @@ def test_adapters_that_transformers_puts_on_are_saved(plain, tmp_path):
 
 def test_nothing_in_four_bits_is_dequantized_in_its_place(plain):
     model = shardwise.from_pretrained(str(plain), quantization=Nf4())
-    with pytest.raises(
-        shardwise.ConfigError, match=r"dequantize: .*from_pretrained\(folder, quantization='dequantize'"
-    ):
+    words = r"dequantize: .*from_pretrained\(folder, quantization='dequantize'"
+    with pytest.raises(shardwise.ConfigError, match=words):
         model.dequantize()
 
 

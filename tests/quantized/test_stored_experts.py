@@ -110,9 +110,8 @@ def test_an_adapter_is_saved_and_not_merged(gpt_oss, tmp_path):
     assert torch.equal(again(tokens).logits, model(tokens).logits)
     torch.testing.assert_close(again(tokens).logits, plain(tokens).logits, rtol=1e-4, atol=1e-4)
     for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(
-            shardwise.ConfigError, match=r"mlp\.experts is in four bits, and nothing is merged into it"
-        ):
+        words = r"mlp\.experts is in four bits, and nothing is merged into it"
+        with pytest.raises(shardwise.ConfigError, match=words):
             merge()
     shardwise.merge_adapter(gpt_oss, tmp_path / "adapter", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(

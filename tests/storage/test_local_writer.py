@@ -88,9 +88,8 @@ def test_a_full_disk_is_reported_when_a_file_is_created(small_disk: Path) -> Non
     with LocalWriter(small_disk) as writer:
         put(writer, "a", CONTENT)
         before = open_descriptors()
-        with pytest.raises(
-            StorageError, match=r"b in .*2\.00 MiB failed, no space left on device .*Free some space"
-        ):
+        words = r"b in .*2\.00 MiB failed, no space left on device .*Free some space"
+        with pytest.raises(StorageError, match=words):
             writer.create("b", 2 << 20)
         assert open_descriptors() == before
         assert writer.list() == ["a"]

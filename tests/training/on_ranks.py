@@ -181,9 +181,8 @@ def by_trl(values: dict[str, Any], adapter: str | None = None) -> list[float]:
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
     rows = datasets.load_dataset("json", data_files=values["dataset_name"])["train"]
-    trainer = SFTTrainer(
-        model=model, args=arguments.training, train_dataset=rows, processing_class=tiny.tokenizer()
-    )
+    args = arguments.training
+    trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tiny.tokenizer())
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -207,9 +207,8 @@ def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_
     file = adapter / "adapter_model.safetensors"
     stored = load_file(file)
     save_file(dict(list(stored.items())[1:]), file)
-    with pytest.raises(
-        KeyMismatchError, match=r"missing +base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A"
-    ):
+    words = r"missing +base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A"
+    with pytest.raises(KeyMismatchError, match=words):
         shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(FormatError, match=r"adapter_model\.safetensors"):

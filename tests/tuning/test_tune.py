@@ -288,9 +288,8 @@ def test_modes_refuse_what_makes_no_sense() -> None:
         Freeze(extra_modules="lm_head")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="inside of trainable layers"):
         Freeze(0, ("mlp",), ("lm_head",))
-    with pytest.raises(
-        ConfigError, match=r"extra_modules=3 must be a tuple of names: extra_modules=\('lm_head',\)"
-    ):
+    words = r"extra_modules=3 must be a tuple of names: extra_modules=\('lm_head',\)"
+    with pytest.raises(ConfigError, match=words):
         Freeze(extra_modules=3)  # type: ignore[arg-type]
     for count in ("2", 1.0, True):
         with pytest.raises(ConfigError, match=r"trainable_layers=.* must be a number of layers"):
@@ -393,7 +392,6 @@ def test_matrices_stored_the_other_way_round(tmp_path: Path, worlds: Worlds) -> 
     logits = reference.logits(wanted)
     for found in worlds(2).run(on_ranks.logits, str(tmp_path), {"tuning": Lora(lora)}):
         torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+    tuning = Lora(LoraConfig(r=2, fan_in_fan_out=True, target_modules=["c_attn"], use_dora=True))
     with pytest.raises(ConfigError, match="c_attn: use_dora needs norms over the dimension that is sharded"):
-        shardwise.from_pretrained(
-            tmp_path, tuning=Lora(LoraConfig(r=2, fan_in_fan_out=True, target_modules=["c_attn"], use_dora=True))
-        )
+        shardwise.from_pretrained(tmp_path, tuning=tuning)
