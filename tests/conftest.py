@@ -59,12 +59,17 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests in longest.txt as slow. Files with tests that spawn ranks come first: they take longest."""
+    """Mark the tests in longest.txt as slow, and those with ``worlds`` as distributed.
+
+    Files with tests that spawn ranks come first: they take longest.
+    """
     lines = Path(__file__).with_name("longest.txt").read_text().splitlines()
     longest = {line for line in lines if not line.startswith("#")}
     for item in items:
         if item.nodeid in longest:
             item.add_marker(pytest.mark.slow)
+        if "worlds" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.distributed)
     spawning = {item.path for item in items if item.get_closest_marker("distributed") is not None}
     items.sort(key=lambda item: item.path not in spawning)
 

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,15 @@ WORLDS = {"flat": 3, "hsdp": 4, "tp": 4, "ep": 4, "shard1": 2}
 
 
 # Bringing a case up
+
+
+def require_no_faults(
+    cases: Iterable[truth.Case], compare: Callable[[truth.Case], list[list[str] | None]], least: int = 0
+) -> None:
+    """By rank, ``compare`` finds no faults of any case, and applies to at least so many."""
+    found = {str(case): compare(case) for case in cases}
+    assert {case: faults for case, faults in found.items() if any(faults)} == {}
+    assert sum(None not in faults for faults in found.values()) >= least
 
 
 def load_and_compare(case: truth.Case, way: Way) -> list[str] | None:

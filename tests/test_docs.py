@@ -78,7 +78,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", [name for name in WITH_PYTHON if name != "tutorial.md"])
 def test_python_runs(name: str, prepared: Path, tmp_path: Path, worlds: Worlds):
     if name.startswith("trainer"):

@@ -58,7 +58,6 @@ def test_every_stub_is_installed_with_its_package():
     "place", ["no.such.module:name", "shardwise.errors:NoSuchName", "shardwise.no_such_module"]
 )
 def test_a_line_of_a_table_that_leads_nowhere_is_an_error_that_names_it(place):
-    with pytest.raises(
-        shardwise.errors.ConfigError, match=rf"{place} .*(No module|no attribute).*correct the line"
-    ):
+    words = rf"{place} .*(No module|no attribute).*correct the line"
+    with pytest.raises(shardwise.errors.ConfigError, match=words):
         found_at(place)

@@ -2,7 +2,7 @@
 
 import copy
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The global value, gathered by torch itself (collective for a DTensor)."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def require_equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
+    """The same tensors under the same names."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def differences(found: dict[str, Any], truth: dict[str, Any]) -> list[str]:

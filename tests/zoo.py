@@ -338,9 +338,9 @@ def sample_inputs(model: PreTrainedModel, *, batch: int = 2, length: int = 8) ->
 
 
 def save_original(
-    model: PreTrainedModel, directory: str | Path, *, max_shard_size: str = "100KB", prefixes: bool = False
-) -> None:
-    """A checkpoint as on the hub: names and layout before conversion, several files with an index.
+    model: PreTrainedModel, directory: Path, *, max_shard_size: str = "100KB", prefixes: bool = False
+) -> Path:
+    """A checkpoint as on the hub: names and layout before conversion, several files with an index. The directory.
 
     A model that was not loaded from a checkpoint is saved without the prefixes that loading removes
     (``PrefixChange``, such as ``language_model.`` of Qwen3.5). ``prefixes`` puts them back, as on the hub.
@@ -354,6 +354,7 @@ def save_original(
         model.save_pretrained(directory, max_shard_size=max_shard_size)
     if prefixes and fresh:
         del model._weight_conversions
+    return directory
 
 
 def save_internal(model: PreTrainedModel, directory: str | Path, *, files: int = 2) -> None:
@@ -384,6 +385,11 @@ def save_internal(model: PreTrainedModel, directory: str | Path, *, files: int =
 
 
 # --------------------------------------------------------------------------------------------------- the zoo
+
+
+def causal_lm(name: str) -> PreTrainedModel:
+    """One of these, built."""
+    return build(next(specimen for specimen in causal_lm_specimens() if specimen.name == name))
 
 
 def causal_lm_specimens() -> list[Specimen]:

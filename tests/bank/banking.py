@@ -1,7 +1,6 @@
 """Tenants on a small base: together in a bank, and each alone in plain PEFT, in one process."""
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,8 +198,7 @@ def alone(
     base: Path, name: str, recipe: Recipe, begin: Mapping[str, torch.Tensor], *, steps: int = STEPS, pad_to: int
 ) -> dict[str, torch.Tensor]:
     """Plain PEFT: one process, one adapter, a mean over the tokens of the window."""
-    with zoo.silenced(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of embeddings that are tied
+    with zoo.silenced():  # of embeddings that are tied
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), recipe.lora())
     set_peft_model_state_dict(model, dict(begin))
     model.eval()  # no dropout
@@ -226,6 +224,17 @@ def alone(
         optimizer.zero_grad()
     found = get_peft_model_state_dict(model, save_embedding_layers=False)
     return {key: values.clone() for key, values in found.items()}
+
+
+def logprobs_of(model: Any, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """By row, of each token but the first; 0 where it is not learned."""
+    found = []
+    for row, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+        ids = batch["input_ids"][row : row + 1, :length]
+        expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        expected[batch["labels"][row, 1:length] == -100] = 0
+        found.append(expected.detach())
+    return found
 
 
 def distance(

@@ -5,18 +5,19 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from tests.bank import banking
 from tests.bank.banking import STEPS, Recipe, adapter, create, recipes, rows_for, train
+from tests.support.world import said
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import shardwise
-from shardwise.errors import ShardwiseError
 from shardwise.models.policies import MinSize
 
 LATE = 4
@@ -44,11 +45,8 @@ def counted() -> Iterator[Counter[str]]:
         calls["all_reduce"] += 1
         return own(*args, **keywords)
 
-    dist.all_reduce = all_reduce
-    try:
+    with mock.patch.object(dist, "all_reduce", all_reduce):
         yield calls
-    finally:
-        dist.all_reduce = own
 
 
 def together(base: Path, kind: str) -> dict[str, Any]:
@@ -103,14 +101,6 @@ def other_groups(base: Path, kind: str) -> dict[str, Any]:
     }
 
 
-def said(call: Any) -> str:
-    try:
-        call()
-    except ShardwiseError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def faults(base: Path) -> dict[str, Any]:
     """What is wrong on one rank, or differs, is one error on both; and then all goes on."""
     members = {name: recipes()[name] for name in ("ada", "dee", "bob")}
@@ -120,10 +110,10 @@ def faults(base: Path) -> dict[str, Any]:
     bad = {**good, "input_ids": good["input_ids"] + 100 * rank}
     errors = {
         "rows of one rank": said(lambda: bank.forward_backward([("ada", bad)])),
+        "no rows of one rank": said(lambda: bank.forward_backward([("ada", (good, ["no", "rows"])[rank])])),
+        "no rows": said(lambda: bank.forward_backward("no")),
         "other tenants": said(lambda: bank.forward_backward([(("ada", "dee")[rank], good)])),
-        "another config": said(
-            lambda: bank.add_adapter("x", replace(ada, config={**ada.config, "r": 4 + rank}).lora())
-        ),
+        "another config": said(lambda: bank.add_adapter("x", LoraConfig(**{**ada.config, "r": 4 + rank}))),
         "another rate": said(lambda: bank.add_adapter("x", ada.lora(), optimizer=banking.adamw(lr=0.1 + rank))),
         "another seed": said(lambda: bank.add_adapter("x", ada.lora(), seed=rank)),
     }

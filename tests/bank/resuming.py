@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from tests.bank import banking
 from tests.bank.banking import Recipe, recipes, train
-from tests.bank.on_ranks import bank_of, here, said
+from tests.bank.on_ranks import bank_of, here
+from tests.support.world import said
 
 import shardwise
 from shardwise.bank.tenant import unchanging

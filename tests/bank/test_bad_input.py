@@ -16,10 +16,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tests.bank import banking, failing
 from tests.bank.banking import Recipe, adamw, adapter, create, no_rows, recipes, rows_for, train
-from tests.bank.on_ranks import bank_of, here, said
-from tests.bank.test_equal_to_peft import require_equal
+from tests.bank.on_ranks import bank_of, here
 from tests.bank.test_isolation import QUIET, X, everything, members_with
 from tests.faults.fault_injection import Doomed, Seat
+from tests.support.world import said
+from tests.truth import require_equal
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from shardwise.errors import ConfigError, FormatError, KeyMismatchError, ShardwiseError
@@ -111,15 +112,12 @@ def with_matrix(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "adapter": {**state["adapter"], 5: torch.ones(2)}}
 
 
+def with_rows(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "adapter": {key: values[:1] for key, values in state["adapter"].items()}}
+
+
 def on_meta(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "adapter": {key: values.to("meta") for key, values in state["adapter"].items()}}
-
-
-def in_state(bank: Any, folder: Path) -> None:
-    state = bank.state_dict("x")
-    for key, values in state["adapter"].items():
-        state["adapter"][key] = values[:1]
-    _refused(lambda: bank.load_state_dict("x", state), "is not a state of 'x'", ConfigError)
 
 
 REFUSALS = {
@@ -135,9 +133,7 @@ REFUSALS = {
     "a file of another rank": refused(
         lambda bank, folder: bank.load("y", folder / "rank"), r"lora_A.*\(4, 32\)", KeyMismatchError
     ),
-    "a file of another base": refused(
-        lambda bank, folder: bank.load("y", folder / "layers"), "layers.2", KeyMismatchError
-    ),
+    "a file of another base": refused(lambda bank, at: bank.load("y", at / "layers"), "layers.2", KeyMismatchError),
     "a token beyond the vocabulary": refused(
         lambda bank, _: bank.forward_backward([("x", {"input_ids": torch.tensor([[0, banking.WORDS]])})]),
         "'x': input_ids are from 0 to 64. The model has 64 tokens",
@@ -150,7 +146,9 @@ REFUSALS = {
     ),
     "an exception in a save": in_save,
     "an exception in an evaluation": in_evaluation,
-    "a state of another shape": in_state,
+    "a state of another shape": refused(
+        lambda bank, _: bank.load_state_dict("x", with_rows(bank.state_dict("x"))), "is not a state of 'x'"
+    ),
     "a state without tensors": refused(
         lambda bank, _: bank.load_state_dict("x", {"adapter": {"a": 1}, "training": {}, "facts": {}}),
         "the state of 'x': adapter has values that are not tensors",
@@ -266,7 +264,6 @@ def comes_and_goes(base: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.distributed
 def test_absent_on_some_ranks_for_whole_steps_or_on_alternating_ranks(worlds, base):
     """In turn on one rank, or on none; the others are alike on all ranks, whatever is wrong with it."""
     first, second = worlds(2).run(comes_and_goes, base)
@@ -311,7 +308,6 @@ def saved(worlds: Any, base: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return first, second, folder
 
 
-@pytest.mark.distributed
 def test_tensors_of_a_tenant_are_whole_and_the_same_on_all_ranks(saved, base):
     """Rank 3 on two ranks: every row of A and every column of B are in the file, and come back."""
     first, second, folder = saved
@@ -329,7 +325,6 @@ def test_tensors_of_a_tenant_are_whole_and_the_same_on_all_ranks(saved, base):
         assert each["counts"]["twin"] == sum(values.numel() for values in each["adapters"]["cy"].values())
 
 
-@pytest.mark.distributed
 def test_an_incomplete_state_dict_is_refused_whole(saved, base, tmp_path):
     first, second, folder = saved
     assert first["refusal"] == second["refusal"]

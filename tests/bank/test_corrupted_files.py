@@ -12,9 +12,11 @@ from peft import LoraConfig, get_peft_model
 from tests import zoo
 from tests.bank import banking, resuming
 from tests.bank.banking import adapter, recipes, train
-from tests.bank.on_ranks import bank_of, here, said
-from tests.bank.test_equal_to_peft import require_equal
-from tests.bank.test_resume import files_in, put
+from tests.bank.on_ranks import bank_of, here
+from tests.bank.test_resume import put
+from tests.support.files import contents
+from tests.support.world import said
+from tests.truth import require_equal
 from transformers import AutoModelForCausalLM
 
 import shardwise
@@ -32,7 +34,7 @@ def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     bank = bank_of(base, tenants)
     train(bank, tenants, resuming.HALF)
     bank.save("ada", folder)
-    return files_in(folder)
+    return contents(folder)
 
 
 def flips(files: dict[str, bytes], count: int, seed: int) -> Iterator[tuple[str, bytes]]:
@@ -119,9 +121,8 @@ def test_values_that_are_not_finite_are_refused(base, tmp_path, what):
         other.load_state_dict("ada", state)
     require_equal(adapter(other, "ada"), before)
     other.load_state_dict("ada", state, on_not_finite=Ignore())
-    with pytest.raises(
-        shardwise.ConfigError, match=r"on_not_finite='no' is not known. Pass one of 'error', Ignore"
-    ):
+    words = r"on_not_finite='no' is not known. Pass one of 'error', Ignore"
+    with pytest.raises(shardwise.ConfigError, match=words):
         other.load_state_dict("ada", state, on_not_finite="no")
 
 
@@ -131,7 +132,6 @@ def load_damaged(base: Path, folder: Path) -> list[Any]:
     return [told, bank.names, here()["size"]]
 
 
-@pytest.mark.distributed
 def test_damage_is_one_error_on_all_ranks(worlds, base, tmp_path, saved):
     put(tmp_path, saved)
     name, content = next(flips({name: own for name, own in saved.items() if "training" in name}, 1, seed=3))

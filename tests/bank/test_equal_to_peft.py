@@ -10,8 +10,9 @@ import torch
 from peft import LoraConfig
 from tests import zoo
 from tests.bank import banking
-from tests.bank.banking import STEPS, Recipe, adapter, create, distance, recipes, rows_for, train
+from tests.bank.banking import STEPS, Recipe, adapter, create, distance, logprobs_of, recipes, rows_for, train
 from tests.bank.on_ranks import bank_of
+from tests.truth import require_equal
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 
 import shardwise
@@ -33,10 +34,6 @@ def begun(base: Path) -> dict[str, dict[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def alone(base: Path, begun: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     return {name: banking.alone(base, name, recipe, begun[name], pad_to=64) for name, recipe in recipes().items()}
-
-
-def require_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 # ── together as alone ─────────────────────────────────────────────────────────────────────────────
@@ -90,9 +87,8 @@ def test_tenants_come_and_go_unnoticed(base, begun, alone):
 def test_matrices_begin_as_a_lora_that_is_loaded(base, begun):
     """It depends on seed and name only, not on the other tenants."""
     recipe = recipes()["eve"]
-    model = shardwise.from_pretrained(
-        base, tuning=shardwise.Lora(recipe.lora()), options=shardwise.options.LoadOptions(seed=recipe.seed)
-    )
+    options = shardwise.options.LoadOptions(seed=recipe.seed)
+    model = shardwise.from_pretrained(base, tuning=shardwise.Lora(recipe.lora()), options=options)
     loaded = {
         name.replace(".default", ""): values.detach() for name, values in model.named_parameters() if "lora" in name
     }
@@ -104,9 +100,8 @@ def test_matrices_begin_as_a_lora_that_is_loaded(base, begun):
 
 def test_a_sum_with_the_callers_weights(base):
     """Of one micro-batch: the gradient is that of the sum, whatever the tokens are."""
-    recipe = replace(
-        recipes()["ada"], more={"reduction": "sum"}, optimizer=lambda own: torch.optim.SGD(own, lr=1.0)
-    )
+    more = {"reduction": "sum"}
+    recipe = replace(recipes()["ada"], more=more, optimizer=lambda own: torch.optim.SGD(own, lr=1.0))
     mean = replace(recipes()["ada"], optimizer=recipe.optimizer)
     bank = bank_of(base, {"sum": recipe, "mean": mean})
     begin = adapter(bank, "sum")
@@ -133,12 +128,8 @@ def test_log_probabilities_with_and_without_an_adapter(base, begun):
     found = bank.compute_logprobs([(None, batch), ("dee", batch), ("ada", batch), ("dee", batch)])
     with zoo.silenced():
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    lengths = batch["attention_mask"].sum(1).tolist()
-    for row, length in enumerate(lengths):
-        ids = batch["input_ids"][row : row + 1, :length]
-        expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        expected[batch["labels"][row, 1:length] == -100] = 0
-        torch.testing.assert_close(found[0][row], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[0], logprobs_of(model, batch), rtol=1e-4, atol=1e-5)
+    for row in range(len(found[0])):
         assert not torch.allclose(found[1][row], found[0][row], atol=1e-4)
         assert not torch.allclose(found[2][row], found[1][row], atol=1e-4)
         assert found[3][row].equal(found[1][row]), "an evaluation has no dropout"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.bank import banking, on_ranks
 from tests.bank.banking import Recipe, adapter, distance, rows_for, train
 from tests.bank.on_ranks import bank_of
-from tests.bank.test_equal_to_peft import require_equal
+from tests.truth import require_equal
 
 import shardwise
 from shardwise.errors import ConfigError
@@ -53,7 +53,6 @@ def test_experts_of_each_tenant_come_out_as_alone(base):
     require_as_alone(base, together(base), 1e-5)
 
 
-@pytest.mark.distributed
 def test_experts_on_two_ranks(worlds, base):
     first, second = worlds(2).run(together, base, 6)
     require_equal(first["ada"][0], second["ada"][0])

@@ -8,8 +8,8 @@ import torch
 from tests.bank import failing
 from tests.bank.failing import members, rows_of, trouble
 from tests.bank.on_ranks import bank_of
-from tests.bank.test_equal_to_peft import require_equal
 from tests.bank.test_isolation import everything
+from tests.truth import require_equal
 
 from shardwise.bank.collective_resync import longest
 from shardwise.errors import RankMismatchError, ShardwiseError
@@ -47,7 +47,6 @@ def test_ranks_that_are_on_different_ways_cannot_be_brought_into_step():
         longest([[first], [first, second], [other]])
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("size", "groups"),
     [(2, "blocks"), (2, "every layer"), pytest.param(4, "some ranks gather", marks=pytest.mark.slow)],

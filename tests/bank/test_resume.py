@@ -3,7 +3,9 @@
 import json
 import struct
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from tests.bank import banking, resuming
 from tests.bank.banking import Recipe, adapter, recipes, train
 from tests.bank.on_ranks import bank_of
 from tests.bank.resuming import ALL, HALF, WINDOWS, everything, losses_of, members
-from tests.bank.test_equal_to_peft import require_equal
+from tests.support.files import contents, flip_bit
+from tests.support.world import agreed
+from tests.truth import require_equal
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR, SequentialLR
 
 import shardwise
@@ -110,18 +114,23 @@ def test_states_carry_an_open_window(base):
     train(other, tenants, ALL - HALF, first=HALF)
     for name in tenants:
         require_equal(everything(other, name), everything(whole, name))
-    with pytest.raises(
-        shardwise.ConfigError, match="its window is open, with gradient_accumulation_steps 3, and it is 1 here"
-    ):
+    words = "its window is open, with gradient_accumulation_steps 3, and it is 1 here"
+    with pytest.raises(shardwise.ConfigError, match=words):
         bank_of(base, {"ada": replace(tenants["ada"], gradient_accumulation_steps=1)}).load_state_dict(
             "ada", states["ada"]
         )
 
 
-def test_matrices_that_are_served_in_16_bits_are_trained_in_32(base, tmp_path):
-    tenants = {"ada": members()["ada"]}
+def half_way(base: Path, **changes: Any) -> tuple[Any, Any]:
+    """One of the tenants, and the bank in which it has been trained."""
+    tenants = {"ada": replace(members()["ada"], **changes)}
     bank = bank_of(base, tenants)
     train(bank, tenants, HALF)
+    return tenants, bank
+
+
+def test_matrices_that_are_served_in_16_bits_are_trained_in_32(base, tmp_path):
+    _, bank = half_way(base)
     bank.save("ada", tmp_path, dtype="bfloat16")
     served = load_file(tmp_path / "adapter_model.safetensors")
     assert {own.dtype for own in served.values()} == {torch.bfloat16}
@@ -131,16 +140,13 @@ def test_matrices_that_are_served_in_16_bits_are_trained_in_32(base, tmp_path):
 
 
 def test_without_a_training_it_begins_anew(base, tmp_path):
-    tenants = {"ada": members()["ada"]}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF)
+    _, bank = half_way(base)
     saved = bank.save("ada", tmp_path)
     assert saved.parameters == bank.num_trainable_parameters()["ada"]
     assert sorted(saved.files)[0] == "adapter_model.safetensors"
     only = bank_of(base, {})
-    assert only.load("ada", tmp_path, training_state=False) == TenantStart(
-        reason="the matrices alone were asked for"
-    )
+    found = only.load("ada", tmp_path, training_state=False)
+    assert found == TenantStart(reason="the matrices alone were asked for")
     assert only.state_dict("ada")["facts"]["steps"] == 0
     assert list(saved.removed) == []
     training = next(name for name in saved.files if "training" in name)
@@ -152,17 +158,12 @@ def test_without_a_training_it_begins_anew(base, tmp_path):
 
 
 def test_a_training_is_verified_with_its_adapter(base, tmp_path):
-    tenants = {"ada": members()["ada"]}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF)
+    tenants, bank = half_way(base)
     bank.save("ada", tmp_path, verify=True)
     report = shardwise.verify(tmp_path)
     assert (report.damaged, report.compared) == ((), report.tensors)
     assert report.tensors == len(tenants["ada"].config["target_modules"]) * 4 + 4  # step, two moments, a gradient
-    file = next(tmp_path.glob("adapter_training.*"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_bit(next(tmp_path.glob("adapter_training.*")))
     assert len(shardwise.verify(tmp_path).damaged) == 1
 
 
@@ -176,27 +177,32 @@ def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 
 
 @pytest.fixture(scope="module")
-def on_two(worlds: Any, base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two ranks come to, and the folder of what they saved half way, by who keeps the moments."""
-    folder = tmp_path_factory.mktemp("two")
-    first, second = worlds(2).run(resuming.begin, base, folder)
+def begun(worlds: Any, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
+    """By how many ranks began: the folder of what they saved half way, and what they come to."""
+
+    @cache
+    def begin(size: int) -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("begun")
+        return folder, on_ranks(worlds, size, resuming.begin, base, folder)
+
+    return begin
+
+
+def on_ranks(worlds: Any, size: int, function: Any, *given: Any) -> dict[str, Any]:
+    """What all ranks come to, or one process."""
+    if size == 1:
+        return function(*given)
+    found, *others = worlds(size).run(function, *given)
     for name in resuming.ON_RANKS:
-        require_equal(second["all"][name], first["all"][name])
-    return {"folder": folder, "whole": first}
+        assert all(other["losses"] == found["losses"] for other in others)
+        require_equal(others[-1]["all"][name], found["all"][name])
+    return found
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_it_continues_on_any_number_of_ranks(worlds, base, on_two, ranks):
-    folder = on_two["folder"]
-    if ranks == 1:
-        found = resuming.go_on(base, folder)
-    else:
-        found, *others = worlds(ranks).run(resuming.go_on, base, folder)
-        for name in resuming.ON_RANKS:
-            assert all(other["losses"] == found["losses"] for other in others)
-            require_equal(others[-1]["all"][name], found["all"][name])
-    expected = on_two["whole"]
+@pytest.mark.parametrize(("began", "ranks"), [(2, 1), (2, 2), (2, 3), (1, 2)])
+def test_it_continues_on_any_number_of_ranks(worlds, base, begun, began, ranks):
+    folder, expected = begun(began)
+    found = on_ranks(worlds, ranks, resuming.go_on, base, folder)
     for name in resuming.ON_RANKS:
         require_equal(found["half"]["all"][name], expected["half"]["all"][name])
         start = found["started"][name]
@@ -205,19 +211,8 @@ def test_it_continues_on_any_number_of_ranks(worlds, base, on_two, ranks):
         assert found["losses"][name] == pytest.approx(expected["losses"][name], rel=1e-6)
 
 
-@pytest.mark.distributed
-def test_a_training_of_one_rank_continues_on_two(worlds, base, tmp_path):
-    expected = resuming.begin(base, tmp_path)
-    found, _ = worlds(2).run(resuming.go_on, base, tmp_path)
-    for name in resuming.ON_RANKS:
-        require_equal(found["half"]["all"][name], expected["half"]["all"][name])
-        near(found["all"][name], expected["all"][name])
-
-
-@pytest.mark.distributed
 def test_ranks_that_pass_other_arguments_are_reported(worlds, base, tmp_path):
-    first, second = worlds(2).run(resuming.differing, base, tmp_path)
-    assert first == second
+    first = agreed(worlds(2), resuming.differing, base, tmp_path)
     assert first["state"].startswith("RankMismatchError: training_state on rank 1 is not that of rank 0")
     assert first["name"].startswith("RankMismatchError: the name of the tenant on rank 1")
     assert first["given"].startswith("RankMismatchError: the state that 'ada' is given on rank 1")
@@ -232,10 +227,6 @@ def test_ranks_that_pass_other_arguments_are_reported(worlds, base, tmp_path):
 # ── kills ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def put(folder: Path, files: dict[str, bytes]) -> Path:
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -243,11 +234,9 @@ def put(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, tmp_path, monkeypatch):
-    tenants = {"ada": members()["ada"]}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF)
+    tenants, bank = half_way(base)
     bank.save("ada", tmp_path)
-    before = {name: own for name, own in files_in(tmp_path).items() if name.startswith("adapter_")}
+    before = {name: own for name, own in contents(tmp_path).items() if name.startswith("adapter_")}
     (tmp_path / "adapter_training.00000000.safetensors").write_bytes(b"of a save that never counted")
 
     def fails(*_: Any) -> None:
@@ -256,7 +245,7 @@ def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, t
     monkeypatch.setattr(shardwise.engines.saving, "commit_save", fails)
     with pytest.raises(Exception, match="in between"):
         bank.save("ada", tmp_path)
-    assert {name: own for name, own in files_in(tmp_path).items() if name.startswith("adapter_")} == before
+    assert {name: own for name, own in contents(tmp_path).items() if name.startswith("adapter_")} == before
     weights, aside = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_model.0123abcd.older"
     weights.rename(aside)
     with pytest.raises(Exception, match="in between"):
@@ -272,7 +261,7 @@ def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, t
     with pytest.raises(Exception, match="in between"):
         bank.save("ada", tmp_path)
     weights = "adapter_model.safetensors"
-    assert files_in(tmp_path)[weights] != before[weights]
+    assert contents(tmp_path)[weights] != before[weights]
     assert bank_of(base, {}).load("ada", tmp_path, schedule=banking.falling).is_resumed
 
 
@@ -318,18 +307,16 @@ def record_again(folder: Path) -> None:
     record.write_bytes(fingerprints.to_bytes([newer]))
 
 
+def stepped(optimizer: Any) -> Any:
+    return MultiStepLR(optimizer, [1, 3])
+
+
 @pytest.fixture(scope="module")
 def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("saved")
-    tenants = {"ada": replace(members()["ada"], schedule=lambda optimizer: MultiStepLR(optimizer, [1, 3]))}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF)
+    _, bank = half_way(base, schedule=stepped)
     bank.save("ada", folder)
-    return files_in(folder)
-
-
-def stepped(optimizer: Any) -> Any:
-    return MultiStepLR(optimizer, [1, 3])
+    return contents(folder)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -466,30 +453,18 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         lambda path: change(path, matrices={"x": {"of": "tuple", "is": [4, 2]}}),
         "x: .4, 2. in the state, not there",
     ),
-    "another scaling": (
-        lambda path: change(path, config={"x": {"of": "tuple", "is": [4, 2.0, 0.0]}}),
-        "x: .rank, sca",
-    ),
+    "another scaling": (lambda path: change(path, config={"x": {"of": "tuple", "is": [4, 2.0, 0]}}), "x: .rank,"),
     "a rate that is no number": (
         lambda path: change(path, settings={"lr": {"of": "float", "is": "nan"}}),
         "the setting lr of torch.optim.AdamW is nan",
     ),
-    "a rate below 0": (
-        lambda path: change(path, settings={"lr": -1.0}),
-        "the setting lr of torch.optim.AdamW is -1.0",
-    ),
+    "a rate below 0": (lambda path: change(path, settings={"lr": -1.0}), "the setting lr of torch.* is -1.0"),
     "no rate": (lambda path: change(path, settings={"lr": None}), "the setting lr of torch.optim.AdamW is None"),
-    "a setting of another kind": (
-        lambda path: change(path, settings={"initial_lr": "x"}),
-        "the setting initial_lr",
-    ),
+    "a setting that is text": (lambda path: change(path, settings={"initial_lr": "x"}), "the setting initial_lr"),
     "one setting more": (lambda path: change(path, settings={"swap": 1}), "the setting swap of torch.optim.AdamW"),
     "a method of the schedule": (lambda path: change(path, schedule_state={"step": 1}), "step.* of its schedule"),
     "what means nothing": (lambda path: change(path, seed={"of": "object", "is": []}), "which means nothing"),
-    "levels without end": (
-        lambda path: change(path, seed=json.loads("[" * 60 + "]" * 60)),
-        "nested more than 32 levels",
-    ),
+    "endless levels": (lambda path: change(path, seed=json.loads("[" * 60 + "]" * 60)), "more than 32 levels"),
     "no text": (without_text, "its header has no shardwise.training"),
     "a tensor of another shape": (reshape, r"optimizer.exp_avg: \(2, \d+\) F32 in the file, \(\d+,\) F32 here"),
     "a tensor of another name": (rename, "optimizer.exp_avg_too: .* in the file, not there here"),
@@ -498,10 +473,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         lambda path: names(path, "../adapter_training.00000000.safetensors"),
         "not a valid name",
     ),
-    "a file that is not there": (
-        lambda path: names(path, "adapter_training.00000000.safetensors"),
-        "Copy it there",
-    ),
+    "a file that is gone": (lambda path: names(path, "adapter_training.00000000.safetensors"), "Copy it there"),
 }
 
 
@@ -523,9 +495,7 @@ def in_turn(optimizer: Any) -> Any:
 
 
 def test_schedules_in_a_schedule(base, tmp_path):
-    tenants = {"ada": replace(members()["ada"], schedule=in_turn)}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF)
+    tenants, bank = half_way(base, schedule=in_turn)
     bank.save("ada", tmp_path)
     fresh = bank_of(base, {})
     fresh.load("ada", tmp_path, schedule=in_turn)
@@ -533,10 +503,8 @@ def test_schedules_in_a_schedule(base, tmp_path):
         train(each, tenants, ALL - HALF, first=HALF)
     require_equal(everything(fresh, "ada"), everything(bank, "ada"))
     inner = bank._tenants["ada"].schedule.state_dict()["_schedulers"]
-    change(
-        next(tmp_path.glob("adapter_training.*")),
-        schedule_state={"_schedulers": [{**inner[0], "step": 1}, inner[1]]},
-    )
+    schedule_state = {"_schedulers": [{**inner[0], "step": 1}, inner[1]]}
+    change(next(tmp_path.glob("adapter_training.*")), schedule_state=schedule_state)
     with pytest.raises(shardwise.ConfigError, match="_schedulers of its schedule"):
         bank_of(base, {}).load("ada", tmp_path, schedule=in_turn)
 

@@ -1,11 +1,13 @@
 """Steps of several tenants at once are bit for bit those of one after the other."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
 from tests.bank.banking import WORDS, falling
+from tests.truth import require_equal
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
@@ -41,6 +43,12 @@ def micro_batch(bank: shardwise.AdapterBank, number: int) -> None:
     )
 
 
+def require_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert repr(found["facts"]) == repr(expected["facts"])
+    for part in ("adapter", "training"):
+        require_equal(found[part], expected[part])
+
+
 def test_the_same_bits_by_every_optimizer() -> None:
     one, other = bank_of([*tenants._ELEMENTWISE]), bank_of([*tenants._ELEMENTWISE])
     for number in range(3):
@@ -53,11 +61,7 @@ def test_the_same_bits_by_every_optimizer() -> None:
         assert repr(together) == repr(alone)
         assert together["2"].is_taken == (number != 1)
     for name in one.names:
-        found, expected = one.state_dict(name), other.state_dict(name)
-        assert repr(found["facts"]) == repr(expected["facts"])
-        for part in ("adapter", "training"):
-            assert found[part].keys() == expected[part].keys()
-            assert all(value.equal(expected[part][key]) for key, value in found[part].items())
+        require_same_state(one.state_dict(name), other.state_dict(name))
 
 
 def test_none_steps_when_one_cannot() -> None:
@@ -97,7 +101,4 @@ def test_a_schedule_that_fails_changes_no_other_tenant() -> None:
         bank.delete_adapter("failing")
         micro_batch(bank, 2)
         bank.optim_step("1")
-    found, expected = one.state_dict("1"), other.state_dict("1")
-    assert repr(found["facts"]) == repr(expected["facts"])
-    for part in ("adapter", "training"):
-        assert all(value.equal(expected[part][key]) for key, value in found[part].items())
+    require_same_state(one.state_dict("1"), other.state_dict("1"))

@@ -3,9 +3,8 @@
 import pytest
 from tests.bank import banking, on_ranks
 from tests.bank.banking import STEPS, distance, recipes
-from tests.bank.test_equal_to_peft import require_equal
-
-pytestmark = pytest.mark.distributed
+from tests.support.world import require_words
+from tests.truth import require_equal
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("loop", 1e-5), ("grouped", 5e-4)])
@@ -44,8 +43,10 @@ def test_gradients_do_not_depend_on_the_groups(worlds, base):
 def test_a_fault_of_one_rank_is_raised_on_all(worlds, base):
     first, second = worlds(2).run(on_ranks.faults, base)
     assert first["errors"] == second["errors"]
-    for what, match in {
+    expected = {
         "rows of one rank": "ConfigError: rank 1: 'ada': input_ids are from 1",
+        "no rows of one rank": "ConfigError: rank 1: 'ada': the rows are not a dict",
+        "no rows": "ConfigError: batches: is a str",
         "other tenants": "RankMismatchError: rank 1 has rows of ['dee'], and rank 0 of ['ada']",
         "another config": "RankMismatchError: the adapter 'x' (its config or options) on rank 1 is not that of",
         "another rate": "RankMismatchError: the adapter 'x' (its config or options)",
@@ -55,8 +56,8 @@ def test_a_fault_of_one_rank_is_raised_on_all(worlds, base):
         "not begun": "half way",
         "half way": "half way",
         "half way back": "half way",
-    }.items():
-        assert match in first["errors"][what], what
+    }
+    require_words(first["errors"], expected)
     assert first["verdicts"] == second["verdicts"] == [False, True]
     assert first["kinds"] == {"DTensor"}, "nothing is left gathered"
     require_equal(*first["dee"])

@@ -7,8 +7,6 @@ from benchmarks import train
 from benchmarks.start import ACCELERATE, OURS, TRL, start_once
 from tests.conftest import Worlds
 
-pytestmark = pytest.mark.distributed
-
 
 @pytest.fixture
 def job(tmp_path: Path) -> train.Job:

@@ -34,7 +34,7 @@ def llama(folder: Path) -> transformers.PreTrainedModel:
     return model
 
 
-FSDP = ("fsdp_plugin", "accelerator")
+MODULE, FSDP = compat.accelerator_module, ("fsdp_plugin", "accelerator")
 
 
 @pytest.mark.parametrize(
@@ -48,18 +48,10 @@ FSDP = ("fsdp_plugin", "accelerator")
         (Accelerator, "clip_grad_norm_", ("self", "parameters", "max_norm", "norm_type")),
         (Accelerator, "save_state", ("self", "output_dir", "safe_serialization")),
         (Accelerator, "load_state", ("self", "input_dir", "load_kwargs")),
-        (compat.accelerator_module, "save_fsdp_model", (*FSDP, "model", "output_dir", "model_index")),
-        (compat.accelerator_module, "load_fsdp_model", (*FSDP, "model", "input_dir", "model_index")),
-        (
-            compat.accelerator_module,
-            "save_fsdp_optimizer",
-            (*FSDP, "optimizer", "model", "output_dir", "optimizer_index"),
-        ),
-        (
-            compat.accelerator_module,
-            "load_fsdp_optimizer",
-            (*FSDP, "optimizer", "model", "input_dir", "optimizer_index"),
-        ),
+        (MODULE, "save_fsdp_model", (*FSDP, "model", "output_dir", "model_index")),
+        (MODULE, "load_fsdp_model", (*FSDP, "model", "input_dir", "model_index")),
+        (MODULE, "save_fsdp_optimizer", (*FSDP, "optimizer", "model", "output_dir", "optimizer_index")),
+        (MODULE, "load_fsdp_optimizer", (*FSDP, "optimizer", "model", "input_dir", "optimizer_index")),
         (compat.fsdp_utils, "fsdp2_load_full_state_dict", ("accelerator", "model", "full_sd")),
         (AcceleratorState, "__init__", ("self", "mixed_precision", "cpu")),
     ],
@@ -150,6 +142,5 @@ def test_peft_moves_adapters_through_patched_methods_and_copies_modules(tmp_path
     assert len(seen) >= 2
     assert {id(item) for item in seen} == {id(layer)}
     prefix = "base_model.model.model.norm"
-    assert peft_compat.copied_names(model) == {
-        f"{prefix}.modules_to_save.default.weight": f"{prefix}.original_module.weight"
-    }
+    wanted = {f"{prefix}.modules_to_save.default.weight": f"{prefix}.original_module.weight"}
+    assert peft_compat.copied_names(model) == wanted

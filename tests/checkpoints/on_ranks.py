@@ -3,7 +3,6 @@
 import copy
 import random
 import threading
-import warnings
 from concurrent import futures
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,11 +13,13 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests import zoo
 from tests.checkpoints import tiny
 from tests.checkpoints.tiny import Positions, Training, differences
 from tests.engines.conftest import small_qwen3
 from tests.engines.on_ranks import attempt
 from tests.support import EffectLog, recorded
+from tests.support.files import flip_bit
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -342,8 +343,7 @@ def resume_with_torch(step: str) -> dict[str, Any]:
 
     training = Training(seed=1)
     training.step(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with zoo.silenced():
         model, optimizer = get_state_dict(training.model, training.optimizer)
         state = {"model": model, "optimizer": optimizer}
         dcp.load(state, checkpoint_id=step, no_dist=not dist.is_initialized())
@@ -356,11 +356,7 @@ def resume_with_torch(step: str) -> dict[str, Any]:
 def flip(place: Path, position: int) -> None:
     """One bit of a file, or back."""
     if tiny.rank() == 0:
-        with place.open("r+b") as file:
-            file.seek(position)
-            byte = file.read(1)[0]
-            file.seek(position)
-            file.write(bytes([byte ^ 0x10]))
+        flip_bit(place, position)
     if dist.is_initialized():
         dist.barrier()
 
@@ -395,8 +391,7 @@ def lora(seed: int, r: int = 4, hidden: int = 32, **settings: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=r, target_modules=["q_proj", "up_proj"], **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with zoo.silenced():
         model = get_peft_model(small_qwen3(hidden_size=hidden), config)
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():

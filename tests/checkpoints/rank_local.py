@@ -1,10 +1,23 @@
 """Trainings by optimizers of torchao, in workers that have it, for the tests of their checkpoints."""
 
+import importlib
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from tests.engines.on_ranks import attempt
 from tests.peers import use_peers
+from tests.quiet import quieten
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import shardwise
+from shardwise import Checkpointer, TrainState
+from shardwise.models.rebind import inner_tensors
+from shardwise.models.view import local_tensor, raw_bytes
 
 KINDS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 
@@ -15,15 +28,6 @@ def call(what: str, *args: Any) -> Any:
 
 
 def _begin(name: str, rows: int = 256, home: str = "torchao", device: str = "cpu") -> tuple[Any, Any]:
-    import importlib
-    import warnings
-
-    import torch
-    import torch.distributed as dist
-    from tests.quiet import quieten
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-
     quieten()
     warnings.simplefilter("ignore")
     torch.compiler.set_stance("force_eager")
@@ -36,8 +40,6 @@ def _begin(name: str, rows: int = 256, home: str = "torchao", device: str = "cpu
 
 
 def _step(model: Any, optimizer: Any, seed: int) -> None:
-    import torch
-
     draw = torch.Generator().manual_seed(seed)
     model(torch.randn(3, 64, generator=draw).to(model[0].weight.device)).square().sum().backward()
     optimizer.step()
@@ -46,11 +48,6 @@ def _step(model: Any, optimizer: Any, seed: int) -> None:
 
 def _taken(model: Any, optimizer: Any) -> dict[str, Any]:
     """All that this rank has, as bytes."""
-    import torch
-
-    from shardwise.models.rebind import inner_tensors
-    from shardwise.models.view import local_tensor, raw_bytes
-
     found = {name: raw_bytes(local_tensor(value)).tolist() for name, value in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for entry, value in optimizer.state[parameter].items():
@@ -61,8 +58,6 @@ def _taken(model: Any, optimizer: Any) -> dict[str, Any]:
 
 def save_each(folder: str, cases: list[tuple[str, str]], rows: int = 256) -> dict[str, Any]:
     """Save after two steps; whether what is restored, and what it does next, is equal bit by bit."""
-    from shardwise import Checkpointer, TrainState
-
     told: dict[str, Any] = {}
     for name, home in cases:
         own = Path(folder, f"{name} {rows}")
@@ -88,10 +83,6 @@ def save_each(folder: str, cases: list[tuple[str, str]], rows: int = 256) -> dic
 
 def refused(folder: str) -> dict[str, Any]:
     """What is refused of a checkpoint of two ranks."""
-    from tests.engines.on_ranks import attempt
-
-    import shardwise
-    from shardwise import Checkpointer, TrainState
     from shardwise.options import Ignore
 
     model, optimizer = _begin("AdamW8bit")
@@ -107,14 +98,8 @@ def refused(folder: str) -> dict[str, Any]:
 
 def whole_only(folder: str) -> dict[str, Any]:
     """Optimizers that step whole tensors, given for sharded ones."""
-    import torch
     from bitsandbytes.optim import AdamW8bit
-    from tests.engines.on_ranks import attempt
-    from torch import nn
     from transformers.optimization import Adafactor
-
-    import shardwise
-    from shardwise import Checkpointer, TrainState
 
     told: dict[str, Any] = {}
     for kind in (AdamW8bit, Adafactor, torch.optim.Adafactor):
@@ -129,10 +114,6 @@ def whole_only(folder: str) -> dict[str, Any]:
 
 
 def other_blocks(folder: str) -> tuple[str, str]:
-    from tests.engines.on_ranks import attempt
-
-    from shardwise import Checkpointer, TrainState
-
     model, optimizer = _begin("AdamW8bit")
     other = type(optimizer)(model.parameters(), block_size=128)
     told: tuple[str, str] = attempt(Checkpointer(Path(folder, "AdamW8bit 256")).restore, TrainState(model, other))
@@ -142,8 +123,6 @@ def other_blocks(folder: str) -> tuple[str, str]:
 def made_for_shards() -> dict[str, Any]:
     """What is said of torchao's optimizer of these shards: what stays in 32 bits, and what cannot be."""
     import logging
-
-    from tests.engines.on_ranks import attempt
 
     from shardwise.models import rebind
 
@@ -160,8 +139,6 @@ def made_for_shards() -> dict[str, Any]:
 
 def paged(folder: str) -> list[bool]:
     """On one GPU: whether paged state is paged again, is as saved, and goes on alike."""
-    from shardwise import Checkpointer, TrainState
-
     (model, optimizer), (other, its) = (_begin("PagedAdamW8bit", 2048, "bitsandbytes", "cuda") for _ in range(2))
     _step(model, optimizer, 0)
     Checkpointer(folder).save(1, TrainState(model, optimizer))

@@ -1,6 +1,7 @@
 """Calls that cannot be honored, and damaged checkpoints: one clear error, on every rank."""
 
 import hashlib
+import io
 import json
 import pickle
 import shutil
@@ -8,16 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training
+from tests.support.files import flip_bit
+from tests.support.world import require_same_error
 
 import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints import facts as facts_module
 from shardwise.checkpoints.facts import CheckpointHeader
+from shardwise.formats.distributed import read_metadata
 from shardwise.options import CheckpointerOptions
-
-pytestmark = pytest.mark.distributed
+from shardwise.storage.reading import LocalReader
 
 CALLS = {
     "meta": ("ShardingError", "are on meta and have no values"),
@@ -39,11 +43,7 @@ CALLS = {
 
 @pytest.mark.parametrize("fault", CALLS)
 def test_a_call_that_cannot_be_honoured(worlds, tmp_path, fault):
-    kind, text = CALLS[fault]
-    found = worlds(2).run(on_ranks.refused, str(tmp_path), fault)
-    assert len(set(found)) == 1
-    assert found[0][0] == kind
-    assert text in found[0][1]
+    require_same_error(worlds(2).run(on_ranks.refused, str(tmp_path), fault), *CALLS[fault])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,19 +134,9 @@ def test_a_step_that_is_none(tmp_path, step):
 # What does not fit
 
 
-@pytest.fixture(scope="module")
-def run(worlds, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    worlds(2).run(on_ranks.train_and_save, str(folder), 3)
-    return folder
-
-
 MISFITS = {
     "optimizer of others": ("KeyMismatchError", "unexpected"),
-    "other optimizer": (
-        "KeyMismatchError",
-        "optimizers: saved by torch.optim.AdamW, and there is torch.optim.SGD now",
-    ),
+    "other optimizer": ("KeyMismatchError", "optimizers: saved by torch.optim.AdamW, and there is torch.optim.SGD"),
     "no optimizer": ("KeyMismatchError", "unexpected 1     optimizers"),
     "scaler": ("KeyMismatchError", "missing 1        scaler"),
     "other schedule": ("KeyMismatchError", "schedulers: what is stored is not of a StepLR"),
@@ -160,12 +150,9 @@ MISFITS = {
 
 @pytest.mark.parametrize("fault", MISFITS)
 def test_what_does_not_fit_is_refused_and_changes_nothing(worlds, run, fault):
-    kind, text = MISFITS[fault]
-    found = worlds(2).run(on_ranks.restore_badly, str(run), fault)
-    assert len({error for error, _ in found}) == 1
-    assert found[0][0][0] == kind
-    assert text in found[0][0][1]
-    assert [changed for _, changed in found] == [[], []]
+    errors, changed = zip(*worlds(2).run(on_ranks.restore_badly, str(run), fault), strict=True)
+    require_same_error(errors, *MISFITS[fault])
+    assert changed == ([], [])
 
 
 # What cannot be trusted
@@ -250,9 +237,7 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
         case "no seal":
             facts.write_text(facts.read_text().replace('"sha256"', '"sha257"'))
         case "checksums":
-            content = bytearray(data.read_bytes())
-            content[-3] ^= 1
-            data.write_bytes(content)
+            flip_bit(data, -3)
         case "names checksums":
             found = pickle.loads((step / ".metadata").read_bytes())
             place = next(info for index, info in found.storage_data.items() if index.fqn == "schedulers")
@@ -308,10 +293,6 @@ def test_a_damaged_or_hostile_checkpoint_is_refused(run, tmp_path, fault):
 
 def test_a_pickle_among_the_values_is_not_run(run, tmp_path):
     """A value that is no plain data, where plain data was."""
-    import io
-
-    import torch
-
     shutil.copytree(run, tmp_path / "run")
     step, bomb = tmp_path / "run" / "step-3", tmp_path / "bomb"
     buffer = io.BytesIO()
@@ -339,9 +320,6 @@ def test_a_pickle_among_the_values_is_not_run(run, tmp_path):
 
 
 def shardwise_place(step: Path, path: tuple[str, ...]):
-    from shardwise.formats.distributed import read_metadata
-    from shardwise.storage.reading import LocalReader
-
     with LocalReader(step) as reader:
         return read_metadata(reader).objects[path]
 

@@ -43,7 +43,6 @@ def identity(run: str) -> dict[str, dict[str, object]]:
     return json.loads(Path(run, "step-1", facts.FACTS).read_text())["base"]
 
 
-@pytest.mark.distributed
 def test_a_base_is_the_same_on_any_number_of_ranks(worlds, base, tmp_path):
     one, three = str(tmp_path / "one"), str(tmp_path / "three")
     bases.save(str(base), one)
@@ -72,7 +71,6 @@ def test_what_several_ranks_hold_counts_once():
         samples.identity([once, {("x", Box((), ())): 1}])
 
 
-@pytest.mark.distributed
 def test_weights_that_were_replaced_in_place_are_refused_on_all_ranks(worlds, base, tmp_path):
     worlds(2).run(bases.save, str(base), str(tmp_path / "run"))
     name = "model.layers.1.mlp.down_proj.weight"

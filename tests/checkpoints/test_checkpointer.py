@@ -2,19 +2,19 @@
 
 import pickle
 import shutil
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from tests import zoo
 from tests.checkpoints import on_ranks, tiny
 from tests.checkpoints.tiny import Training, differences
+from tests.engines.conftest import small_qwen3
 from tests.interchange.resuming import MADE
 from torch.optim import lr_scheduler as schedules
 
+import shardwise
 from shardwise import Checkpointer, TrainState
-
-pytestmark = pytest.mark.distributed
 
 
 def assert_goes_on(found, saved):
@@ -121,8 +121,7 @@ def test_torch_reads_it(worlds, tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     saved = worlds(3).run(on_ranks.train_and_save, str(tmp_path), 2)[0]["state"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
+    with zoo.silenced():  # that there is no process group
         dcp_to_torch_save(tmp_path / "step-2", tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
     assert differences(whole["model"], saved["model"]) == []
@@ -146,8 +145,6 @@ def test_torch_resumes_from_it_with_tied_weights(worlds, tmp_path):
 
 
 def test_our_loader_reads_the_model_in_it(worlds, tmp_path):
-    import shardwise
-
     saved = worlds(2).run(on_ranks.train_and_save, str(tmp_path), 1)[0]["state"]
     model = tiny.Tiny()
     shardwise.load(model, tmp_path / "step-1", buffers={"table": lambda module: torch.arange(6.0)})
@@ -159,9 +156,8 @@ def test_our_loader_reads_the_model_in_it(worlds, tmp_path):
 
 def test_random_numbers_continue(worlds, tmp_path):
     ranks = worlds(3)
-    assert ranks.run(on_ranks.random_numbers, str(tmp_path), "save") == ranks.run(
-        on_ranks.random_numbers, str(tmp_path), "restore"
-    )
+    found = ranks.run(on_ranks.random_numbers, str(tmp_path), "save")
+    assert found == ranks.run(on_ranks.random_numbers, str(tmp_path), "restore")
 
 
 def test_random_numbers_on_other_ranks(worlds, tmp_path):
@@ -245,7 +241,6 @@ def test_a_folder_that_is_another_owner_s_is_not_written_to(tmp_path):
     training = Training()
     (tmp_path / "step-6").mkdir()
     (tmp_path / "step-6" / ".metadata").write_bytes(b"of another tool")
-    import shardwise
 
     with pytest.raises(shardwise.StorageError, match=r"step-6: holds .metadata, which no Checkpointer put there"):
         Checkpointer(tmp_path).save(6, training.state)
@@ -257,8 +252,6 @@ def test_a_folder_that_is_another_owner_s_is_not_written_to(tmp_path):
 
 
 def test_a_second_run_is_reported(tmp_path):
-    import shardwise
-
     one, two = Checkpointer(tmp_path), Checkpointer(tmp_path)
     training = Training()
     one.save(1, training.state)
@@ -268,8 +261,6 @@ def test_a_second_run_is_reported(tmp_path):
 
 
 def test_going_back_takes_a_decision(tmp_path):
-    import shardwise
-
     training = Training()
     checkpointer = Checkpointer(tmp_path)
     for step in (1, 2, 3):
@@ -320,11 +311,7 @@ def adapter_run(worlds, tmp_path_factory):
 
 
 def test_a_resumed_model_reads_nothing_of_the_base(worlds, tmp_path):
-    from tests import zoo
-    from tests.engines.conftest import small_qwen3
-
-    base, run = tmp_path / "base", tmp_path / "run"
-    zoo.save_original(small_qwen3(tie_word_embeddings=True), base)
+    base, run = zoo.save_original(small_qwen3(tie_word_embeddings=True), tmp_path / "base"), tmp_path / "run"
     losses = worlds(2).run(on_ranks.save_pretrained_run, str(base), str(run))
     with (base / "model.safetensors").open("r+b") as file:  # the header stays, and every weight is NaN
         header = 8 + int.from_bytes(file.read(8), "little")

@@ -1,21 +1,14 @@
 """A crash at any moment of a checkpoint by two ranks leaves the older or the new one, whole."""
 
-from pathlib import Path
-
 import pytest
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training
 from tests.support import EffectLog, states_after_crash
+from tests.support.files import contents
 
 from shardwise import Checkpointer
 from shardwise.checkpoints.folder import steps_in
 from shardwise.checkpoints.restore import open_checkpoint
-
-pytestmark = pytest.mark.distributed
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def of_step(files: dict[str, bytes], step: int) -> dict[str, bytes]:

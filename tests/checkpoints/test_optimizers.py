@@ -15,7 +15,6 @@ NAMES = "AdamW Adam NAdam RAdam Adamax SGD RMSprop Adagrad Adadelta ASGD Rprop"
 KINDS = [getattr(torch.optim, name) for name in NAMES.split()]
 
 
-@pytest.mark.distributed
 def test_another_kind_is_refused_by_name_on_all_ranks(worlds, tmp_path):
     worlds(2).run(on_ranks.train_and_save, str(tmp_path), 1)
     found = worlds(2).run(on_ranks.restore_others, str(tmp_path))
@@ -106,9 +105,8 @@ def test_classes_of_others_go_by_their_names(tmp_path):
     saved = Training(make=Mine)
     saved.step(1)
     Checkpointer(tmp_path).save(1, saved.state)
-    with pytest.raises(
-        shardwise.KeyMismatchError, match=r"saved by .*test_optimizers\.Mine, and there is .*Yours now"
-    ):
+    words = r"saved by .*test_optimizers\.Mine, and there is .*Yours now"
+    with pytest.raises(shardwise.KeyMismatchError, match=words):
         Checkpointer(tmp_path).restore(Training(seed=1, make=Yours).state)
     assert Checkpointer(tmp_path).restore(Training(seed=1, make=Mine).state).mismatched == ()
 

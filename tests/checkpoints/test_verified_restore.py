@@ -6,23 +6,16 @@ import shutil
 
 import pytest
 from click.testing import CliRunner
+from tests import zoo
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
+from tests.engines.conftest import small_qwen3
 from tests.engines.on_ranks import attempt
 
 import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints.folder import open_folder
 from shardwise.cli import main
-
-pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def run(worlds, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    worlds(2).run(on_ranks.train_and_save, str(folder), 3)
-    return folder
 
 
 def latest(run):
@@ -81,11 +74,7 @@ def test_damage_is_named_alike_on_all_ranks(worlds, run, tmp_path, size, way):
 
 
 def test_a_model_that_is_brought_up_from_it_is_compared_too(worlds, tmp_path):
-    from tests import zoo
-    from tests.engines.conftest import small_qwen3
-
-    base, run = tmp_path / "base", tmp_path / "run"
-    zoo.save_original(small_qwen3(), base)
+    base, run = zoo.save_original(small_qwen3(), tmp_path / "base"), tmp_path / "run"
     worlds(2).run(on_ranks.save_pretrained_run, str(base), str(run))
     for errors, report in worlds(3).run(on_ranks.restore_damaged, str(run), tensor_places(run, 2), "", str(base)):
         assert [kind for kind, _ in errors] == ["FormatError"] * len(errors)

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.engines.optimizing import differences as differences
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from shardwise import TrainState, get_model_state_dict, get_optimizer_state_dict
 
@@ -114,31 +115,6 @@ class Training:
             "schedule": dict(self.schedule.state_dict()),
             "data": self.data.at,
         }
-
-
-def differences(found: Any, wanted: Any, path: str = "") -> list[str]:
-    """Bit for bit."""
-    if isinstance(wanted, dict):
-        if found.keys() != wanted.keys():
-            return [f"{path}: {sorted(map(str, found.keys() ^ wanted.keys()))}"]
-        return [line for key in wanted for line in differences(found[key], wanted[key], f"{path}/{key}")]
-    if isinstance(wanted, torch.Tensor):
-        found, wanted = (item.full_tensor() if isinstance(item, DTensor) else item for item in (found, wanted))
-        same = found.dtype == wanted.dtype and found.shape == wanted.shape
-        return (
-            []
-            if same and torch.equal(found.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8))
-            else [path]
-        )
-    if isinstance(wanted, (list, tuple)):
-        if len(found) != len(wanted):
-            return [path]
-        return [
-            line
-            for n, pair in enumerate(zip(found, wanted, strict=True))
-            for line in differences(*pair, f"{path}/{n}")
-        ]
-    return [] if found == wanted else [f"{path}: {found!r} for {wanted!r}"]
 
 
 def draws() -> tuple[float, float, float]:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from tests.cli.running import RUNNER
 from tests.support.http_store import HttpStore
 from tests.training import tiny
@@ -29,8 +29,6 @@ def folder(tmp_path_factory):
 
 def answer_of(place, adapted=None):
     """The answer of transformers and PEFT."""
-    from peft import PeftModel
-
     tokenizer = AutoTokenizer.from_pretrained(place / "model")
     model = AutoModelForCausalLM.from_pretrained(place / "model").eval()
     model = model if adapted is None else PeftModel.from_pretrained(model, adapted)
@@ -68,7 +66,6 @@ def test_inspect_opens_a_url(folder):
     with HttpStore(folder / "model") as store:
         shown = RUNNER.invoke(main, ["inspect", f"{store.url}/model.safetensors"], catch_exceptions=False).stdout
     here = RUNNER.invoke(main, ["inspect", str(folder / "model" / "model.safetensors")], catch_exceptions=False)
-    assert [line.split() for line in shown.splitlines()[2:5]] == [
-        line.split() for line in here.stdout.splitlines()[2:5]
-    ]
+    found = [line.split() for line in shown.splitlines()[2:5]]
+    assert found == [line.split() for line in here.stdout.splitlines()[2:5]]
     assert "tensors" in shown

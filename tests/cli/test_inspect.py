@@ -87,11 +87,8 @@ def test_tensors_of_other_shape_or_dtype_are_other_groups(tmp_path: Path) -> Non
     }
     (tmp_path / "f.safetensors").write_bytes(file_of(header, bytes(11)))
     table = run(tmp_path, "--tensors").stdout.rpartition("\n\n")[2]
-    assert sorted(" ".join(line.split()) for line in table.splitlines()[1:]) == [
-        "l.2.w (3,) U8 3 B",
-        "l.3.w (2,) I8 2 B",
-        "l.{0..1,4}.w (2,) U8 x3 6 B",
-    ]
+    wanted = ["l.2.w (3,) U8 3 B", "l.3.w (2,) I8 2 B", "l.{0..1,4}.w (2,) U8 x3 6 B"]
+    assert sorted(" ".join(line.split()) for line in table.splitlines()[1:]) == wanted
 
 
 def test_json_has_everything_in_one_object(checkpoint: Path) -> None:
@@ -127,8 +124,7 @@ def test_infinity_in_a_configuration_is_fine(checkpoint: Path) -> None:
 
 
 def error_line(result: Result) -> str:
-    assert result.exit_code == 2
-    assert result.stdout == ""
+    assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     return line
@@ -172,8 +168,7 @@ def test_many_faults_are_a_list(checkpoint: Path) -> None:
     (checkpoint / "layers.safetensors").write_bytes(b"")
     (checkpoint / "embed.safetensors").unlink()
     result = run(checkpoint)
-    assert result.exit_code == 2
-    assert result.stdout == ""
+    assert (result.exit_code, result.stdout) == (2, "")
     assert "layers.safetensors: the file is empty" in result.stderr
     assert "embed.safetensors" in result.stderr
 

@@ -21,11 +21,7 @@ def _quiet():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    zoo.save_original(
-        zoo.build(next(item for item in zoo.causal_lm_specimens() if item.model_type == "llama")), folder
-    )
-    return folder
+    return zoo.save_original(zoo.causal_lm("llama"), tmp_path_factory.mktemp("base"))
 
 
 def run(*arguments: object):

@@ -71,9 +71,8 @@ def test_versions_are_compared_as_numbers(monkeypatch, found, is_old):
     monkeypatch.setattr("shardwise.errors.metadata.version", lambda _: found)
     for act in (lambda: require_version("torch", "2.11"), KnownNames("torch", "2.11 to 2.15").__enter__):
         if is_old:
-            with pytest.raises(
-                ConfigError, match=r"is too old\. shardwise needs 2\.11 or newer. Run pip install -U torch"
-            ):
+            words = r"is too old\. shardwise needs 2\.11 or newer. Run pip install -U torch"
+            with pytest.raises(ConfigError, match=words):
                 act()
         else:
             act()

@@ -17,15 +17,26 @@ from shardwise.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("plan")
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
     model = small_qwen3(**sizes, num_attention_heads=2, num_key_value_heads=1)
-    zoo.save_original(model, directory, max_shard_size="8KB")
-    return str(directory)
+    return str(zoo.save_original(model, tmp_path_factory.mktemp("plan"), max_shard_size="8KB"))
 
 
 def invoke(*arguments):
     return RUNNER.invoke(main, ["plan", *arguments])
+
+
+def planned(*arguments):
+    """What is told in JSON."""
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refusal(*arguments):
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    return result.stderr
 
 
 def test_text(checkpoint):
@@ -38,9 +49,7 @@ def test_text(checkpoint):
 
 
 def test_json(checkpoint):
-    result = invoke(checkpoint, "--ranks", "4", "--device", "cpu", "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = planned(checkpoint, "--ranks", "4", "--device", "cpu")
     assert len(found["ranks"]) == 4
     assert found["mesh"] == {"fsdp": 4}
     assert found["ranks"][0]["device_bytes"] == 0
@@ -49,18 +58,9 @@ def test_json(checkpoint):
 
 
 def test_options_reach_the_plan(checkpoint):
-    plain = json.loads(invoke(checkpoint, "--ranks", "2", "--dtype", "float32", "--json").stdout)
-    changed = json.loads(
-        invoke(
-            checkpoint,
-            "--ranks=2",
-            "--dtype=float32",
-            "--param-dtype=bfloat16",
-            "--wrap=whole_model",
-            "--offload",
-            "--json",
-        ).stdout
-    )
+    plain = planned(checkpoint, "--ranks", "2", "--dtype", "float32")
+    changes = ("--param-dtype=bfloat16", "--wrap=whole_model", "--offload")
+    changed = planned(checkpoint, "--ranks=2", "--dtype=float32", *changes)
     assert [group["modules"] for group in changed["groups"]] == [[""]]
     assert changed["groups"][0]["gathered_bytes"] * 2 == sum(group["gathered_bytes"] for group in plain["groups"])
     assert changed["ranks"][0]["device_bytes"] < plain["ranks"][0]["device_bytes"]
@@ -75,11 +75,9 @@ def test_options_reach_the_plan(checkpoint):
     ],
 )
 def test_arguments_that_cannot_be_planned_exit_with_2(checkpoint, arguments, message):
-    result = invoke(checkpoint, *arguments)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: ")
-    assert message in result.stderr
-    assert not result.stdout
+    told = refusal(checkpoint, *arguments)
+    assert told.startswith("error: ")
+    assert message in told
 
 
 def test_faults_in_options_are_named_without_torch():
@@ -109,15 +107,11 @@ def test_faults_in_options_are_named_without_torch():
 
 
 def test_a_folder_without_a_model_exits_with_2(tmp_path):
-    result = invoke(str(tmp_path), "--ranks=2")
-    assert result.exit_code == 2
-    assert str(tmp_path) in result.stderr
+    assert str(tmp_path) in refusal(str(tmp_path), "--ranks=2")
 
 
 def test_the_number_of_ranks_is_required(checkpoint):
-    result = invoke(checkpoint)
-    assert result.exit_code == 2
-    assert "--ranks" in result.stderr
+    assert "--ranks" in refusal(checkpoint)
 
 
 def test_meshes_in_words():
@@ -138,13 +132,12 @@ def test_other_words_make_no_mesh(text):
 
 
 def test_a_training_by_options(checkpoint):
-    arguments = [checkpoint, "--batch=2", "--seq=16", "--ranks=2", "--json"]
-    full = json.loads(invoke(*arguments, "--tuning=full").stdout)
-    lora = json.loads(invoke(*arguments, "--tuning=lora=4").stdout)
+    arguments = [checkpoint, "--batch=2", "--seq=16", "--ranks=2"]
+    full, lora = planned(*arguments, "--tuning=full"), planned(*arguments, "--tuning=lora=4")
     assert (full["training"]["batch_size"], full["training"]["max_length"]) == (2, 16)
     assert lora["trainable_parameters"] < full["trainable_parameters"]
     assert lora["summary"]["training_bytes"] < full["summary"]["training_bytes"]
-    sgd = json.loads(invoke(*arguments, "--tuning=full", "--optim=sgd").stdout)
+    sgd = planned(*arguments, "--tuning=full", "--optim=sgd")
     assert sgd["training"]["optimizer_bytes"] == [0, 0]
 
 
@@ -175,9 +168,7 @@ def test_a_training_that_does_not_fit_exits_with_2(checkpoint):
     ],
 )
 def test_options_that_contradict(checkpoint, arguments, message):
-    result = invoke(checkpoint, "--ranks=2", *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
+    assert message in refusal(checkpoint, "--ranks=2", *arguments)
 
 
 @pytest.fixture
@@ -192,14 +183,12 @@ def training(checkpoint, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL's own
 def test_a_training_by_its_configuration(training):
-    result = invoke(training, "--per_device_train_batch_size", "3", "--ranks=4", "--device=cpu", "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = planned(training, "--per_device_train_batch_size", "3", "--ranks=4", "--device=cpu")
     assert (found["training"]["batch_size"], found["training"]["max_length"]) == (3, 32)
     assert found["training"]["optim"] == "adamw_torch_fused"
     assert len(found["training"]["optimizer_bytes"]) == 4
     assert found["trained"][0].endswith("lora_A.default.weight")
-    more = json.loads(invoke(training, "--gradient_checkpointing", "false", "--ranks=4", "--json").stdout)
+    more = planned(training, "--gradient_checkpointing", "false", "--ranks=4")
     assert more["summary"]["training_bytes"] > found["summary"]["training_bytes"]
 
 
@@ -212,7 +201,4 @@ def test_a_training_by_its_configuration(training):
     ],
 )
 def test_a_configuration_that_cannot_be_planned(training, arguments, message):
-    result = invoke(training, *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert not result.stdout
+    assert message in refusal(training, *arguments)

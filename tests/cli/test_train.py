@@ -22,19 +22,7 @@ from shardwise.training.run import stopping_on_signals
 
 def config(folder: Path, **values: object) -> str:
     """A configuration of a small model that is not there yet."""
-    given = {
-        "model_name_or_path": str(folder / "model"),
-        "dataset_name": str(folder / "chats.jsonl"),
-        "output_dir": str(folder / "out"),
-        "report_to": "none",
-        "bf16": False,
-        "logging_steps": 1,
-        "max_length": 64,
-        **values,
-    }
-    file = folder / "config.yaml"
-    file.write_text(json.dumps(given))
-    return str(file)
+    return str(tiny.write_config(folder, **{"output_dir": str(folder / "out"), **values}))
 
 
 def command(*arguments: object) -> list[str]:
@@ -78,14 +66,7 @@ def test_a_mistake_is_one_error(tmp_path: Path, values: dict[str, object], messa
         ({"num_processes": "two"}, {}, (), "num_processes: two in"),
     ],
 )
-def test_ranks_are_those_that_trl_would_start(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    content: dict[str, int] | None,
-    values: dict[str, object],
-    words: tuple[str, ...],
-    ranks: int | str,
-) -> None:
+def test_ranks_are_those_that_trl_would_start(tmp_path, monkeypatch, content, values, words, ranks):
     (tmp_path / "model").mkdir()
     (tmp_path / "fsdp.yaml").write_text(json.dumps(content))
     started: list[object] = []
@@ -99,9 +80,7 @@ def test_ranks_are_those_that_trl_would_start(
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1), (2, signal.SIGINT)])
-def test_a_signal_stops_a_training_that_the_same_command_resumes(
-    tmp_path: Path, ranks: int, number: signal.Signals
-) -> None:
+def test_a_signal_stops_a_training_that_the_same_command_resumes(tmp_path, ranks, number):
     tiny.write_model(tmp_path / "model")
     tiny.write_chats(tmp_path / "chats.jsonl", 8)
     start = command(config(tmp_path, max_steps=10_000, disable_tqdm=True), f"--nproc-per-node={ranks}", "--observe")

@@ -7,7 +7,7 @@ import torch
 from tests.conversion.test_four_bit import DTYPES, dequantized, quantized, same
 from tests.conversion.test_nested_scales import nested_scales, unnest
 from tests.peers import use_peers
-from tests.support.world import run_world
+from tests.support.world import run_forked
 
 from shardwise.conversion.four_bit import BLOCKS, bounds_and_order, dynamic_codebook
 from shardwise.tensors import Form4
@@ -98,4 +98,4 @@ def compare() -> list[str]:
 
 @pytest.mark.distributed
 def test_every_bit():
-    assert run_world(1, compare) == [["60 weights", "14 vectors of scales"]]
+    assert run_forked(1, compare) == [["60 weights", "14 vectors of scales"]]

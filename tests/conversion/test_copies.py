@@ -92,9 +92,8 @@ def test_an_interleave_of_two_parts_is_taken_apart_at_the_seam_only(row, column)
     # Of each part the whole rows, and of the row at the seam what it has of either half.
     halves = [(column > 0) + (column > 4), (column > 0) + (0 < column < 4)]
     rows = [1, int(8 * row + column <= 312)]
-    assert [sum(copy.leaf.key == key for copy in found) for key in "01"] == [
-        one + more for one, more in zip(rows, halves, strict=True)
-    ]
+    told = [sum(copy.leaf.key == key for copy in found) for key in "01"]
+    assert told == [one + more for one, more in zip(rows, halves, strict=True)]
 
 
 @pytest.mark.parametrize(

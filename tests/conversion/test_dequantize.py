@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -105,8 +106,7 @@ def test_codes_are_those_of_torch(code, dtype):
 def test_numbers_are_written_where_they_go_and_cast_once(case, dtype, strip, turned):
     node, inputs, wanted, box, most = case
     assert isinstance(node, Computed)
-    before, room._STRIP_ELEMENTS = room._STRIP_ELEMENTS, strip
-    try:
+    with mock.patch.object(room, "_STRIP_ELEMENTS", strip):
         for block in node.operation.blocks({node.output: [box]}, most):
             values = [part(value, needed).contiguous() for value, needed in zip(inputs, block.inputs, strict=True)]
             sizes = block.outputs[node.output].sizes
@@ -116,8 +116,6 @@ def test_numbers_are_written_where_they_go_and_cast_once(case, dtype, strip, tur
             torch.testing.assert_close(
                 out, part(wanted, block.outputs[node.output]).to(dtype), rtol=0, atol=0, equal_nan=True
             )
-    finally:
-        room._STRIP_ELEMENTS = before
 
 
 @pytest.mark.parametrize("scale", [1.0, 3e-39, 2.0**120, 3e38, -0.0])
@@ -182,16 +180,17 @@ def test_scales_that_are_none_are_an_error_that_names_them(scales, overall, besi
     assert task.operation.evaluate_on_device(task.block, values, 1 << 20)[1]
 
 
+def strided(tensor: torch.Tensor, place: Strided) -> torch.Tensor:
+    return tensor.view(-1).as_strided(place.sizes, place.strides, place.offset)
+
+
 def evaluated(expression: Expression, tensors: dict[str, torch.Tensor], box: Box, most: int) -> torch.Tensor:
     """A box of an expression, blocks of what it computes within ``most`` bytes."""
     dtypes = {DType.U8: torch.uint8, DType.I32: torch.int32, DType.F32: torch.float32}
     out = torch.full(box.sizes, 99, dtype=dtypes[expression.dtype])
     copied, computed = copies_and_computed(expression, box)
     for copy in copied:
-        source = (
-            tensors[copy.leaf.key].view(-1).as_strided(copy.source.sizes, copy.source.strides, copy.source.offset)
-        )
-        out.view(-1).as_strided(copy.target.sizes, copy.target.strides, copy.target.offset).copy_(source)
+        strided(out, copy.target).copy_(strided(tensors[copy.leaf.key], copy.source))
     for task in compute_tasks([(0, item.leaf, item.region) for item in computed], most):
         values = [
             evaluated(source, tensors, need, most)
@@ -203,13 +202,7 @@ def evaluated(expression: Expression, tensors: dict[str, torch.Tensor], box: Box
             assert not is_bad
             assert all(torch.equal(on_device[name], made[name]) for name in made)
         for move in task.moves:
-            source = (
-                made[move.output]
-                .contiguous()
-                .view(-1)
-                .as_strided(move.source.sizes, move.source.strides, move.source.offset)
-            )
-            out.view(-1).as_strided(move.place.sizes, move.place.strides, move.place.offset).copy_(source)
+            strided(out, move.place).copy_(strided(made[move.output].contiguous(), move.source))
     return out
 
 

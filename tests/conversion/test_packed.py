@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.conversion.test_dequantize import part
 from tests.conversion.test_leaves import evaluated as moved
 
 from shardwise.conversion.computed import Computed
@@ -25,10 +26,6 @@ from shardwise.conversion.packed import (
 from shardwise.tensors import Box, Code, DType, Form4, FourBitForm
 
 DTYPES = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
-
-
-def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    return tensor[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
 
 
 def evaluated(node: Computed, inputs: list[torch.Tensor], box: Box, most: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,8 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from tests.documents.blocks import PAGES, Block, blocks_of
+from tests.cli.running import RUNNER
+from tests.documents.blocks import PAGES, Block, blocks_of, commands
 from tests.documents.given import GIVEN
+
+from shardwise.cli import main
 
 NAMES = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")
 """What pages call models; here one that is small enough."""
@@ -90,6 +94,12 @@ def _run(block: Block, names: dict[str, Any], shell: Literal["run", "leave"]) ->
         exec(compile(block.code, str(block), "exec"), names)
         return True
     if block.kind == "sh" and shell == "run":
+        calls = [shlex.split(line, comments=True) for line in commands(block.code)]
+        if all(call[0] == "shardwise" and call[1] != "train" for call in calls):
+            for _, *words in calls:  # here, where all is imported
+                result = RUNNER.invoke(main, words, catch_exceptions=False)
+                assert result.exit_code == 0, f"{block}:\n{block.code}\n{result.output}"
+            return True
         environment = {**os.environ, "PYTHON": sys.executable}
         done = subprocess.run(
             ["bash", "-c", _SHELL + block.code], env=environment, capture_output=True, text=True, timeout=300

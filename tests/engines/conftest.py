@@ -1,6 +1,6 @@
 """Checkpoints shared by the tests of the public functions."""
 
-import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from tests import zoo
 from tests.merging.adapters import tensors_of
 from tests.quiet import quieten
+from tests.support.files import change_json
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
@@ -41,25 +42,19 @@ def small_qwen3(**changes):
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory) -> Path:
     """A checkpoint of several files, untied, in float32."""
-    directory = tmp_path_factory.mktemp("qwen3")
-    zoo.save_original(small_qwen3(), directory, max_shard_size="30KB")
-    return directory
+    return zoo.save_original(small_qwen3(), tmp_path_factory.mktemp("qwen3"), max_shard_size="30KB")
 
 
 @pytest.fixture(scope="session")
 def tied_qwen3(tmp_path_factory) -> Path:
     """The same with embedding and head tied."""
-    directory = tmp_path_factory.mktemp("tied")
-    zoo.save_original(small_qwen3(tie_word_embeddings=True), directory)
-    return directory
+    return zoo.save_original(small_qwen3(tie_word_embeddings=True), tmp_path_factory.mktemp("tied"))
 
 
 @pytest.fixture(scope="session")
 def mixtral(tmp_path_factory) -> Path:
     """A checkpoint whose stored names and layout are not the model's own: experts apart."""
-    directory = tmp_path_factory.mktemp("mixtral")
-    zoo.save_original(zoo.build(MIXTRAL), directory)
-    return directory
+    return zoo.save_original(zoo.build(MIXTRAL), tmp_path_factory.mktemp("mixtral"))
 
 
 @pytest.fixture
@@ -70,8 +65,8 @@ def changed(tmp_path):
         copy = tmp_path / "changed"
         copy.mkdir()
         save_file(function(tensors_of(Path(directory))), copy / "model.safetensors", metadata={"format": "pt"})
-        settings = json.loads((Path(directory) / "config.json").read_text())
-        (copy / "config.json").write_text(json.dumps(settings | config))
+        shutil.copy(Path(directory) / "config.json", copy)
+        change_json(copy / "config.json", **config)
         return copy
 
     return make

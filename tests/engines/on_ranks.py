@@ -78,7 +78,6 @@ def meta_against_normal(directory: str) -> list[str]:
 
 def poisoned_load(case: truth.Case) -> list[str] | None:
     """Compare as always, but with all fresh memory full of NaN (or of ones, for integers)."""
-    plain, like, new = torch.empty, torch.empty_like, torch.Tensor.new_empty
 
     def spoiled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def wrapper(*args: Any, **keywords: Any) -> torch.Tensor:
@@ -89,12 +88,13 @@ def poisoned_load(case: truth.Case) -> list[str] | None:
 
         return wrapper
 
-    torch.empty, torch.empty_like, torch.Tensor.new_empty = spoiled(plain), spoiled(like), spoiled(new)
-    try:
+    with (
+        mock.patch.object(torch, "empty", spoiled(torch.empty)),
+        mock.patch.object(torch, "empty_like", spoiled(torch.empty_like)),
+        mock.patch.object(torch.Tensor, "new_empty", spoiled(torch.Tensor.new_empty)),
+    ):
         assert torch.empty(3).isnan().all()
         return load_cases.load_and_compare(case, load_cases.Way())
-    finally:
-        torch.empty, torch.empty_like, torch.Tensor.new_empty = plain, like, new
 
 
 def ties(directory: str) -> tuple[bool, int, list[str]]:
@@ -205,9 +205,8 @@ def in_a_subgroup(directory: str) -> dict[str, Any] | None:
     group = dist.new_group([0, 1])
     if dist.get_rank() == 2:
         return None
-    model, report = shardwise.from_pretrained(
-        directory, options=shardwise.options.LoadOptions(process_group=group), output_loading_info=True
-    )
+    options = shardwise.options.LoadOptions(process_group=group)
+    model, report = shardwise.from_pretrained(directory, options=options, output_loading_info=True)
     assert report.world_size == 2
     assert model.lm_head.weight.device_mesh.mesh.tolist() == [0, 1]
     return truth.snapshot(model)["values"]
@@ -258,17 +257,13 @@ def file_replaced_while_reading(directory: str, rank: int) -> tuple[str, str]:
 
     def read_vectored(self: LocalReader, file: str, start: int, buffers: Any) -> None:
         original(self, file, start, buffers)
-        if not replaced:
+        if not replaced and dist.get_rank() == rank:
             replaced.append(file)
             Path(directory, "copy").write_bytes(Path(directory, file).read_bytes())
             os.replace(Path(directory, "copy"), Path(directory, file))
 
-    if dist.get_rank() == rank:
-        LocalReader.read_vectored = read_vectored  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(LocalReader, "read_vectored", read_vectored):
         return error_of(directory, {})
-    finally:
-        LocalReader.read_vectored = original  # type: ignore[method-assign]
 
 
 def shared_load(

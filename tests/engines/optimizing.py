@@ -1,6 +1,5 @@
 """What the ranks of a test world do with optimizers and their states. Importable, for spawned processes."""
 
-import warnings
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tests import load_cases
+from tests import load_cases, zoo
 from tests.engines import sharding
 from tests.engines.sharding import MAKERS
 from tests.engines.stating import Even, local, part_of
@@ -160,8 +159,7 @@ def against_torch(maker: str) -> list[str]:
         faults += differences(in_order(again), in_order(ours), name)
     target = sharded("", 1)
     fresh = MAKERS[maker](target, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with zoo.silenced():
         set_optimizer_state_dict(target, fresh, ours, options=whole)
     again = shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks")
     for group in again["param_groups"]:  # which torch makes lists

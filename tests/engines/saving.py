@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -63,11 +64,8 @@ def unlike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> l
     faults = sorted(found.keys() ^ wanted.keys())
     for key in found.keys() & wanted.keys():
         one, other = found[key], wanted[key]
-        if (
-            one.dtype != other.dtype
-            or one.shape != other.shape
-            or not torch.equal(raw_bytes(one), raw_bytes(other))
-        ):
+        is_alike = one.dtype == other.dtype and one.shape == other.shape
+        if not is_alike or not torch.equal(raw_bytes(one), raw_bytes(other)):
             faults.append(key)
     return faults
 
@@ -142,8 +140,5 @@ def full_disk(*, after: int) -> Iterator[None]:
         left.pop()
         return original(*arguments)
 
-    os.pwritev = pwritev
-    try:
+    with mock.patch.object(os, "pwritev", pwritev):
         yield
-    finally:
-        os.pwritev = original

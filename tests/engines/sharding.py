@@ -157,12 +157,8 @@ def shard_from(state: str, mesh: str, folder: str, values_from: Any) -> tuple[li
             block.table = source.table
             block.table.training = block.training
     given: nn.Module = torch.compile(model, backend="eager") if state == "compiled" else model  # type: ignore[assignment]
-    report = shardwise.shard(
-        given,
-        Sharding(mesh=mesh_of(mesh)),
-        values_from=values_from,
-        options=shardwise.options.ShardOptions(budget_bytes=4096),
-    )
+    options = shardwise.options.ShardOptions(budget_bytes=4096)
+    report = shardwise.shard(given, Sharding(mesh=mesh_of(mesh)), values_from=values_from, options=options)
     if state in ("meta", "buffers"):
         assert {f"blocks.{n}.linear.weight" for n in (0, 1)} <= set(report.on_meta)
         shardwise.load(model, folder, buffers={"*.angles": table_values})

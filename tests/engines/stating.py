@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from tests import load_cases, truth
 from tests.engines import sharding
 from tests.engines.conftest import small_qwen3
@@ -297,9 +298,6 @@ def staged(budget: int) -> int:
 
 def lora(seed: int, adapters: tuple[str, ...]) -> nn.Module:
     """A PEFT model of every kind of part: matrices, embeddings, biases, magnitudes, whole modules."""
-    from peft import LoraConfig, get_peft_model
-    from tests.engines.conftest import small_qwen3
-
     torch.manual_seed(seed)
     config = LoraConfig(
         r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], use_dora=True, bias="lora_only"
@@ -317,8 +315,6 @@ def lora(seed: int, adapters: tuple[str, ...]) -> nn.Module:
 
 def adapter_state(adapter: str, adapters: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """Against PEFT's own on the whole model; and set again, onto another."""
-    from peft import get_peft_model_state_dict
-
     model = lora(1, adapters)
     expected = {
         name: tensor.detach().clone()

@@ -26,7 +26,6 @@ def cases(tmp_path_factory):
     return [case for specimen in specimens() for case in truth.prepare(specimen, folder)]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3, 5, 8))])
 def test_every_tensor_is_bitwise_equal(worlds, cases, size):
     # All layouts and dtypes at three ranks, where most shards are uneven; the hub's layout elsewhere.
@@ -34,16 +33,11 @@ def test_every_tensor_is_bitwise_equal(worlds, cases, size):
         case for case in cases if size == 3 or (case.directory.endswith("original") and case.dtype == "bfloat16")
     ]
     assert len(chosen) >= 14
-    faults = {}
-    for case in chosen:
-        found = worlds(size).run(load_cases.load_and_compare, case, load_cases.Way())
-        if any(found):
-            faults[str(case)] = found
-    assert faults == {}
+    way = load_cases.Way()
+    load_cases.require_no_faults(chosen, lambda case: worlds(size).run(load_cases.load_and_compare, case, way))
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_memory_full_of_nan_shows_nowhere(worlds, cases):
     for case in cases:
         if case.directory.endswith("original") and case.dtype == "float32":

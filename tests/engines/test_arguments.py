@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from tests import truth
 from tests.engines.conftest import small_qwen3
-from tests.support.world import attempt
+from tests.support.world import agreed, attempt, require_same_error
 from torch import nn
 
 import shardwise
@@ -51,11 +51,7 @@ def one_rank_loads_otherwise(directory: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("call", "keyword", "said"),
     [
-        (
-            shardwise.load,
-            "strict",
-            r"load\(\) got an unexpected keyword argument 'strict'. Pass on_missing=Initialize",
-        ),
+        (shardwise.load, "strict", r"load\(\) got an unexpected keyword argument 'strict'. Pass on_missing=Init"),
         (shardwise.load, "hubs", "Did you mean 'hub'"),
         (shardwise.save, "safe_serialization", "Leave it out: files are always safetensors"),
         (shardwise.save, "push", "Keywords: model, directory, tokenizer"),
@@ -75,22 +71,13 @@ def test_calls_answer_unknown_keywords(call, keyword, said, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keyword", "said"),
-    [
-        ("shardin", r"from_pretrained\(\) got an unexpected keyword argument 'shardin'. Did you mean 'sharding'"),
-        ("use_cache", "Attributes of the config go into config_overrides"),
-    ],
-)
-def test_keywords_that_are_unknown_are_refused(qwen3, keyword, said):
-    with pytest.raises(ConfigError, match=said):
-        shardwise.from_pretrained(qwen3, **{keyword: 1})
-    with pytest.raises(ConfigError, match=said.replace("from_pretrained", "plan")):
-        shardwise.plan(qwen3, ranks=2, **{keyword: 1})
-
-
-@pytest.mark.parametrize(
     ("keywords", "said"),
     [
+        (
+            {"shardin": 1},
+            r"from_pretrained\(\) got an unexpected keyword argument 'shardin'. Did you mean 'shardi",
+        ),
+        ({"use_cache": 1}, "Attributes of the config go into config_overrides"),
         ({"device_map": "auto"}, r"'device_map'. Pass sharding=Sharding\(mesh="),
         ({"quantization_config": {"load_in_8bit": True}}, "load_in_8bit is not known here"),
         ({"load_in_8bit": True}, "8-bit weights are not supported"),
@@ -107,7 +94,7 @@ def test_keywords_that_are_unknown_are_refused(qwen3, keyword, said):
 def test_unsupported_keywords_of_transformers_name_the_alternative(qwen3, keywords, said):
     with pytest.raises(ConfigError, match=said):
         shardwise.from_pretrained(qwen3, **keywords)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said.replace("from_pretrained", "plan")):
         shardwise.plan(qwen3, ranks=2, **keywords)
 
 
@@ -164,17 +151,11 @@ def test_a_variant_is_the_one_that_is_read(qwen3, tmp_path):
     ("keywords", "said"),
     [
         ({"sharding": ("fsdp",)}, r"sharding is \('fsdp',\), of type tuple. Pass Sharding"),
-        (
-            {"sharding": Sharding},
-            r"sharding is the class Sharding. Pass an object of it: sharding=Sharding\(\.\.\.\)",
-        ),
+        ({"sharding": Sharding}, r"sharding is the class Sharding. Pass an object of it: sharding=Sharding\(\.\."),
         ({"sharding": Sharding(wrap=("Block",))}, r"sharding.wrap is \('Block',\), of type tuple. Pass .*Classes"),
         ({"sharding": Sharding(mp_policy=torch.bfloat16)}, "sharding.mp_policy is .* Pass MixedPrecisionPolicy"),
         ({"tuning": shardwise.Lora}, "tuning is the class Lora"),
-        (
-            {"tuning": "lora"},
-            "tuning is 'lora', of type str. Pass Lora or Full or Freeze or ExistingLora or Tuning",
-        ),
+        ({"tuning": "lora"}, "tuning is 'lora', of type str. Pass Lora or Full or Freeze or ExistingLora or"),
         ({"resize_vocab": True}, "resize_vocab is True, of type bool. Pass int or ResizeVocab"),
         ({"on_missing": ("score.*",)}, "on_missing is .*, of type tuple. Pass Initialize"),
         ({"hub": {"revision": "v1"}}, "hub is .*, of type dict. Pass HubOptions"),
@@ -195,10 +176,7 @@ def test_so_for_the_other_verbs(qwen3, tmp_path):
     model = nn.Linear(4, 4)
     asked = [
         (lambda: shardwise.shard(model, ("Block",)), "sharding is .*, of type tuple"),
-        (
-            lambda: shardwise.shard(model, values_from="rank0"),
-            "values_from='rank0' is not known. Pass one of 'any', ",
-        ),
+        (lambda: shardwise.shard(model, values_from="0"), "values_from='0' is not known. Pass one of 'any', "),
         (lambda: shardwise.shard(model, options=LoadOptions()), "options is LoadOptions.*. Pass Shard"),
         (lambda: shardwise.shard("model"), "model is 'model', of type str. Pass Module"),
         (lambda: shardwise.load(model, qwen3, options=shardwise.options.ShardOptions()), "options is ShardOptions"),
@@ -217,7 +195,6 @@ def test_a_token_is_not_shown():
     assert "hf_secret" not in repr(HubOptions(token="hf_secret"))
 
 
-@pytest.mark.distributed
 def test_differing_arguments_of_ranks_are_named(worlds, qwen3):
     whole = {"sharding": Sharding(wrap="whole_model")}
     asked = [
@@ -232,32 +209,22 @@ def test_differing_arguments_of_ranks_are_named(worlds, qwen3):
         ({}, {"tuning": shardwise.ExistingLora("/nowhere")}, "tuning on rank 1"),
         ({}, {"key_mapping": {"a": "b"}}, "key_mapping on rank 1"),
         ({}, {"attn_implementation": "eager"}, "attn_implementation on rank 1"),
-        (
-            {},
-            {"config_overrides": {"hidden_act": "gelu"}},
-            "the config on rank 1 is not that of rank 0: hidden_act",
-        ),
+        ({}, {"config_overrides": {"hidden_act": "gelu"}}, "config on rank 1 is not that of rank 0: hidden_act"),
         ({}, {"shardin": 1}, "rank 1: from_pretrained() got an unexpected keyword argument 'shardin'"),
         ({}, {"sharding": Sharding(wrap="Block")}, "rank 1: sharding.wrap='Block' is not known"),
         ({}, {"device_map": "auto"}, "rank 1: from_pretrained() got an unexpected keyword argument 'device_map'"),
     ]
     pairs = [(common, own) for common, own, _ in asked]
-    mine, other = worlds(2).run(one_rank_asks_otherwise, str(qwen3), pairs)
-    assert mine == other
+    mine = agreed(worlds(2), one_rank_asks_otherwise, str(qwen3), pairs)
     for (kind, text), (*_, said) in zip(mine, asked, strict=True):
         assert said in text
         assert kind == ("ConfigError" if text.startswith("rank 1: ") else "RankMismatchError")
 
 
-@pytest.mark.distributed
 def test_so_for_shard_and_load(worlds, qwen3):
-    mine, other = worlds(2).run(one_rank_shards_with_nonsense, "")
-    assert mine == other == ("ConfigError", other[1])
-    assert "rank 1: sharding.wrap is ('Block',), of type tuple" in mine[1]
+    ends = worlds(2).run(one_rank_shards_with_nonsense, "")
+    require_same_error(ends, "ConfigError", "rank 1: sharding.wrap is ('Block',), of type tuple")
     budget, kind, options = zip(*worlds(2).run(one_rank_loads_otherwise, str(qwen3)), strict=True)
-    assert budget[0] == budget[1]
-    assert "options.budget_bytes on rank 1 is not that of rank 0" in budget[0][1]
-    assert kind[0] == kind[1]
-    assert "the kind of checkpoint on rank 1" in kind[0][1]
-    assert options[0] == options[1]
-    assert options[0][0] == "ConfigError"
+    require_same_error(budget, "RankMismatchError", "options.budget_bytes on rank 1 is not that of rank 0")
+    require_same_error(kind, "RankMismatchError", "the kind of checkpoint on rank 1")
+    require_same_error(options, "ConfigError")

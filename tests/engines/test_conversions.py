@@ -82,20 +82,16 @@ def test_a_conversion_that_cannot_be_foreseen_is_refused_by_name(tmp_path, monke
     assert "missing" not in str(caught.value)
 
 
-def test_sources_of_different_dtypes(tmp_path, mixtral):
+def test_sources_of_different_dtypes(mixtral, changed):
     """Half of the experts in float32, half in bfloat16: each element is cast once, as in transformers."""
     tensors = tensors_of(mixtral)
     mixed = {key: value.bfloat16() if number % 2 else value for number, (key, value) in enumerate(tensors.items())}
-    assert {str(value.dtype) for key, value in mixed.items() if "experts" in key} == {
-        "torch.float32",
-        "torch.bfloat16",
-    }
-    (tmp_path / "mixed").mkdir()
-    save_file(mixed, tmp_path / "mixed" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "mixed" / "config.json").write_text((mixtral / "config.json").read_text())
+    wanted = {"torch.float32", "torch.bfloat16"}
+    assert {str(value.dtype) for key, value in mixed.items() if "experts" in key} == wanted
+    folder = changed(mixtral, lambda _: mixed)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        expected = zoo.model_class(MIXTRAL).from_pretrained(tmp_path / "mixed", dtype=dtype)
-        found = shardwise.from_pretrained(tmp_path / "mixed", dtype=dtype)
+        expected = zoo.model_class(MIXTRAL).from_pretrained(folder, dtype=dtype)
+        found = shardwise.from_pretrained(folder, dtype=dtype)
         assert truth.differences(truth.snapshot(found), truth.snapshot(expected)) == []
 
 
@@ -139,15 +135,13 @@ def test_tensors_kept_as_plain_attributes_are_computed(tmp_path):
 
 def test_keep_in_float32_modules(tmp_path):
     """What a class keeps in float32 is kept, stored or not in another dtype."""
-    specimens = zoo.causal_lm_specimens()
     kept = 0
-    for specimen in specimens:
+    for specimen in zoo.causal_lm_specimens():
         if specimen.name in {"deepseek_v3", "jamba", "glm4_moe", "minimax_m2", "rwkv"}:
-            zoo.save_original(zoo.build(specimen), tmp_path / specimen.name)
-            expected = zoo.model_class(specimen).from_pretrained(tmp_path / specimen.name, dtype=torch.float16)
-            found = shardwise.from_pretrained(
-                tmp_path / specimen.name, model_class=zoo.model_class(specimen), dtype=torch.float16
-            )
+            folder = zoo.save_original(zoo.build(specimen), tmp_path / specimen.name)
+            kind = zoo.model_class(specimen)
+            expected = kind.from_pretrained(folder, dtype=torch.float16)
+            found = shardwise.from_pretrained(folder, model_class=kind, dtype=torch.float16)
             assert truth.differences(truth.snapshot(found), truth.snapshot(expected)) == [], specimen.name
             kept += sum(tensor.dtype == torch.float32 for tensor in found.state_dict().values())
     assert kept > 0

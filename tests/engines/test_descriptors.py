@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file, save_file
+from tests import zoo
 from tests.engines.conftest import small_qwen3
 from torch import nn
 
@@ -34,8 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(root / "indexed", max_shard_size="30KB")
     (root / "torch").mkdir()
     torch.save(model.state_dict(), root / "torch" / "pytorch_model.bin")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
+    with zoo.silenced():  # that there is one process
         dcp.save(model.state_dict(), checkpoint_id=root / "distributed", no_dist=True)
     for name in ("torch", "distributed"):
         shutil.copy(root / "whole" / "config.json", root / name)
@@ -116,7 +115,6 @@ def _on_ranks(damaged: Path) -> list[str]:
     return refused(lambda: shardwise.load(model, damaged), 5)
 
 
-@pytest.mark.distributed
 def test_refusals_leave_no_file_open_on_any_rank(saved: Path, tmp_path: Path, worlds: Worlds) -> None:
     shutil.copytree(saved / "distributed", tmp_path / "damaged")
     for path in (tmp_path / "damaged").glob("*.distcp"):

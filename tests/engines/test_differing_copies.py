@@ -1,11 +1,10 @@
 """Ranks that open different copies of a checkpoint: equal ones are used, others refused."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests import truth
 from tests.engines.conftest import small_qwen3
 from tests.support.memory_storage import MemoryReader
-from tests.support.world import attempt
+from tests.support.world import agreed, attempt
 from torch import nn
 
 import shardwise
@@ -100,21 +99,10 @@ def adapters(base: str, one: str, other: str) -> tuple[str, str]:
 def torch_files(one: str, other: str) -> list[tuple[str, str]]:
     """A checkpoint of torch's of which rank 0 has another copy than the others; loaded, and set as a state."""
     mine = one if dist.get_rank() == 0 else other
-    model = small_qwen3()
-    return [
-        attempt(lambda: shardwise.from_pretrained(mine)),
-        _reading(model_states, mine, lambda: shardwise.load_accelerate_model(model, f"{one}/{FSDP_FILE}")),
-    ]
-
-
-def _reading(room: Any, folder: str, function: Callable[[], Any]) -> tuple[str, str]:
-    """The outcome of a call where the path of all ranks leads to this folder on this one's machine."""
-    plain = room.LocalReader
-    room.LocalReader = lambda _: plain(folder)
-    try:
-        return attempt(function)
-    finally:
-        room.LocalReader = plain
+    loaded = attempt(shardwise.from_pretrained, mine)
+    read = model_states.LocalReader  # the path of all ranks leads to another folder on each one's machine
+    with mock.patch.object(model_states, "LocalReader", side_effect=lambda _: read(mine)):
+        return [loaded, attempt(shardwise.load_accelerate_model, small_qwen3(), f"{one}/{FSDP_FILE}")]
 
 
 def hub_cache(place: Path, snapshots: dict[str, str], main: str) -> str:
@@ -138,11 +126,9 @@ def from_the_hub(caches: list[str]) -> Any:
     return truth.snapshot(model)["values"]
 
 
-@pytest.mark.distributed
 def test_copies_that_differ_are_refused_on_all_ranks(worlds, qwen3, tmp_path):
     made = copies(qwen3, tmp_path)
-    first, *others = worlds(3).run(loads, str(qwen3), made)
-    assert all(found == first for found in others)
+    first = agreed(worlds(3), loads, str(qwen3), made)
     assert first.pop("same") == ("", "")
     kind, missing = first.pop("missing")
     assert kind == "StorageError"
@@ -156,24 +142,21 @@ def test_copies_that_differ_are_refused_on_all_ranks(worlds, qwen3, tmp_path):
     assert all("Copy the checkpoint to the machines of these ranks again" in text for text in said.values())
 
 
-@pytest.mark.distributed
 def test_equal_copies_are_loaded_and_reported(worlds, qwen3, tmp_path):
     shutil.copytree(qwen3, tmp_path / "copy")
     expected = truth.snapshot(small_qwen3())["values"]
     for values, notes, alone in worlds(3).run(equal_copies, str(qwen3), str(tmp_path / "copy")):
-        assert all(torch.equal(values[name], expected[name]) for name in expected)
+        truth.require_equal(values, expected)
         assert "the ranks read 2 copies of the checkpoint" in notes[0]
         assert alone == []
 
 
-@pytest.mark.distributed
 def test_readers_of_memory_are_compared(worlds, tmp_path):
     for plain, (kind, text) in worlds(3).run(in_memory, one_tensor(tmp_path)):
         assert plain == ("", "")
         assert (kind, "on rank 2 is not that" in text) == ("RankMismatchError", True)
 
 
-@pytest.mark.distributed
 def test_adapters_and_files_of_torch_are_compared_too(worlds, qwen3, tmp_path):
     for seed in (0, 1):
         base, model = small_qwen3(), small_qwen3()
@@ -195,7 +178,6 @@ def test_adapters_and_files_of_torch_are_compared_too(worlds, qwen3, tmp_path):
             assert (kind, "on rank 1 is not that on rank 0" in text) == ("RankMismatchError", True)
 
 
-@pytest.mark.distributed
 def test_a_revision_is_the_first_rank_s_commit_on_every_machine(worlds, qwen3, tmp_path):
     """On the second machine the branch has moved on; the commit is in its cache, too, or the load is refused."""
     old, new = "0" * 40, "1" * 40
@@ -208,8 +190,7 @@ def test_a_revision_is_the_first_rank_s_commit_on_every_machine(worlds, qwen3, t
     moved = hub_cache(tmp_path / "moved", both, new)
     expected = truth.snapshot(small_qwen3())["values"]
     for values in worlds(2).run(from_the_hub, [first, moved]):
-        assert all(torch.equal(values[name], expected[name]) for name in expected)
+        truth.require_equal(values, expected)
     lacking = hub_cache(tmp_path / "lacking", {new: str(tmp_path / "new")}, new)
-    mine, others = worlds(2).run(from_the_hub, [first, lacking])
-    assert mine == others
-    assert f"rank 1: org/name at revision {old}: is not a local directory" in mine
+    told = f"rank 1: org/name at revision {old}: is not a local directory"
+    assert told in agreed(worlds(2), from_the_hub, [first, lacking])

@@ -35,7 +35,6 @@ def on_meta(make):
         return make()
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["meta", "meta by default", "real"])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_plain_sharded_module_is_filled(worlds, plain, kind, size):
@@ -82,7 +81,6 @@ def test_buffers_that_reset_parameters_computes(tmp_path):
     assert model.weight.tolist() == [1, 2, 3]  # reset_parameters could not harm what is loaded
 
 
-@pytest.mark.distributed
 def test_buffers_that_differ_between_ranks_are_refused(worlds, plain):
     require_same_error(worlds(2).run(on_ranks.buffers_differ, plain[0]), "RankMismatchError", "blocks.0.angles")
 
@@ -234,10 +232,16 @@ def test_a_path_that_is_not_there_is_refused():
         shardwise.load(Plain(), "/nowhere/at/all")
 
 
-def test_buffers_that_no_file_can_hold_are_no_obstacle(tmp_path):
-    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
+def with_a_weight(folder, **more):
+    """A model, and the file of its weight and more."""
+    save_file({"weight": torch.ones(3), **more}, folder / "model.safetensors")
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(3))
+    return model
+
+
+def test_buffers_that_no_file_can_hold_are_no_obstacle(tmp_path):
+    model = with_a_weight(tmp_path)
     model.register_buffer("rotation", torch.zeros(2, dtype=torch.complex128), persistent=False)
     assert shardwise.load(model, tmp_path).kept == ("rotation",)
     model.register_buffer("stored", torch.zeros(2, dtype=torch.complex128))
@@ -246,17 +250,13 @@ def test_buffers_that_no_file_can_hold_are_no_obstacle(tmp_path):
 
 
 def test_extra_state_is_named_for_what_it_is(tmp_path):
-    save_file({"weight": torch.ones(3), "_extra_state": torch.ones(1)}, tmp_path / "model.safetensors")
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.zeros(3))
+    model = with_a_weight(tmp_path, _extra_state=torch.ones(1))
     with pytest.raises(KeyMismatchError, match="_extra_state .extra state of a module, which cannot be loaded yet"):
         shardwise.load(model, tmp_path)
 
 
 def test_an_expanded_buffer_gets_memory_of_its_own(tmp_path):
-    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.zeros(3))
+    model = with_a_weight(tmp_path)
     model.register_buffer("positions", torch.arange(4).expand(2, 4), persistent=False)
     shardwise.load(model, tmp_path, buffers={"positions": lambda module: torch.arange(8).view(2, 4)})
     assert model.positions.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]

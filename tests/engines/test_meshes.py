@@ -43,22 +43,17 @@ def url(folder):
         yield store.url
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_is_bitwise_equal(worlds, cases, url, way):
     way = Way(way.mesh, way.storage, url, way.shared_reads)
-    faults, tried = {}, 0
     cases = cases[way.storage == "memory" :: 2]  # of one dtype
-    for case in cases:
-        found = worlds(WORLDS[way.mesh]).run(load_cases.load_and_compare, case, way)
-        tried += None not in found
-        if any(found):
-            faults[str(case)] = found
-    assert faults == {}
-    assert tried >= (1 if way.mesh == "ep" else len(cases) - 2)
+
+    def compare(case):
+        return worlds(WORLDS[way.mesh]).run(load_cases.load_and_compare, case, way)
+
+    load_cases.require_no_faults(cases, compare, least=1 if way.mesh == "ep" else len(cases) - 2)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("mesh", "name", "kinds"),
     [

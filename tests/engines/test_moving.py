@@ -1,6 +1,5 @@
 """A rank sends the received values of a buffer that differs between ranks, not its own."""
 
-import pytest
 import torch.distributed as dist
 from torch import nn
 
@@ -8,7 +7,6 @@ import shardwise
 from shardwise import Sharding
 
 
-@pytest.mark.distributed
 def test_a_forwarding_rank_sends_received_data_and_not_its_own(worlds):
     """The first rank's values go to the second, which gives them to the third."""
     assert worlds(3).run(mean_of_all) == [[1.0] * 4] * 3

@@ -4,8 +4,6 @@ import pytest
 from tests.engines import optimizing, sharding
 from tests.support.world import require_same_error
 
-pytestmark = pytest.mark.distributed
-
 ALL = sorted(sharding.MAKERS)
 
 

@@ -23,13 +23,10 @@ from shardwise.storage.contract import LOCAL, OBJECT_STORE
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
     """A mixture of experts of several files, experts stored one by one."""
-    directory = tmp_path_factory.mktemp("moe")
-    (specimen,) = (item for item in zoo.representative_specimens() if item.name == "qwen3_5_moe_text")
-    zoo.save_original(zoo.build(specimen), directory, max_shard_size="60KB")
-    return directory
+    model = zoo.causal_lm("qwen3_5_moe_text")
+    return zoo.save_original(model, tmp_path_factory.mktemp("moe"), max_shard_size="60KB")
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["qwen3", "tied_qwen3", "moe"])
 def test_a_load_equals_its_estimate(worlds, name, request):
     directory = str(request.getfixturevalue(name))
@@ -57,12 +54,8 @@ def test_nothing_is_left_behind(qwen3):
 
 def test_the_groups_are_those_of_the_wrap_policy(qwen3):
     made = shardwise.plan(qwen3, ranks=4)
-    assert [group.modules for group in made.groups] == [
-        ("model.layers.0",),
-        ("model.layers.1",),
-        ("model.embed_tokens",),
-        ("",),
-    ]
+    wanted = [("model.layers.0",), ("model.layers.1",), ("model.embed_tokens",), ("",)]
+    assert [group.modules for group in made.groups] == wanted
     whole = shardwise.plan(qwen3, ranks=4, sharding=Sharding(wrap="whole_model"))
     assert [group.modules for group in whole.groups] == [("",)]
     assert whole.largest_group.parameters == made.parameters
@@ -128,9 +121,8 @@ def test_mismatches_are_reported_as_by_a_load(qwen3, changed):
 
 def test_consent_is_honoured(qwen3, changed):
     directory = changed(qwen3, without_norm)
-    made = shardwise.plan(
-        directory, ranks=2, on_missing=Initialize(("model.norm.*",)), on_unexpected=Ignore(("extra",))
-    )
+    on_missing = Initialize(("model.norm.*",))
+    made = shardwise.plan(directory, ranks=2, on_missing=on_missing, on_unexpected=Ignore(("extra",)))
     assert (made.initialized, made.ignored_keys) == (("model.norm.weight",), ("extra",))
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 from tests.engines.conftest import small_qwen3
-from tests.support.world import attempt
+from tests.support.world import agreed, attempt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -175,13 +175,10 @@ def state_of_an_optimizer(folder: str) -> dict[str, str]:
     ways = ways_out(model, optimizer, root)
     ways = {name: ways[name] for name in ("synchronous", "asynchronous")}
     for form in ("full", "full_on_all_ranks", "sharded"):
-        ways[f"get_optimizer_state_dict {form}"] = lambda form=form: shardwise.get_optimizer_state_dict(
-            model, optimizer, form
-        )
+        read = partial(shardwise.get_optimizer_state_dict, model, optimizer, form)
+        ways[f"get_optimizer_state_dict {form}"] = read
     for form in ("full", "sharded", "local"):
-        ways[f"accelerate {form}"] = lambda form=form: shardwise.save_accelerate_optimizer(
-            model, optimizer, root, form
-        )
+        ways[f"accelerate {form}"] = partial(shardwise.save_accelerate_optimizer, model, optimizer, root, form)
     return errors(ways, root)
 
 
@@ -252,9 +249,8 @@ def adapter_added_after_sharding(folder: str) -> dict[str, str]:
     only = shardwise.options.AdapterOnly()
     ways["adapter streamed"] = lambda: list(shardwise.iter_hf_tensors(model, only=only))
     ways["adapter's state"] = lambda: shardwise.get_model_state_dict(model, only=only)
-    ways["adapter checkpointed"] = lambda: shardwise.Checkpointer(root / "only", only=only).save(
-        1, shardwise.TrainState(model, optimizer)
-    )
+    state = shardwise.TrainState(model, optimizer)
+    ways["adapter checkpointed"] = lambda: shardwise.Checkpointer(root / "only", only=only).save(1, state)
     return errors(ways, root)
 
 
@@ -266,29 +262,18 @@ def adapter_of_an_uneven_base(folder: str) -> list[str]:
         model.model.embed_tokens.weight += dist.get_rank()
     shardwise.save_adapter(model, Path(folder, "adapter"), options=QUIET)
     only = shardwise.options.AdapterOnly()
-    return [key for key, _ in shardwise.iter_hf_tensors(model, only=only)] + list(
-        shardwise.get_model_state_dict(model, "full_on_all_ranks", only=only)
-    )
-
-
-pytestmark = pytest.mark.distributed
-
-
-def told(worlds, size, function, folder):
-    """What all ranks say of each way out; they say the same."""
-    first, *others = worlds(size).run(function, str(folder))
-    assert all(other == first for other in others)
-    return first
+    state = shardwise.get_model_state_dict(model, "full_on_all_ranks", only=only)
+    return [key for key, _ in shardwise.iter_hf_tensors(model, only=only)] + list(state)
 
 
 def test_differing_buffers_become_those_of_the_first_rank_and_are_reported(worlds, tmp_path):
-    found = told(worlds, 3, buffers_that_are_not_the_firsts, tmp_path)
+    found = agreed(worlds(3), buffers_that_are_not_the_firsts, tmp_path)
     assert len(found) == 9
     assert not any(found.values()), found
 
 
 def test_differing_buffers_are_refused_on_request(worlds, tmp_path):
-    found = told(worlds, 2, refused_buffers, tmp_path)
+    found = agreed(worlds(2), refused_buffers, tmp_path)
     assert len(found) == 10
     for error in found.values():
         assert error.startswith("RankMismatchError: 6 tensors have other values on rank 1 than on the first rank")
@@ -297,7 +282,7 @@ def test_differing_buffers_are_refused_on_request(worlds, tmp_path):
 
 
 def test_all_ranks_ask_for_the_same(worlds, tmp_path):
-    found = told(worlds, 2, modes_that_differ, tmp_path)
+    found = agreed(worlds(2), modes_that_differ, tmp_path)
     assert all(error.startswith("RankMismatchError: ") and "rank" in error for error in found.values())
 
 
@@ -311,7 +296,7 @@ def test_all_ranks_ask_for_the_same(worlds, tmp_path):
     ],
 )
 def test_parameters_that_differ_are_refused_by_name(worlds, tmp_path, function, ways, names):
-    found = told(worlds, 2, function, tmp_path)
+    found = agreed(worlds(2), function, tmp_path)
     assert len(found) == ways
     for error in found.values():
         assert error.startswith("RankMismatchError: ")
@@ -320,16 +305,16 @@ def test_parameters_that_differ_are_refused_by_name(worlds, tmp_path, function, 
 
 
 def test_replicas_of_a_shard_that_differ_by_one_bit_are_refused(worlds, tmp_path):
-    found = told(worlds, 4, replicas_apart, tmp_path)
+    found = agreed(worlds(4), replicas_apart, tmp_path)
     assert len(found) == 10
     for error in found.values():
         assert error.startswith("RankMismatchError: one tensor has other values on rank 3 than on the first rank")
         assert "first.weight, and a save" in error
-    assert told(worlds, 4, replicas_alike, tmp_path / "alike") == {}
+    assert agreed(worlds(4), replicas_alike, tmp_path / "alike") == {}
 
 
 def test_replicas_that_drift_apart_between_checkpoints_are_refused(worlds, tmp_path):
-    found = told(worlds, 2, drifted_between_checkpoints, tmp_path)
+    found = agreed(worlds(2), drifted_between_checkpoints, tmp_path)
     for mode in ("sync", "async"):
         assert found[f"{mode}, 0"] == found[f"{mode}, 2"] == ": "
         assert found[f"{mode}, 1"].startswith("RankMismatchError: one tensor has other values on rank 1")
@@ -338,7 +323,7 @@ def test_replicas_that_drift_apart_between_checkpoints_are_refused(worlds, tmp_p
 
 
 def test_of_an_adapter_only_the_adapter_is_looked_at(worlds, tmp_path):
-    found = told(worlds, 2, adapter_of_an_uneven_base, tmp_path)
+    found = agreed(worlds(2), adapter_of_an_uneven_base, tmp_path)
     assert len(found) == 8
     assert all("lora_" in name for name in found)
 
@@ -350,6 +335,5 @@ def test_an_adapter_that_transformers_added_is_saved_as_peft_loads_it(tmp_path):
     loaded = PeftModel.from_pretrained(plain, tmp_path)
     tokens = torch.arange(10)[None]
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-    shardwise.set_model_state_dict(
-        loaded, shardwise.get_model_state_dict(model, only=AdapterOnly()), only=AdapterOnly()
-    )
+    state = shardwise.get_model_state_dict(model, only=AdapterOnly())
+    shardwise.set_model_state_dict(loaded, state, only=AdapterOnly())

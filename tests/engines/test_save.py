@@ -1,7 +1,7 @@
 """Saving: files byte for byte those of transformers, from every mesh; one commit; what is refused."""
 
 import pytest
-from tests import round_trips, truth, zoo
+from tests import load_cases, round_trips, truth, zoo
 from tests.load_cases import WORLDS, Way
 from transformers import CONFIG_MAPPING
 
@@ -22,14 +22,9 @@ def cases(tmp_path_factory):
     return found
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("way", "size"), WAYS, ids=str)
 def test_saves_are_those_of_transformers(worlds, cases, tmp_path, way, size):
-    faults, tried = {}, 0
-    for number, case in enumerate(cases):
-        found = worlds(size).run(round_trips.save_and_compare, case, way, str(tmp_path / str(number)))
-        tried += None not in found
-        if any(found):
-            faults[str(case)] = found
-    assert faults == {}
-    assert tried >= (1 if way.mesh == "ep" else len(cases) - 2)
+    def compare(case):
+        return worlds(size).run(round_trips.save_and_compare, case, way, str(tmp_path / case.specimen.name))
+
+    load_cases.require_no_faults(cases, compare, least=1 if way.mesh == "ep" else len(cases) - 2)

@@ -1,5 +1,7 @@
 """Whenever the machine dies while a model is saved, the folder holds the older save or the new one, whole."""
 
+from unittest import mock
+
 import pytest
 import torch
 from tests.support import EffectLog, RecordingWriter, assert_old_or_new
@@ -23,11 +25,9 @@ def save(rank: int, checkpoint: str, folder: str, max_shard_size: str, log: str 
         shardwise.save(model, folder, max_shard_size=max_shard_size)
         return
     effects = EffectLog(log)
-    shardwise.engines.saving.open_writer = lambda target: RecordingWriter(open_writer(target), effects, writer=rank)
-    try:
+    opened = lambda target: RecordingWriter(open_writer(target), effects, writer=rank)  # noqa: E731
+    with mock.patch.object(shardwise.engines.saving, "open_writer", opened):
         shardwise.save(model, folder, max_shard_size=max_shard_size)
-    finally:
-        shardwise.engines.saving.open_writer = open_writer
 
 
 def look(reader) -> dict[str, bytes] | None:
@@ -39,7 +39,6 @@ def look(reader) -> dict[str, bytes] | None:
     return {key: reader.read(entry.file, entry.start, entry.stop) for key, entry in index.entries.items()}
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("new", SIZES)
 @pytest.mark.parametrize("old", ["nothing", *SIZES])
 def test_a_crash_leaves_one_save_or_the_other(worlds, qwen3, tmp_path, old, new):

@@ -1,6 +1,7 @@
 """Storages that take a file from one writer only: the same tensors, by one rank a file."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import shardwise
 import shardwise.engines.saving
 from shardwise.storage.contract import WritePolicy
-from shardwise.storage.writing import LocalWriter, open_writer
+from shardwise.storage.writing import LocalWriter
 
 STREAMS = WritePolicy(
     has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=1 << 20, concurrency=1
@@ -56,19 +57,15 @@ def save_on_rank(
     """The files that this rank has created, and the error."""
     sharding = shardwise.Sharding(mesh=load_cases.hybrid_mesh() if mesh == "hsdp" else None)
     model = shardwise.from_pretrained(checkpoint, dtype=torch.float32, sharding=sharding)
-    shardwise.engines.saving.open_writer = Streamed
     Streamed.fails = dist.get_rank() == failing
     options = shardwise.options.SaveOptions(budget_bytes=1 << 17)
     keywords = {"max_shard_size": max_shard_size, "dtype": "bfloat16", "verify": True, "options": options}
-    try:
+    with mock.patch.object(shardwise.engines.saving, "open_writer", Streamed):
         _, text = attempt(lambda: shardwise.save(model, folder, **keywords))
-    finally:
-        shardwise.engines.saving.open_writer = open_writer
     dist.barrier()
     return list(Streamed.places), text
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("max_shard_size", "size", "mesh"), [("50GB", 3, "flat"), ("20KB", 4, "hsdp")])
 def test_one_rank_writes_each_file(worlds, qwen3, tmp_path, max_shard_size, size, mesh):
     folder = tmp_path / "out"
@@ -88,7 +85,6 @@ def test_one_rank_writes_each_file(worlds, qwen3, tmp_path, max_shard_size, size
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
 
 
-@pytest.mark.distributed
 def test_all_ranks_raise_when_one_cannot_write(worlds, qwen3, tmp_path):
     (text,) = {text for _, text in worlds(3).run(save_on_rank, str(qwen3), str(tmp_path), "20KB", "flat", 1)}
     assert text.startswith("rank 1: ")
@@ -96,7 +92,6 @@ def test_all_ranks_raise_when_one_cannot_write(worlds, qwen3, tmp_path):
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-@pytest.mark.distributed
 def test_the_older_save_is_gone_once_the_new_one_counts(worlds, qwen3, tmp_path):
     folder = tmp_path / "out"
     for size in ("20KB", "50GB"):

@@ -33,7 +33,6 @@ def test_every_dtype_and_shape_is_saved_by_one_process(tmp_path, size, dtype):
         assert unlike(expected(again, None), expected(model, None)) == []
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_dtype_and_shape_is_saved_by_ranks(worlds, tmp_path, ranks, dtype):
@@ -54,26 +53,27 @@ def with_odd_tensors(model):
     return model
 
 
+def require_same_files(root, *names):
+    for name in names:
+        found, wanted = (root / folder / name for folder in ("shardwise", "transformers"))
+        assert found.read_bytes() == wanted.read_bytes(), name
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_transformers_model_with_odd_tensors_is_the_file_that_transformers_saves(tmp_path, tied):
     model = with_odd_tensors(small_qwen3(tie_word_embeddings=tied))
     model.save_pretrained(tmp_path / "transformers")
     shardwise.save(model, tmp_path / "shardwise")
-    for name in ("model.safetensors", "config.json", "generation_config.json"):
-        found, wanted = (tmp_path / folder / name for folder in ("shardwise", "transformers"))
-        assert found.read_bytes() == wanted.read_bytes(), name
+    require_same_files(tmp_path, "model.safetensors", "config.json", "generation_config.json")
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_a_transformers_model_sharded_by_hand(worlds, tmp_path, dtype):
     model = small_qwen3(tie_word_embeddings=True)
     worlds(3).run(saving.save_by_hand, str(tmp_path / "shardwise"), dtype)
     with zoo.silenced():
         (model if dtype is None else model.to(dtype)).save_pretrained(tmp_path / "transformers")
-    for name in ("model.safetensors", "config.json"):
-        found, wanted = (tmp_path / folder / name for folder in ("shardwise", "transformers"))
-        assert found.read_bytes() == wanted.read_bytes(), name
+    require_same_files(tmp_path, "model.safetensors", "config.json")
 
 
 def tokenizer(**keywords):
@@ -104,20 +104,10 @@ def test_an_object_that_is_not_a_tokenizer_is_refused(tmp_path):
         shardwise.save(nn.Linear(2, 2), tmp_path / "saved", tokenizer="gpt2")
 
 
-@pytest.mark.parametrize(
-    ("size", "files"),
-    [
-        (6000, 2),
-        ("6000", 2),
-        ("6KB", 2),
-        ("6 kb", 2),
-        ("5.9KiB", 2),
-        ("1GB", 1),
-        ("0.5 MiB", 1),
-        (6000.0, 2),
-        (1, 4),
-    ],
-)
+IN_TWO = (6000, "6000", "6KB", "6 kb", "5.9KiB", 6000.0)
+
+
+@pytest.mark.parametrize(("size", "files"), [*((size, 2) for size in IN_TWO), ("1GB", 1), ("0.5 MiB", 1), (1, 4)])
 def test_sizes_of_files(tmp_path, size, files):
     model = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 4))
     report = shardwise.save(model, tmp_path, max_shard_size=size)
@@ -166,7 +156,6 @@ def test_a_dtype_that_no_file_holds_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("what", saving.UNEQUAL)
 def test_ranks_at_odds_are_refused(worlds, tmp_path, what):
     found = worlds(2).run(saving.save_unequal, str(tmp_path), what)

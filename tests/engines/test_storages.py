@@ -8,8 +8,6 @@ from tests.engines.conftest import small_qwen3
 from tests.support.http_store import HttpStore, Status
 from tests.support.world import require_same_error
 
-pytestmark = pytest.mark.distributed
-
 
 @pytest.fixture(scope="module")
 def wanted(qwen3):

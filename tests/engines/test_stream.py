@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from tests import load_cases, zoo
 from tests.merging.adapters import tensors_of
 from tests.support.world import attempt, require_same_error
@@ -26,9 +27,9 @@ from shardwise.models.view import raw_bytes
 from shardwise.tensors import DType
 
 
-def sharded(specimen: zoo.Specimen, mesh: str) -> nn.Module:
+def sharded(name: str, mesh: str) -> nn.Module:
     """A model with values on every rank, sharded where there are several."""
-    model = zoo.build(specimen)
+    model = zoo.causal_lm(name)
     if dist.is_initialized():
         load_cases.MESHES[mesh](model)
     return model
@@ -36,11 +37,9 @@ def sharded(specimen: zoo.Specimen, mesh: str) -> nn.Module:
 
 def compare(name: str, folder: str, mesh: str, bucket_bytes: int, to: str) -> list[str]:
     """What is not as in the files that transformers has saved."""
-    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
-    saved = tensors_of(Path(folder))
-    whole = zoo.build(specimen)
+    saved, whole = tensors_of(Path(folder)), zoo.causal_lm(name)
     order = [key for key in revert_weight_conversion(whole, whole.state_dict()) if key in saved]
-    model = sharded(specimen, mesh)
+    model = sharded(name, mesh)
     options = StreamOptions(bucket_bytes=bucket_bytes)
     target = "first_rank" if to == "first" else "all_ranks"
     keys: list[str] = []
@@ -73,9 +72,7 @@ def differences(
 
 def options_of(name: str, mesh: str, what: str) -> list[str]:
     """What is wrong about the tensors when something is asked for them."""
-    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
-    whole = zoo.build(specimen)
-    model = sharded(specimen, mesh)
+    whole, model = zoo.causal_lm(name), sharded(name, mesh)
     options = StreamOptions(bucket_bytes=1 << 15)
     faults: list[str] = []
     if what == "dtype":
@@ -120,12 +117,10 @@ def odd() -> tuple[list[str], list[str]]:
 
 def leave_after(name: str, counts: list[int | None], how: str) -> tuple[str, str, int]:
     """A loop that every rank leaves, by a break or an exception, after so many tensors; how the call ended."""
-    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
-    model = sharded(specimen, "flat")
+    model = sharded(name, "flat")
     count = counts[dist.get_rank()]
-    options = StreamOptions(
-        bucket_bytes=1 << 14, timeouts=Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=30, join_timeout_s=60)
-    )
+    timeouts = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=30, join_timeout_s=60)
+    options = StreamOptions(bucket_bytes=1 << 14, timeouts=timeouts)
     seen = 0
     try:
         for _, _ in iter_hf_tensors(model, options=options):
@@ -149,15 +144,12 @@ def disagree() -> tuple[str, str]:
 
 def adapted(what: str) -> nn.Module:
     """A tiny model with a LoRA whose numbers are all other than zero."""
-    from peft import LoraConfig, get_peft_model
-
-    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == "llama")
     torch.manual_seed(0)
     options: dict[str, Any] = {"use_dora": what == "dora", "use_rslora": what == "rslora"}
     if what == "whole":
         options["modules_to_save"] = ["lm_head"]
     modules = ["q_proj", "embed_tokens"] if what == "embedding" else ["q_proj", "down_proj"]
-    model = get_peft_model(zoo.build(specimen), LoraConfig(r=4, target_modules=modules, **options))
+    model = get_peft_model(zoo.causal_lm("llama"), LoraConfig(r=4, target_modules=modules, **options))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data.normal_()
@@ -166,8 +158,6 @@ def adapted(what: str) -> nn.Module:
 
 def adapter(what: str) -> list[str]:
     """What is not as PEFT has it in the tensors of an adapted, sharded model; or the error."""
-    from peft import get_peft_model_state_dict
-
     model = adapted(what)
     everything = {key: value.clone() for key, value in model.state_dict().items()}
     wanted: dict[str, torch.Tensor] = get_peft_model_state_dict(model) if what == "adapter" else everything
@@ -212,10 +202,7 @@ WAYS = [
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("streams")
-    for specimen in zoo.causal_lm_specimens():
-        if specimen.name in NAMES:
-            zoo.save_original(zoo.build(specimen), folder / specimen.name)
-    return {name: str(folder / name) for name in NAMES}
+    return {name: str(zoo.save_original(zoo.causal_lm(name), folder / name)) for name in NAMES}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3_moe"])
@@ -223,14 +210,12 @@ def test_one_rank_gives_what_transformers_saves(saved, name):
     assert compare(name, saved[name], "flat", 4096, "every") == []
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("mesh", "size", "bucket", "to", "names"), WAYS)
 def test_ranks_give_what_transformers_saves(worlds, saved, mesh, size, bucket, to, names):
     for name in names:
         assert worlds(size).run(compare, name, saved[name], mesh, bucket, to) == [[]] * size, name
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("what", ["dtype", "internal", "own"])
 def test_tensor_options_are_applied(worlds, what):
     assert worlds(2).run(options_of, "qwen3_moe", "flat", what) == [[], []]
@@ -242,7 +227,6 @@ def test_tensors_without_elements_keep_their_places():
     assert faults == []
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("what", ["adapter", "internal", "merged", "rslora"])
 def test_tensors_of_a_peft_model_are_as_peft_has_them(worlds, what):
     pytest.importorskip("peft")
@@ -267,7 +251,6 @@ def test_adapters_that_cannot_be_merged_are_refused(what, words):
 # What ends it
 
 
-@pytest.mark.distributed
 def test_all_ranks_may_leave_after_the_same_tensor(worlds):
     ends = worlds(2).run(leave_after, "llama", [3, 3], "break")
     assert ends[0] == ends[1]
@@ -275,7 +258,6 @@ def test_all_ranks_may_leave_after_the_same_tensor(worlds):
     assert ends[0][2] > 3
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("how", ["break", "raise"])
 def test_a_loop_that_ends_on_one_rank_makes_the_others_raise(worlds, how):
     one, other = worlds(2).run(leave_after, "llama", [None, 3], how)
@@ -285,7 +267,6 @@ def test_a_loop_that_ends_on_one_rank_makes_the_others_raise(worlds, how):
     assert "its loop over the tensors ended before the last one" in one[1]
 
 
-@pytest.mark.distributed
 def test_ranks_must_ask_for_the_same(worlds):
     require_same_error(worlds(2).run(disagree), "RankMismatchError", "arguments")
 

@@ -2,16 +2,16 @@
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from tests import truth
+from tests import truth, zoo
 from tests.engines import torch_saves
 from tests.engines.conftest import small_qwen3
+from tests.merging.adapters import tensors_of
 from tests.support.world import require_same_error
 from torch import nn
 
@@ -57,18 +57,16 @@ def check(worlds, folder, source, *, wrapper=""):
 # Files of torch
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["qwen3", "tied_qwen3", "mixtral"])
 def test_torch_files(worlds, tmp_path, request, name):
     source = request.getfixturevalue(name)
     check(worlds, as_torch_files(source, tmp_path / "bin"), source)
 
 
-@pytest.mark.distributed
 def test_each_rank_reads_only_its_own_bytes(worlds, tmp_path, qwen3):
     target = tmp_path / "bin"
     target.mkdir()
-    tensors = {key: value for file in sorted(qwen3.glob("*.safetensors")) for key, value in load_file(file).items()}
+    tensors = tensors_of(qwen3)
     torch.save(tensors, target / "pytorch_model.bin")
     total = sum(tensor.nbytes for tensor in tensors.values())
     read = [found["read_bytes"] for found in worlds(3).run(torch_saves.loaded, str(target), str(qwen3), {})]
@@ -115,7 +113,6 @@ def test_of_two_models_one_is_named_by_key_mapping(tmp_path):
 # Distributed checkpoints
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "size", "mesh", "levels"),
     [
@@ -131,13 +128,11 @@ def test_a_sharded_model_comes_back(worlds, tmp_path, request, name, size, mesh,
     check(worlds, tmp_path / "saved", source, wrapper=".".join(levels))
 
 
-@pytest.mark.distributed
 def test_chunks_under_the_names_of_the_hub(worlds, tmp_path, mixtral):
     worlds(2).run(torch_saves.save_hub_tensors, str(mixtral), str(tmp_path / "saved"))
     check(worlds, tmp_path / "saved", mixtral)
 
 
-@pytest.mark.distributed
 def test_chunks_of_a_mesh_of_two_dimensions(worlds, tmp_path):
     worlds(4).run(torch_saves.save_grid, str(tmp_path / "saved"))
     model = nn.Linear(7, 5, bias=False, device="meta")
@@ -145,14 +140,12 @@ def test_chunks_of_a_mesh_of_two_dimensions(worlds, tmp_path):
     assert torch.equal(model.weight, torch.arange(35.0).reshape(5, 7))
 
 
-@pytest.mark.distributed
 def test_safetensors_files_of_chunks(worlds, tmp_path, mixtral):
     worlds(2).run(torch_saves.save_safetensors, str(mixtral), str(tmp_path))
     assert len(list(tmp_path.glob("shard-*.safetensors"))) == 2
     check(worlds, tmp_path, mixtral)
 
 
-@pytest.mark.distributed
 def test_a_folder_of_accelerate(worlds, tmp_path, qwen3):
     worlds(2).run(torch_saves.save_like_accelerate, str(qwen3), str(tmp_path))
     check(worlds, tmp_path, qwen3, wrapper="model")
@@ -162,8 +155,7 @@ def test_a_folder_of_accelerate(worlds, tmp_path, qwen3):
 
 def test_a_distributed_checkpoint_without_a_config_names_the_missing_argument(tmp_path):
     model = small_qwen3()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
+    with zoo.silenced():  # that there is one process
         dcp.save(dict(model.state_dict()), checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(ConfigError, match=r"there is no config\.json.*pass config="):
         shardwise.from_pretrained(tmp_path)

@@ -2,15 +2,15 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from tests import truth, zoo
 from tests.engines.conftest import small_qwen3
+from tests.merging.adapters import tensors_of
+from tests.storage.fake_hub import COMMIT, hub_that_has
+from tests.support.files import change_json
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -45,11 +45,9 @@ def test_a_dtype_that_no_config_names_is_that_of_the_first_key(qwen3, tmp_path, 
     folder = tmp_path / "mixed"
     shutil.copytree(qwen3, folder)
     _without_dtype(folder)
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
+    tensors = tensors_of(folder)
+    for file in folder.glob("*.safetensors*"):
         file.unlink()
-    (folder / "model.safetensors.index.json").unlink()
     save_file(_mixed(tensors, float32), folder / "model.safetensors", metadata={"format": "pt"})
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert shardwise.from_pretrained(folder).dtype is theirs.dtype is dtype
@@ -61,14 +59,11 @@ def test_of_several_files_the_first_counts_or_what_their_index_names(qwen3, tmp_
     shutil.copytree(qwen3, folder)
     _without_dtype(folder)
     files = sorted(folder.glob("*.safetensors"))
-    save_file(
-        {name: value.half() for name, value in load_file(files[0]).items()}, files[0], metadata={"format": "pt"}
-    )
+    metadata = {"format": "pt"}
+    save_file({name: value.half() for name, value in load_file(files[0]).items()}, files[0], metadata=metadata)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert shardwise.from_pretrained(folder).dtype is theirs.dtype is torch.float16
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["metadata"]["dtype"] = "bfloat16"
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    change_json(folder / "model.safetensors.index.json", metadata={"dtype": "bfloat16"})
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert shardwise.from_pretrained(folder).dtype is theirs.dtype is torch.bfloat16
 
@@ -111,9 +106,7 @@ def own(qwen3, tmp_path):
     """A checkpoint of a type that transformers does not know."""
     folder = tmp_path / "own"
     shutil.copytree(qwen3, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": OwnConfig.model_type, "architectures": ["OwnModel"]}
-    (folder / "config.json").write_text(json.dumps(config))
+    change_json(folder / "config.json", model_type=OwnConfig.model_type, architectures=["OwnModel"])
     return folder
 
 
@@ -137,51 +130,21 @@ def test_a_class_that_is_registered_is_found_by_its_name(own):
     assert truth.differences(truth.snapshot(model), truth.snapshot(small_qwen3())) == []
 
 
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """``hub(folder)``: the hub has one repository, with a folder's files; returns the names downloaded so far."""
-    commit = "a" * 40
-
-    def make(folder):
-        names = [file.name for file in folder.iterdir()]
-        downloaded: set[str] = set()
-        place = tmp_path / "models--org--name" / "snapshots" / commit
-
-        def repo_info(self, repo_id, **options):
-            return SimpleNamespace(sha=commit, siblings=[SimpleNamespace(rfilename=name) for name in names])
-
-        def download(repo_id, *, allow_patterns, ignore_patterns, **options):
-            place.mkdir(parents=True, exist_ok=True)
-            for name in huggingface_hub.utils.filter_repo_objects(
-                names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
-            ):
-                downloaded.add(name)
-                shutil.copy(folder / name, place / name)
-            return str(place)
-
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        return downloaded
-
-    return make
-
-
-def test_code_of_a_repository_is_fetched_with_consent_only(qwen3, tmp_path, hub):
+def test_code_of_a_repository_is_fetched_with_consent_only(qwen3, tmp_path, monkeypatch):
     folder = tmp_path / "coded"
     shutil.copytree(qwen3, folder)
     (folder / "modeling_own.py").write_text(
         "from transformers import Qwen3ForCausalLM\n\n\nclass Coded(Qwen3ForCausalLM):\n    pass\n"
     )
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["Coded"], "auto_map": {"AutoModelForCausalLM": "modeling_own.Coded"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    downloaded = hub(folder)
-    with pytest.raises(ConfigError, match="contains its own model code"):
-        shardwise.from_pretrained("org/name", cache_dir=str(tmp_path))
-    assert "modeling_own.py" not in downloaded
-    model = shardwise.from_pretrained("org/name", cache_dir=str(tmp_path), trust_remote_code=True)
-    assert "modeling_own.py" in downloaded
-    assert (tmp_path / "models--org--name" / "refs" / "main").read_text() == "a" * 40
+    places = {"AutoModelForCausalLM": "modeling_own.Coded"}
+    change_json(folder / "config.json", architectures=["Coded"], auto_map=places)
+    place = tmp_path / "models--org--name" / "snapshots" / COMMIT
+    with hub_that_has({file.name: file.read_bytes() for file in folder.iterdir()}, place, monkeypatch):
+        with pytest.raises(ConfigError, match="contains its own model code"):
+            shardwise.from_pretrained("org/name", cache_dir=str(tmp_path))
+        assert not (place / "modeling_own.py").exists()
+        model = shardwise.from_pretrained("org/name", cache_dir=str(tmp_path), trust_remote_code=True)
+    assert (place / "modeling_own.py").exists()
+    assert (tmp_path / "models--org--name" / "refs" / "main").read_text() == COMMIT
     assert type(model).__name__ == "Coded"
     assert isinstance(model, PreTrainedModel)

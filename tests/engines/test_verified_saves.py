@@ -2,11 +2,12 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.world import attempt
+from tests.support.world import agreed, attempt
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -14,7 +15,7 @@ import shardwise
 import shardwise.engines.saving
 import shardwise.execution.write
 from shardwise.storage.contract import WritePolicy
-from shardwise.storage.writing import LocalWriter, open_writer
+from shardwise.storage.writing import LocalWriter
 
 OPTIONS = shardwise.options.SaveOptions(progress=False)
 
@@ -74,15 +75,12 @@ def save_damaged(folder: str, damage: str, verify: bool, by: type) -> tuple[str,
     shardwise.save(model, folder, options=OPTIONS)
     with torch.no_grad():
         model.first.add_(1)
-    shardwise.engines.saving.open_writer = by
-    block_bytes, shardwise.execution.write._READ_BACK_BYTES = (shardwise.execution.write._READ_BACK_BYTES, 5000)
-    Damaging.damage = damage if rank == writer else ""
-    try:
+    with (
+        mock.patch.object(shardwise.engines.saving, "open_writer", by),
+        mock.patch.object(shardwise.execution.write, "_READ_BACK_BYTES", 5000),
+        mock.patch.object(Damaging, "damage", damage if rank == writer else ""),
+    ):
         return attempt(lambda: shardwise.save(model, folder, verify=verify, options=OPTIONS))
-    finally:
-        Damaging.damage = ""
-        shardwise.engines.saving.open_writer = open_writer
-        shardwise.execution.write._READ_BACK_BYTES = block_bytes
 
 
 def require_found(end: tuple[str, str], folder: Path, words: str) -> None:
@@ -110,11 +108,8 @@ def test_undamaged_saves_are_equal(tmp_path):
     assert shardwise.verify(tmp_path).is_sound
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("by", [Damaging, Streaming])
 def test_all_ranks_are_reported(worlds, tmp_path, by):
     for number, (damage, words) in enumerate(DAMAGES.items()):
         folder = tmp_path / str(number)
-        first, second = worlds(2).run(save_damaged, str(folder), damage, True, by)
-        assert first == second
-        require_found(first, folder, words)
+        require_found(agreed(worlds(2), save_damaged, str(folder), damage, True, by), folder, words)

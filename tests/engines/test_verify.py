@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tests.engines.conftest import small_qwen3
+from tests.support.files import change_json, flip_bit
 from torch import nn
 
 import shardwise
@@ -43,25 +44,15 @@ def test_a_sound_checkpoint(saved):
 def test_one_flipped_bit_is_found_and_named(saved):
     for number, entry in enumerate(list(open_checkpoint(saved).entries.values())[::7]):
         position = (entry.start, (entry.start + entry.stop) // 2, entry.stop - 1)[number % 3]
-        with (saved / entry.file).open("r+b") as file:
-            flip(file, position)
-            assert shardwise.verify(saved).damaged == (entry.key,)
-            flip(file, position)
+        flip_bit(saved / entry.file, position)
+        assert shardwise.verify(saved).damaged == (entry.key,)
+        flip_bit(saved / entry.file, position)
     assert shardwise.verify(saved).is_sound
-
-
-def flip(file, position):
-    file.seek(position)
-    byte = file.read(1)[0]
-    file.seek(position)
-    file.write(bytes([byte ^ 0x10]))
-    file.flush()
 
 
 def test_damage_is_reported_on_the_command_line(saved):
     entry = open_checkpoint(saved).entries["model.norm.weight"]
-    with (saved / entry.file).open("r+b") as file:
-        flip(file, entry.start)
+    flip_bit(saved / entry.file, entry.start)
     result = command(saved)
     assert result.exit_code == 1
     assert "DAMAGED" in result.output
@@ -150,8 +141,7 @@ def test_during_a_commit_two_saves_are_on_record(saved):
         write_records(saved, *saves)
         assert shardwise.verify(saved).is_sound
     entry = open_checkpoint(saved).entries["model.norm.weight"]
-    with (saved / entry.file).open("r+b") as file:
-        flip(file, entry.start)
+    flip_bit(saved / entry.file, entry.start)
     assert shardwise.verify(saved).damaged == ("model.norm.weight",)
 
 
@@ -209,8 +199,7 @@ def test_a_tensor_of_several_blocks(tmp_path, monkeypatch):
     shardwise.save(model, tmp_path, dtype=torch.float16)
     assert shardwise.verify(tmp_path).is_sound
     entry = open_checkpoint(tmp_path).entries["weight"]
-    with (tmp_path / entry.file).open("r+b") as file:
-        flip(file, entry.start + 4095)
+    flip_bit(tmp_path / entry.file, entry.start + 4095)
     assert shardwise.verify(tmp_path).damaged == ("weight",)
 
 
@@ -220,8 +209,7 @@ def test_a_tensor_of_several_blocks(tmp_path, monkeypatch):
 def test_a_config_that_was_changed_is_reported(saved):
     """By hand or by damage, in words that fit; weights are sound all the same."""
     assert shardwise.verify(saved).changed == ()
-    config = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+    change_json(saved / "config.json", rope_theta=5.0)
     (saved / "generation_config.json").unlink()
     report = shardwise.verify(saved)
     assert report.changed == ("config.json", "generation_config.json (it is gone)")
@@ -236,9 +224,8 @@ def test_a_damaged_generation_config_is_one_error_that_names_it(saved, content):
     """And the exit code is that of a model that cannot be opened."""
     (saved / "generation_config.json").write_bytes(content.encode("latin-1"))
     for act in (shardwise.verify, shardwise.from_pretrained):
-        with pytest.raises(
-            shardwise.FormatError, match="^generation_config.json in .* It is damaged: restore the file$"
-        ):
+        words = "^generation_config.json in .* It is damaged: restore the file$"
+        with pytest.raises(shardwise.FormatError, match=words):
             act(saved)
     result = command(saved)
     assert result.exit_code == 2
@@ -263,8 +250,7 @@ def test_an_adapter_is_verified(tmp_path, stored):
     assert report.compared == report.tensors == 4
     assert (report.damaged, report.changed) == ((), ())
     assert "an adapter" in report.holds
-    with (tmp_path / stored).open("r+b") as file:
-        flip(file, (tmp_path / stored).stat().st_size - 1 if stored.endswith("s") else 4)
+    flip_bit(tmp_path / stored, -1 if stored.endswith("s") else 4)
     report = shardwise.verify(tmp_path)
     if stored.endswith("s"):
         assert len(report.damaged) == 1

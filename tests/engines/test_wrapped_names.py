@@ -1,10 +1,8 @@
 """Names are those of the plain model wherever one is shown or written."""
 
-import pytest
 from tests.engines import wrapping
 
 
-@pytest.mark.distributed
 def test_no_report_state_file_or_error_has_the_names_of_wrappers(worlds, qwen3, tmp_path):
     shown = worlds(2).run(wrapping.shown, str(qwen3), str(tmp_path))[1]
     for what, text in shown.items():

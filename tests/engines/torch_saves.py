@@ -40,9 +40,8 @@ def save_safetensors(source: str, folder: str) -> None:
 
 def save_like_accelerate(source: str, folder: str) -> None:
     """The folders of ``accelerator.save_state``: a model and an optimizer that has stepped."""
-    model = shardwise.from_pretrained(
-        source, sharding=Sharding(mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = shardwise.from_pretrained(source, sharding=Sharding(mesh=mesh))
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{folder}/pytorch_model_fsdp_0")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     for parameter in model.parameters():

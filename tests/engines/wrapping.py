@@ -45,9 +45,8 @@ def shown(checkpoint: str, folder: str) -> dict[str, str]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
 
-    said["save"] = shardwise.save(
-        model, root / "saved", dtype="bfloat16", options=shardwise.options.SaveOptions(progress=False)
-    )
+    options = shardwise.options.SaveOptions(progress=False)
+    said["save"] = shardwise.save(model, root / "saved", dtype="bfloat16", options=options)
     said["files of save"] = [path.read_bytes() for path in sorted((root / "saved").iterdir())]
     said["stream"] = [key for key, _ in shardwise.iter_hf_tensors(model)]
     state = shardwise.get_model_state_dict(model, "full_on_all_ranks")

@@ -3,8 +3,6 @@
 import pytest
 from tests.execution import transfers
 
-pytestmark = pytest.mark.distributed
-
 
 @pytest.mark.parametrize(
     ("size", "source_ranks"), [(1, [0]), (2, [1, 1]), (2, [0, 1]), (4, [0, 0, 2, 2]), (2, None), (4, None)]

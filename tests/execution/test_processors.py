@@ -54,7 +54,6 @@ def test_a_load_computes_on_no_more_threads(count, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
     monkeypatch.setattr(four_bit, "quantize_rows", slowly)
     options = shardwise.options.LoadOptions(progress=False)
-    shardwise.from_pretrained(
-        str(tmp_path), quantization=shardwise.options.Nf4(), dtype=torch.bfloat16, options=options
-    )
+    quantization = shardwise.options.Nf4()
+    shardwise.from_pretrained(str(tmp_path), quantization=quantization, dtype=torch.bfloat16, options=options)
     assert len(seen) == count

@@ -42,9 +42,8 @@ def test_out_of_memory_on_one_rank_is_a_training_error_on_all(worlds):
 
 
 def test_ranks_that_disagree_are_named(worlds):
-    assert (
-        worlds(3).run(faults.disagree) == [("RankMismatchError", "the number on rank 2 is not that of rank 0")] * 3
-    )
+    wanted = [("RankMismatchError", "the number on rank 2 is not that of rank 0")] * 3
+    assert worlds(3).run(faults.disagree) == wanted
 
 
 def test_ranks_of_a_subgroup_have_their_global_ranks_in_every_message(worlds):

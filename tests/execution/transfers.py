@@ -11,24 +11,9 @@ from shardwise.tensors import Box
 CPU = torch.device("cpu")
 
 DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.uint16,
-    torch.int64,
-    torch.uint32,
-    torch.complex64,
-    torch.complex128,
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int64, torch.uint32),
 ]
 
 

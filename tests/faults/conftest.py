@@ -13,9 +13,7 @@ from tests.engines.on_ranks import Plain
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory) -> str:
     """A checkpoint of several files."""
-    directory = tmp_path_factory.mktemp("qwen3")
-    zoo.save_original(small_qwen3(), directory, max_shard_size="30KB")
-    return str(directory)
+    return str(zoo.save_original(small_qwen3(), tmp_path_factory.mktemp("qwen3"), max_shard_size="30KB"))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.support.closing import Closing
 from tests.support.fork_server import start_server
 
 _IN_MEMORY = Path("/dev/shm")
@@ -98,7 +99,7 @@ def through_rank_0(folder: Path, rank: int, size: int) -> Any:
     return dist.TCPStore("127.0.0.1", int(place.read_text()), size, is_master=False, wait_for_workers=False)
 
 
-class Doomed:
+class Doomed(Closing):
     """A world of ranks that call one function, ``function(seat, *args)``, once."""
 
     def __init__(self, size: int, *, meet: Meet = through_a_file) -> None:
@@ -189,12 +190,6 @@ class Doomed:
         for pipe in self._pipes:
             pipe.close()
         self._temporary.cleanup()
-
-    def __enter__(self) -> Doomed:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _states_of_threads(pid: int) -> set[str]:

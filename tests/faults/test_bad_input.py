@@ -95,14 +95,12 @@ def wide(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_budget_smaller_than_a_row_is_enough(worlds, wide, dim, dtype):
     assert worlds(2).run(load_wide, wide, dim, dtype, 4096) == [[], []]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_budget_smaller_than_a_row_suffices_for_shared_reads(worlds, wide, dim):
     assert worlds(4).run(load_wide_replicas, wide, dim, 1 << 16, "always") == [[]] * 4
@@ -115,14 +113,12 @@ def test_a_mesh_of_three_axes_is_refused_by_name():
             wrap(nn.Sequential(nn.Linear(4, 6)).to("meta"), Sharding(mesh=mesh, wrap="whole_model"))
 
 
-@pytest.mark.distributed
 def test_a_model_that_cannot_be_sharded_is_the_same_error_on_every_rank(worlds, wide):
     errors = worlds(4).run(partial, wide)
     told = "an axis of 2 ranks (the mesh has (2, 2))"
     require_same_error(errors, "ShardingError", "rows.weight is placed as P", "(sum)", told)
 
 
-@pytest.mark.distributed
 def test_an_uneven_split_of_columns_is_read_where_it_exists(worlds, wide):
     """FSDP2 makes none, but a DTensor of one's own may have it: 6 and 32768 columns on 4 and 3 ranks."""
     for size in (3, 4):

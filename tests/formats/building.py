@@ -2,7 +2,33 @@
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from tests.support.memory_storage import MemoryReader
+
+from shardwise.errors import FormatError
+from shardwise.formats.opening import open_checkpoint
+from shardwise.storage.contract import StorageReader
+
+
+def refusal_of(
+    reader: StorageReader, *others: Any, read: Callable[..., object] = open_checkpoint, **options: object
+) -> str:
+    """The message of a FormatError."""
+    with pytest.raises(FormatError) as caught:
+        read(reader, *others, **options)
+    return str(caught.value)
+
+
+def one_line_of(content: bytes, file: str, read: Callable[..., object]) -> str:
+    """What a refusal of a file tells, which is one line that names it, and not too long."""
+    message = refusal_of(MemoryReader({file: content}), file, read=read)
+    assert message.startswith(f"{file}: ")
+    assert "\n" not in message
+    assert len(message) < 800
+    return message
 
 
 def tensor(dtype: str, shape: list[int], start: int, stop: int) -> dict[str, object]:

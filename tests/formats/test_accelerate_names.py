@@ -46,9 +46,8 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no such file or folder"):
         find_saved(tmp_path / "x", MODEL, 0)
     empty = made(tmp_path / "empty", "kept.txt")
-    with pytest.raises(
-        FormatError, match="(?s)no model 1 of accelerate's.*fsdp_1.bin.*_1_rank0.bin.*there is: kept"
-    ):
+    words = "(?s)no model 1 of accelerate's.*fsdp_1.bin.*_1_rank0.bin.*there is: kept"
+    with pytest.raises(FormatError, match=words):
         find_saved(empty, MODEL, 1)
     (tmp_path / "bare").mkdir()
     with pytest.raises(FormatError, match="there is: nothing"):
@@ -59,9 +58,8 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"begun/pytorch_model_fsdp_0: has no \.metadata"):
         find_saved(begun / MODEL.folder(0), MODEL, 0)
     several = made(tmp_path / "several", MODEL.file(0), MODEL.rank_file(0, 0), f"{MODEL.folder(0)}/.metadata")
-    with pytest.raises(
-        ConfigError, match=r"in several forms: pytorch_model_fsdp.bin, pytorch_model_fsdp_0/, .*1 ranks"
-    ):
+    words = r"in several forms: pytorch_model_fsdp.bin, pytorch_model_fsdp_0/, .*1 ranks"
+    with pytest.raises(ConfigError, match=words):
         find_saved(several, MODEL, 0)
 
 
@@ -70,9 +68,8 @@ def test_files_of_ranks_are_all_there_once(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="there are 2 files of ranks, and none of rank 1, 2."):
         find_saved(gaps, MODEL, 0)
     far = made(tmp_path / "far", MODEL.rank_file(0, 999_999_999))
-    with pytest.raises(
-        FormatError, match="there are 1 files of ranks, and none of rank 0, 1, 2, 3, 4, 5, 6, 7, 8."
-    ):
+    words = "there are 1 files of ranks, and none of rank 0, 1, 2, 3, 4, 5, 6, 7, 8."
+    with pytest.raises(FormatError, match=words):
         find_saved(far, MODEL, 0)
     twice = made(tmp_path / "twice", "optimizer_rank0.bin", "optimizer_0_rank0.bin")
     with pytest.raises(FormatError, match=r"optimizer_0_rank0.bin and optimizer_rank0.bin are both of rank 0"):
@@ -81,6 +78,5 @@ def test_files_of_ranks_are_all_there_once(tmp_path: Path) -> None:
 
 def test_a_file_with_zeros_before_its_number_is_no_file_of_ranks(tmp_path: Path) -> None:
     folder = made(tmp_path / "zeros", "optimizer_00_rank0.bin")
-    assert find_saved(folder / "optimizer_00_rank0.bin", OPTIMIZER, 0) == WholeFile(
-        str(folder), "optimizer_00_rank0.bin"
-    )
+    found = find_saved(folder / "optimizer_00_rank0.bin", OPTIMIZER, 0)
+    assert found == WholeFile(str(folder), "optimizer_00_rank0.bin")

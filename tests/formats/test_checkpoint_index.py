@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.formats.building import file_of, file_with, index_of, tensor
+from tests.formats.building import file_of, file_with, index_of, refusal_of, tensor
 from tests.support import HttpStore
 from tests.support.http_store import Status
 from tests.support.memory_storage import MemoryReader
@@ -25,9 +25,7 @@ def opened(files: Mapping[str, bytes], **options: object) -> CheckpointIndex:
 
 
 def refusal(files: Mapping[str, bytes], **options: object) -> str:
-    with pytest.raises(FormatError) as caught:
-        opened(files, **options)
-    return str(caught.value)
+    return refusal_of(MemoryReader(files), **options)
 
 
 A, B, C = file_with("a"), file_with("b"), file_with("c")
@@ -137,16 +135,10 @@ def test_a_path_to_a_file(tmp_path: Path) -> None:
 
 
 def test_entries_are_in_file_order_with_their_places() -> None:
-    files = {
-        "b.safetensors": file_of(
-            {"y": tensor("F32", [2], 4, 12), "x": tensor("BF16", [2], 0, 4)}, bytes(range(12))
-        ),
-        "a.safetensors": file_with("z", nbytes=3),
-        "model.safetensors.index.json": index_of(
-            {"x": "b.safetensors", "y": "b.safetensors", "z": "a.safetensors"}
-        ),
-    }
-    index = opened(files)
+    header = {"y": tensor("F32", [2], 4, 12), "x": tensor("BF16", [2], 0, 4)}
+    files = named(b=file_of(header, bytes(range(12))), a=file_with("z", nbytes=3))
+    places = {"x": "b.safetensors", "y": "b.safetensors", "z": "a.safetensors"}
+    index = opened({**files, INDEX: index_of(places)})
     assert list(index.entries) == ["z", "x", "y"]
     assert index.nbytes == 15
     entry = index.entries["y"]
@@ -155,11 +147,7 @@ def test_entries_are_in_file_order_with_their_places() -> None:
 
 
 def test_a_key_that_the_index_leaves_out_is_included() -> None:
-    files = {
-        "x.safetensors": file_with("a", "left.out"),
-        "model.safetensors.index.json": index_of({"a": "x.safetensors"}),
-    }
-    assert set(opened(files).entries) == {"a", "left.out"}
+    assert set(opened({"x.safetensors": file_with("a", "left.out"), INDEX: X}).entries) == {"a", "left.out"}
 
 
 def test_metadata_of_headers_and_index_is_text() -> None:
@@ -210,14 +198,8 @@ def test_an_empty_folder(tmp_path: Path) -> None:
     ("names", "words"),
     [
         (["model.gguf"], "model.gguf: this layout is not supported for loading"),
-        (
-            ["weights.pt", "optimizer.bin"],
-            "optimizer.bin, weights.pt: if one of them holds the model, pass its path",
-        ),
-        (
-            ["pytorch_model_fsdp_0_rank1.bin"],
-            "load_accelerate_model and accelerate load them on the same number of ranks",
-        ),
+        (["weights.pt", "optimizer.bin"], "optimizer.bin, weights.pt: if one of them holds the model, pass its"),
+        (["pytorch_model_fsdp_0_rank1.bin"], "load_accelerate_model and accelerate load them on the same number"),
         (["__0_0.distcp", "__1_0.distcp"], "there are 2 .distcp files, but no .metadata"),
         (["adapter_model.safetensors"], "There is an adapter without its base model"),
         (["adapter_model.bin"], "There is an adapter without its base model"),
@@ -300,44 +282,25 @@ def test_a_numbered_file_that_is_missing_where_no_index_would_tell(names: list[s
 
 
 def test_all_faults_are_reported_at_once() -> None:
-    message = refusal(
-        {
-            "model.safetensors.index.json": index_of(
-                {
-                    "a": "x.safetensors",
-                    "gone": "x.safetensors",
-                    "b": "absent.safetensors",
-                    "c": "damaged.safetensors",
-                    "d": "../out.safetensors",
-                    "e": 5,
-                    "f": "y.safetensors",
-                }
-            ),
-            "x.safetensors": file_with("a"),
-            "y.safetensors": file_with("f", "a"),
-            "damaged.safetensors": file_with("c")[:-1],
-        }
-    )
+    weight_map = {name: f"{name}.safetensors" for name in ("x", "absent", "damaged", "../out", "y")}
+    files = named(x=file_with("x"), y=file_with("y", "x"), damaged=file_with("damaged")[:-1])
+    message = refusal({**files, INDEX: index_of({**weight_map, "gone": "x.safetensors", "e": 5})})
     for words in (
         "gone: not in x.safetensors",
         "absent.safetensors in <memory>: no such file",
-        "damaged.safetensors: tensor c reaches to byte",
+        "damaged.safetensors: tensor damaged reaches to byte",
         "../out.safetensors: it climbs out",
         "e: 5, not a string",
-        "a: in x.safetensors and in y.safetensors",
+        "x: in x.safetensors and in y.safetensors",
     ):
         assert words in message
     # A damaged file's keys are not reported again as missing from it.
-    assert "c: not in damaged" not in message
+    assert "damaged: not in damaged" not in message
 
 
 def test_at_most_twenty_of_each_kind_are_listed() -> None:
-    message = refusal(
-        {
-            "x.safetensors": A,
-            "model.safetensors.index.json": index_of({f"k{n:03}": "x.safetensors" for n in range(100)}),
-        }
-    )
+    many = index_of({f"k{n:03}": "x.safetensors" for n in range(100)})
+    message = refusal({"x.safetensors": A, INDEX: many})
     assert "keys not in the file the index names: 100" in message
     assert "k019: not in" in message
     assert "k020: not in" not in message
@@ -395,9 +358,8 @@ def test_a_checkpoint_at_a_url(files: dict[str, bytes], path: str, chosen: list[
 
 def test_a_file_named_beside_the_url() -> None:
     with HttpStore({"m/foo.safetensors": A, "m/model.safetensors": B}) as store:
-        index = open_checkpoint(
-            f"{store.url}/m", weights_name="foo.safetensors", extra_files=["absent.safetensors"]
-        )
+        extra_files = ["absent.safetensors"]
+        index = open_checkpoint(f"{store.url}/m", weights_name="foo.safetensors", extra_files=extra_files)
         assert list(index.files) == ["foo.safetensors"]
         with pytest.raises(FormatError, match=r"foo\.safetensors: is a file, and weights_name"):
             open_checkpoint(f"{store.url}/m/foo.safetensors", weights_name="model.safetensors")

@@ -4,15 +4,14 @@ import collections
 import pickle
 import threading
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.formats.building import refusal_of
 from tests.formats.test_distributed import Written
 from tests.formats.torch_building import Called, storage, torch_file
 from tests.support.memory_storage import MemoryReader
 
-from shardwise.errors import FormatError
 from shardwise.formats.contract import each
 from shardwise.formats.joining import MAX_DIMS
 from shardwise.formats.opening import open_checkpoint
@@ -26,9 +25,7 @@ def opened(files: dict[str, bytes]) -> MemoryReader:
 
 
 def refusal_of_torch(value: object) -> str:
-    with pytest.raises(FormatError) as caught:
-        read_torch_file(opened({"some.bin": torch_file(value)}), "some.bin")
-    return str(caught.value)
+    return refusal_of(opened({"some.bin": torch_file(value)}), "some.bin", read=read_torch_file)
 
 
 # Numbers
@@ -106,9 +103,7 @@ def test_where_a_read_is_a_wait_many_are_at_once() -> None:
 
 
 def messages_of(*names: str) -> str:
-    with pytest.raises(FormatError) as caught:
-        open_checkpoint(opened(dict.fromkeys(names, b"")))
-    return str(caught.value)
+    return refusal_of(opened(dict.fromkeys(names, b"")))
 
 
 def test_chunks_one_level_down_without_metadata() -> None:

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import save
+from tests.formats.building import refusal_of as refusal
 from tests.formats.torch_building import same, values_of
 from tests.support.memory_storage import MemoryReader
 
-from shardwise.errors import FormatError
 from shardwise.formats.opening import open_checkpoint
 
 GRID = torch.arange(48.0).reshape(6, 8)
@@ -31,12 +31,6 @@ def files_of(*chunks: tuple[torch.Tensor, object]) -> MemoryReader:
             for number, (chunk, told) in enumerate(chunks, 1)
         }
     )
-
-
-def refusal(reader: MemoryReader) -> str:
-    with pytest.raises(FormatError) as caught:
-        open_checkpoint(reader)
-    return str(caught.value)
 
 
 def test_chunks_are_put_together() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save
-from tests.formats.building import file_with
+from tests.formats.building import file_with, refusal_of
 from tests.formats.torch_building import archive, same, saved, tensor, torch_file, values_of
 from tests.support import HttpStore
 from tests.support.memory_storage import MemoryReader
@@ -27,9 +27,7 @@ def opened(value: object) -> tuple[CheckpointIndex, MemoryReader]:
 
 
 def refusal(content: bytes) -> str:
-    with pytest.raises(FormatError) as caught:
-        opened(content)
-    return str(caught.value)
+    return refusal_of(MemoryReader({"pytorch_model.bin": content}))
 
 
 def every_kind() -> dict[str, torch.Tensor]:
@@ -134,9 +132,8 @@ def test_files_that_are_not_state_dicts() -> None:
 def test_the_format_before_torch_1_6_is_explained(tmp_path: Path) -> None:
     file = tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
-    with pytest.raises(
-        FormatError, match=r"before 1\.6.*torch\.save\(torch\.load\(file, weights_only=True\), file\)"
-    ):
+    words = r"before 1\.6.*torch\.save\(torch\.load\(file, weights_only=True\), file\)"
+    with pytest.raises(FormatError, match=words):
         open_checkpoint(tmp_path)
     torch.save(torch.load(file, weights_only=True), file)
     with LocalReader(tmp_path) as reader:
@@ -158,9 +155,8 @@ def test_a_big_endian_file_is_refused() -> None:
 def test_dtypes_that_cannot_be_held_are_refused_by_name() -> None:
     assert "ComplexDoubleStorage" in refusal(saved({"a": torch.zeros(2, dtype=torch.complex128)}))
     expanded = torch.randn(3).expand(4, 3)
-    assert "a: its elements share memory, as after expand(). Save a contiguous copy" in refusal(
-        saved({"a": expanded})
-    )
+    words = "a: its elements share memory, as after expand(). Save a contiguous copy"
+    assert words in refusal(saved({"a": expanded}))
     assert "which does not belong" in refusal(saved({"a": torch.ones(2, 2).to_sparse()}))
     assert "conjugated or negated" in refusal(saved({"a": torch.ones(2, dtype=torch.complex64).conj()}))
 

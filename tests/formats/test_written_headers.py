@@ -36,9 +36,8 @@ def test_the_same_file_as_the_library_writes(
     assert content[: len(new.header)] == new.header
     assert new.nbytes == len(content)
     header = parse_header("f", len(content), new.header[8:])
-    assert {(entry.key, entry.start, entry.stop, entry.shape) for entry in header.entries} == {
-        (entry.key, entry.start, entry.stop, entry.shape) for entry in new.entries
-    }
+    found = {(entry.key, entry.start, entry.stop, entry.shape) for entry in header.entries}
+    assert found == {(entry.key, entry.start, entry.stop, entry.shape) for entry in new.entries}
     assert all(entry.nbytes == numel(entry.shape) * entry.dtype.itemsize for entry in new.entries)
     assert all(entry.file == new.name == "f" for entry in new.entries)
     assert from_torch(torch.bfloat16, "x") is DType.BF16

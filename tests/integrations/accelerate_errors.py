@@ -86,18 +86,6 @@ def _other_optimizer(checkpoint: str) -> None:
     accelerator_for(OURS).prepare(_sharded(model), optimizer)
 
 
-def _on_meta(checkpoint: str) -> None:
-    accelerator_for(OURS).prepare(shardwise.from_pretrained(checkpoint, load_weights=False))
-
-
-def _two(checkpoint: str) -> None:
-    accelerator_for(OURS).prepare(_sharded(_small()), _sharded(_small()))
-
-
-def _placements(checkpoint: str) -> None:
-    accelerator_for(OURS).prepare(_sharded(_small()), device_placement=[True, True])
-
-
 def _of_fsdp1(checkpoint: str) -> None:
     accelerator = accelerator_for(OURS)
     accelerator.state.fsdp_plugin = plugin()
@@ -165,15 +153,15 @@ def _left_on_one_rank(checkpoint: str) -> None:
     accelerator.prepare(model, optimizer_of(model))
 
 
-CASES: dict[str, Callable[[str], None]] = {
+CASES: dict[str, Callable[[str], Any]] = {
     "sharded in part": _in_part,
     "in DDP": _in_ddp,
     "sharded by others": _by_tensor_parallelism,
     "sharded on one rank": _on_one_rank,
     "an optimizer of other parameters": _other_optimizer,
-    "on meta": _on_meta,
-    "two models": _two,
-    "placements": _placements,
+    "on meta": lambda folder: accelerator_for(OURS).prepare(shardwise.from_pretrained(folder, load_weights=False)),
+    "two models": lambda _: accelerator_for(OURS).prepare(_sharded(_small()), _sharded(_small())),
+    "placements": lambda _: accelerator_for(OURS).prepare(_sharded(_small()), device_placement=[True, True]),
     "a plugin of FSDP1": _of_fsdp1,
     "an optimizer that has stepped": _stepped,
     "a vocabulary resized on meta": _resized,

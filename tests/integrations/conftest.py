@@ -8,22 +8,18 @@ from tests.integrations.runs import write
 from tests.support.local_ranks import LocalRanks
 
 
-def _ranks(size: int, request: pytest.FixtureRequest) -> LocalRanks:
-    return LocalRanks(size, timeout_s=200, is_forked=True)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
-def two(request: pytest.FixtureRequest) -> Iterator[LocalRanks]:
-    with _ranks(2, request) as found:
+def two() -> Iterator[LocalRanks]:
+    with LocalRanks(2, timeout_s=200, is_forked=True) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def one(request: pytest.FixtureRequest) -> Iterator[LocalRanks]:
-    with _ranks(1, request) as found:
+def one() -> Iterator[LocalRanks]:
+    with LocalRanks(1, timeout_s=200, is_forked=True) as found:
         yield found

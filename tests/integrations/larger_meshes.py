@@ -1,15 +1,18 @@
 """Meshes of context, tensor and expert parallelism, on ranks. Importable, for spawned processes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from tests.integrations import accelerating
 from tests.integrations.accelerating import alone, launched, optimizer_of, plugin, same_bits, whole
+from tests.integrations.runs import ARGUMENTS
+from tests.support.world import said
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -85,11 +88,8 @@ def ring_attention_on_cpus() -> Iterator[None]:
     """torch's own ring, which it has for kernels of GPUs only, around the kernel of CPUs."""
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    ring.custom_ops |= {forward: _ring_forward, backward: _ring_backward}
-    try:
+    with mock.patch.dict(ring.custom_ops, {forward: _ring_forward, backward: _ring_backward}):
         yield
-    finally:
-        del ring.custom_ops[forward], ring.custom_ops[backward]
 
 
 def accelerator_of(**sizes: int) -> Accelerator:
@@ -135,20 +135,9 @@ def trained_by_the_trainer(checkpoint: str, out: str, sizes: dict[str, int]) -> 
     ]
     groups = dist.get_world_size() // sizes["cp_size"] if sizes else 1
     with launched(), ring_attention_on_cpus():
-        arguments = TrainingArguments(
-            out,
-            use_cpu=True,
-            max_steps=3,
-            per_device_train_batch_size=2 // groups,
-            gradient_accumulation_steps=2,
-            logging_steps=1,
-            learning_rate=0.1,
-            optim="sgd",
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            parallelism_config=ParallelismConfig(**sizes) if sizes else None,
-        )
+        split = {"parallelism_config": ParallelismConfig(**sizes) if sizes else None}
+        given = ARGUMENTS | {"max_steps": 3, "learning_rate": 0.1, "optim": "sgd", **split}
+        arguments = TrainingArguments(out, per_device_train_batch_size=2 // groups, **given)
         model = shardwise.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
         kind: Any = type("Mine", (ShardwiseTrainer, Trainer), {})
         trainer = kind(model=for_trainer(model), args=arguments, train_dataset=examples)
@@ -163,22 +152,22 @@ def refusals(checkpoint: str) -> dict[str, str]:
         accelerator = accelerator_of(cp_size=2)
         model = shardwise.from_pretrained(checkpoint, dtype=torch.float32).train()
         model, _ = accelerator.prepare(model, optimizer_of(model))
-        told["no ring"] = _said(lambda: _split(accelerator, model, rows(2), range(3)))
-        told["no positions"] = _said(lambda: _split(accelerator, model, rows(2), (0, 1)))
-        told["no labels"] = _said(lambda: _split(accelerator, model, rows(2), (0, 2)))
+        told["no ring"] = said(lambda: _split(accelerator, model, rows(2), range(3)))
+        told["no positions"] = said(lambda: _split(accelerator, model, rows(2), (0, 1)))
+        told["no labels"] = said(lambda: _split(accelerator, model, rows(2), (0, 2)))
         theirs = plain(checkpoint)
         theirs, _ = accelerator.prepare(theirs, optimizer_of(theirs))
-        told["no positions, sharded by accelerate"] = _said(lambda: _split(accelerator, theirs, rows(2), (0, 1)))
+        told["no positions, sharded by accelerate"] = said(lambda: _split(accelerator, theirs, rows(2), (0, 1)))
         eager = shardwise.from_pretrained(checkpoint, attn_implementation="eager")
-        told["eager"] = _said(lambda: accelerator.prepare(eager, optimizer_of(eager)))
+        told["eager"] = said(lambda: accelerator.prepare(eager, optimizer_of(eager)))
         grid = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-        told["mesh"] = _said(lambda: shardwise.from_pretrained(checkpoint, sharding=shardwise.Sharding(mesh=grid)))
+        told["mesh"] = said(lambda: shardwise.from_pretrained(checkpoint, sharding=shardwise.Sharding(mesh=grid)))
         part = plain(checkpoint)
         fully_shard(part, mesh=grid["tp"])
-        told["part"] = _said(lambda: accelerator.prepare(part, optimizer_of(part)))
+        told["part"] = said(lambda: accelerator.prepare(part, optimizer_of(part)))
     with launched(), shardwise.integrations.accelerate():
         ulysses = accelerator_of(dp_shard_size=2, sp_size=2)
-        told["sp"] = _said(lambda: ulysses.prepare(model, optimizer_of(model)))
+        told["sp"] = said(lambda: ulysses.prepare(model, optimizer_of(model)))
     return told
 
 
@@ -190,14 +179,6 @@ def _split(accelerator: Accelerator, model: nn.Module, given: Any, passed: Itera
     ):
         names = ("input_ids", "shift_labels", "position_ids")
         model(**{names[each]: split[each] for each in passed}, labels=split[1], use_cache=False)
-
-
-def _said(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # Tensor and expert parallelism
@@ -220,7 +201,7 @@ def by_plans(checkpoint: str, folder: str, sizes: dict[str, int]) -> dict[str, A
         shardwise.load(model, checkpoint)
         model.train()
         reference = plain(checkpoint)
-        loaded = same_bits(whole(model), dict(reference.state_dict()))
+        told: dict[str, Any] = {"loaded": same_bits(whole(model), dict(reference.state_dict()))}
         kinds = {str(each.placements) for each in model.parameters() if isinstance(each, DTensor)}
         groups = sizes.get("fsdp_size", 1)
         everything = rows(2 * groups)
@@ -229,7 +210,7 @@ def by_plans(checkpoint: str, folder: str, sizes: dict[str, int]) -> dict[str, A
         own = dist.get_rank() // sizes.get("tp_size", 1)
         part = [each[2 * own : 2 * own + 2] for each in everything]
         (loss_of(model, *part, items) * groups).backward()
-        gradient = furthest_gradient(model, reference)
+        told["gradient"] = furthest_gradient(model, reference)
         optimizer = optimizer_of(model)
         optimizer.step()
         shardwise.save(model, Path(folder) / "saved")
@@ -238,21 +219,14 @@ def by_plans(checkpoint: str, folder: str, sizes: dict[str, int]) -> dict[str, A
         stepped = whole(model)
         states = shardwise.get_optimizer_state_dict(model, optimizer, "full_on_all_ranks")
         flat = shardwise.from_pretrained(Path(folder) / "saved", dtype=torch.float32)
-        saved = same_bits(whole(flat), stepped)
+        told["saved"] = same_bits(whole(flat), stepped)
         onto = shardwise.from_pretrained(checkpoint, dtype=torch.float32)
         other = optimizer_of(onto)
         with shardwise.Checkpointer(Path(folder) / "run") as keeper:
             keeper.restore(shardwise.TrainState(onto, other))
-        resumed = same_bits(whole(onto), stepped)
+        told["resumed"] = same_bits(whole(onto), stepped)
         moments = shardwise.get_optimizer_state_dict(onto, other, "full_on_all_ranks")
-        return {
-            "loaded": loaded,
-            "kinds": sorted(kinds),
-            "gradient": gradient,
-            "saved": saved,
-            "resumed": resumed,
-            "moments": str(moments) == str(states),
-        }
+        return {**told, "kinds": sorted(kinds), "moments": str(moments) == str(states)}
 
 
 def prepared_by_plans(checkpoint: str) -> dict[str, float]:
@@ -264,10 +238,4 @@ def prepared_by_plans(checkpoint: str) -> dict[str, float]:
         shardwise.load(model, checkpoint)
         prepared = accelerating.begin(accelerator, model.train())
         seen, final = accelerating.run(accelerator, prepared), whole(prepared[0])
-    reference = plain(checkpoint)
-    expected = accelerating.plain(reference)
-    return {
-        "losses": accelerating.furthest(seen.losses, expected.losses),
-        "norms": accelerating.furthest(seen.norms, expected.norms),
-        "weights": max(float((final[name] - value).abs().max()) for name, value in reference.state_dict().items()),
-    }
+    return accelerating.furthest_of_all(seen, final, plain(checkpoint))

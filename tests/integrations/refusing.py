@@ -1,36 +1,29 @@
 """Functions that ranks run with arguments that for_trainer and ShardwiseTrainer refuse."""
 
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
 from tests.integrations.runs import Run, bring_up, launched, rank, rows_of
+from tests.support.world import said
 from tests.training import tiny
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-
-def told(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+import shardwise
+from shardwise.integrations import ShardwiseTrainer, for_trainer
+from shardwise.integrations.trainer_marks import undo_for_trainer
 
 
 def models(folder: str) -> dict[str, str]:
     """What for_trainer says of each."""
-    from transformers import AutoModelForCausalLM
-
-    import shardwise
-    from shardwise.integrations.trainer_marks import for_trainer
-
     causal = Path(folder) / "causal"
     live = AutoModelForCausalLM.from_pretrained(causal)
     odd = tiny.model()
@@ -43,21 +36,18 @@ def models(folder: str) -> dict[str, str]:
     fully_shard(theirs)
     theirs._is_distributed_loading_by_transformers = True
     return {
-        "not sharded": told(lambda: for_trainer(live)),
-        "compiled": told(lambda: for_trainer(torch.compile(shardwise.from_pretrained(causal)))),
-        "on meta": told(lambda: for_trainer(shardwise.from_pretrained(causal, load_weights=False))),
-        "not a model of transformers": told(lambda: for_trainer(nn.Linear(2, 2))),
-        "several meshes": told(lambda: for_trainer(meshes)),
-        "by transformers": told(lambda: for_trainer(theirs)),
-        "by others": told(lambda: for_trainer(odd)),
+        "not sharded": said(lambda: for_trainer(live)),
+        "compiled": said(lambda: for_trainer(torch.compile(shardwise.from_pretrained(causal)))),
+        "on meta": said(lambda: for_trainer(shardwise.from_pretrained(causal, load_weights=False))),
+        "not a model of transformers": said(lambda: for_trainer(nn.Linear(2, 2))),
+        "several meshes": said(lambda: for_trainer(meshes)),
+        "by transformers": said(lambda: for_trainer(theirs)),
+        "by others": said(lambda: for_trainer(odd)),
     }
 
 
 def patched(folder: str, place: str) -> dict[str, Any]:
     """What is on a model while it is for the Trainer, and afterwards."""
-    import shardwise
-    from shardwise.integrations.trainer_marks import for_trainer, undo_for_trainer
-
     where = Path(folder)
     model = shardwise.from_pretrained(
         where / "causal", dtype=torch.float32, tuning=shardwise.ExistingLora(where / "adapter")
@@ -67,7 +57,7 @@ def patched(folder: str, place: str) -> dict[str, Any]:
     same = for_trainer(model) is model
     opened = model.is_distributed_loading_by_transformers
     model.save_pretrained(place)
-    refused = told(lambda: model.save_pretrained(place, push_to_hub=True))
+    refused = said(lambda: model.save_pretrained(place, push_to_hub=True))
     again = for_trainer(model) is model
     undo_for_trainer(model)
     after = {name: set(vars(item)) for name, item in (("outer", model), ("inner", model.get_base_model()))}
@@ -100,12 +90,6 @@ class _UnderSequences(Trainer):
 
 def trainers(folder: str, output: str) -> dict[str, str]:
     """What a trainer says of what it is given."""
-    import datasets
-    from transformers import TrainingArguments
-
-    import shardwise
-    from shardwise.integrations import ShardwiseTrainer, for_trainer
-
     kind: Any = type("Mine", (ShardwiseTrainer, Trainer), {})
     raw = shardwise.from_pretrained(Path(folder) / "causal")
     model = for_trainer(shardwise.from_pretrained(Path(folder) / "causal"))
@@ -116,16 +100,14 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         made_of: dict[str, Any] = {"model": model, "args": TrainingArguments(**given), "train_dataset": rows}
         return of(**made_of | others)
 
-    found = {"alone": told(made)}
+    found = {"alone": said(made)}
     with launched():
-        from accelerate.state import AcceleratorState
-
         AcceleratorState._reset_state(reset_partial_state=True)
-        found["no model"] = told(lambda: made(model="gpt2"))
-        found["not for it"] = told(lambda: made(model=raw))
-        found["model_init"] = told(lambda: made(model_init=lambda: model))
-        found["peft_config"] = told(lambda: made(peft_config=object()))
-        found["fsdp of accelerate"] = told(lambda: made(of=type("Mine", (ShardwiseTrainer, _UnderFsdp), {})))
+        found["no model"] = said(lambda: made(model="gpt2"))
+        found["not for it"] = said(lambda: made(model=raw))
+        found["model_init"] = said(lambda: made(model_init=lambda: model))
+        found["peft_config"] = said(lambda: made(peft_config=object()))
+        found["fsdp of accelerate"] = said(lambda: made(of=type("Mine", (ShardwiseTrainer, _UnderFsdp), {})))
         splits: dict[str, dict[str, Any]] = {
             "tensor parallel": {"parallelism_config": ParallelismConfig(tp_size=2)},
             "other ranks": {"parallelism_config": ParallelismConfig(cp_size=4)},
@@ -133,38 +115,35 @@ def trainers(folder: str, output: str) -> dict[str, str]:
             "evaluation": {"parallelism_config": ParallelismConfig(cp_size=2), "eval_strategy": "epoch"},
         }
         for name, others in splits.items():
-            found[name] = told(partial(made, args=TrainingArguments(**given, **others)))
+            found[name] = said(partial(made, args=TrainingArguments(**given, **others)))
         split = TrainingArguments(**given, parallelism_config=ParallelismConfig(cp_size=2))
-        found["sequences of accelerate"] = told(
+        found["sequences of accelerate"] = said(
             partial(made, of=type("Mine", (ShardwiseTrainer, _UnderSequences), {}))
         )
         AcceleratorState._reset_state(reset_partial_state=True)
         classes = bring_up(Run(folder, model="classes"))
-        found["classes"] = told(partial(made, model=classes, args=split))
-        found["own loss"] = told(partial(made, args=split, compute_loss_func=min))
-        found["evaluate"] = told(partial(made(args=split).evaluate, rows))
+        found["classes"] = said(partial(made, model=classes, args=split))
+        found["own loss"] = said(partial(made, args=split, compute_loss_func=min))
+        found["evaluate"] = said(partial(made(args=split).evaluate, rows))
         model.set_attn_implementation("eager")
-        found["eager"] = told(partial(made, args=split))
+        found["eager"] = said(partial(made, args=split))
         model.set_attn_implementation("sdpa")
         AcceleratorState._reset_state(reset_partial_state=True)
-        found["fsdp"] = told(lambda: made(args=TrainingArguments(**given, fsdp=True)))
+        found["fsdp"] = said(lambda: made(args=TrainingArguments(**given, fsdp=True)))
         AcceleratorState._reset_state(reset_partial_state=True)
         os.environ.pop("ACCELERATE_USE_FSDP", None)
         for optim in ("adafactor", "adamw_torch"):
-            found[optim] = told(made(args=TrainingArguments(**given, optim=optim)).create_optimizer)
+            found[optim] = said(made(args=TrainingArguments(**given, optim=optim)).create_optimizer)
         trainer = made()
         found["asked for"] = str(trainer.args.save_only_model)
-        found["other folder"] = told(lambda: trainer.train(resume_from_checkpoint=f"{output}/{rank()}"))
+        found["other folder"] = said(lambda: trainer.train(resume_from_checkpoint=f"{output}/{rank()}"))
     return found
 
 
 def of_trl(folder: str, output: str) -> dict[str, str]:
     """What is refused of TRL's trainers."""
-    import datasets
     import trl
 
-    import shardwise
-    from shardwise.integrations import ShardwiseTrainer, for_trainer
     from shardwise.options import Classes
 
     causal = Path(folder) / "causal"
@@ -181,15 +160,13 @@ def of_trl(folder: str, output: str) -> dict[str, str]:
     def made(name: str, model: Any = model, others: dict[str, Any] | None = None, **arguments: Any) -> str:
         kind: Any = type("Mine", (ShardwiseTrainer, getattr(trl, f"{name}Trainer")), {})
         args = getattr(trl, f"{name}Config")(**given, **arguments)
-        return told(
+        return said(
             lambda: kind(
                 model=model, args=args, train_dataset=rows, processing_class=tiny.tokenizer(), **(others or {})
             )
         )
 
     with launched():
-        from accelerate.state import AcceleratorState
-
         AcceleratorState._reset_state(reset_partial_state=True)
         return {
             "no reference": made("DPO"),

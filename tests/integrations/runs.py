@@ -16,6 +16,21 @@ from tests.training import tiny
 from torch.distributed.tensor import DTensor
 
 ROWS = 48
+ARGUMENTS: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "gradient_accumulation_steps": 2,
+    "max_grad_norm": 0.5,
+    "max_steps": 4,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "linear",
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "seed": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -211,23 +226,8 @@ def made(run: Run) -> Any:
         kind = type("Mine", (ShardwiseTrainer, kind), {})
     model = bring_up(run)
     train_rows, other_rows = rows_of(run)
-    given: dict[str, Any] = {
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "per_device_train_batch_size": 4 // size(),
-        "per_device_eval_batch_size": 4 // size(),
-        "gradient_accumulation_steps": 2,
-        "max_grad_norm": 0.5,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "linear",
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "seed": 1,
-    } | run.arguments
+    batches = {f"per_device_{kind}_batch_size": 4 // size() for kind in ("train", "eval")}
+    given: dict[str, Any] = ARGUMENTS | batches | run.arguments
     others: dict[str, Any] = {}
     if run.trainer != "trainer":
         others["processing_class"] = tiny.tokenizer()

@@ -17,10 +17,15 @@ from tests.integrations import accelerate_errors, accelerate_states, acceleratin
 from tests.integrations.accelerating import OURS, THEIRS, WAYS
 from tests.quiet import quieten
 from tests.support.local_ranks import RankError
-from tests.support.world import run_world
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tests.support.world import agreed, require_same_error, run_world
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import shardwise
+from shardwise.integrations.pending import (
+    disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading,
+    fsdp_ram_efficient_loading,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,16 +35,12 @@ def _quiet():
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory) -> str:
-    directory = tmp_path_factory.mktemp("qwen3")
-    zoo.save_original(small_qwen3(), directory, max_shard_size="30KB")
-    return str(directory)
+    return str(zoo.save_original(small_qwen3(), tmp_path_factory.mktemp("qwen3"), max_shard_size="30KB"))
 
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory) -> str:
-    directory = tmp_path_factory.mktemp("tied")
-    zoo.save_original(small_qwen3(tie_word_embeddings=True), directory)
-    return str(directory)
+    return str(zoo.save_original(small_qwen3(tie_word_embeddings=True), tmp_path_factory.mktemp("tied")))
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,7 @@ def mixture(tmp_path_factory) -> str:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, moe_intermediate_size=8, intermediate_size=8))
     zoo.fill(model)
-    directory = tmp_path_factory.mktemp("mixture")
-    zoo.save_original(model, directory)
-    return str(directory)
+    return str(zoo.save_original(model, tmp_path_factory.mktemp("mixture")))
 
 
 ALL_SAME = {"losses": 1e-6, "norms": 1e-6, "weights": 2e-5}
@@ -61,7 +60,6 @@ def close(found: dict[str, float]) -> bool:
     return all(found[name] <= limit for name, limit in ALL_SAME.items())
 
 
-@pytest.mark.distributed
 def test_a_model_is_as_in_the_files_in_both_strategies(worlds, qwen3, tied):
     """With memory-efficient loading and without; bit for bit, buffers too."""
     world = worlds(2)
@@ -70,7 +68,6 @@ def test_a_model_is_as_in_the_files_in_both_strategies(worlds, qwen3, tied):
     assert world.run(accelerating.brought_up, tied, THEIRS, True) == [[], []]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["whole", "lora", "classes", "saved modules"])
 def test_models_loaded_by_accelerate_are_bitwise_the_same_under_the_switch(worlds, qwen3, tied, kind):
     """Adapters, heads that the files lack, and modules that PEFT copies; in the same groups."""
@@ -80,7 +77,6 @@ def test_models_loaded_by_accelerate_are_bitwise_the_same_under_the_switch(world
         assert worlds(2).run(accelerating.brought_up_by_theirs, tied, kind) == [([], [])] * 2
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("way", WAYS)
 def test_the_loop_is_that_of_one_process(worlds, qwen3, way):
     """Losses, gradient norms and weights; accumulation, clipping and a schedule; whole, and with LoRAs."""
@@ -90,7 +86,6 @@ def test_the_loop_is_that_of_one_process(worlds, qwen3, way):
             assert close(found), (kind, found)
 
 
-@pytest.mark.distributed
 def test_files_of_every_kind_are_read_by_all_ranks_and_by_none_whole(worlds, tmp_path):
     """Several files, a variant of them, a file of torch's, and ties that are stored twice."""
     kinds: dict[str, dict[str, str]] = {"several": {}, "variant": {"variant": "fp16"}}
@@ -121,13 +116,11 @@ def test_files_of_every_kind_are_read_by_all_ranks_and_by_none_whole(worlds, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_a_compiled_model_is_taken(worlds, qwen3):
     for found in worlds(2).run(accelerating.compiled, qwen3):
         assert close(found), found
 
 
-@pytest.mark.distributed
 def test_trained_parameters_are_widened_under_mixed_precision_and_only_then(worlds, qwen3):
     """As accelerate does; with memory-efficient loading and without, and exactly."""
     for efficient, precision in ((True, "bf16"), (False, "bf16"), (True, "no")):
@@ -137,7 +130,6 @@ def test_trained_parameters_are_widened_under_mixed_precision_and_only_then(worl
             assert precision == "bf16" or all("bfloat16" in told for told in ours)
 
 
-@pytest.mark.distributed
 def test_a_mixture_on_more_ranks_than_experts(worlds, mixture):
     """Empty shards have one address, and are parameters of their own nevertheless."""
     for found in worlds(5).run(accelerating.trained, mixture, OURS, True):
@@ -145,14 +137,12 @@ def test_a_mixture_on_more_ranks_than_experts(worlds, mixture):
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_a_mixture_that_accelerate_shards(worlds, mixture):
     assert worlds(5).run(accelerating.brought_up, mixture, THEIRS, True) == [[]] * 5
     for found in worlds(5).run(accelerating.trained, mixture, THEIRS, True):
         assert close(found), found
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("way", "kind", "form", "sizes"),
     [
@@ -173,7 +163,6 @@ def test_a_state_continues_on_other_ranks(worlds, qwen3, tmp_path, way, kind, fo
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_a_killed_save_leaves_the_one_before(worlds, qwen3, tmp_path):
     folder = tmp_path / "state"
     folder.mkdir()
@@ -185,7 +174,6 @@ def test_a_killed_save_leaves_the_one_before(worlds, qwen3, tmp_path):
         assert differing == []
 
 
-@pytest.mark.distributed
 def test_states_are_accelerates_own_and_numbered(worlds, qwen3, tmp_path):
     (tmp_path / "both").mkdir()
     assert worlds(2).run(accelerate_states.by_accelerate_alone, qwen3, str(tmp_path / "both")) == [[], []]
@@ -193,11 +181,9 @@ def test_states_are_accelerates_own_and_numbered(worlds, qwen3, tmp_path):
     assert worlds(2).run(accelerate_states.numbered, qwen3, str(tmp_path / "numbered")) == [expected] * 2
 
 
-@pytest.mark.distributed
 def test_a_rank_that_cannot_write_or_read_is_reported_on_all_and_the_older_state_stays(worlds, qwen3, tmp_path):
-    first, second = worlds(2).run(accelerate_states.failing_on_one, qwen3, str(tmp_path / "state"))
-    assert first == second
-    assert all("rank 1" in words and "no room" in words for _, words in first), first
+    told = agreed(worlds(2), accelerate_states.failing_on_one, qwen3, str(tmp_path / "state"))
+    assert all("rank 1" in words and "no room" in words for _, words in told), told
 
 
 SAID = {
@@ -221,16 +207,13 @@ SAID = {
 }
 
 
-@pytest.mark.distributed
 def test_unsupported_models_are_refused_on_all_ranks(worlds, qwen3):
-    first, second = worlds(2).run(accelerate_errors.not_taken, qwen3)
-    assert first.keys() == SAID.keys()
-    assert first == second, "every error is the same on every rank"
+    found = worlds(2).run(accelerate_errors.not_taken, qwen3)
+    assert found[0].keys() == SAID.keys()
     for name, (kind, words) in SAID.items():
-        assert (first[name][0], words in first[name][1]) == (kind, True), (name, first[name])
+        require_same_error([each[name] for each in found], kind, words)
 
 
-@pytest.mark.distributed
 def test_models_sharded_by_anybody_are_left_alone(worlds, qwen3):
     assert worlds(2).run(accelerate_errors.taken, qwen3) == [[], []]
 
@@ -293,8 +276,6 @@ def setting() -> tuple[str | None, ...]:
 
 @pytest.mark.parametrize("mine", [{}, {NAMES[0]: "yes"}, {NAMES[0]: "false", NAMES[1]: "False"}])
 def test_the_environment_for_loading_is_restored_nested_and_raising(mine):
-    from shardwise.integrations.pending import fsdp_ram_efficient_loading
-
     with mock.patch.dict(os.environ, mine):
         before = setting()
         with fsdp_ram_efficient_loading():
@@ -309,8 +290,6 @@ def test_the_environment_for_loading_is_restored_nested_and_raising(mine):
 
 @pytest.mark.parametrize("mine", [None, "yes", "false"])
 def test_the_plain_switches_keep_the_users_own_value(mine):
-    from shardwise.integrations.pending import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
-
     with mock.patch.dict(os.environ, {} if mine is None else {NAMES[0]: mine}):
         enable_fsdp_ram_efficient_loading()
         enable_fsdp_ram_efficient_loading()
@@ -356,8 +335,6 @@ main(*sys.argv[1:])
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "fsdp.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: 'no'\nnum_machines: 1\n"

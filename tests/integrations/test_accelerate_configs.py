@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,
+    _recursive_wrap,
     always_wrap_policy,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
@@ -66,10 +67,7 @@ def test_files_written_by_accelerate_config():
             {"fsdp": True, "bf16": False, "fsdp_config": {"transformer_layer_cls_to_wrap": ["A", "B"]}},
             Sharding(wrap=Classes(("A", "B"))),
         ),
-        (
-            {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": "1e6"},
-            Sharding(wrap=MinSize(1_000_000)),
-        ),
+        ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": "1e6"}, Sharding(wrap=MinSize(10**6))),
         ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 0}, Sharding(wrap="whole_model")),
         ({"fsdp_config": {"fsdp_sharding_strategy": 2}}, Sharding(wrap="whole_model", reshard_after_forward=False)),
         (
@@ -213,7 +211,6 @@ def test_policies_of_others(wrap, named):
 
 def _wrapped_by_torch(model: nn.Module, policy) -> list[str]:
     """What torch's own recursion wraps, with a wrapper that is told from others."""
-    from torch.distributed.fsdp.wrap import _recursive_wrap
 
     class Wrapper(nn.Module):
         def __init__(self, module):
@@ -245,10 +242,7 @@ def test_a_misspelt_class_among_several_is_refused_by_name():
     ("wrap", "said"),
     [
         (functools.partial(transformer_auto_wrap_policy), "must be a set of classes"),
-        (
-            functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={"Block"}),
-            "must be a set of classes",
-        ),
+        (functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={"Block"}), "must be a set of"),
         (functools.partial(size_based_auto_wrap_policy, force_leaf_modules={nn.Linear}), "force_leaf_modules"),
         (functools.partial(is_attention, 3), "1 positional arguments. Name them"),
     ],
@@ -264,7 +258,6 @@ def test_ranks_compare_functions_by_their_names():
     assert comparable_settings(Sharding(wrap=is_attention))["wrap"] == "Matching(function=is_attention)"
 
 
-@pytest.mark.distributed
 def test_replicas_are_a_mesh_of_two_axes(worlds):
     from tests.integrations import accelerating
 

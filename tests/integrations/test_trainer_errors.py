@@ -4,14 +4,14 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import write
 from tests.support import EffectLog, recorded, states_after_crash
 from tests.support.local_ranks import LocalRanks
+from tests.support.world import agreed, require_words
+from tests.truth import require_equal
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from shardwise.errors import ConfigError, FormatError
@@ -40,15 +40,9 @@ def two() -> Iterator[LocalRanks]:
         yield ranks
 
 
-def same_on(two: LocalRanks, function: Any, *given: Any) -> dict[str, Any]:
-    found, other = two.run(function, *given)
-    assert found == other
-    return dict(found)
-
-
 @pytest.mark.distributed
 def test_models(two: LocalRanks, folder: Path) -> None:
-    found = same_on(two, refusing.models, str(folder))
+    found = agreed(two, refusing.models, str(folder))
     assert found.pop("by others") == "", "what fully_shard alone has sharded is trained as well"
     expected = {
         "not sharded": "ConfigError: for_trainer(Qwen3ForCausalLM): is not sharded",
@@ -58,15 +52,13 @@ def test_models(two: LocalRanks, folder: Path) -> None:
         "several meshes": "ConfigError: for_trainer(FSDPQwen3ForCausalLM): its parameters are on several meshes",
         "by transformers": "ConfigError: for_trainer(FSDPQwen3ForCausalLM): transformers has sharded it",
     }
-    assert found.keys() == expected.keys()
-    for name, text in expected.items():
-        assert found[name].startswith(text), (name, found[name])
+    require_words(found, expected)
 
 
 @pytest.mark.distributed
 def test_patches_are_removed(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     """And an adapter is saved by us meanwhile, not by PEFT, which has copies of what is elsewhere."""
-    found = same_on(two, refusing.patched, str(folder), str(tmp_path / "saved"))
+    found = agreed(two, refusing.patched, str(folder), str(tmp_path / "saved"))
     assert found["same"]
     assert found["opened"]
     assert found["closed"]
@@ -78,13 +70,12 @@ def test_patches_are_removed(two: LocalRanks, folder: Path, tmp_path: Path) -> N
 
     saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
     expected = load_file(folder / "adapter" / "adapter_model.safetensors")
-    assert saved.keys() == expected.keys()
-    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    require_equal(saved, expected)
 
 
 @pytest.mark.distributed
 def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
-    found = same_on(two, refusing.trainers, str(folder), str(tmp_path))
+    found = agreed(two, refusing.trainers, str(folder), str(tmp_path))
     assert found.pop("asked for") == "False"
     assert found.pop("adamw_torch") == ""
     expected = {
@@ -107,16 +98,14 @@ def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "adafactor": "transformers' Adafactor: steps whole tensors, not shards. Use torchao's AdamW8bit",
         "other folder": "resume_from_checkpoint, or output_dir, on rank 1 is not that of rank 0",
     }
-    assert found.keys() == expected.keys()
-    for name, text in expected.items():
-        assert text in found[name], (name, found[name])
+    require_words(found, expected)
     assert not any(tmp_path.iterdir()), "nothing was written"
 
 
 @pytest.mark.distributed
 def test_trainers_of_trl(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    found = same_on(two, refusing.of_trl, str(folder), str(tmp_path))
+    found = agreed(two, refusing.of_trl, str(folder), str(tmp_path))
     expected = {
         "no reference": "compares with a reference model, which TRL would load whole on every rank. Pass ref",
         "reference": "(ref_model=...): pass ref_model=for_trainer(reference)",
@@ -125,8 +114,7 @@ def test_trainers_of_trl(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "head apart": "TRL reads the weight of the model's head without calling it",
         "sequences": "Mine(cp_size=2) with a trainer of TRL: it would compute from this rank's part",
     }
-    for name, text in expected.items():
-        assert text in found[name], (name, found[name])
+    require_words(found, expected)
 
 
 def test_a_transformers_without_the_patched_names(monkeypatch: pytest.MonkeyPatch) -> None:

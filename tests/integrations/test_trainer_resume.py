@@ -1,6 +1,5 @@
 """Checkpoints by ShardwiseTrainer: they go on from any number of ranks, and none that counts is lost."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from tests.integrations import eight_bits
 from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import Outcome, Run, caught, require_same, train
+from tests.support.files import change_json
 from tests.support.local_ranks import LocalRanks, RankError
+from tests.truth import require_equal
 
 from shardwise.options import Ignore
 
@@ -22,10 +23,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 FACTS = "shardwise.trainer.json"
 SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "logging_steps": 1}
-
-
-def ranks(size: int) -> LocalRanks:
-    return LocalRanks(size, timeout_s=200, is_forked=True)
 
 
 def saving(folder: Path, output: Path, **changes: Any) -> Run:
@@ -66,8 +63,7 @@ def test_continues_from_a_checkpoint_on_other_ranks(
         require_same(found, whole[0])  # what was logged before comes with the trainer's state
     for outcome in same:
         assert outcome.steps == whole[0].steps, "on as many ranks bit by bit"
-        for name, value in outcome.weights.items():
-            assert torch.equal(value, whole[0].weights[name]), name
+        require_equal(outcome.weights, whole[0].weights)
 
 
 @pytest.mark.slow
@@ -122,14 +118,13 @@ def test_what_a_checkpoint_is(two: LocalRanks, folder: Path, tmp_path: Path) -> 
     # Moved, it is gone on from by another run, which has nothing better: what is here is not its to remove.
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     state = moved / "checkpoint-8" / "trainer_state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "best_metric": -1e9}))
+    change_json(state, best_metric=-1e9)
     beside, more = kinds(moved), {**given, "save_total_limit": 1, "max_steps": 10}
     after = two.run(train, saving(folder, tmp_path / "other", **more).but(resume=str(state.parent)))
     assert kinds(moved) == beside
     assert kinds(tmp_path / "other") == ["checkpoint-10"]
     assert after[0].best == str(moved / Path(found[0].best).name), "by its name, beside the one gone on from"
-    for name, value in after[0].weights.items():
-        assert torch.equal(value, found[0].weights[name]), "the best one was loaded at the end"
+    require_equal(after[0].weights, found[0].weights)  # the best one was loaded at the end
 
     lora = saving(folder, tmp_path / "lora", model="lora", **given | {"save_total_limit": 1})
     adapted = two.run(train, lora)
@@ -182,7 +177,7 @@ def test_refused_checkpoints(two: LocalRanks, folder: Path, tmp_path: Path) -> N
     shutil.copytree(output, later)
     shutil.copytree(later / "checkpoint-2", later / "checkpoint-6")
     facts = later / "checkpoint-6" / "shardwise.trainer.json"
-    facts.write_text(json.dumps({**json.loads(facts.read_text()), "step": 6}))
+    change_json(facts, step=6)
     assert "checkpoint-6 of another run" in refused(saving(folder, later).but(resume=str(later / "checkpoint-2")))
     (tmp_path / "file").mkdir()
     (tmp_path / "file" / "checkpoint-3").touch()
@@ -204,7 +199,7 @@ def test_killed_while_it_saves(
 ) -> None:
     """After a kill, training resumes from the newest complete checkpoint, and remains are removed."""
     run = saving(folder, tmp_path / "run", save_total_limit=2)
-    with pytest.raises(RankError), ranks(2) as doomed:
+    with pytest.raises(RankError), LocalRanks(2, timeout_s=200, is_forked=True) as doomed:
         doomed.run(train, run.but(dies_at=6 if moment.startswith("remove") else 4, event=f"in {moment}"))
     counted = [name for name in kinds(tmp_path / "run") if (tmp_path / "run" / name / FACTS).is_file()]
     newest = {"complete": "checkpoint-4", "remove": "checkpoint-6", "remove before": "checkpoint-6"}
@@ -219,7 +214,7 @@ def test_killed_while_it_saves(
 def test_a_rank_that_is_lost_is_named(folder: Path, tmp_path: Path) -> None:
     """The other one ends, with an error that names it; the checkpoint before stays."""
     doomed = saving(folder, tmp_path / "run").but(dies_at=3, on_rank=1, end="kill", tells=str(tmp_path / "told"))
-    with pytest.raises(RankError), ranks(2) as found:
+    with pytest.raises(RankError), LocalRanks(2, timeout_s=200, is_forked=True) as found:
         found.run(caught, doomed)
     told = (tmp_path / "told").read_text()
     assert told.startswith("RankLostError: in step ")

@@ -4,20 +4,16 @@ import pytest
 from tests import zoo
 from tests.engines.conftest import small_qwen3
 from tests.integrations import serving
+from tests.support.world import agreed
 
 import shardwise
 from shardwise.integrations.vllm import weight_source
 
-EXPERTS = "qwen3_moe"
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
-    dense, experts = tmp_path_factory.mktemp("dense"), tmp_path_factory.mktemp("experts")
-    zoo.save_original(small_qwen3(), dense)
-    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == EXPERTS)
-    zoo.save_original(zoo.build(specimen), experts)
-    return {"dense": str(dense), "experts": str(experts)}
+    models = {"dense": small_qwen3(), "experts": zoo.causal_lm("qwen3_moe")}
+    return {name: str(zoo.save_original(model, tmp_path_factory.mktemp(name))) for name, model in models.items()}
 
 
 @pytest.mark.parametrize(("model", "lora_rank"), [("dense", 0), ("dense", 4), ("experts", 0)])
@@ -25,17 +21,14 @@ def test_an_engine_gets_the_tensors_of_the_files(folders, model, lora_rank):
     assert serving.compare(folders[model], lora_rank) == []
 
 
-@pytest.mark.distributed
 def test_on_ranks(worlds, folders):
     for model, lora_rank in (("dense", 4), ("experts", 0)):
         assert worlds(3).run(serving.compare, folders[model], lora_rank) == [[]] * 3
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("where", ["everywhere", "on one", "raises"])
 def test_an_engine_that_does_not_take_all(worlds, folders, where):
-    first, second = worlds(2).run(serving.refuse, folders["dense"], where)
-    assert first == second
+    first = agreed(worlds(2), serving.refuse, folders["dense"], where)
     if where == "raises":
         assert first == "CheckpointError: rank 1: KeyError: 'no such parameter'"
     else:

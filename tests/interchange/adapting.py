@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from tests.engines.conftest import small_qwen3
 from tests.engines.optimizing import differences
 from tests.engines.stating import local
@@ -15,25 +16,22 @@ import shardwise
 from shardwise.options import AdapterOnly
 
 
-def lora(seed: int) -> nn.Module:
-    """Matrices, a module trained whole, and embeddings, whose factors are in a dict of parameters."""
-    from peft import LoraConfig, get_peft_model
-
+def adapted(seed: int, config: LoraConfig, **changes: Any) -> nn.Module:
     torch.manual_seed(seed)
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj", "embed_tokens"], modules_to_save=["lm_head"])
-    model = get_peft_model(small_qwen3(), config)
+    model = get_peft_model(small_qwen3(**changes), config)
     shardwise.shard(model)
     return model
+
+
+def lora(seed: int) -> nn.Module:
+    """Matrices, a module trained whole, and embeddings, whose factors are in a dict of parameters."""
+    names = ["q_proj", "down_proj", "embed_tokens"]
+    return adapted(seed, LoraConfig(r=4, target_modules=names, modules_to_save=["lm_head"]))
 
 
 def tied_lora(seed: int) -> nn.Module:
     """Matrices on a base whose head is its embeddings, which torch does not know as frozen by its second name."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(seed)
-    model = get_peft_model(small_qwen3(tie_word_embeddings=True), LoraConfig(r=4, target_modules=["q_proj"]))
-    shardwise.shard(model)
-    return model
+    return adapted(seed, LoraConfig(r=4, target_modules=["q_proj"]), tie_word_embeddings=True)
 
 
 def tied(folder: str, form: str) -> tuple[list[str], tuple[str, ...]]:
@@ -106,7 +104,6 @@ def full_names(folder: str) -> Any:
 
 def beside_another(folder: str) -> tuple[list[str], int, tuple[str, ...]]:
     """An adapter that is not the trained one, in one file and back; how many tensors, and what was missing."""
-    from peft import LoraConfig, get_peft_model
 
     def two(seed: int) -> nn.Module:
         torch.manual_seed(seed)

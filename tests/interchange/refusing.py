@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from tests.engines.on_ranks import attempt
 from tests.engines.optimizing import MAKERS, differences, sharded, trained
-from tests.interchange.trading import FORMS, SMALL, whole_model, whole_optimizer
+from tests.interchange.trading import FORMS, SMALL, save, whole_model, whole_optimizer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
 from shardwise import KeyMismatchError, Sharding, StorageError
@@ -50,13 +50,6 @@ def optimizer_refused(folder: str) -> tuple[str, str]:
     model = sharded("", 1)
     (optimizer,) = MAKERS["adamw"](model, 1)
     return attempt(lambda: shardwise.load_accelerate_optimizer(model, optimizer, folder))
-
-
-def write(folder: str, form: str, steps: int = 2) -> None:
-    model = sharded("", 1)
-    (optimizer,) = trained(model, "adamw", steps)
-    shardwise.save_accelerate_model(model, folder, FORMS[form], options=SMALL)
-    shardwise.save_accelerate_optimizer(model, optimizer, folder, FORMS[form], options=SMALL)
 
 
 def write_rank_file_without(folder: str, rank: int) -> None:
@@ -186,8 +179,6 @@ def dtypes(folder: str) -> tuple[dict[str, tuple[str, str]], list[tuple[str, str
 
 def onto_strides(folder: str) -> list[str]:
     """Onto parameters whose own memory is not in rows, and from files that are not either."""
-    from torch.distributed.tensor import distribute_tensor
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(48.0).reshape(6, 8)
     names = ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin")
@@ -235,7 +226,7 @@ def ignoring(folder: str) -> dict[str, Any]:
 
 def fails_to_write(folder: str, form: str, failing: int) -> tuple[tuple[str, str], list[str]]:
     """A save that one rank cannot carry out; the error, and what is then in the folder."""
-    write(folder, form)
+    save(folder, form)
     before = sorted(path.name for path in Path(folder).rglob("*"))
     standing, target = sharded("", 3), sharded("", 4)
     shardwise.load_accelerate_model(standing, folder)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from tests.engines.conftest import small_qwen3
 from tests.engines.on_ranks import attempt
 from tests.engines.optimizing import differences
@@ -13,7 +14,7 @@ from tests.interchange.trading import Theirs
 from torch import nn
 from torch.optim import AdamW, lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, StepLR
-from transformers import get_scheduler
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
 import shardwise
 
@@ -32,7 +33,6 @@ def schedule_for(optimizer: AdamW) -> LambdaLR:
 
 def train(folder: Path, is_named: bool) -> None:
     """A run of the real Trainer on one process, stopped after two of six steps."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -68,8 +68,6 @@ def sharded(seed: int) -> nn.Module:
 
 def resume(folder: str, by_position: bool) -> tuple[list[str], dict[str, Any]]:
     """What is then other than in the files, and the report."""
-    from safetensors.torch import load_file
-
     model = sharded(5)
     optimizer = optimizer_for(model, lr=7.0)
     schedule = schedule_for(optimizer)
@@ -200,8 +198,6 @@ def rates(optimizer: Any, schedule: Any, steps: range) -> list[list[float]]:
 
 def trainers_folder(folder: Path, net: nn.Module, schedule: Any) -> None:
     """As much of a checkpoint of the Trainer's as there has to be."""
-    from safetensors.torch import save_file
-
     save_file(net.state_dict(), folder / "model.safetensors", {"format": "pt"})
     (folder / "trainer_state.json").write_text('{"global_step": 3}')
     torch.save(schedule if isinstance(schedule, dict) else schedule.state_dict(), folder / "scheduler.pt")

@@ -7,8 +7,6 @@ from torch import nn
 
 import shardwise
 
-pytestmark = pytest.mark.distributed
-
 
 @pytest.mark.parametrize(("size", "number"), [(1, 0), (3, 1)])
 @pytest.mark.parametrize("form", trading.THEIR_FORMS)

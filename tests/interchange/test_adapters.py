@@ -3,8 +3,6 @@
 import pytest
 from tests.interchange import adapting, trading
 
-pytestmark = pytest.mark.distributed
-
 
 @pytest.mark.parametrize(
     ("form", "ours_first"),

@@ -7,7 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from tests import zoo
 from tests.support import EffectLog, assert_old_or_new, recorded, states_after_crash
+from tests.support.files import contents
 from torch import nn
 
 import shardwise
@@ -38,10 +41,6 @@ def seed_in(root: Path) -> int | None:
             return None
         raise
     return next(seed for seed in range(9) if all(map(torch.equal, found.parameters(), model(seed).parameters())))
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 @contextmanager
@@ -158,10 +157,6 @@ def test_one_that_lost_its_mark_is_reported_and_the_other_counts(tmp_path, form)
 
 
 def test_a_folder_names_its_files_as_torch_does_and_torch_reads_it(tmp_path):
-    import warnings
-
-    import torch.distributed.checkpoint as dcp
-
     save(1, tmp_path, "folder")
     save(2, tmp_path, "folder")
     folder = tmp_path / "pytorch_model_fsdp_0"
@@ -169,24 +164,17 @@ def test_a_folder_names_its_files_as_torch_does_and_torch_reads_it(tmp_path):
     assert len(data) == 1
     assert sorted(os.listdir(folder)) == sorted([".metadata", *data])
     with shardwise.storage.LocalReader(folder) as reader:
-        assert {place.file for item in read_metadata(reader).tensors.values() for _, place in item.chunks} == set(
-            data
-        )
-    found = {"model": {name: torch.zeros_like(value) for name, value in model(2).state_dict().items()}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(found, checkpoint_id=folder, no_dist=True)
-    assert all(torch.equal(value, model(2).state_dict()[name]) for name, value in found["model"].items())
+        found = [place.file for item in read_metadata(reader).tensors.values() for _, place in item.chunks]
+    assert set(found) == set(data)
+    state = {"model": {name: torch.zeros_like(value) for name, value in model(2).state_dict().items()}}
+    with zoo.silenced():
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(value, model(2).state_dict()[name]) for name, value in state["model"].items())
 
 
 def test_a_folder_of_torch_s_own_is_replaced(tmp_path):
-    import warnings
-
-    import torch.distributed.checkpoint as dcp
-
     folder = tmp_path / "pytorch_model_fsdp_0"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with zoo.silenced():
         dcp.save({"model": model(1).state_dict()}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     (folder / "notes.txt").write_text("mine")
     save(2, tmp_path, "folder")

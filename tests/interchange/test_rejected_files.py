@@ -4,18 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.interchange import refusing
+from tests.interchange import refusing, trading
+from tests.support.world import require_same_error
 
 import shardwise
-
-pytestmark = pytest.mark.distributed
-
-
-def require(found: list[tuple[str, str]], kind: str, *words: str) -> None:
-    """The same kind of error on all ranks, with all of the words."""
-    assert {error for error, _ in found} == {kind}
-    assert all(word in text for _, text in found for word in words), found
-
 
 PICKLES = ["pytorch_model_fsdp.bin", "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0_rank0.bin"]
 
@@ -25,7 +17,7 @@ def test_no_code_in_a_file_is_run(worlds, tmp_path, name):
     marker = tmp_path / "it ran"
     size = 1 if "rank" in name else 2
     worlds(size).run(refusing.write_pickle, str(tmp_path), name, str(marker))
-    require(worlds(size).run(refusing.model_refused, str(tmp_path)), "FormatError", Path(name).name)
+    require_same_error(worlds(size).run(refusing.model_refused, str(tmp_path)), "FormatError", Path(name).name)
     assert not marker.exists()
     if name == PICKLES[0]:  # the pickle would, read as it is
         torch.load(tmp_path / name, weights_only=False)
@@ -34,28 +26,26 @@ def test_no_code_in_a_file_is_run(worlds, tmp_path, name):
 
 def test_a_key_that_is_missing_on_one_rank_is_an_error_on_all(worlds, tmp_path):
     worlds(2).run(refusing.write_rank_file_without, str(tmp_path), 1)
-    require(
-        worlds(2).run(refusing.model_refused, str(tmp_path)),
-        "RankMismatchError",
-        "blocks.1.0.weight is not on rank 1",
-    )
+    found = worlds(2).run(refusing.model_refused, str(tmp_path))
+    require_same_error(found, "RankMismatchError", "blocks.1.0.weight is not on rank 1")
 
 
 def test_a_shard_that_contradicts_its_placement_is_refused(worlds, tmp_path):
     worlds(2).run(refusing.write_odd_shard, str(tmp_path))
-    require(worlds(2).run(refusing.model_refused, str(tmp_path)), "FormatError", "blocks.1.0.weight", "rank1.bin")
+    found = worlds(2).run(refusing.model_refused, str(tmp_path))
+    require_same_error(found, "FormatError", "blocks.1.0.weight", "rank1.bin")
 
 
 def test_files_of_ranks_are_for_as_many_ranks(worlds, tmp_path):
-    worlds(3).run(refusing.write, str(tmp_path), "ranks")
-    require(worlds(2).run(refusing.model_refused, str(tmp_path)), "ShardingError", "Load it on 3 ranks")
-    worlds(2).run(refusing.write, str(tmp_path), "ranks")  # those of the older save go
+    worlds(3).run(trading.save, str(tmp_path), "ranks")
+    require_same_error(worlds(2).run(refusing.model_refused, str(tmp_path)), "ShardingError", "Load it on 3 ranks")
+    worlds(2).run(trading.save, str(tmp_path), "ranks")  # those of the older save go
     assert len(list(tmp_path.glob("pytorch_model_fsdp_0_rank*"))) == 2
 
 
 def test_flat_parameters_of_fsdp1_are_refused(worlds, tmp_path):
     worlds(2).run(refusing.write_flat, str(tmp_path))
-    require(worlds(2).run(refusing.model_refused, str(tmp_path)), "FormatError", "LOCAL_STATE_DICT")
+    require_same_error(worlds(2).run(refusing.model_refused, str(tmp_path)), "FormatError", "LOCAL_STATE_DICT")
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
@@ -96,25 +86,25 @@ def test_a_save_that_fails_leaves_the_older_one(worlds, tmp_path, form, failing)
 
 
 def test_ranks_that_pass_different_arguments_are_reported(worlds, tmp_path):
-    require(worlds(2).run(refusing.unlike_arguments, str(tmp_path)), "RankMismatchError", "arguments")
+    require_same_error(worlds(2).run(refusing.unlike_arguments, str(tmp_path)), "RankMismatchError", "arguments")
 
 
 def test_a_state_of_other_parameters_is_refused(worlds, tmp_path):
-    worlds(2).run(refusing.write, str(tmp_path), "full")
+    worlds(2).run(trading.save, str(tmp_path), "full")
     state = torch.load(tmp_path / "optimizer.bin", weights_only=True)
     state["state"]["stranger"] = state["state"].pop("gain")
     state["param_groups"][0]["params"].append("stranger")
     torch.save(state, tmp_path / "optimizer.bin")
-    require(worlds(2).run(refusing.optimizer_refused, str(tmp_path)), "KeyMismatchError", "stranger")
+    require_same_error(worlds(2).run(refusing.optimizer_refused, str(tmp_path)), "KeyMismatchError", "stranger")
 
 
 def test_a_damaged_file_is_refused(worlds, tmp_path):
-    worlds(2).run(refusing.write, str(tmp_path), "full")
+    worlds(2).run(trading.save, str(tmp_path), "full")
     file = tmp_path / "pytorch_model_fsdp.bin"
     content = bytearray(file.read_bytes())
     content[8:16] = b"\xff" * 8
     file.write_bytes(content)
-    require(worlds(2).run(refusing.model_refused, str(tmp_path)), "FormatError", file.name)
+    require_same_error(worlds(2).run(refusing.model_refused, str(tmp_path)), "FormatError", file.name)
 
 
 @pytest.mark.parametrize(

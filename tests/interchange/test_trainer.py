@@ -1,17 +1,16 @@
 """A checkpoint of the Hugging Face Trainer's goes on here, on any number of ranks, and says what does not."""
 
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 from tests.interchange import resuming
+from tests.support.files import change_json
+from tests.support.world import require_same_error
 
 from shardwise.errors import FormatError
 from shardwise.interchange.trainer_restoring import TrainerFolder
-
-pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +62,9 @@ def test_mismatches_are_refused_on_all_ranks(worlds, checkpoints, tmp_path, how)
     folder = tmp_path / "checkpoint-2"
     shutil.copytree(checkpoints[False], folder)
     if how == "state":
-        state = json.loads((folder / "trainer_state.json").read_text())
-        (folder / "trainer_state.json").write_text(json.dumps({**state, "global_step": -1}))
+        change_json(folder / "trainer_state.json", global_step=-1)
     path = Path(folder.parent if how == "parent" else folder)
-    kind, words = REFUSED[how]
-    for found, text in worlds(2).run(resuming.refused, str(path), how):
-        assert found == kind
-        assert words in text
+    require_same_error(worlds(2).run(resuming.refused, str(path), how), *REFUSED[how])
 
 
 @pytest.mark.parametrize("epoch", ["9" * 400, "NaN", '"2"'])

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
+from tests import zoo
 from tests.engines.optimizing import MAKERS, differences, in_order, sharded, trained
 from torch import nn
 from torch.optim import Optimizer
@@ -51,8 +51,7 @@ class Theirs:
     def _call(self, function: Any, *args: Any, **keywords: Any) -> Any:
         # Its own logger asks for the state of an Accelerator, which on the CPU never knows of FSDP.
         quiet = mock.patch.object(fsdp_utils, "logger", logging.getLogger("accelerate"))
-        with quiet, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet, zoo.silenced():
             return function(self.plugin, self.accelerator, *args, self.number, **self._keywords, **keywords)
 
     def save_model(self, model: nn.Module, folder: str, **keywords: Any) -> None:
@@ -82,12 +81,18 @@ def whole_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return in_order(state)
 
 
-def ours_to_theirs(folder: str, form: str, number: int) -> list[str]:
-    """What we write, accelerate loads."""
+def saved(folder: str, form: str, number: int = 0) -> tuple[nn.Module, Optimizer]:
+    """By us."""
     model = sharded("", 1)
     (optimizer,) = trained(model, "adamw", 2)
     shardwise.save_accelerate_model(model, folder, FORMS[form], number=number, options=SMALL)
     shardwise.save_accelerate_optimizer(model, optimizer, folder, FORMS[form], number=number, options=SMALL)
+    return model, optimizer
+
+
+def ours_to_theirs(folder: str, form: str, number: int) -> list[str]:
+    """What we write, accelerate loads."""
+    model, optimizer = saved(folder, form, number)
     target = sharded("", 2)
     (temporary_name,) = trained(target, "adamw", 3)  # torch loads only what it has a state of already
     theirs = Theirs(form, number)
@@ -99,13 +104,18 @@ def ours_to_theirs(folder: str, form: str, number: int) -> list[str]:
     )
 
 
-def theirs_to_ours(folder: str, form: str, number: int, child: bool) -> list[str]:
-    """What accelerate writes, we load."""
+def saved_by_them(folder: str, form: str, number: int = 0) -> tuple[nn.Module, Optimizer]:
     model = sharded("", 1)
     (optimizer,) = trained(model, "adamw", 2)
     theirs = Theirs(form, number)
     theirs.save_model(model, folder)
     theirs.save_optimizer(model, optimizer, folder)
+    return model, optimizer
+
+
+def theirs_to_ours(folder: str, form: str, number: int, child: bool) -> list[str]:
+    """What accelerate writes, we load."""
+    model, optimizer = saved_by_them(folder, form, number)
     ways = [Path(folder)] * 2
     if child:
         names = {"full": ".bin" if number == 0 else f"_{number}.bin", "sharded": f"_{number}", "ranks": ""}
@@ -127,16 +137,8 @@ def loaded_like(model: nn.Module, optimizer: Optimizer, weights: Path, moments: 
     return faults
 
 
-def save(folder: str, form: str, writer: str) -> None:
-    model = sharded("", 1)
-    (optimizer,) = trained(model, "adamw", 2)
-    if writer == "accelerate":
-        theirs = Theirs(form)
-        theirs.save_model(model, folder)
-        theirs.save_optimizer(model, optimizer, folder)
-        return
-    shardwise.save_accelerate_model(model, folder, FORMS[form], options=SMALL)
-    shardwise.save_accelerate_optimizer(model, optimizer, folder, FORMS[form], options=SMALL)
+def save(folder: str, form: str, writer: str = "shardwise") -> None:
+    (saved_by_them if writer == "accelerate" else saved)(folder, form)
 
 
 def resume(folder: str) -> list[str]:
@@ -148,10 +150,7 @@ def resume(folder: str) -> list[str]:
 
 def of_an_interrupted_save(folder: str, form: str) -> tuple[list[str], list[str]]:
     """What ranks read where files have not got their names yet; and what has changed in the folder."""
-    model = sharded("", 1)
-    (optimizer,) = trained(model, "adamw", 2)
-    shardwise.save_accelerate_model(model, folder, FORMS[form], options=SMALL)
-    shardwise.save_accelerate_optimizer(model, optimizer, folder, FORMS[form], options=SMALL)
+    model, optimizer = saved(folder, form)
     names = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
     dist.barrier()
     if dist.get_rank() == 0:

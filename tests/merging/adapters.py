@@ -1,6 +1,5 @@
 """Adapters as PEFT makes and saves them, and what PEFT itself makes of them."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 def save_adapter(base: Path, folder: Path, *, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
     """A trained adapter: every factor random, what is saved whole somewhat changed."""
-    with zoo.silenced(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with zoo.silenced():
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         tuned = get_peft_model(model, LoraConfig(**config))
         generator = torch.Generator().manual_seed(1)
@@ -33,8 +31,7 @@ def save_adapter(base: Path, folder: Path, *, dtype: torch.dtype = torch.float32
 
 def merged_by_peft(base: Path, adapter: Path) -> PreTrainedModel:
     """The base, in float32, with the adapter merged."""
-    with zoo.silenced(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with zoo.silenced():
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         return PeftModel.from_pretrained(model, adapter).merge_and_unload()
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.merging.adapters import change, merged_by_peft, save_adapter, tensors_of, ulps_apart
+from tests.support.files import contents
 from transformers import AutoModelForCausalLM
 
 from shardwise.engines.merging_adapter import merge_adapter
@@ -56,10 +57,7 @@ FAULTS: dict[str, tuple[Callable[[dict], dict], list[str]]] = {
         ["missing in the adapter", "lora_B of model.layers.0.self_attn.q_proj"],
     ),
     "a magnitude without DoRA": (_with(**{f"{_Q}.lora_magnitude_vector": torch.ones(32)}), ["use_dora is not set"]),
-    "a bias that the base does not have": (
-        _with(**{f"{_Q}.lora_B.bias": torch.ones(32)}),
-        ["q_proj.bias, wanted by"],
-    ),
+    "a bias that the base has not": (_with(**{f"{_Q}.lora_B.bias": torch.ones(32)}), ["q_proj.bias, wanted by"]),
     "a whole tensor of another shape": (
         _with(**{"base_model.model.model.embed_tokens.weight": torch.ones(98, 32)}),
         ["embed_tokens.weight: (98, 32), the base has model.embed_tokens.weight as (97, 32)"],
@@ -76,10 +74,7 @@ FAULTS: dict[str, tuple[Callable[[dict], dict], list[str]]] = {
         lambda found: {k: v * 0 if "lora_B" in k else v for k, v in found.items()},
         ["would equal the base", "4 modules"],
     ),
-    "deltas that rounding swallows": (
-        lambda found: {k: v * 1e-30 for k, v in found.items()},
-        ["would equal the base"],
-    ),
+    "deltas that rounding swallows": (lambda its: {k: v * 1e-30 for k, v in its.items()}, ["would equal the base"]),
     "deltas that are not finite": (
         lambda found: {k: v / 0 if "layers.1" in k else v for k, v in found.items()},
         ["not finite", "layers.1"],
@@ -120,16 +115,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[ShardwiseError], str]] = {
     "a rank of nothing": ({"r": 0}, FormatError, "not a rank"),
     "a huge rank": ({"r": 1 << 40}, FormatError, "not a rank"),
     "a rank in words": ({"r": "many"}, FormatError, "not a rank"),
-    "a pattern with a repeat that is too large": (
-        {"rank_pattern": {"q{99999999999}": 4}},
-        FormatError,
-        "regular expression",
-    ),
-    "a pattern that is none within another": (
-        {"rank_pattern": {"(?i)q_proj": 4}},
-        FormatError,
-        "regular expression",
-    ),
+    "a pattern that repeats too much": ({"rank_pattern": {"q{99999999999}": 4}}, FormatError, "regular expression"),
+    "a pattern within another": ({"rank_pattern": {"(?i)q_proj": 4}}, FormatError, "regular expression"),
     "a pattern that is none": ({"rank_pattern": {"q_proj(": 4}}, FormatError, "regular expression"),
     "an alpha that is none": ({"lora_alpha": "x"}, FormatError, "lora_alpha"),
     "dora without magnitudes": ({"use_dora": True}, KeyMismatchError, "lora_magnitude_vector of"),
@@ -181,11 +168,7 @@ def test_files_of_torch_are_read_as_well(base: Path, adapter: Path, tmp_path: Pa
     torch.save(load_file(file), adapter / "adapter_model.bin")
     file.unlink()
     merge_adapter(base, adapter, tmp_path / "out")
-    assert _bytes_of(tmp_path / "out") == _bytes_of(tmp_path / "wanted")
-
-
-def _bytes_of(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
 
 
 # Names
@@ -197,7 +180,7 @@ def test_names_with_the_name_of_the_adapter_in_them(base: Path, adapter: Path, t
     with pytest.raises(KeyMismatchError, match="is of the adapter mine"):
         merge_adapter(base, adapter, tmp_path / "out")
     merge_adapter(base, adapter, tmp_path / "out", adapter_name="mine")
-    assert _bytes_of(tmp_path / "out") == _bytes_of(tmp_path / "wanted")
+    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
 
 
 def test_an_adapter_in_a_folder_of_its_own(base: Path, adapter: Path, tmp_path: Path) -> None:
@@ -260,7 +243,7 @@ def test_merging_into_a_tied_tensor_is_reported(tied: Path, tmp_path: Path) -> N
 
 def test_configs_and_tokenizers_come_along(base: Path, adapter: Path, tmp_path: Path) -> None:
     merge_adapter(base, adapter, tmp_path / "one", dtype="bfloat16")
-    found = _bytes_of(tmp_path / "one")
+    found = contents(tmp_path / "one")
     wanted = {
         "config.json",
         "generation_config.json",
@@ -276,7 +259,7 @@ def test_configs_and_tokenizers_come_along(base: Path, adapter: Path, tmp_path: 
     (base / "additional_chat_templates").mkdir(exist_ok=True)
     (base / "additional_chat_templates" / "tool.jinja").write_text("tool")
     merge_adapter(base, adapter, tmp_path / "two")
-    found = _bytes_of(tmp_path / "two")
+    found = contents(tmp_path / "two")
     assert found["tokenizer_config.json"] == b'{"of": "the adapter"}'
     assert found["chat_template.jinja"] == b"adapter"
     assert "vocab.txt" not in found
@@ -292,7 +275,7 @@ def test_never_onto_its_own_source(base: Path, adapter: Path, tmp_path: Path) ->
 
 def test_a_full_disk_half_way_leaves_the_old_model(base: Path, adapter: Path, tmp_path: Path, monkeypatch) -> None:
     merge_adapter(base, adapter, tmp_path / "out", max_shard_size="30KB")
-    before = _bytes_of(tmp_path / "out")
+    before = contents(tmp_path / "out")
     written: list[int] = []
     write = LocalWriter.write
 
@@ -307,7 +290,7 @@ def test_a_full_disk_half_way_leaves_the_old_model(base: Path, adapter: Path, tm
         patch.setattr(LocalWriter, "write", full)
         with pytest.raises(StorageError, match="disk is full"):
             merge_adapter(base, adapter, tmp_path / "out", max_shard_size="30KB")
-    assert _bytes_of(tmp_path / "out") == before
+    assert contents(tmp_path / "out") == before
     merge_adapter(base, adapter, tmp_path / "out")
     assert not list((tmp_path / "out").glob("model-*"))
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()

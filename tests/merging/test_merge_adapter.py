@@ -28,8 +28,7 @@ def bases(tmp_path_factory) -> dict[str, Path]:
     for name, config in _CONFIGS.items():
         model = AutoModelForCausalLM.from_config(config)
         zoo.fill(model)
-        made[name] = tmp_path_factory.mktemp(name)
-        zoo.save_original(model, made[name], max_shard_size="30KB")
+        made[name] = zoo.save_original(model, tmp_path_factory.mktemp(name), max_shard_size="30KB")
         (made[name] / "tokenizer_config.json").write_text('{"of": "the base"}')
         (made[name] / "chat_template.jinja").write_text("base")
     return made
@@ -56,19 +55,11 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         10,
     ),
-    "modules to save": (
-        "qwen3",
-        {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
-        12,
-    ),
+    "whole modules": ("qwen3", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}, 12),
     "lora bias": ("biased", {"r": 4, "lora_bias": True, "target_modules": ["q_proj", "o_proj"]}, 4),
     "biases of the base": ("biased", {"r": 4, "bias": "all", "target_modules": ["q_proj"]}, 8),
     "columns": ("gpt2", {"r": 4, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}, 6),
-    "dora of columns": (
-        "gpt2",
-        {"r": 4, "use_dora": True, "target_modules": ["c_attn"], "fan_in_fan_out": True},
-        2,
-    ),
+    "dora, columns": ("gpt2", {"r": 4, "use_dora": True, "target_modules": ["c_attn"], "fan_in_fan_out": True}, 2),
     "experts": (
         "moe",
         {

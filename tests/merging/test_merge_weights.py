@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,8 @@ from safetensors.torch import save_file
 from tests import zoo
 from tests.engines import torch_saves
 from tests.merging.adapters import tensors_of
+from tests.support.files import change_json
+from tests.truth import require_equal as same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
@@ -28,17 +29,9 @@ def specimen(name: str) -> zoo.Specimen:
 
 
 def save_distributed(state: dict, folder: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one process saves alone
+    with zoo.silenced():  # that one process saves alone
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=False), no_dist=True)
     return folder
-
-
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, tensor in wanted.items():
-        assert found[key].dtype == tensor.dtype
-        assert torch.equal(found[key], tensor), key
 
 
 @pytest.mark.parametrize("name", _NAMES)
@@ -118,8 +111,7 @@ def test_the_names_of_the_base_are_those_of_the_outcome(tmp_path: Path) -> None:
 
 def test_each_tensor_keeps_its_dtype_which_the_config_states(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
-    content = json.loads((step / "config.json").read_text())
-    (step / "config.json").write_text(json.dumps(content | {"dtype": "bfloat16"}))
+    change_json(step / "config.json", dtype="bfloat16")
     merge_weights(step, tmp_path / "out")
     same(tensors_of(tmp_path / "out"), small[1])
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
@@ -212,8 +204,7 @@ def test_a_folder_without_metadata_is_explained(kept: list[str], words: str, sma
 
 def test_a_config_that_names_no_model_is_reported(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
-    content = json.loads((step / "config.json").read_text())
-    (step / "config.json").write_text(json.dumps(content | {"architectures": ["NobodysModel"]}))
+    change_json(step / "config.json", architectures=["NobodysModel"])
     assert "NobodysModel" in merge_weights(step, tmp_path / "out").names
     with pytest.raises(ConfigError, match="NobodysModel"):
         merge_weights(step, tmp_path / "out", base=step)
@@ -232,11 +223,8 @@ def test_one_file_of_torch(small, tmp_path: Path) -> None:
     report = merge_weights(step, tmp_path / "out", file_format="bin", remove_source=True)
     assert report.files == ("pytorch_model.bin",)
     same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), small[1])
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        "config.json",
-        "pytorch_model.bin",
-        "tokenizer_config.json",
-    ]
+    wanted = ["config.json", "pytorch_model.bin", "tokenizer_config.json"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == wanted
     assert not (step / "pytorch_model_fsdp_0").exists()
     merge_weights(tmp_path / "out", tmp_path / "back")
     same(tensors_of(tmp_path / "back"), small[1])
@@ -263,7 +251,6 @@ def test_the_state_of_an_optimizer_becomes_one_file(small, tmp_path: Path) -> No
     assert (step / "pytorch_model_fsdp_0").exists()
 
 
-@pytest.mark.distributed
 def test_files_written_by_ranks_with_functions_of_accelerate(worlds, tmp_path: Path) -> None:
     model = zoo.build(specimen("qwen3_moe"))
     zoo.save_original(model, tmp_path / "base")
@@ -273,8 +260,7 @@ def test_files_written_by_ranks_with_functions_of_accelerate(worlds, tmp_path: P
     same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "base"))
     merge_weights(run / "optimizer_0", tmp_path / "out")
     found = torch.load(tmp_path / "out" / "optimizer.bin", weights_only=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with zoo.silenced():
         dcp_to_torch_save(run / "optimizer_0", tmp_path / "wanted.bin")
     wanted = torch.load(tmp_path / "wanted.bin", weights_only=True)["optimizer"]
     assert found["param_groups"] == wanted["param_groups"]

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from tests.models import stepping
+from tests.truth import require_equal
 from torch import nn
 
 from shardwise.errors import ConfigError, ShardingError
@@ -22,9 +23,7 @@ def require_recomputed(found, every):
     assert again["loss"] == kept["loss"]
     assert again["random"] == kept["random"]
     assert again["names"] == kept["names"]
-    assert again["gradients"].keys() == kept["gradients"].keys()
-    for name, gradient in kept["gradients"].items():
-        assert torch.equal(again["gradients"][name], gradient), name
+    require_equal(again["gradients"], kept["gradients"])
     assert set(kept["runs"].values()) == {1}
     assert list(again["runs"].values()) == [2 if index % every == 0 else 1 for index in range(3)]
 
@@ -34,14 +33,12 @@ def test_recomputing_is_exact_with_dropout(every):
     require_recomputed(stepping.dropout_recomputed(every, False), every)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("every", "offload"), [(1, False), (2, False), (1, True)])
 def test_recomputing_is_exact_when_sharded(worlds, every, offload):
     for found in worlds(2).run(stepping.dropout_recomputed, every, offload):
         require_recomputed(found, every)
 
 
-@pytest.mark.distributed
 def test_recomputing_is_exact_with_groups_inside_of_blocks(worlds):
     for found in worlds(2).run(stepping.islands_recomputed):
         require_recomputed(found, 1)

@@ -17,7 +17,6 @@ def require_close(found: Any, expected: Any, **more: Any) -> None:
     torch.testing.assert_close(found, expected, **TOLERANCE | more)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("max_norm", [1.0, math.inf])
 def test_the_norm_over_every_placement_is_that_of_one_process(worlds, max_norm):
     expected = stepping.norms(max_norm)
@@ -54,7 +53,6 @@ def test_there_may_be_no_gradient():
     assert clip_gradients([], 1.0) == 0.0
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradients_of_whole_parameters_are_averaged_in_one_bucket(worlds, reentrant):
     """A pass within a pass has its own."""
@@ -65,7 +63,6 @@ def test_gradients_of_whole_parameters_are_averaged_in_one_bucket(worlds, reentr
         torch.testing.assert_close(gradients, [2 * mean for mean in means])
 
 
-@pytest.mark.distributed
 def test_parameters_that_would_drift_apart_are_refused_by_name(worlds):
     added, plain, part = worlds(2).run(stepping.unsynchronized)[1]
     assert added.startswith("model.layers.{0..2}.mlp.adapter: trained, but neither sharded nor averaged over the 2")
@@ -75,7 +72,6 @@ def test_parameters_that_would_drift_apart_are_refused_by_name(worlds):
     assert "on a mesh that has not all of the 2 ranks" in part
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("after", "kept"), [(True, "(4,)"), (False, "whole"), (2, "(2, 2)")])
 def test_which_parameters_stay_gathered_between_the_passes(worlds, after, kept):
     model = stepping.qwen3()
@@ -86,7 +82,6 @@ def test_which_parameters_stay_gathered_between_the_passes(worlds, after, kept):
         require_close(found["gradients"], stepping.gradients(model))
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("after", [1, 3, 8])
 def test_a_number_that_the_ranks_cannot_be_dealt_to(worlds, after):
     said = worlds(4).run(stepping.refused_reshard, after)

@@ -54,9 +54,8 @@ def test_a_policy_that_matches_nothing_is_an_error(policy):
 
 def test_each_name_has_to_match():
     """A block whose name is misspelt would stay in the root group without a word."""
-    with pytest.raises(
-        ShardingError, match=r"Qwen3MPL, Qwen4Attention matches nothing in Qwen3ForCausalLM.*Qwen3MLP"
-    ):
+    words = r"Qwen3MPL, Qwen4Attention matches nothing in Qwen3ForCausalLM.*Qwen3MLP"
+    with pytest.raises(ShardingError, match=words):
         select_blocks(qwen3(), Classes(("Qwen3DecoderLayer", "Qwen4Attention", "Qwen3MPL")))
 
 
@@ -82,9 +81,8 @@ def test_shared_parameters_count_once():
 
 
 def test_a_size_that_nothing_has():
-    with pytest.raises(
-        ShardingError, match=r"MinSize\(numel=5000\) matches nothing in Linear, which has 6 elements"
-    ):
+    words = r"MinSize\(numel=5000\) matches nothing in Linear, which has 6 elements"
+    with pytest.raises(ShardingError, match=words):
         select_blocks(nn.Linear(2, 2), MinSize(5000))
     with pytest.raises(ConfigError, match="numel=0 must be 1 element or more"):
         MinSize(0)

@@ -196,7 +196,6 @@ def test_a_child_that_stays_holds_no_file_and_writes_nothing(tmp_path: Path) -> 
     assert "of the child" not in text
 
 
-@pytest.mark.distributed
 def test_one_observer_for_a_process_and_one_process_for_a_file(worlds, tmp_path: Path) -> None:
     with shardwise.observe(tmp_path):
         with pytest.raises(shardwise.ConfigError, match="observed already"), shardwise.observe(tmp_path / "other"):
@@ -273,7 +272,6 @@ def _two_ranks(run: str) -> None:
         torch.distributed.barrier()
 
 
-@pytest.mark.distributed
 def test_ranks_write_a_file_each_and_raise_together(worlds, tmp_path: Path) -> None:
     worlds(2).run(_two_ranks, str(tmp_path / "run"))
     run = read_run(tmp_path / "run")
@@ -359,7 +357,5 @@ def test_curves_are_those_of_metrics_of_tenants_and_of_the_trainer(tmp_path: Pat
     many = read_run(tmp_path / "many").curves
     assert {name: len(curves["loss"][0]) for name, curves in many.items()} == {"ada": 20, "bob": 5}
     trained = read_run(tmp_path / "trained").curves
-    assert {name: [list(values) for values in curve] for name, curve in trained[""].items()} == {
-        "loss": [[1.0], [2.0]],
-        "eval_loss": [[2.0], [3.0]],
-    }
+    wanted = {"loss": [[1.0], [2.0]], "eval_loss": [[2.0], [3.0]]}
+    assert {name: [list(values) for values in curve] for name, curve in trained[""].items()} == wanted

@@ -106,9 +106,8 @@ def test_runs_are_compared_under_labels_of_their_own(tmp_path: Path) -> None:
     page = page_in(tmp_path / "seen")
     headings = re.findall("<h2>(.*?)</h2>", page)
     assert headings == ["Summary", "Runs compared", str(first), str(second), "other"]
-    assert {"loss.png", "memory.png", "memory-1.png", "memory-3.png"} <= {
-        path.name for path in (tmp_path / "seen").iterdir()
-    }
+    wanted = {"loss.png", "memory.png", "memory-1.png", "memory-3.png"}
+    assert wanted <= {path.name for path in (tmp_path / "seen").iterdir()}
 
 
 def test_the_page_begins_with_figures_and_what_differs(tmp_path: Path) -> None:

@@ -32,14 +32,6 @@ def test_a_single_file_takes_precedence_over_an_index():
     assert obsolete(SEVERAL, folder_state) == [SINGLE]
 
 
-@pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
-def test_files_named_by_the_index_are_removed_if_they_are_weights_of_the_folder(plan):
-    index = index_of("a.safetensors", "../b.safetensors", "notes.txt", "gone.safetensors", INDEX, "")
-    folder_state = get_folder_state(["a.safetensors", "c.safetensors", "notes.txt", INDEX], index)
-    removed = obsolete(plan, folder_state)
-    assert removed == (["a.safetensors"] if plan is SEVERAL else ["a.safetensors", INDEX])
-
-
 LEFT = [
     "model.89abcdef.incomplete",
     "model.89abcdef.older",
@@ -72,10 +64,3 @@ OTHERS = [
 @pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
 def test_only_remains_of_unfinished_saves_are_removed(plan):
     assert obsolete(plan, get_folder_state([*LEFT, *OTHERS], None)) == sorted(LEFT)
-
-
-@pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
-def test_files_of_the_save_are_never_removed(plan):
-    new = {*plan.names, *([] if plan.index is None else [INDEX])}
-    folder_state = get_folder_state(sorted(new), plan.index)
-    assert not new & set(obsolete(plan, folder_state))

@@ -80,16 +80,6 @@ def test_two_keys_for_one_tensor_are_refused():
         plan([tensor("norm", 2)], {"norm": ((2,), F32), "model.norm": ((2,), F32)}, matched={"norm": (one, other)})
 
 
-def test_a_mismatch_is_initialized_with_consent_only():
-    stored = {"score": ((3, 2), F32)}
-    consent = Consent(mismatched=Initialize(("score",)))
-    made = plan([tensor("score", 5, 2)], stored, consent=consent)
-    assert made.fills["score"] == Init(Origin.INIT_WEIGHTS)
-    assert made.mismatched_keys == ("score",)
-    with pytest.raises(KeyMismatchError, match="mismatched 1"):
-        plan([tensor("score", 5, 2)], stored, consent=Consent(mismatched=Initialize(("head",))))
-
-
 def test_keys_that_the_model_class_ignores_need_no_consent():
     rules = ModelRules(ignore_missing=(r"\.bias$",), ignore_unexpected=(r"^mtp\.",))
     made = plan(
@@ -104,18 +94,6 @@ def test_tensors_added_by_tuning_need_no_consent_and_are_not_missing():
     made = plan([tensor("a", 2), tensor("a.lora_A", 2, origin=Origin.TUNING)], {"a": ((2,), F32)})
     assert made.fills["a.lora_A"] == Init(Origin.TUNING)
     assert made.missing_keys == ()
-
-
-def test_a_shared_tensor_stored_twice_is_read_once_and_compared():
-    stored = {"embed": ((4, 2), F32), "head": ((4, 2), F32)}
-    made = plan([tensor("embed", 4, 2, aliases=("head",))], stored)
-    assert made.fills["embed"] == Read(Stored("embed", (4, 2), F32))
-    assert made.duplicates == {"embed": (Stored("head", (4, 2), F32),)}
-
-
-def test_a_shared_tensor_may_be_stored_under_any_of_its_names():
-    made = plan([tensor("embed", 4, 2, aliases=("head",))], {"head": ((4, 2), F32)})
-    assert made.fills == {"embed": Read(Stored("head", (4, 2), F32)), "head": Tie("embed")}
 
 
 def test_types_smaller_than_a_byte_are_refused():

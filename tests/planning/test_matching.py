@@ -8,7 +8,7 @@ from shardwise.planning.matching import Provided, StateSlot, Tolerance, match, m
 from shardwise.tensors import Box, DType
 
 WHOLE = Provided((4, 2), DType.F32, (Box.whole((4, 2)),))
-HALVES = [Provided((4, 2), DType.F32, (Box((start, 0), (2, 2)),)) for start in (0, 2)]
+
 STRICT = Tolerance()
 
 
@@ -22,21 +22,11 @@ def test_a_tensor_is_found_under_any_of_its_names():
     assert taken.held == ((Box.whole((4, 2)),), ())
 
 
-def test_the_first_of_several_provided_names_is_used():
-    (taken,) = match([place("a", "b")], [{"b": WHOLE, "a": WHOLE}], STRICT).taken
-    assert taken.name == "a"
-
-
 def test_ranks_of_a_subgroup_are_shown_as_global_ranks():
     with pytest.raises(RankMismatchError, match="ranks 4 and 6 provide different states:\n  a is not on rank 6"):
         match([], [{"a": WHOLE}, {"b": WHOLE}], STRICT, (4, 6))
     with pytest.raises(KeyMismatchError, match="by rank 6, wanted"):
         match([place("a", shape=(3, 2))], [{}, {"a": WHOLE}], STRICT, (4, 6))
-
-
-def test_shards_of_all_ranks_make_the_full_tensor():
-    (taken,) = match([place("a")], [{"a": half} for half in HALVES], STRICT).taken
-    assert [boxes[0].offsets for boxes in taken.held] == [(0, 0), (2, 0)]
 
 
 def test_all_faults_are_in_one_error():
@@ -63,11 +53,6 @@ def test_a_tied_name_with_another_shape_is_a_fault_of_its_own():
 # Groups
 
 
-def test_groups_are_identified_by_their_parameters():
-    found = match_groups([["a", "b"], [], ["c"]], [["c"], ["b", "a"], []], [], STRICT)
-    assert found.source_groups == (1, 2, 0)
-
-
 def test_empty_groups_are_paired_in_order():
     assert match_groups([[], ["a"], []], [[], ["a"], []], [], STRICT).source_groups == (0, 1, 2)
 
@@ -89,10 +74,7 @@ def test_a_group_of_which_nothing_is_known_keeps_its_settings():
     [
         ([["a"], ["b", "c"]], [], r"no group of the state has the parameters of group 0 \(a, b\)"),
         ([["a", "b", "c"]], [], "there they are in group 0"),
-        ([["a", "b"]], [], "missing 1        c"),
-        ([["a", "b"], ["c", "d"]], [], "unexpected 1     d"),
         ([["a", "b"], ["c"]], ["e"], "unexpected 1     e"),
-        ([["a", "b"], ["c", "a"]], [], "twice 1          a"),
     ],
 )
 def test_groups_without_their_like_are_refused(given, stateful, text):

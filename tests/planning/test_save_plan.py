@@ -54,10 +54,8 @@ def test_files_are_those_of_the_hubs_library(kinds, most):
 def test_nothing_to_save_is_a_file_and_one_that_cannot_be_renamed_has_an_index():
     nothing = plan_save([], max_shard_bytes=1, parameters=0, save_id="t", stem="adapter_model")
     assert (nothing.names, nothing.nbytes, nothing.index) == (("adapter_model.safetensors",), 0, None)
-    assert (nothing.single_file, nothing.index_file) == (
-        "adapter_model.safetensors",
-        "adapter_model.safetensors.index.json",
-    )
+    wanted = ("adapter_model.safetensors", "adapter_model.safetensors.index.json")
+    assert (nothing.single_file, nothing.index_file) == wanted
     one = plan_save([("a", DType.F32, (2,))], max_shard_bytes=8, parameters=2, save_id="t", can_rename=False)
     assert one.names == ("model-t-00001-of-00001.safetensors",)
     assert json.loads(one.index)["weight_map"] == {"a": one.names[0]}

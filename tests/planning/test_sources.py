@@ -71,20 +71,6 @@ def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_ranks):
 
 
 @pytest.mark.parametrize(
-    ("sources", "dtypes", "expected"),
-    [
-        ((0, 0), ("float32", "bfloat16"), "bfloat16"),
-        ((0, 0), ("float8_e4m3fn", "bfloat16"), "float8_e4m3fn"),
-        ((0, 0), ("int32", "float32"), "int32"),
-        ((0, 1), ("float32", "float32"), "float32"),
-        (NO_SOURCES, ("float32", "float32"), "float32"),
-    ],
-)
-def test_the_receivers_dtype_counts_but_exact_ones_are_never_cast(sources, dtypes, expected):
-    assert select_dtypes(["w"], [sources], [[dtype] for dtype in dtypes]) == [expected]
-
-
-@pytest.mark.parametrize(
     ("sources", "dtypes"),
     [
         ((0, 1), ("float32", "bfloat16")),

@@ -1,6 +1,7 @@
 """Memory of trainings against cells that were measured, and the arithmetic of states."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ def config_of(model: str) -> Qwen3Config:
     return Qwen3Config(**values, dtype=torch.bfloat16)
 
 
-def index_of(config: Qwen3Config) -> CheckpointIndex:
+@cache
+def index_of(name: str) -> CheckpointIndex:
+    config = config_of(name)
     model = build_on_meta(Qwen3ForCausalLM, config, torch.bfloat16, NOWHERE)
     entries, at = {}, 0
     for name, value in model.state_dict().items():
@@ -64,9 +67,8 @@ def index_of(config: Qwen3Config) -> CheckpointIndex:
 
 
 def planned(model: str, ranks: int, **options: Any) -> Estimate:
-    config = config_of(model)
     given: Any = {"model_class": Qwen3ForCausalLM, "device": "cpu", **options}
-    return forecast_of(config, index_of(config), MeshShape.flat(ranks), **given)
+    return forecast_of(config_of(model), index_of(model), MeshShape.flat(ranks), **given)
 
 
 def windows(made: Estimate, ranks: int) -> int:

@@ -1,15 +1,18 @@
 """Checkpoints as bitsandbytes stores them, beside bitsandbytes itself in each process."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tests.merging.adapters import tensors_of
 from tests.peers import use_peers
 from tests.quantized import quantizing
 from tests.quantized.four_bits import layers_of, sharding_on, whole
+from tests.support.files import change_json
 
 import shardwise
 from shardwise.conversion.four_bit import dequantize_rows, quantize_rows
@@ -60,21 +63,19 @@ def pack(folder: str, pack_one: Callable[..., Packed]) -> None:
     out = f"{folder}-packed"
     stored: dict[str, torch.Tensor] = {}
     numbers: dict[str, torch.Tensor] = {}
-    for file in Path(folder).glob("*.safetensors"):
-        for key, tensor in load_file(file).items():
-            stored[key] = numbers[key] = tensor
-            if not quantizing.is_quantized(key, tensor) or key.removesuffix(".weight") in SKIPPED:
-                continue
-            is_nested = "layers.0" in key and pack_one is by_bitsandbytes
-            stored[key], beside, numbers[key] = pack_one(tensor, is_nested=is_nested)
-            stored |= {f"{key}.{name}": value for name, value in beside.items()}
+    for key, tensor in tensors_of(Path(folder)).items():
+        stored[key] = numbers[key] = tensor
+        if not quantizing.is_quantized(key, tensor) or key.removesuffix(".weight") in SKIPPED:
+            continue
+        is_nested = "layers.0" in key and pack_one is by_bitsandbytes
+        stored[key], beside, numbers[key] = pack_one(tensor, is_nested=is_nested)
+        stored |= {f"{key}.{name}": value for name, value in beside.items()}
     Path(out).mkdir()
     save_file(stored, Path(out, "model.safetensors"), metadata={"format": "pt"})
     save_file(numbers, Path(out, "numbers"), metadata={"format": "pt"})
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    told = json.loads(Path(folder, "config.json").read_text())
-    told["quantization_config"] = config | {"llm_int8_skip_modules": SKIPPED}
-    Path(out, "config.json").write_text(json.dumps(told))
+    shutil.copy(Path(folder, "config.json"), out)
+    change_json(Path(out, "config.json"), quantization_config=config | {"llm_int8_skip_modules": SKIPPED})
 
 
 def go_through(folder: str, mesh: str) -> list[str]:

@@ -15,7 +15,6 @@ from shardwise.options import Fp4, LoadOptions, MergedAdapter, Nf4
 
 FORMS = {"nf4": Nf4, "fp4": Fp4}
 STEPS = 20
-PLAIN = False
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,9 +39,9 @@ def stock_model(folder: str, form: str, dtype: torch.dtype, **settings: Any) -> 
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
 
 
-def our_model(folder: str, form: str, dtype: torch.dtype, mesh: str, scales: Any = PLAIN, **keywords: Any) -> Any:
+def our_model(folder: str, form: str, dtype: torch.dtype, mesh: str, nested: bool = False, **keywords: Any) -> Any:
     options = LoadOptions(progress=False, budget_bytes=1 << 16)
-    quantization = FORMS[form](compute_dtype=dtype, double_quant=scales)
+    quantization = FORMS[form](compute_dtype=dtype, double_quant=nested)
     sharding = sharding_on(mesh)
     return shardwise.from_pretrained(
         folder, quantization=quantization, dtype=dtype, sharding=sharding, options=options, **keywords
@@ -59,12 +58,11 @@ def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[
     found: list[str] = []
     is_nested = scales == "nested"
     for dtype in (torch.bfloat16, torch.float32):
-        kind = is_nested
         stock = stock_model(folder, form, dtype, bnb_4bit_use_double_quant=is_nested)
-        ours = our_model(folder, form, dtype, mesh, kind)
+        ours = our_model(folder, form, dtype, mesh, is_nested)
         saved = f"{out}/{str(dtype).removeprefix('torch.')}"
         shardwise.save(ours, saved)
-        again = our_model(saved, form, dtype, mesh, kind)
+        again = our_model(saved, form, dtype, mesh, is_nested)
         for name, layer in layers_of(ours):
             weight = stock.get_submodule(name).weight
             other = again.get_submodule(name)
@@ -99,9 +97,8 @@ def differing_alone(folder: str, mesh: str, form: str, scales: str, out: str) ->
     for dtype in (torch.bfloat16, torch.float32):
         saved = f"{out}/{str(dtype).removeprefix('torch.')}"
         wanted = torch.load(f"{saved}.answers")
-        kind = True if scales == "nested" else PLAIN
         for what, place in (("packed here", folder), ("read", saved)):
-            ours = our_model(place, form, dtype, mesh, kind)
+            ours = our_model(place, form, dtype, mesh, scales == "nested")
             answers = answers_of(ours)
             found += [f"{dtype} {what}: {name}" for name in wanted if not torch.equal(answers[name], wanted[name])]
             found += [name for name, layer in layers_of(ours) if type(layer).__name__ != "LinearInFourBits"]
@@ -197,14 +194,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def merged(folder: str, mesh: str, scales: str) -> dict[str, Any]:
     """How far the numbers of a base in four bits with a LoRA merged in are from those by hand."""
-    ours = our_model(
-        folder,
-        "nf4",
-        torch.float32,
-        mesh,
-        True if scales == "nested" else PLAIN,
-        tuning=shardwise.Lora(lora_config(target_modules=["q_proj", "down_proj"])),
-    )
+    tuning = shardwise.Lora(lora_config(target_modules=["q_proj", "down_proj"]))
+    ours = our_model(folder, "nf4", torch.float32, mesh, scales == "nested", tuning=tuning)
     draw([parameter for parameter in ours.parameters() if parameter.requires_grad])
     wanted = {}
     for name, layer in layers_of(ours):

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tests import load_cases
+from tests.merging.adapters import tensors_of
+from tests.support.files import change_json
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -188,8 +190,7 @@ def quantize(folder: Path, kind: str, kinds: Mapping[str, Any] = KINDS) -> dict[
     save_file(scales, folder / "scales.safetensors", metadata={"format": "pt"})
     where |= dict.fromkeys(scales, "scales.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    place = folder / "config.json"
-    place.write_text(json.dumps(json.loads(place.read_text()) | {"quantization_config": config}))
+    change_json(folder / "config.json", quantization_config=config)
     return numbers
 
 
@@ -227,7 +228,7 @@ def go_through(folder: str, numbers: dict[str, torch.Tensor], mesh: str, budget_
     shardwise.save(whole, out)
     if "quantization_config" in json.loads(Path(out, "config.json").read_text()):
         faults.append("what was saved is said to be quantized")
-    saved = {key: value for file in Path(out).glob("*.safetensors") for key, value in load_file(file).items()}
+    saved = tensors_of(Path(out))
     faults += [
         f"{key} is saved otherwise" for key in numbers if not torch.equal(saved[key], numbers[key].bfloat16())
     ]

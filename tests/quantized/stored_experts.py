@@ -1,6 +1,6 @@
 """Experts that come up as they are stored, beside the same experts as numbers: on ranks, and alone."""
 
-import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.conversion.test_nested_scales import nested_scales
+from tests.merging.adapters import tensors_of
 from tests.quantized.four_bits import answers_of, draw, local_of, whole
+from tests.support.files import change_json
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import shardwise
@@ -52,26 +54,22 @@ def make_gpt_oss(folder: Path) -> None:
         tensors[f"{key}_scales"] = torch.randint(116, 125, shape, generator=generator, dtype=torch.uint8)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     told = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
-    content = json.loads((folder / "config.json").read_text()) | {"quantization_config": told}
-    (folder / "config.json").write_text(json.dumps(content))
+    change_json(folder / "config.json", quantization_config=told)
 
 
 def make_packed_one_by_one(plain: Path, folder: Path, *, is_nested: bool) -> dict[str, torch.Tensor]:
     """A mixture as bitsandbytes stored it when each expert was a module of its own; the tensors of the files."""
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(plain.glob("*.safetensors")):
-        tensors |= load_file(file)
     stored: dict[str, torch.Tensor] = {}
-    for key, numbers in tensors.items():
+    for key, numbers in tensors_of(plain).items():
         if key.endswith("_proj.weight"):
             stored |= _nested(key, numbers) if is_nested else dict(packed_for_files(key, numbers, Nf4()))
         else:
             stored[key] = numbers
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     asked = Nf4(double_quant=is_nested)
-    told = {"quantization_config": to_transformers(asked, ("lm_head",), torch.bfloat16)}
-    content = json.loads((plain / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | told))
+    shutil.copy(plain / "config.json", folder)
+    told = to_transformers(asked, ("lm_head",), torch.bfloat16)
+    change_json(folder / "config.json", quantization_config=told)
     return stored
 
 

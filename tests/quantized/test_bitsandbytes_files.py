@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.quantized import bitsandbytes_files
 from tests.quantized.test_four_bits import written
-from tests.support.world import run_world
+from tests.support.world import run_forked
 
 SIZES = {
     "some rows": {"head_dim": 32, "hidden_size": 64, "intermediate_size": 73},
@@ -31,10 +31,9 @@ def test_rows_that_are_no_whole_blocks_and_modules_that_are_absent(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_as_bitsandbytes_has_it(worlds, tmp_path):
     folders = plain(tmp_path)
-    run_world(1, bitsandbytes_files.pack_by_bitsandbytes, folders)
+    run_forked(1, bitsandbytes_files.pack_by_bitsandbytes, folders)
     for folder in folders:
         assert bitsandbytes_files.go_through(f"{folder}-packed", "flat") == []
         for size in (2, 3, 5):

@@ -10,7 +10,7 @@ from tests import zoo
 from tests.bank.four_bits import STACKS, give_numbers
 from tests.quantized import four_bit_experts
 from tests.quantized.four_bits import draw
-from tests.support.world import run_world
+from tests.support.world import run_forked
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 import shardwise
@@ -27,9 +27,7 @@ def plain(tmp_path_factory) -> Path:
     experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "dtype": "bfloat16"}
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads, **experts))
     zoo.fill(model)
-    folder = tmp_path_factory.mktemp("experts")
-    zoo.save_original(model, folder, max_shard_size="300KB")
-    return folder
+    return zoo.save_original(model, tmp_path_factory.mktemp("experts"), max_shard_size="300KB")
 
 
 @pytest.mark.distributed
@@ -43,7 +41,7 @@ def plain(tmp_path_factory) -> Path:
 )
 def test_bytes_answers_gradients_and_files(plain, tmp_path, mesh, size, form, scales):
     arguments = (str(plain), mesh, form, scales, str(tmp_path))
-    assert run_world(size, four_bit_experts.differing, *arguments, timeout_s=240.0) == [[]] * size
+    assert run_forked(size, four_bit_experts.differing, *arguments) == [[]] * size
 
 
 def test_a_lora_on_stacks_learns_as_on_their_numbers(plain):
@@ -67,9 +65,8 @@ def test_a_lora_on_stacks_learns_as_on_their_numbers(plain):
 
 
 def test_a_stack_alone_may_stay(plain):
-    model, report = shardwise.from_pretrained(
-        str(plain), quantization=Nf4(block_size=128), output_loading_info=True
-    )
+    quantization = Nf4(block_size=128)
+    model, report = shardwise.from_pretrained(str(plain), quantization=quantization, output_loading_info=True)
     experts = model.model.layers[0].mlp.experts
     assert "down_proj is not quantized: it has 192 columns, no multiple of the block of 128" in str(report.notes)
     assert experts.down_proj.is_floating_point()

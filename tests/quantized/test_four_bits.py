@@ -10,9 +10,10 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.engines.conftest import small_qwen3
-from tests.merging.adapters import save_adapter
+from tests.merging.adapters import save_adapter, tensors_of
 from tests.quantized import four_bits, quantizing
-from tests.support.world import run_world
+from tests.support.world import run_forked
+from tests.truth import require_equal
 
 import shardwise
 from shardwise.models.quantization import from_transformers
@@ -22,8 +23,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "dtype": 
 
 
 def written(folder: Path, **changes: object) -> Path:
-    zoo.save_original(small_qwen3(**SIZES | changes).bfloat16(), folder, max_shard_size="60KB")
-    return folder
+    return zoo.save_original(small_qwen3(**SIZES | changes).bfloat16(), folder, max_shard_size="60KB")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,6 @@ def plain(tmp_path_factory) -> Path:
     return written(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("mesh", "size", "form", "scales"),
     [
@@ -44,7 +43,7 @@ def plain(tmp_path_factory) -> Path:
 def test_bytes_answers_gradients_and_files(worlds, plain, tmp_path, mesh, size, form, scales):
     base = plain if size != 3 else written(tmp_path / "tied", tie_word_embeddings=True)
     how = (str(base), mesh, form, scales, str(tmp_path))
-    assert run_world(size, four_bits.differing, *how, timeout_s=240.0) == [[]] * size
+    assert run_forked(size, four_bits.differing, *how) == [[]] * size
     assert worlds(size).run(four_bits.differing_alone, *how) == [[]] * size
 
 
@@ -58,7 +57,7 @@ def test_bytes_answers_gradients_and_files(worlds, plain, tmp_path, mesh, size, 
     ],
 )
 def test_a_lora_learns_as_on_bitsandbytes(plain, mesh, size, placement):
-    for told in run_world(size, four_bits.trained_alike, str(plain), mesh, placement):
+    for told in run_forked(size, four_bits.trained_alike, str(plain), mesh, placement):
         assert told["same names"], told
         assert told["kinds"] == ["Linear4bit"], told
         assert told["falls"], told
@@ -66,7 +65,6 @@ def test_a_lora_learns_as_on_bitsandbytes(plain, mesh, size, placement):
         assert told["gradients"] < 1e-5, told
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("is_nested", [False, True], ids=["plain", "nested"])
 def test_a_live_model_in_four_bits_is_sharded(worlds, plain, tmp_path, is_nested):
     live = four_bits.our_model(str(plain), "nf4", torch.bfloat16, "flat", is_nested)
@@ -74,7 +72,6 @@ def test_a_live_model_in_four_bits_is_sharded(worlds, plain, tmp_path, is_nested
     assert worlds(2).run(four_bits.sharded_live, str(tmp_path / "live"), str(plain), is_nested) == [[]] * 2
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("mesh", "size", "scales"), [("flat", 3, "plain"), ("hsdp", 4, "nested")])
 def test_a_lora_is_merged_into_the_numbers(worlds, plain, mesh, size, scales):
     for told in worlds(size).run(four_bits.merged, str(plain), mesh, scales):
@@ -85,12 +82,8 @@ def test_a_lora_is_merged_into_the_numbers(worlds, plain, mesh, size, scales):
 def changed(plain: Path, folder: Path, key: str, change) -> str:
     """A copy of the checkpoint in one file, in which a tensor has been changed."""
     folder.mkdir()
-    tensors: dict[str, torch.Tensor] = {}
-    for file in plain.iterdir():
-        if file.suffix == ".safetensors":
-            tensors |= load_file(file)
-        elif file.name == "config.json":
-            (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copy(plain / "config.json", folder)
+    tensors = tensors_of(plain)
     change(tensors, key)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
@@ -114,23 +107,17 @@ def test_packed_from_eight_bits(plain, tmp_path):
     folder = tmp_path / "fp8"
     shutil.copytree(plain, folder)
     numbers = quantizing.quantize(folder, "fp8 blocks")
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    shutil.copy(plain / "config.json", whole)
-    save_file(
-        {key: value.bfloat16() for key, value in numbers.items()}, whole / "model.safetensors", {"format": "pt"}
-    )
+    rounded = {key: value.bfloat16() for key, value in numbers.items()}
+    whole = changed(plain, tmp_path / "whole", UP, lambda tensors, _: tensors.update(rounded))
     wanted, found = (
         shardwise.from_pretrained(str(place), quantization=Nf4()).state_dict() for place in (whole, folder)
     )
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    require_equal(found, wanted)
 
 
 def test_modules_that_are_not_quantized_are_named(plain):
-    model, report = shardwise.from_pretrained(
-        str(plain), quantization=Nf4(block_size=128, skip_modules=("v_proj",)), output_loading_info=True
-    )
+    quantization = Nf4(block_size=128, skip_modules=("v_proj",))
+    model, report = shardwise.from_pretrained(str(plain), quantization=quantization, output_loading_info=True)
     assert "192 columns, no multiple of the block of 128" in str(report.notes)
     assert "v_proj is not quantized: as requested" in str(report.notes)
     assert "lm_head is not quantized: it computes what comes out" in str(report.notes)
@@ -249,9 +236,8 @@ def test_weights_are_dequantized_from_the_stored_tensors(stored):
 
 
 def test_the_plan_counts_packed_bytes(plain):
-    made = shardwise.plan(
-        str(plain), ranks=2, quantization=Nf4(), tuning=shardwise.Lora(LoraConfig(r=2)), device="cpu"
-    )
+    tuning = shardwise.Lora(LoraConfig(r=2))
+    made = shardwise.plan(str(plain), ranks=2, quantization=Nf4(), tuning=tuning, device="cpu")
     whole = shardwise.plan(str(plain), ranks=2, tuning=shardwise.Lora(LoraConfig(r=2)), device="cpu")
     layers = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 192)
     saved = layers * 2 - layers // 2 - layers // 64 * 4
@@ -264,9 +250,7 @@ def test_loaded_later(plain, scales):
     wanted = shardwise.from_pretrained(str(plain), quantization=quantization)
     found = shardwise.from_pretrained(str(plain), quantization=quantization, load_weights=False)
     shardwise.load(found, str(plain))
-    first, second = wanted.state_dict(), found.state_dict()
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    require_equal(found.state_dict(), wanted.state_dict())
 
 
 def test_an_adapter_is_merged_into_stored_bytes(stored, tmp_path):
@@ -275,7 +259,5 @@ def test_an_adapter_is_merged_into_stored_bytes(stored, tmp_path):
     adapter = save_adapter(numbers, tmp_path / "adapter", r=4, target_modules=["q_proj", "down_proj"])
     for base, out in ((numbers, "wanted"), (stored, "found")):
         shardwise.merge_adapter(base, adapter, tmp_path / out)
-    wanted, found = (load_file(tmp_path / out / "model.safetensors") for out in ("wanted", "found"))
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    require_equal(*(load_file(tmp_path / out / "model.safetensors") for out in ("wanted", "found")))
     assert "quantization_config" not in json.loads((tmp_path / "found" / "config.json").read_text())

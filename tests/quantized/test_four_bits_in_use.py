@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from tests.quantized import four_bits_in_use
 from tests.quantized.four_bits import draw, layers_of
 from tests.quantized.test_four_bits import written
-from tests.support.world import run_world
+from tests.support.world import agreed, run_forked
+from tests.truth import require_equal
 from transformers import AutoModelForCausalLM
 
 import shardwise
@@ -33,10 +34,8 @@ def require(told: tuple[str, str], kind: str, message: str) -> None:
     assert re.search(message, told[1]), told
 
 
-@pytest.mark.distributed
 def test_an_error_of_one_rank_is_raised_on_all(worlds, plain):
-    first, second = worlds(2).run(four_bits_in_use.faults, str(plain))
-    assert first == second
+    first = agreed(worlds(2), four_bits_in_use.faults, str(plain))
     require(first["other blocks"], "RankMismatchError", r"quantization on rank 1 .*block_size=32.* against .*=64")
     require(first["fails alone"], "CheckpointError", "rank 1: MemoryError: no room for the scales")
     require(first["merged"], "ConfigError", "is in four bits, and cannot be merged into in place. Save the")
@@ -45,7 +44,7 @@ def test_an_error_of_one_rank_is_raised_on_all(worlds, plain):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_blocks_are_compiled_and_models_of_bitsandbytes_are_not_saved_without_scales(plain, tmp_path):
-    first, second = run_world(2, four_bits_in_use.beside_bitsandbytes, str(plain), str(tmp_path), timeout_s=110.0)
+    first, second = run_forked(2, four_bits_in_use.beside_bitsandbytes, str(plain), str(tmp_path))
     assert first == second
     assert first["compiled"] == {"logits": 0, "gradients": 0}
     for what in ("stock saved", "stock told"):
@@ -130,9 +129,8 @@ def test_adapters_that_transformers_puts_on_are_saved(plain, tmp_path):
 
 def test_nothing_in_four_bits_is_dequantized_in_its_place(plain):
     model = shardwise.from_pretrained(str(plain), quantization=Nf4())
-    with pytest.raises(
-        shardwise.ConfigError, match=r"dequantize: .*from_pretrained\(folder, quantization='dequantize'"
-    ):
+    words = r"dequantize: .*from_pretrained\(folder, quantization='dequantize'"
+    with pytest.raises(shardwise.ConfigError, match=words):
         model.dequantize()
 
 
@@ -155,6 +153,4 @@ def test_a_load_that_is_refused_leaves_nothing_behind(plain, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(shardwise.KeyMismatchError, match=r"model\.norm\.weight"):
         shardwise.load(model, tmp_path)
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    require_equal(model.state_dict(), before)

@@ -29,7 +29,6 @@ def test_one_process(quantized, kind, budget, tmp_path):
     assert quantizing.go_through(str(folder), numbers, "flat", budget, str(tmp_path)) == []
 
 
-@pytest.mark.distributed
 def test_three_ranks(worlds, quantized, tmp_path):
     for kind in ("awq", "gptq in any order"):
         folder, numbers = quantized(kind)
@@ -38,7 +37,6 @@ def test_three_ranks(worlds, quantized, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize(("mesh", "size"), [("flat", 2), ("flat", 5), ("shard1", 2), ("shard1", 3)])
 def test_ranks(worlds, quantized, tmp_path, mesh, size):
     for kind in grouped.KINDS:

@@ -12,6 +12,7 @@ from tests.quantized import stored_experts
 from tests.quantized.four_bits import answers_of
 from tests.quantized.stored_experts import STACKS, opened, packed_stacks
 from tests.quantized.test_four_bit_experts import plain as mixture  # noqa: F401 - a fixture
+from tests.truth import require_equal
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 import shardwise
@@ -37,7 +38,6 @@ def wanted_of_gpt_oss(folder: Path) -> dict[str, Any]:
     return {"stacks": stacks, "internally": False, **stored_experts.as_alone(str(folder))}
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 5))])
 def test_mxfp4_on_ranks(worlds, gpt_oss, tmp_path, size):
     wanted = wanted_of_gpt_oss(gpt_oss)
@@ -51,19 +51,15 @@ def test_mxfp4_is_saved_as_it_was_stored(gpt_oss, tmp_path):
     for names in ("hub", "internal"):
         given = {} if names == "hub" else {"names": "internal"}
         shardwise.save(model, tmp_path / names, **given)
-        saved = load_file(tmp_path / names / "model.safetensors")
-        assert saved.keys() == stored.keys()
-        assert all(torch.equal(saved[key], stored[key]) for key in stored)
-    streamed = dict(shardwise.iter_hf_tensors(model))
-    assert all(torch.equal(streamed[key], stored[key]) for key in stored)
+        require_equal(load_file(tmp_path / names / "model.safetensors"), stored)
+    require_equal(dict(shardwise.iter_hf_tensors(model)), stored)
     configs = (json.loads((place / "config.json").read_text()) for place in (gpt_oss, tmp_path / "hub"))
     first, second = (config["quantization_config"] for config in configs)
     assert first == second
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "hub", quantization_config=Mxfp4Config(dequantize=True), experts_implementation="eager"
     )
-    answers, wanted = answers_of(model), answers_of(theirs)
-    assert all(torch.equal(answers[what], wanted[what]) for what in wanted)
+    require_equal(answers_of(model), answers_of(theirs))
 
 
 def test_without_a_request_experts_become_numbers(gpt_oss):
@@ -93,7 +89,6 @@ def test_a_lora_learns_as_on_numbers(gpt_oss):
     assert stored_experts.distance(found, wanted) < 1e-5
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_a_lora_learns_on_ranks_as_alone(worlds, gpt_oss, size):
@@ -115,9 +110,8 @@ def test_an_adapter_is_saved_and_not_merged(gpt_oss, tmp_path):
     assert torch.equal(again(tokens).logits, model(tokens).logits)
     torch.testing.assert_close(again(tokens).logits, plain(tokens).logits, rtol=1e-4, atol=1e-4)
     for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(
-            shardwise.ConfigError, match=r"mlp\.experts: is in four bits, and cannot be merged into"
-        ):
+        words = r"mlp\.experts: is in four bits, and cannot be merged into"
+        with pytest.raises(shardwise.ConfigError, match=words):
             merge()
     shardwise.merge_adapter(gpt_oss, tmp_path / "adapter", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(
@@ -126,7 +120,6 @@ def test_an_adapter_is_saved_and_not_merged(gpt_oss, tmp_path):
     torch.testing.assert_close(model(tokens).logits, merged(tokens).logits, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.distributed
 def test_experts_that_were_packed_one_by_one(worlds, one_by_one, tmp_path):
     """Of bitsandbytes, before experts were fused: the bytes of all are stacked, and not packed again."""
     folder, stored = one_by_one
@@ -142,8 +135,7 @@ def test_experts_that_were_packed_one_by_one(worlds, one_by_one, tmp_path):
             assert torch.equal(stacks[f"{name}.down_proj"][number], parts["down"])
     wanted = {"stacks": {name: item.detach() for name, item in stacks.items()}, "internally": True}
     wanted |= stored_experts.as_alone(str(folder))
-    answers = answers_of(model)
-    assert all(torch.equal(answers[what], values) for what, values in wanted["answers"].items())
+    require_equal(answers_of(model), wanted["answers"])
     assert worlds(3).run(stored_experts.differing, str(folder), wanted, str(tmp_path / "out")) == [[]] * 3
     with pytest.raises(shardwise.ConfigError, match="files of bitsandbytes have no form for them"):
         shardwise.save(model, tmp_path / "hub")

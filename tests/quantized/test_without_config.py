@@ -77,17 +77,15 @@ def test_narrow_numbers_without_scales_are_numbers(tmp_path, dtype):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 def test_in_a_checkpoint_that_is_quantized_they_are_not(tmp_path, dtype, consent):
     folder = folder_of(tmp_path, {"weight": bytes_of(dtype)}, config={"quantization_config": FP8})
-    with pytest.raises(
-        shardwise.KeyMismatchError, match=r"without scales, and the checkpoint is quantized \(fp8\)"
-    ):
+    words = r"without scales, and the checkpoint is quantized \(fp8\)"
+    with pytest.raises(shardwise.KeyMismatchError, match=words):
         shardwise.load(model_of(), folder, options=QUIET, **consent)
 
 
 def test_codes_under_names_of_their_own(tmp_path):
     tensors = {"weight_packed": torch.ones(2, 1, dtype=torch.int32), "weight_scale": torch.ones(2, 1)}
-    with pytest.raises(
-        shardwise.KeyMismatchError, match=r"m\.weight: stored as codes, in m\.weight_packed"
-    ) as caught:
+    words = r"m\.weight: stored as codes, in m\.weight_packed"
+    with pytest.raises(shardwise.KeyMismatchError, match=words) as caught:
         shardwise.load(model_of(), folder_of(tmp_path, tensors), options=QUIET)
     assert not re.search("on_(missing|unexpected|mismatched)", str(caught.value))
 

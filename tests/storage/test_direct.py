@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.storage.conftest import raising
+from tests.support.writer_suite import put
 
 from shardwise.errors import StorageError
 from shardwise.storage import direct_io, writing
@@ -123,15 +125,12 @@ def test_much_that_is_little_does_not_wait(
 
 
 def test_a_tail_that_cannot_be_written_fails_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> int:
-        raise OSError(errno.EIO, "broken")
-
     with LocalWriter(folder, policy=DISK_WRITES) as writer:
         writer.create("a", 5)
         writer.write("a", 0, [memoryview(b"12345")])
         with monkeypatch.context() as patched:
-            patched.setattr(os, "pwritev", fail)
-            with pytest.raises(StorageError, match=r"writing at byte 0 failed, broken"):
+            patched.setattr(os, "pwritev", raising(errno.EIO))
+            with pytest.raises(StorageError, match=r"writing at byte 0 failed, input/output error"):
                 writer.sync("a")
         with pytest.raises(StorageError, match="could not be synced before"):
             writer.sync("a")
@@ -139,8 +138,7 @@ def test_a_tail_that_cannot_be_written_fails_the_file(folder: Path, monkeypatch:
 
 def test_a_policy_that_is_not_direct_never_goes_around(folder: Path, calls: list[tuple[bool, int, int]]) -> None:
     with LocalWriter(folder, policy=replace(DISK_WRITES, is_direct=False)) as writer:
-        writer.create("a", 20 * BLOCK)
-        writer.write("a", 0, [memoryview(bytes(20 * BLOCK))])
+        put(writer, "a", bytes(20 * BLOCK))
     assert [call[0] for call in calls] == [False]
 
 
@@ -150,10 +148,8 @@ def test_where_a_file_cannot_be_opened_so_it_is_written_as_ever(
     monkeypatch.setattr(writing, "open_direct", lambda path: None)
     content = os.urandom(20 * BLOCK)
     with LocalWriter(folder, policy=DISK_WRITES) as writer:
-        for name in ("a", "b"):
-            writer.create(name, len(content))
-            writer.write(name, 0, [memoryview(content)])
-            writer.sync(name)
+        put(writer, "a", content)
+        put(writer, "b", content)
     assert (folder / "a").read_bytes() == (folder / "b").read_bytes() == content
     assert not any(call[0] for call in calls)
 
@@ -175,11 +171,9 @@ def test_direct_writes_that_are_refused_are_written_through_the_cache(
     monkeypatch.setattr(os, "pwritev", refuse)
     content = os.urandom(20 * BLOCK + 5)
     with LocalWriter(folder, policy=DISK_WRITES) as writer:
-        for name in ("a", "b"):
-            writer.create(name, len(content) + 3)
-            writer.write(name, 3, [memoryview(content)])
-            writer.sync(name)
-    assert (folder / "a").read_bytes() == (folder / "b").read_bytes() == bytes(3) + content
+        put(writer, "a", content)
+        put(writer, "b", content)
+    assert (folder / "a").read_bytes() == (folder / "b").read_bytes() == content
     assert asked == 2  # nor is it tried again
 
 
@@ -207,7 +201,5 @@ def test_short_writes_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "pwritev", short)
     content = os.urandom(11 * BLOCK)
     with LocalWriter(folder, policy=DISK_WRITES) as writer:
-        writer.create("a", len(content))
-        writer.write("a", 0, [memoryview(content)])
-        writer.sync("a")
+        put(writer, "a", content)
     assert (folder / "a").read_bytes() == content

@@ -1,20 +1,16 @@
 """From a name to a folder, without a network: local paths, and a hub cache built by hand."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
+from tests.storage.fake_hub import COMMIT, hub_that_has
 
 from shardwise.errors import StorageError
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, WantedFiles, is_local
 from shardwise.storage.remote import record_commit, resolve, resolve_commit
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
@@ -96,7 +92,7 @@ def test_a_cached_snapshot_is_found(cache: Path) -> None:
 def test_ranks_that_must_not_download_take_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = resolve("org/name", HubOptions(cache_dir=str(cache)), download=False)
     assert folder.name == COMMIT
-    with _hub_that_has(["model.safetensors"], cache, monkeypatch) as options_seen:
+    with hub_that_has(["model.safetensors"], cache, monkeypatch) as options_seen:
         options = HubOptions(cache_dir=str(cache))
         for local_only, download in ((True, True), (True, False), (False, False)):
             resolve("org/name", replace(options, local_files_only=local_only), download=download)
@@ -140,7 +136,7 @@ def test_which_files_are_requested_from_the_hub(tmp_path: Path, monkeypatch: pyt
     repository = dict.fromkeys(names.split(), b"") | {
         "model.safetensors.index.json": b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
     }
-    with _hub_that_has(repository, tmp_path, monkeypatch) as options_seen:
+    with hub_that_has(repository, tmp_path, monkeypatch) as options_seen:
         folder = resolve("org/name", HubOptions(revision="v1", token="secret", cache_dir=str(tmp_path)))
         wanted = (
             "chat_template.jinja config.json merges.txt model-00001-of-00002.safetensors "
@@ -153,41 +149,10 @@ def test_which_files_are_requested_from_the_hub(tmp_path: Path, monkeypatch: pyt
 
 def test_only_the_subfolder_is_requested_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = ["model.safetensors", "fp16/model.safetensors", "fp16/x.py", "fp16/deeper/model.safetensors"]
-    with _hub_that_has(repository, tmp_path, monkeypatch):
+    with hub_that_has(repository, tmp_path, monkeypatch):
         folder = resolve("org/name", HubOptions(subfolder="fp16"))
     assert folder == tmp_path / "fp16"
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")] == ["fp16/model.safetensors"]
-
-
-@contextmanager
-def _hub_that_has(
-    repository: Sequence[str] | Mapping[str, bytes], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[dict[str, object]]]:
-    """A hub whose one commit has these files (empty where only names are given), filtered by the real rules."""
-    seen: list[dict[str, object]] = []
-    contents = dict(repository) if isinstance(repository, Mapping) else dict.fromkeys(repository, b"")
-
-    def repo_info(self: object, repo_id: str, **options: object) -> SimpleNamespace:
-        return SimpleNamespace(sha=COMMIT, siblings=[SimpleNamespace(rfilename=name) for name in contents])
-
-    def download(
-        repo_id: str, *, allow_patterns: Sequence[str] = (), ignore_patterns: Sequence[str] = (), **options: object
-    ) -> str:
-        if options.get("local_files_only"):
-            return str(in_cache(repo_id, **options))
-        seen.append(options)
-        for name in huggingface_hub.utils.filter_repo_objects(
-            contents, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
-        ):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(contents[name])
-        return str(folder)
-
-    in_cache = huggingface_hub.snapshot_download
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    yield seen
 
 
 _INDEX = b'{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
@@ -260,7 +225,7 @@ def test_only_files_that_are_read_are_downloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     place = tmp_path / "snapshot"
-    with _hub_that_has(repository, place, monkeypatch):
+    with hub_that_has(repository, place, monkeypatch):
         folder = resolve("org/name", HubOptions(cache_dir=str(tmp_path), **options), wanted=wanted)
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")} == downloaded
 
@@ -273,7 +238,7 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
     assert resolve_commit("org/name", offline(cache, revision=other)) == other
     with pytest.raises(StorageError, match="org/name at revision v2: .*LocalEntryNotFoundError"):
         resolve_commit("org/name", offline(cache, revision="v2"))
-    with _hub_that_has([], cache, monkeypatch):
+    with hub_that_has([], cache, monkeypatch):
         assert resolve_commit("org/name", HubOptions(cache_dir=str(cache), revision="v2")) == COMMIT
     record_commit("org/name", HubOptions(cache_dir=str(cache), revision="refs/pr/1"), other)
     (cache / "models--org--name" / "snapshots" / other).mkdir()

@@ -6,8 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from tests.storage.conftest import raising
+from tests.support.files import open_descriptors
 
 from shardwise.errors import StorageError
 from shardwise.storage import reading
@@ -16,10 +19,6 @@ from shardwise.storage.reading import LocalReader
 
 CONTENT = bytes(range(251)) * 60
 preadv = os.preadv
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def write(folder: Path, count: int) -> list[str]:
@@ -32,30 +31,19 @@ def write(folder: Path, count: int) -> list[str]:
 @pytest.mark.parametrize("most", [1, 7, 100, 4096])
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     (tmp_path / "a").write_bytes(CONTENT)
-    calls = 0
-
-    def short(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        nonlocal calls
-        calls += 1
-        return preadv(descriptor, [buffers[0][:most]], offset)
-
+    short = mock.Mock(side_effect=lambda descriptor, given, at: preadv(descriptor, [given[0][:most]], at))
     monkeypatch.setattr(os, "preadv", short)
     buffers = [bytearray(size) for size in (3, 0, 1000, 5, 250, 2000)]
     with LocalReader(tmp_path) as reader:
         reader.read_vectored("a", 17, [memoryview(buffer) for buffer in buffers])
-        assert reader.reads == calls
+        assert reader.reads == short.call_count
     assert b"".join(buffers) == CONTENT[17 : 17 + 3258]
-    assert calls >= 3258 / most
+    assert short.call_count >= 3258 / most
 
 
 def test_a_read_is_at_most_the_limit_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(CONTENT)
-    asked: list[tuple[int, int]] = []
-
-    def spy(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        asked.append((len(buffers), sum(buffer.nbytes for buffer in buffers)))
-        return preadv(descriptor, buffers, offset)
-
+    spy = mock.Mock(side_effect=preadv)
     monkeypatch.setattr(os, "preadv", spy)
     monkeypatch.setattr(reading, "CALL_BYTES", 1000)
     monkeypatch.setattr(reading, "CALL_BUFFERS", 8)
@@ -63,29 +51,22 @@ def test_a_read_is_at_most_the_limit_of_linux(tmp_path: Path, monkeypatch: pytes
     with LocalReader(tmp_path) as reader:
         reader.read_vectored("a", 0, [memoryview(buffer) for buffer in buffers])
     assert b"".join(buffers) == CONTENT[:6500]
-    assert max(count for count, _ in asked) == 8
-    assert max(nbytes for _, nbytes in asked) == 1000
+    asked = [call.args[1] for call in spy.call_args_list]
+    assert max(map(len, asked)) == 8
+    assert max(sum(buffer.nbytes for buffer in given) for given in asked) == 1000
 
 
 def test_an_input_output_error_names_file_and_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(CONTENT)
-
-    def broken(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", broken)
+    monkeypatch.setattr(os, "preadv", raising(errno.EIO))
     with LocalReader(tmp_path) as reader, pytest.raises(StorageError, match=r"a in .* byte 40 .*errno 5"):
         reader.read("a", 40, 50)
 
 
 def test_a_denied_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(CONTENT)
-
-    def denied(*arguments: object) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
     with LocalReader(tmp_path) as reader:
-        monkeypatch.setattr(os, "open", denied)
+        monkeypatch.setattr(os, "open", raising(errno.EACCES))
         for ask in (lambda: reader.size("a"), lambda: reader.read("a", 0, 1)):
             with pytest.raises(StorageError, match=r"a in .*permission denied") as caught:
                 ask()

@@ -3,12 +3,15 @@
 import ctypes
 import errno
 import os
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from tests.storage.conftest import mounted, raising
+from tests.support.files import open_descriptors, small_file_system
+from tests.support.writer_suite import put
 
 from shardwise.errors import StorageError
 from shardwise.storage import reading
@@ -19,25 +22,11 @@ CONTENT = bytes(range(251)) * 60
 pwritev = os.pwritev
 
 
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def put(writer: LocalWriter, file: str, content: bytes = CONTENT) -> None:
-    writer.create(file, len(content))
-    writer.write(file, 0, [memoryview(content)])
-    writer.sync(file)
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]).returncode:
-        pytest.skip("no permission to mount")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    with small_file_system(tmp_path / "disk", "1m") as folder:
+        yield folder
 
 
 def test_a_write_that_ends_during_a_sync_waits_for_the_next_sync(tmp_path: Path) -> None:
@@ -47,7 +36,7 @@ def test_a_write_that_ends_during_a_sync_waits_for_the_next_sync(tmp_path: Path)
             super()._defer(file, *others)
 
     with Synced(tmp_path, policy=DISK_WRITES) as writer:
-        put(writer, "a")
+        put(writer, "a", CONTENT)
     assert (tmp_path / "a").read_bytes() == CONTENT
 
 
@@ -56,47 +45,33 @@ def test_a_write_that_ends_during_a_sync_waits_for_the_next_sync(tmp_path: Path)
 
 @pytest.mark.parametrize("most", [1, 7, 100, 4096])
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    calls = 0
-
-    def short(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        nonlocal calls
-        calls += 1
-        return pwritev(descriptor, [buffers[0][:most]], offset)
-
+    short = mock.Mock(side_effect=lambda descriptor, given, at: pwritev(descriptor, [given[0][:most]], at))
     monkeypatch.setattr(os, "pwritev", short)
     parts = [CONTENT[:size] for size in (3, 0, 1000, 5, 250, 2000)]
     with LocalWriter(tmp_path) as writer:
-        writer.create("a", 3258)
-        writer.write("a", 0, [memoryview(part) for part in parts])
-        writer.sync("a")
+        put(writer, "a", *parts)
     assert (tmp_path / "a").read_bytes() == b"".join(parts)
-    assert calls >= 3258 / most
+    assert short.call_count >= 3258 / most
 
 
 def test_one_call_never_brings_more_than_linux_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def spy(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        asked.append((len(buffers), sum(buffer.nbytes for buffer in buffers)))
-        return pwritev(descriptor, buffers, offset)
-
+    spy = mock.Mock(side_effect=pwritev)
     monkeypatch.setattr(os, "pwritev", spy)
     monkeypatch.setattr(reading, "CALL_BYTES", 1000)
     monkeypatch.setattr(reading, "CALL_BUFFERS", 8)
     parts = [CONTENT[3 * n : 3 * n + 3] for n in range(500)] + [CONTENT[1500:6500]]
     with LocalWriter(tmp_path, policy=LOCAL_WRITES) as writer:
-        writer.create("a", 6500)
-        writer.write("a", 0, [memoryview(part) for part in parts])
-        writer.sync("a")
+        put(writer, "a", *parts)
     assert (tmp_path / "a").read_bytes() == CONTENT[:6500]
-    assert max(count for count, _ in asked) == 8
-    assert max(nbytes for _, nbytes in asked) == 1000
+    asked = [call.args[1] for call in spy.call_args_list]
+    assert max(map(len, asked)) == 8
+    assert max(sum(buffer.nbytes for buffer in given) for given in asked) == 1000
 
 
 def test_a_file_system_that_takes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", lambda *arguments: 0)
     with LocalWriter(tmp_path) as writer, pytest.raises(StorageError, match=r"a in .* at byte 0 failed, .*nothing"):
-        put(writer, "a")
+        put(writer, "a", CONTENT)
 
 
 # ── room on the disk ──────────────────────────────────────────────────────────────────────────────
@@ -111,15 +86,14 @@ def test_space_is_set_aside_when_a_file_is_created(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_reported_when_a_file_is_created(small_disk: Path) -> None:
     with LocalWriter(small_disk) as writer:
-        put(writer, "a")
+        put(writer, "a", CONTENT)
         before = open_descriptors()
-        with pytest.raises(
-            StorageError, match=r"b in .*2\.00 MiB failed, no space left on device .*Free some space"
-        ):
+        words = r"b in .*2\.00 MiB failed, no space left on device .*Free some space"
+        with pytest.raises(StorageError, match=words):
             writer.create("b", 2 << 20)
         assert open_descriptors() == before
         assert writer.list() == ["a"]
-        put(writer, "b")
+        put(writer, "b", CONTENT)
 
 
 def test_a_full_disk_leaves_the_older_file(small_disk: Path) -> None:
@@ -171,13 +145,6 @@ def test_an_interrupted_setting_aside_is_repeated(tmp_path: Path, monkeypatch: p
 # ── refusals of the system ────────────────────────────────────────────────────────────────────────
 
 
-def raising(code: int) -> Callable[..., Any]:
-    def refuse(*arguments: Any, **keywords: Any) -> Any:
-        raise OSError(code, os.strerror(code))
-
-    return refuse
-
-
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -223,7 +190,7 @@ def test_a_sync_that_failed_is_not_made_good_by_another(tmp_path: Path, monkeypa
             with pytest.raises(StorageError, match=r"a in .*could not be synced before"):
                 ask()
         writer.remove("a")
-        put(writer, "a")
+        put(writer, "a", CONTENT)
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
@@ -231,7 +198,7 @@ def test_a_file_system_that_cannot_sync_folders_is_fine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     with LocalWriter(tmp_path) as writer:
-        put(writer, "a")
+        put(writer, "a", CONTENT)
         monkeypatch.setattr(os, "fsync", raising(code))
         writer.rename("a", "b")
         writer.sync_names()
@@ -290,14 +257,13 @@ def test_nothing_is_written_through_a_link(cached: Path) -> None:
             with pytest.raises(StorageError, match=f"{name} in .*exists already"):
                 writer.create(name, 1)
         writer.replace("a", b"mine")
-        put(writer, "b")
+        put(writer, "b", CONTENT)
         writer.rename("b", "gone")
     assert not (cached / "a").is_symlink()
     assert (cached / "a").read_bytes() == b"mine"
     assert (cached / "gone").read_bytes() == CONTENT
-    assert {path.name: path.read_bytes() for path in (cached.parent / "blobs").iterdir()} == {
-        "b10b": b"of the cache"
-    }
+    wanted = {"b10b": b"of the cache"}
+    assert {path.name: path.read_bytes() for path in (cached.parent / "blobs").iterdir()} == wanted
 
 
 def test_removing_a_link_leaves_what_it_leads_to(cached: Path) -> None:
@@ -315,7 +281,7 @@ def test_permissions_are_those_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         with LocalWriter(tmp_path) as writer:
-            put(writer, "a")
+            put(writer, "a", CONTENT)
             writer.replace("b", b"1")
     finally:
         os.umask(before)
@@ -328,9 +294,7 @@ def test_permissions_are_those_of_the_umask(tmp_path: Path) -> None:
 def test_a_folder_is_written_as_its_file_system_likes(
     kind: str, policy: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = tmp_path / "mountinfo"
-    table.write_text(f"1 0 0:1 / / rw - ext4 x rw\n2 1 0:2 / {tmp_path.resolve()} rw - {kind} server:/ rw\n")
-    monkeypatch.setattr(reading, "_TABLE", str(table))
+    mounted(tmp_path, kind, monkeypatch)
     with LocalWriter(tmp_path / "not" / "yet") as writer:
         assert writer.policy == policy
     with LocalWriter(tmp_path, policy=OBJECT_STORE_WRITES) as writer:
@@ -402,7 +366,7 @@ def test_everything_durable_is_synced_in_order(tmp_path: Path, monkeypatch: pyte
     traced(monkeypatch, calls)
     folder = tmp_path / "new" / "root"
     with LocalWriter(folder) as writer:
-        put(writer, "a")
+        put(writer, "a", CONTENT)
         assert calls == [f"fsync {tmp_path.parent.name}", f"fsync {tmp_path.name}", "fsync new", "fdatasync a"]
         calls.clear()
         writer.rename("a", "b")

@@ -123,14 +123,8 @@ def test_a_url_is_an_object_store() -> None:
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        (
-            "hf://organization/name",
-            r"hf://organization/name: the hub is not written to. .*then upload it \(hf upload",
-        ),
-        (
-            "https://user:hidden@host/folder",
-            r"https://host/folder: .*cannot be written to. Save into a local folder",
-        ),
+        ("hf://organization/name", r"hf://organization/name: the hub is not written to. .*upload it \(hf upload"),
+        ("https://user:hidden@host/folder", r"https://host/folder: .*cannot be written to. Save into a local"),
         ("file:///folder", "Pass the path without file://"),
         ("nonsense://folder", "writing to nonsense:// failed"),
     ],

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.storage.conftest import mounted
 
 from shardwise.errors import ConfigError
-from shardwise.storage import reading
 from shardwise.storage.contract import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
 from shardwise.storage.reading import LocalReader, file_system_type, is_network
 
@@ -62,9 +62,7 @@ def test_file_systems_of_this_machine() -> None:
 def test_a_folder_is_read_as_its_file_system_likes(
     kind: str, policy: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = tmp_path / "mountinfo"
-    table.write_text(f"1 0 0:1 / / rw - ext4 x rw\n2 1 0:2 / {tmp_path.resolve()} rw - {kind} server:/ rw\n")
-    monkeypatch.setattr(reading, "_TABLE", str(table))
+    mounted(tmp_path, kind, monkeypatch)
     (tmp_path / "models").mkdir()
     (tmp_path / "link").symlink_to("models")
     with LocalReader(tmp_path / "link") as reader:

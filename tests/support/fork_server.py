@@ -19,22 +19,11 @@ _ORPHANED_S = 60.0
 
 
 _PRELOADED = (
-    "torch.distributed.checkpoint",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
-    "trl.trainer.sft_trainer",
-    "trl.trainer.dpo_trainer",
-    "shardwise.engines.pretrained_loading",
-    "shardwise.engines.saving",
-    "shardwise.integrations.trainer",
-    "shardwise.training.run",
-    "shardwise.training.tenants",
-    "tests.load_cases",
-    "tests.engines.stating",
-    "tests.checkpoints.on_ranks",
-    "tests.faults.on_ranks",
-    "tests.faults.saving",
-    "tests.torture.objects",
+    *("torch.distributed.checkpoint", "transformers.models.llama.modeling_llama"),
+    *("transformers.models.qwen3.modeling_qwen3", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"),
+    *("shardwise.engines.pretrained_loading", "shardwise.engines.saving", "shardwise.integrations.trainer"),
+    *("shardwise.training.run", "shardwise.training.tenants", "tests.load_cases", "tests.engines.stating"),
+    *("tests.checkpoints.on_ranks", "tests.faults.on_ranks", "tests.faults.saving", "tests.torture.objects"),
     "tests.torture.verbs",
 )
 """Modules that ranks need, imported once by the process that they are forked from."""

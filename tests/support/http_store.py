@@ -13,9 +13,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import unquote
+
+from tests.support.closing import Closing
 
 from shardwise.errors import ConfigError
 from shardwise.storage.names import unsafe_name_reason
@@ -130,7 +131,7 @@ class _Bandwidth:
             time.sleep(pause_s)
 
 
-class HttpStore:
+class HttpStore(Closing):
     """Serves a folder or a mapping of names to contents over HTTP/1.1 on 127.0.0.1, with ranges and ETags.
 
     ::
@@ -200,14 +201,6 @@ class HttpStore:
             self._thread.join()
             self.hang_up()
             self._server.server_close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @contextmanager
     def counted(self) -> Iterator[None]:

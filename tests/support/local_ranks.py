@@ -12,9 +12,9 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from tests.support.closing import Closing
 from tests.support.fork_server import live_as_rank, start_server
 
 from shardwise.errors import ShardwiseError
@@ -38,7 +38,7 @@ class RankError(ShardwiseError):
         super().__init__("\n".join(lines))
 
 
-class LocalRanks:
+class LocalRanks(Closing):
     """``size`` fresh processes with a process group of gloo, kept for any number of calls.
 
     Functions and arguments are pickled, so functions belong to importable modules. Nothing listens on a port: the
@@ -170,14 +170,6 @@ class LocalRanks:
         self._processes = []
         self._pipes = []
         self._folder.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _serve(rank: int, size: int, store: str, device: str, pipe: Connection) -> None:

@@ -30,10 +30,10 @@ class WritableStorage:
     contents: Callable[[], Mapping[str, bytes]]
 
 
-def _put(writer: StorageWriter, file: str, content: bytes) -> None:
+def put(writer: StorageWriter, file: str, *parts: bytes) -> None:
     """Write a whole file, in a way that every policy allows."""
-    writer.create(file, len(content))
-    writer.write(file, 0, [memoryview(content)])
+    writer.create(file, sum(map(len, parts)))
+    writer.write(file, 0, [memoryview(part) for part in parts])
     writer.sync(file)
 
 
@@ -81,8 +81,8 @@ class StorageWriterSuite:
 
     def test_written_bytes_can_be_read(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
-            _put(writer, "b", _CONTENT)
-            _put(writer, "a", b"1")
+            put(writer, "b", _CONTENT)
+            put(writer, "a", b"1")
             writer.sync_names()
             assert writer.list() == ["a", "b"]
             assert writer.sizes() == {"a": 1, "b": _NBYTES}
@@ -130,7 +130,7 @@ class StorageWriterSuite:
 
     def test_an_existing_file_cannot_be_created(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
-            _put(writer, "a", b"older")
+            put(writer, "a", b"older")
         with storage.open() as writer, pytest.raises(StorageError, match=r"a in .*exists already"):
             writer.create("a", 3)
         assert storage.contents() == {"a": b"older"}
@@ -164,7 +164,7 @@ class StorageWriterSuite:
             lambda writer, name: writer.remove(name),
         ]
         with storage.open() as writer:
-            _put(writer, "a", b"1")
+            put(writer, "a", b"1")
             for name, ask in itertools.product(_OUTSIDE, asks):
                 with pytest.raises(StorageError, match="refused as a file name"):
                     ask(writer, name)
@@ -174,7 +174,7 @@ class StorageWriterSuite:
         names = [".metadata", "100%", "a[1]*", "model..v1.safetensors", "with space", "ä+&="]
         with storage.open() as writer:
             for name in names:
-                _put(writer, name, b"1")
+                put(writer, name, b"1")
                 writer.replace(name, b"22")
                 assert writer.read(name) == b"22"
             assert writer.list() == names
@@ -196,14 +196,14 @@ class StorageWriterSuite:
 
     def test_removing(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
-            _put(writer, "a", b"1")
-            _put(writer, "b", b"2")
+            put(writer, "a", b"1")
+            put(writer, "b", b"2")
             writer.remove("a")
             writer.remove("a")
             writer.remove("never")
             writer.sync_names()
             assert writer.list() == ["b"]
-            _put(writer, "a", b"another")
+            put(writer, "a", b"another")
         assert storage.contents() == {"a": b"another", "b": b"2"}
 
     def test_a_file_on_its_way_can_be_removed_and_made_again(self, storage: WritableStorage) -> None:
@@ -212,13 +212,13 @@ class StorageWriterSuite:
             writer.write("a", 0, [memoryview(b"01234")])
             writer.remove("a")
             assert storage.contents() == {}
-            _put(writer, "a", b"another")
+            put(writer, "a", b"another")
         assert storage.contents() == {"a": b"another"}
 
     def test_renaming_takes_the_place_of_what_was_there(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
             writer.replace("b", b"older")
-            _put(writer, "a", b"1")
+            put(writer, "a", b"1")
             if not writer.policy.can_rename:
                 with pytest.raises(StorageError, match=r"a in .*cannot be renamed"):
                     writer.rename("a", "b")
@@ -233,7 +233,7 @@ class StorageWriterSuite:
     def test_publishing_takes_the_place_of_what_was_there(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
             writer.replace("b", b"older")
-            _put(writer, "a", b"1")
+            put(writer, "a", b"1")
             writer.replace("c", b"22")
             writer.publish("a", "b")
             assert storage.contents() == {"b": b"1", "c": b"22"}
@@ -243,7 +243,7 @@ class StorageWriterSuite:
     def test_a_removed_file_is_not_published(self, storage: WritableStorage) -> None:
         with storage.open() as writer, storage.open() as another:
             writer.replace("b", b"older")
-            _put(writer, "a", b"1")
+            put(writer, "a", b"1")
             another.remove("a")
             with pytest.raises(StorageError, match=r"a in .*"):
                 writer.publish("a", "b")
@@ -251,7 +251,7 @@ class StorageWriterSuite:
 
     def test_a_closed_writer_refuses_and_may_be_closed_again(self, storage: WritableStorage) -> None:
         writer = storage.open()
-        _put(writer, "a", b"1")
+        put(writer, "a", b"1")
         writer.close()
         writer.close()
         asks: list[Callable[[], object]] = [

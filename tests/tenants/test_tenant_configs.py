@@ -44,21 +44,14 @@ def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
     assert list(alone) == ["r4-lr0.0001-sgd", "r4-lr0.001-sgd", "r8-lr0.0001-sgd", "r8-lr0.001-sgd"]
     assert [own.values["learning_rate"] for own in alone.values()] == [1e-4, 1e-3] * 2
     both = read_tenants(read(tmp_path, sweep={"lora_r": [4, 8]}, tenants={"ada": {"seed": 1}, "bob": {}}))
-    assert {name: (own.values["lora_r"], own.values.get("seed")) for name, own in both.items()} == {
-        "ada-r4": (4, 1),
-        "ada-r8": (8, 1),
-        "bob-r4": (4, None),
-        "bob-r8": (8, None),
-    }
+    wanted = {"ada-r4": (4, 1), "ada-r8": (8, 1), "bob-r4": (4, None), "bob-r8": (8, None)}
+    assert {name: (own.values["lora_r"], own.values.get("seed")) for name, own in both.items()} == wanted
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"tenants": {"ada": {"lora_alfa": 4}}},
-            "tenants.ada.lora_alfa: is not a key of sft. Did you mean lora_al",
-        ),
+        ({"tenants": {"ada": {"lora_alfa": 4}}}, "tenants.ada.lora_alfa: is not a key of sft. Did you mean lora_"),
         ({"tenants": {"ada": {"lora_r": "four"}}}, "tenants.ada.lora_r: 'four' is a str. Expected int"),
         ({"tenants": {"ada": {"bf16": True}}}, "tenants.ada.bf16: cannot differ between tenants. Set it once"),
         ({"tenants": {"ada": {"packing": True}}}, "tenants.ada.packing: cannot differ between tenants. Remove it"),

@@ -1,14 +1,14 @@
 """Many LoRAs on ranks: each as alone, and as if it had not been interrupted."""
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.local_ranks import LocalRanks, RankError
+from tests.support.local_ranks import RankError
+from tests.support.world import run_forked as run_world
 from tests.tenants.tenants_on_ranks import prepare, train, train_alone, train_until, values
 
 from shardwise.training.run import TrlOutcome
@@ -19,12 +19,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("tenants"))
-
-
-def run_world(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call a function on ranks that are forked from a process which has imported TRL."""
-    with LocalRanks(size, timeout_s=240, is_forked=True) as ranks:
-        return ranks.run(function, *args)
 
 
 def losses(outcome: TrlOutcome) -> dict[str, list[float]]:
@@ -109,9 +103,8 @@ def test_a_tenant_that_cannot_be_is_one_error_on_all_ranks(
     given["tenants"]["bob"] |= further
     with pytest.raises(RankError, match=f"tenants.bob: (rank 0: )?{message}") as told:
         run_world(2, train, given)
-    assert {f"[rank {rank}] shardwise.errors.ConfigError: tenants.bob" in str(told.value) for rank in (0, 1)} == {
-        True
-    }
+    found = {f"[rank {rank}] shardwise.errors.ConfigError: tenants.bob" in str(told.value) for rank in (0, 1)}
+    assert found == {True}
 
 
 def test_a_row_that_is_too_long_for_a_pass_is_named(folder: Path) -> None:

@@ -13,11 +13,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
+from peft import PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from tests.training import tiny
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    CLIPImageProcessorPil,
+    LlavaProcessor,
+    Qwen3ForCausalLM,
+    TrainerCallback,
+)
 
 from shardwise.cli.train import train_on_rank, without_token
+from shardwise.training import setup as trl_setup
 from shardwise.training.run import TrlOutcome
 from shardwise.training.run_config import read_run_config
 
@@ -53,8 +62,6 @@ def prepare(folder: Path) -> Path:
 
 def write_scorer(folder: Path) -> Path:
     """A model with a head of one output, for rewards."""
-    from transformers import AutoModelForSequenceClassification
-
     torch.manual_seed(1)
     made = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
     made.save_pretrained(folder / "scorer")
@@ -64,19 +71,10 @@ def write_scorer(folder: Path) -> Path:
 
 def write_wide(folder: Path) -> Path:
     """A model whose rows are whole blocks of 64."""
+    config = tiny.model().config
+    config.update({"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.02})
+    config.tie_word_embeddings = False
     torch.manual_seed(2)
-    config = Qwen3Config(
-        vocab_size=260,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=256,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
     Qwen3ForCausalLM(config).save_pretrained(folder / "wide")
     tiny.tokenizer().save_pretrained(folder / "wide")
     return folder / "wide"
@@ -85,7 +83,6 @@ def write_wide(folder: Path) -> Path:
 def write_vision(folder: Path) -> Path:
     """A model for images, with its processor."""
     from tests.integrations.runs import vision
-    from transformers import CLIPImageProcessorPil, LlavaProcessor
 
     sizes = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
     template = tiny.MARKED.replace("m.content", "m.content[0].text")  # TRL gives a processor lists of parts
@@ -162,8 +159,6 @@ class Terminated(TrainerCallback):
 
 def train_until(values: dict[str, Any], step: int) -> TrlOutcome:
     """Train on this rank, and have the first one sent SIGTERM in a step."""
-    from shardwise.training import setup as trl_setup
-
     make = trl_setup.make_trainer
 
     def with_callback(*positional: Any) -> Any:
@@ -178,11 +173,7 @@ def train_until(values: dict[str, Any], step: int) -> TrlOutcome:
 def by_trl(values: dict[str, Any], adapter: str | None = None) -> list[float]:
     """Train by TRL's own script in this process, without shardwise; the losses of all steps."""
     import datasets
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
     from trl import SFTTrainer
-
-    from shardwise.training import setup as trl_setup
 
     arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
     model: Any = arguments.model.model_name_or_path
@@ -190,16 +181,14 @@ def by_trl(values: dict[str, Any], adapter: str | None = None) -> list[float]:
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
     rows = datasets.load_dataset("json", data_files=values["dataset_name"])["train"]
-    trainer = SFTTrainer(
-        model=model, args=arguments.training, train_dataset=rows, processing_class=tiny.tokenizer()
-    )
+    args = arguments.training
+    trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tiny.tokenizer())
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def by_script(file: Path, place: Path, adapter: Path | None = None) -> None:
     """Run TRL's script for SFT in this process and a folder. A LoRA begins with stored values."""
-    from peft import get_peft_model, load_peft_weights, set_peft_model_state_dict
     from trl.trainer import sft_trainer
 
     def with_stored_values(*positional: Any, **keywords: Any) -> Any:
@@ -228,7 +217,6 @@ def by_command(words: list[str], place: Path) -> TrlOutcome:
 def initial_adapter(values: dict[str, Any], folder: str) -> None:
     """Save the adapter that a training begins with."""
     import shardwise
-    from shardwise.training import setup as trl_setup
 
     arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
     shardwise.save_adapter(trl_setup.load_model(arguments, "sft"), folder)

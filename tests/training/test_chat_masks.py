@@ -54,19 +54,9 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 WITHOUT_REASONING = {
-    *(
-        "cohere",
-        "cohere2",
-        "deepseek_r1_distill",
-        "deepseekv3",
-        "gemma",
-        "gemma3",
-        "gemma4",
-        "gemma4_v2",
-        "gemma4_v3",
-    ),
-    *("gemma4_v4", "idefics3", "lfm2", "lfm2_v2", "llama3", "llama3_1", "llama3_2", "llava_next", "phi3", "phi3_5"),
-    *("qwen2_5", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl", "smolvlm"),
+    *("cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "gemma4", "gemma4_v2"),
+    *("gemma4_v3", "gemma4_v4", "idefics3", "lfm2", "lfm2_v2", "llama3", "llama3_1", "llama3_2", "llava_next"),
+    *("phi3", "phi3_5", "qwen2_5", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl", "smolvlm"),
 }
 """Of these an answer has no reasoning, even where it is the last (TRL's page says so of DeepSeek and Gemma 4)."""
 WITHOUT_CALLS = {
@@ -301,9 +291,8 @@ def test_a_system_message_is_in_front_of_every_answer_that_was_prompted_with_it(
 
 
 def test_an_assistant_message_of_weight_0_is_context() -> None:
-    assert trained("qwen2_5", user("Hi"), assistant("No.", weight=0), user("And?"), assistant("Yes.")) == [
-        ["Yes.<|im_end|>"]
-    ]
+    wanted = [["Yes.<|im_end|>"]]
+    assert trained("qwen2_5", user("Hi"), assistant("No.", weight=0), user("And?"), assistant("Yes.")) == wanted
 
 
 def test_a_template_that_leaves_out_an_answer_is_an_error() -> None:

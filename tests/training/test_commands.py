@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.local_ranks import LocalRanks
+from tests.support.world import run_forked as run_world
 from tests.training import tiny
 from tests.training.on_ranks import by_command, by_script, initial_adapter, prepare, write_vision, write_wide
 
@@ -32,11 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def run_world(size: int, *call: Any) -> list[Any]:
-    with LocalRanks(size, timeout_s=400, is_forked=True) as ranks:
-        return ranks.run(*call)
-
-
 def called(module: str, words: Sequence[str], place: Path, code: int = 0, **environment: str) -> str:
     """Run the command in a folder. Returns its errors and warnings."""
     place.mkdir(exist_ok=True)
@@ -52,25 +47,6 @@ def called(module: str, words: Sequence[str], place: Path, code: int = 0, **envi
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stderr
-
-
-def config(folder: Path, name: str, **values: object) -> Path:
-    given = {
-        "model_name_or_path": str(folder / "model"),
-        "dataset_name": str(folder / "chats.jsonl"),
-        "output_dir": "out",
-        "learning_rate": "1e-2",
-        "max_length": 64,
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        **values,
-    }
-    file = folder / f"{name}.yaml"
-    file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in given.items()))
-    return file
 
 
 def logged(place: Path, step: int, *keys: str) -> list[float]:
@@ -93,7 +69,7 @@ def test_a_file_of_trl_s_script_trains_the_same_unchanged(folder: Path, kind: st
     if adapter is not None:
         run_world(1, initial_adapter, given, str(adapter))
     rows = {"per_device_train_batch_size": 4, "lr_scheduler_type": "cosine"}
-    file = config(folder, kind, **rows, **STEPS, **EVALUATED, **given)
+    file = tiny.write_config(folder, kind, **rows, **STEPS, **EVALUATED, **given)
     run_world(1, by_script, file, folder / f"{kind}-trl", adapter)
     words = [str(file), "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "4"]
     run_world(2, by_command, words, folder / f"{kind}-ours")
@@ -114,7 +90,7 @@ def test_a_lora_that_was_ended_resumes_on_other_ranks(
 ) -> None:
     """As if it had never been ended, to 1e-5: losses and weights."""
     rows = {"sft": "chats.jsonl", "dpo": "pairs.jsonl"}[method]
-    file = config(folder, method, dataset_name=str(folder / rows), max_steps=6, save_steps=2, **LORA)
+    file = tiny.write_config(folder, method, dataset_name=str(folder / rows), max_steps=6, save_steps=2, **LORA)
     place, other = folder / method, folder / f"{method}-whole"
 
     def words(count: int) -> list[str]:
@@ -125,10 +101,7 @@ def test_a_lora_that_was_ended_resumes_on_other_ranks(
     )
     assert code == 75 or "rank 1" in told
     assert sorted(path.name for path in (place / "out").glob("checkpoint-*"))[-1] == f"checkpoint-{saved}"
-    if ranks == 1:
-        called("shardwise", words(1), place)
-    else:
-        run_world(ranks, by_command, words(ranks), place)
+    run_world(ranks, by_command, words(ranks), place)
     run_world(1, by_command, words(1), other)
     assert len(set(logged(other, 6, "loss"))) == 6
     assert logged(place, 6, "loss") == pytest.approx(logged(other, 6, "loss"), abs=1e-5)
@@ -140,16 +113,15 @@ def test_a_lora_that_was_ended_resumes_on_other_ranks(
 def test_states_of_8_bits_train_on_two_ranks(folder: Path) -> None:
     """A shard that is no multiple of 256, and those that are small, stay in 32 bits, which is reported."""
     model = str(write_wide(folder))
-    file = config(folder, "bits", model_name_or_path=model, max_steps=4, save_steps=4, learning_rate="1e-3")
+    given = {"model_name_or_path": model, "max_steps": 4, "save_steps": 4, "learning_rate": "1e-3"}
+    file = tiny.write_config(folder, "bits", **given)
     words = [str(file), "--per_device_train_batch_size", "2"]
     run_world(2, by_command, words, folder / "32-bits")
     words += ["--optim", "adamw_torch_8bit", "--nproc-per-node=2"]
     told = called("shardwise", words, folder / "8-bits", PYTHONPATH=str(TORCHAO), TORCHDYNAMO_DISABLE="1")
     assert "torchao's AdamW8bit: keeps 32 bits of " in told
-    assert (
-        "such as model.embed_tokens.weight, whose shards have fewer than 4096 elements or no multiple of 256"
-        in told
-    )
+    small = "such as model.embed_tokens.weight, whose shards have fewer than 4096 elements or no multiple of 256"
+    assert small in told
     exact, reduced = (logged(folder / name, 4, "loss") for name in ("32-bits", "8-bits"))
     assert exact[0] - exact[-1] > 0.1
     assert reduced == pytest.approx(exact, abs=0.02)

@@ -151,13 +151,8 @@ def test_calls_tools_and_systems_of_sharegpt() -> None:
         "tools": json.dumps([{"name": "weather"}]),
     }
     found = to_messages(row)
-    assert [message["role"] for message in found["messages"]] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    roles = ["system", "user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in found["messages"]] == roles
     assert found["messages"][2]["tool_calls"] == [{"type": "function", "function": call}]
     assert found["tools"] == [{"type": "function", "function": {"name": "weather"}}]
 

@@ -31,9 +31,8 @@ def test_a_tracker_that_fails_is_reported_once_and_called_no_more(
         for _ in range(4):
             tracker.on_log(None, None, None)
     assert tracker.calls == 2
-    assert [record.getMessage() for record in caplog.records] == [
-        "Tracker: failed, the tracker is gone. The training continues without it."
-    ]
+    wanted = ["Tracker: failed, the tracker is gone. The training continues without it."]
+    assert [record.getMessage() for record in caplog.records] == wanted
     monkeypatch.undo()
     guard_trackers(SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[own])))
     own.on_log(None, None, None)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tests.support.http_store import HttpStore
 from tests.support.local_ranks import LocalRanks, RankError
+from tests.support.world import run_forked as run_world
 from tests.training import on_ranks, tiny
 from tests.training.on_ranks import by_trl, initial_adapter, prepare, train, train_until, write_scorer, write_wide
 
@@ -21,12 +21,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("trl"))
-
-
-def run_world(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call a function on ranks that are forked from a process which has imported TRL."""
-    with LocalRanks(size, timeout_s=240, is_forked=True) as ranks:
-        return ranks.run(function, *args)
 
 
 def losses(ranks: int, values: dict[str, Any], rows: int = 4) -> list[float]:
@@ -150,10 +144,7 @@ def test_a_base_in_four_bits(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("further", "message"),
     [
-        (
-            {"method": "grpo", "beta": 0.1, "reward_funcs": ["x"], "max_length": None, "num_generations": 2},
-            "beta: 0.1 compares with a reference",
-        ),
+        ({**PREFERENCES["grpo of a LoRA"], "use_peft": False}, "beta: 0.1 compares with a reference"),
         ({"load_in_4bit": True}, "load_in_4bit: packed weights are not trained. Set use_peft"),
         ({"dp_replicate_size": 2}, "2 replicas: 2 ranks cannot be divided"),
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
@@ -225,13 +216,13 @@ def test_a_folder_of_another_training_is_left_alone(folder: Path) -> None:
 
 
 def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(folder: Path) -> None:
-    values = keys(folder, max_steps=12, save_strategy="steps", save_steps=50, gradient_checkpointing=False)
+    values = keys(folder, max_steps=6, save_strategy="steps", save_steps=50, gradient_checkpointing=False)
     values["output_dir"] = str(folder / "stopped")
-    stopped = run_world(2, train_until, {**values, "per_device_train_batch_size": 2}, 5)
-    assert {(outcome.has_stopped, outcome.steps) for outcome in stopped} == {(True, 5)}
+    stopped = run_world(2, train_until, {**values, "per_device_train_batch_size": 2}, 3)
+    assert {(outcome.has_stopped, outcome.steps) for outcome in stopped} == {(True, 3)}
     assert not list((folder / "stopped").glob("*.safetensors"))
     [(resumed, told)] = run_world(1, train, {**values, "per_device_train_batch_size": 4})
-    assert (resumed.has_stopped, resumed.steps) == (False, 12)
+    assert (resumed.has_stopped, resumed.steps) == (False, 6)
     whole = {**values, "output_dir": str(folder / "whole"), "per_device_train_batch_size": 4}
     [(_, expected)] = run_world(1, train, whole)
     assert told == pytest.approx(expected, abs=1e-5)
@@ -240,7 +231,8 @@ def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(fold
 
 
 def test_of_two_trainings_started_together_in_one_folder_one_is_refused(folder: Path) -> None:
-    values = keys(folder, output_dir=str(folder / "shared"), max_steps=60, per_device_train_batch_size=2)
+    values = keys(folder, output_dir=str(folder / "shared"), max_steps=30, gradient_checkpointing=False)
+    values["per_device_train_batch_size"] = 1
     refused = []
     with ExitStack() as stack:
         both = [stack.enter_context(LocalRanks(1, timeout_s=240, is_forked=True)) for _ in range(2)]
@@ -249,7 +241,7 @@ def test_of_two_trainings_started_together_in_one_folder_one_is_refused(folder: 
         for ranks, weights in zip(both, ("adapter_model", "model"), strict=True):
             try:
                 [(outcome, _)] = ranks.finish()
-                assert outcome.steps == 60
+                assert outcome.steps == 30
                 assert [file.stem for file in (folder / "shared").glob("*.safetensors")] == [weights]
             except RankError as error:
                 refused.append(str(error))

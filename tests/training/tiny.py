@@ -68,6 +68,26 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def write_config(folder: Path, name: str = "config", **values: object) -> Path:
+    """Of a training of the model on the chats of a folder."""
+    given = {
+        "model_name_or_path": str(folder / "model"),
+        "dataset_name": str(folder / "chats.jsonl"),
+        "output_dir": "out",
+        "learning_rate": "1e-2",
+        "max_length": 64,
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **values,
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in given.items()))
+    return file
+
+
 def chat(*contents: str) -> dict[str, object]:
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}

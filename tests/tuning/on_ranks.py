@@ -12,7 +12,7 @@ from tests.support.world import attempt
 from tests.tuning import reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise
@@ -198,8 +198,6 @@ def truth_local(tensor: torch.Tensor) -> torch.Tensor:
 
 def with_other_tunings(directory: str, what: str) -> tuple[str, str]:
     """The error where the last rank has another tuning."""
-    from peft import LoraConfig
-
     is_last = dist.get_rank() == dist.get_world_size() - 1
     alpha = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_alpha=3 if is_last else 2)
     tuning = shardwise.Lora(alpha) if what == "alpha" else shardwise.Freeze(1 if is_last else -1)
@@ -217,8 +215,6 @@ def generated(directory: str, keywords: dict[str, Any]) -> torch.Tensor:
 
 def train_in_half(directory: str, keywords: dict[str, Any]) -> tuple[dict[str, str], list[float]]:
     """The dtypes of what is trained, and the losses of some steps on the same rows in mixed precision."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = bring_up(directory, {**keywords, "dtype": "bfloat16", "sharding": shardwise.Sharding(mp_policy=policy)})
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -10,6 +10,8 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests.conftest import Worlds
+from tests.support.files import change_json, contents
+from tests.truth import require_equal
 from tests.tuning import on_ranks, reference
 from tests.tuning.test_tune import COPIES, DORA, EXPERTS, GAUSSIAN, NARROW
 
@@ -36,7 +38,6 @@ def folders(tied: Path, untied: Path, experts: Path, tmp_path_factory: pytest.Te
     return {"tied": tied, "untied": untied, "experts": experts, "biased": biased}
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_adapter_opens_in_peft_and_is_taken_up_again(
     kind: str, folders: dict[str, Path], tmp_path: Path, worlds: Worlds
@@ -51,14 +52,11 @@ def test_a_saved_adapter_opens_in_peft_and_is_taken_up_again(
     for answer, _ in live:
         torch.testing.assert_close(answer, logits, rtol=1e-5, atol=1e-5)
     values = reference.values_of(stock)
-    assert values.keys() == live[0][1].keys()
-    assert [name for name in values if not torch.equal(values[name], live[0][1][name])] == []
+    require_equal(values, live[0][1])
     for found in worlds(2).run(on_ranks.values_after_load, folder, {"tuning": ExistingLora(adapter)}):
-        assert found.keys() == values.keys()
-        assert [name for name in values if not torch.equal(found[name], values[name])] == []
+        require_equal(found, values)
 
 
-@pytest.mark.distributed
 def test_every_ranks_part_of_a_saved_adapter_arrives(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
     adapter = tmp_path / "adapter"
     parts = worlds(3).run(on_ranks.save_adapter_of_ranks, str(tied), {"tuning": Lora(DORA)}, str(adapter))
@@ -70,7 +68,6 @@ def test_every_ranks_part_of_a_saved_adapter_arrives(tied: Path, tmp_path: Path,
         assert torch.equal(rows, expected[:, None].expand(rows.shape)), key
 
 
-@pytest.mark.distributed
 def test_a_saved_adapter_equals_the_file_of_peft(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
     adapter = tmp_path / "adapter"
     for size in (1, 2):
@@ -79,25 +76,19 @@ def test_a_saved_adapter_equals_the_file_of_peft(tied: Path, tmp_path: Path, wor
         stock = reference.stock_with_adapter(tied, adapter)
         stock.save_pretrained(tmp_path / "stock")
         mine, theirs = (load_file(path / "adapter_model.safetensors") for path in (adapter, tmp_path / "stock"))
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+        require_equal(mine, theirs)
         written, wanted = (
             json.loads((path / "adapter_config.json").read_text()) for path in (adapter, tmp_path / "stock")
         )
-        assert {**written, "target_modules": sorted(written["target_modules"])} == {
-            **wanted,
-            "target_modules": sorted(wanted["target_modules"]),
-        }
+        for config in (written, wanted):
+            config["target_modules"].sort()
+        assert written == wanted
         assert written["base_model_name_or_path"] == str(tied)
         assert written["inference_mode"] is True
-        assert sorted(path.name for path in adapter.iterdir()) == [
-            "adapter_config.json",
-            "adapter_model.fingerprints.json",
-            "adapter_model.safetensors",
-        ]
+        expected = ["adapter_config.json", "adapter_model.fingerprints.json", "adapter_model.safetensors"]
+        assert sorted(path.name for path in adapter.iterdir()) == expected
 
 
-@pytest.mark.distributed
 def test_wrappers_leave_no_trace_in_the_names(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
     worlds(2).run(on_ranks.save_wrapped, str(tied), {"tuning": Lora(NARROW)}, str(tmp_path / "adapter"))
     keys = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
@@ -115,11 +106,8 @@ def test_an_adapter_lies_beside_a_model_and_replaces_an_older_one(tied: Path, tm
         report = shardwise.save_adapter(model, tmp_path, verify=True)
     assert report.is_verified
     assert report.files == ("adapter_model.safetensors",)
-    assert {path.name for path in tmp_path.iterdir()} - before == {
-        "adapter_config.json",
-        "adapter_model.fingerprints.json",
-        "adapter_model.safetensors",
-    }
+    wanted = {"adapter_config.json", "adapter_model.fingerprints.json", "adapter_model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} - before == wanted
     assert shardwise.verify(tmp_path).compared > 0
     half = shardwise.save_adapter(model, tmp_path / "half", dtype="bfloat16")
     assert half.dtypes == {"BF16": report.tensors}
@@ -137,11 +125,6 @@ def adapter(tied: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-def _change(folder: Path, **settings: Any) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
-
-
 def test_an_existing_adapter_continues_under_another_name(tied: Path, adapter: Path) -> None:
     model: Any = shardwise.from_pretrained(tied, tuning=ExistingLora(adapter, adapter="mine"))
     assert list(model.peft_config) == ["mine"]
@@ -156,12 +139,9 @@ def test_an_adapter_of_all_linear_layers_but_some_is_taken_up_again(tied: Path, 
     model = shardwise.from_pretrained(tied, tuning=Lora(config))
     shardwise.save_adapter(model, tmp_path)
     again = shardwise.from_pretrained(tied, tuning=ExistingLora(tmp_path))
-    wanted, found = reference.values_of(model), reference.values_of(again)
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    require_equal(reference.values_of(again), reference.values_of(model))
 
 
-@pytest.mark.distributed
 def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, worlds: Worlds) -> None:
     for kind, text in worlds(2).run(on_ranks.merged_tensors, str(tied), ["q_proj", "lm_head"]):
         assert kind == "ConfigError"
@@ -169,7 +149,6 @@ def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, 
         assert "embed_tokens, which a merge would change, too. Take it out of target_modules" in text
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("tuning", "safe", "told"),
     [
@@ -193,7 +172,7 @@ def test_an_adapter_of_pickles_is_read_too(tied: Path, adapter: Path) -> None:
     torch.save(load_file(file), adapter / "adapter_model.bin")
     file.unlink()
     found = on_ranks.values_after_load(str(tied), {"tuning": ExistingLora(adapter)})
-    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+    require_equal(found, wanted)
 
 
 def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(tied: Path, adapter: Path, tmp_path: Path) -> None:
@@ -209,21 +188,18 @@ def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(tied: Path, ada
         return str(caught.value)
 
     wide = reference.save_tiny(tmp_path / "wide", hidden_size=32)
-    assert "mismatched  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: stored (2, 24)" in refused(
-        wide
-    )
+    words = "mismatched  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: stored (2, 24)"
+    assert words in refused(wide)
     assert f"belongs to {tied}" in refused(wide)
-    assert "missing     base_model.model.model.layers.2." in refused(
-        reference.save_tiny(tmp_path / "deep", num_hidden_layers=3)
-    )
-    assert "unexpected  base_model.model.model.layers.1." in refused(
-        reference.save_tiny(tmp_path / "flat", num_hidden_layers=1)
-    )
-    _change(adapter, r=3)
+    words = "missing     base_model.model.model.layers.2."
+    assert words in refused(reference.save_tiny(tmp_path / "deep", num_hidden_layers=3))
+    words = "unexpected  base_model.model.model.layers.1."
+    assert words in refused(reference.save_tiny(tmp_path / "flat", num_hidden_layers=1))
+    change_json(adapter / "adapter_config.json", r=3)
     assert "with r=3" in refused(tied)
-    _change(adapter, r=2, target_modules=["q_proj"])
+    change_json(adapter / "adapter_config.json", r=2, target_modules=["q_proj"])
     assert "unexpected  base_model.model.model.layers.0.mlp.down_proj.lora_A.weight" in refused(tied)
-    _change(adapter, target_modules=["q_proj", "down_proj", "up_proj"])
+    change_json(adapter / "adapter_config.json", target_modules=["q_proj", "down_proj", "up_proj"])
     assert "missing     base_model.model.model.layers.0.mlp.up_proj.lora_A.weight" in refused(tied)
 
 
@@ -231,9 +207,8 @@ def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_
     file = adapter / "adapter_model.safetensors"
     stored = load_file(file)
     save_file(dict(list(stored.items())[1:]), file)
-    with pytest.raises(
-        KeyMismatchError, match=r"missing +base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A"
-    ):
+    words = r"missing +base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A"
+    with pytest.raises(KeyMismatchError, match=words):
         shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(FormatError, match=r"adapter_model\.safetensors"):
@@ -243,7 +218,7 @@ def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_
         shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
     with pytest.raises(FormatError, match="there is no adapter_config.json"):
         shardwise.from_pretrained(tied, tuning=ExistingLora(tied))
-    _change(adapter, init_lora_weights="pissa")
+    change_json(adapter / "adapter_config.json", init_lora_weights="pissa")
     save_file(stored, file)
     with pytest.raises(ConfigError, match="'pissa': changes the base"):
         shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
@@ -259,10 +234,6 @@ def _other_scaling(folder: Path, **settings: Any) -> Any:
     return shardwise.from_pretrained(folder, tuning=Lora(other), options=shardwise.options.LoadOptions(seed=9))
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
 def _adapter_in(files: Mapping[str, bytes]) -> tuple[bytes, ...] | None:
     """What PEFT reads; None where it finds no weights."""
     weights = files.get("adapter_model.safetensors")
@@ -273,7 +244,7 @@ def _adapter_in(files: Mapping[str, bytes]) -> tuple[bytes, ...] | None:
 def test_a_commit_that_fails_puts_the_older_adapter_back(
     failing: str, tied: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = _contents(adapter)
+    before = contents(adapter)
     replace, rename = LocalWriter.replace, LocalWriter.rename
     broken = [failing]
 
@@ -294,8 +265,8 @@ def test_a_commit_that_fails_puts_the_older_adapter_back(
     monkeypatch.setattr(LocalWriter, "rename", renaming)
     with pytest.raises(StorageError, match="the disk is full"):
         shardwise.save_adapter(_other_scaling(tied), adapter)
-    after = _contents(adapter)
+    after = contents(adapter)
     assert _adapter_in(after) == _adapter_in(before)
     assert after.keys() == before.keys()
     shardwise.save_adapter(_other_scaling(tied), adapter)
-    assert _contents(adapter).keys() == before.keys()
+    assert contents(adapter).keys() == before.keys()

@@ -20,7 +20,6 @@ TUNINGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in [*TUNINGS][1:])])
 def test_losses_are_bitwise_those_of_a_model_that_fsdp2_shards_by_itself(
     name: str, untied: Path, worlds: Worlds

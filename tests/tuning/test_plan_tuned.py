@@ -25,7 +25,6 @@ TUNINGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", TUNINGS)
 def test_estimated_bytes_are_the_allocated_bytes(name: str, half: Path, worlds: Worlds) -> None:
     keywords: dict[str, Any] = {"tuning": TUNINGS[name], "resize_vocab": 70}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from tests import zoo
 from tests.conftest import Worlds
 from tests.tuning import on_ranks, reference
@@ -20,7 +20,6 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COPIES = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("kind", "rows"), [("tied", "initialized"), ("untied", "mean")])
 def test_new_rows_are_alike_on_every_number_of_ranks(
     kind: str, rows: Any, tied: Path, untied: Path, worlds: Worlds
@@ -71,7 +70,6 @@ def test_a_vocabulary_shrinks_and_may_stay(tied: Path) -> None:
     assert torch.equal(same.get_input_embeddings().weight, stored[EMBEDDING])
 
 
-@pytest.mark.distributed
 def test_copies_of_a_grown_vocabulary_begin_as_it_does(untied: Path, tmp_path: Path, worlds: Worlds) -> None:
     keywords: dict[str, Any] = {"tuning": Lora(COPIES), "resize_vocab": 70}
     plain = on_ranks.values_after_load(str(untied), {"resize_vocab": 70})
@@ -87,8 +85,6 @@ def test_copies_of_a_grown_vocabulary_begin_as_it_does(untied: Path, tmp_path: P
     adapter = tmp_path / "adapter"
     live = worlds(2).run(on_ranks.save_adapter, str(untied), keywords, str(adapter))
     with zoo.silenced():
-        from peft import PeftModel
-
         base = AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32)
         base.resize_token_embeddings(70, mean_resizing=False)
         stock = PeftModel.from_pretrained(base, adapter).eval()

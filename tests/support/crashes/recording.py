@@ -6,10 +6,10 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 from unittest import mock
 
+from tests.support.closing import Closing
 from tests.support.crashes.effects import (
     Created,
     Effect,
@@ -35,7 +35,7 @@ _CALLS: Final = ("create", "write", "sync", "rename", "publish", "replace", "rem
 """The methods of a writer that have effects."""
 
 
-class RecordingWriter:
+class RecordingWriter(Closing):
     """Notes in ``log`` what happens through it to another writer, ``inner``; closing it closes that one.
 
     Writers of several threads or processes share a log file: what they do is done one after the other. ``writer``
@@ -99,14 +99,6 @@ class RecordingWriter:
             getattr(self._inner, name)(*args)
             for effect in effects:
                 note(effect)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @contextmanager
