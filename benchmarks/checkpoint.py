@@ -113,12 +113,12 @@ def _forget(step: Path) -> None:
 def _without_checksums(step: Path, copy: Path) -> None:
     from dataclasses import replace
 
-    from shardwise.checkpoints.facts import FACTS, CheckpointHeader
+    from shardwise.checkpoints.header import HEADER, CheckpointHeader
 
     shutil.copytree(step, copy, copy_function=os.link)
-    facts = replace(CheckpointHeader.from_bytes((step / FACTS).read_bytes(), FACTS), checksums={})
-    (copy / FACTS).unlink()
-    (copy / FACTS).write_bytes(facts.to_bytes())
+    facts = replace(CheckpointHeader.from_bytes((step / HEADER).read_bytes(), HEADER), checksums={})
+    (copy / HEADER).unlink()
+    (copy / HEADER).write_bytes(facts.to_bytes())
 
 
 def _full(layers: int, hidden: int) -> tuple[Any, list[Any]]:

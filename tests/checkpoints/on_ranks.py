@@ -88,13 +88,13 @@ def train_while_it_is_written(folder: str, steps: int) -> tuple[dict[str, Any], 
     training.step(steps)
     seed_all(100 + tiny.rank())
     may_write = threading.Event()
-    original = write.carry_out
+    original = write.write_and_commit
 
     def late(*args: Any) -> Any:
         assert may_write.wait(30)
         return original(*args)
 
-    with mock.patch.object(write, "carry_out", late), Checkpointer(folder, mode="async") as checkpointer:
+    with mock.patch.object(write, "write_and_commit", late), Checkpointer(folder, mode="async") as checkpointer:
         saved = training.taken()
         report = checkpointer.save(steps, training.state)
         training.step(2)
@@ -223,7 +223,7 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
     checkpointer.wait()
     with rank_1_cannot_write():
         report = checkpointer.save(2, training.state)
-        futures.wait([checkpointer._on_its_way[1]])
+        futures.wait([checkpointer._in_progress[1]])
     error = attempt(lambda: checkpointer.save(3, training.state))
     steps = checkpointer.steps()
     checkpointer.save(3, training.state)
@@ -261,7 +261,7 @@ def wait_interrupted(folder: str) -> tuple[Any, ...]:
     checkpointer.save(1, training.state)
     with mock.patch.object(futures, "wait", side_effect=KeyboardInterrupt):
         error = attempt_interrupt(checkpointer.wait)
-    is_pending = checkpointer._on_its_way is not None
+    is_pending = checkpointer._in_progress is not None
     training.step()
     checkpointer.save(2, training.state)
     checkpointer.close()

@@ -17,8 +17,8 @@ from tests.support.world import require_same_error
 
 import shardwise
 from shardwise import Checkpointer
-from shardwise.checkpoints import facts as facts_module
-from shardwise.checkpoints.facts import CheckpointHeader
+from shardwise.checkpoints import header as header_module
+from shardwise.checkpoints.header import CheckpointHeader
 from shardwise.formats.distributed import read_metadata
 from shardwise.options import CheckpointerOptions
 from shardwise.storage.reading import LocalReader
@@ -167,14 +167,14 @@ class Bomb:
 
 
 def rewritten(step: Path, change) -> None:
-    """The facts, changed, and telling the truth of the metadata."""
+    """The header, changed, and telling the truth of the metadata."""
     file = step / "shardwise.checkpoint.json"
-    facts = json.loads(file.read_text())
-    change(facts)
-    facts["metadata_sha256"] = hashlib.sha256((step / ".metadata").read_bytes()).hexdigest()
-    facts["files"] = {name: (step / name).stat().st_size for name in facts["files"] if (step / name).exists()}
-    facts["checksums"] = {name: facts["checksums"][name] for name in facts["files"]}
-    file.write_text(sealed(facts))
+    header = json.loads(file.read_text())
+    change(header)
+    header["metadata_sha256"] = hashlib.sha256((step / ".metadata").read_bytes()).hexdigest()
+    header["files"] = {name: (step / name).stat().st_size for name in header["files"] if (step / name).exists()}
+    header["checksums"] = {name: header["checksums"][name] for name in header["files"]}
+    file.write_text(sealed(header))
 
 
 def renamed(step: Path, old: bytes, new: bytes) -> None:
@@ -182,13 +182,13 @@ def renamed(step: Path, old: bytes, new: bytes) -> None:
     rewritten(step, lambda found: None)
 
 
-def sealed(facts: dict) -> str:
-    facts = {name: value for name, value in facts.items() if name != "sha256"}
-    return json.dumps({**facts, "sha256": facts_module._seal(facts)})
+def sealed(header: dict) -> str:
+    header = {name: value for name, value in header.items() if name != "sha256"}
+    return json.dumps({**header, "sha256": header_module._seal(header)})
 
 
 def spoil(fault: str, step: Path, bomb: Path) -> None:
-    facts, data = step / "shardwise.checkpoint.json", step / "__1_0.distcp"
+    header, data = step / "shardwise.checkpoint.json", step / "__1_0.distcp"
     match fault:
         case "truncated":
             data.write_bytes(data.read_bytes()[:-1])
@@ -196,16 +196,16 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
             data.unlink()
         case "mixed":
             (step / ".metadata").write_bytes((step / ".metadata").read_bytes() + b"\0")
-        case "no facts":
-            facts.write_text("[]")
-        case "other facts":
-            facts.write_text(sealed(json.loads(facts.read_text()) | {"step": "x"}))
+        case "no header":
+            header.write_text("[]")
+        case "other header":
+            header.write_text(sealed(json.loads(header.read_text()) | {"step": "x"}))
         case "newer":
-            facts.write_text(json.dumps({"kind": "shardwise training checkpoint", "version": 2}))
+            header.write_text(json.dumps({"kind": "shardwise training checkpoint", "version": 2}))
         case "other data":
-            facts.write_text(sealed(json.loads(facts.read_text()) | {"data": "some"}))
+            header.write_text(sealed(json.loads(header.read_text()) | {"data": "some"}))
         case "no ranks":
-            facts.write_text(sealed(json.loads(facts.read_text()) | {"world_size": 0}))
+            header.write_text(sealed(json.loads(header.read_text()) | {"world_size": 0}))
         case "a tensor for a value":
             found = pickle.loads((step / ".metadata").read_bytes())
             old = next(key for key in found.state_dict_metadata if key.startswith("model."))
@@ -218,7 +218,7 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
             (step / ".metadata").write_bytes(pickle.dumps(found))
             rewritten(step, lambda found: None)
         case "no checksums":
-            facts.write_text(sealed(json.loads(facts.read_text()) | {"checksums": {}}))
+            header.write_text(sealed(json.loads(header.read_text()) | {"checksums": {}}))
         case "other step":
             rewritten(step, lambda found: found.update(step=4))
         case "pickle":
@@ -233,9 +233,9 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
             at = whole.index(b"schedulers") if b"schedulers" in whole else whole.rindex(b"PK\x05\x06")
             (step / "__0_0.distcp").write_bytes(whole[: at + 1] + b"\0" * (len(whole) - at - 1))
         case "seal":
-            facts.write_text(facts.read_text().replace('"best": 0.25', '"best": 0.75'))
+            header.write_text(header.read_text().replace('"best": 0.25', '"best": 0.75'))
         case "no seal":
-            facts.write_text(facts.read_text().replace('"sha256"', '"sha257"'))
+            header.write_text(header.read_text().replace('"sha256"', '"sha257"'))
         case "checksums":
             flip_bit(data, -3)
         case "names checksums":
@@ -244,12 +244,12 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
             place.offset = (step / "__0_0.distcp").stat().st_size - 8
             place.length = 8
             (step / ".metadata").write_bytes(pickle.dumps(found))
-            told = CheckpointHeader.from_bytes(facts.read_bytes(), "")
+            told = CheckpointHeader.from_bytes(header.read_bytes(), "")
             digest = hashlib.sha256((step / ".metadata").read_bytes()).hexdigest()
-            facts.write_bytes(replace(told, metadata_sha256=digest).to_bytes())
+            header.write_bytes(replace(told, metadata_sha256=digest).to_bytes())
         case "other checksums":
-            told = CheckpointHeader.from_bytes(facts.read_bytes(), "")
-            facts.write_bytes(replace(told, files=dict.fromkeys(told.files, 3)).to_bytes())
+            told = CheckpointHeader.from_bytes(header.read_bytes(), "")
+            header.write_bytes(replace(told, files=dict.fromkeys(told.files, 3)).to_bytes())
         case _:
             raise AssertionError(fault)
 
@@ -258,8 +258,8 @@ DAMAGE = {
     "truncated": r"__1_0.distcp: has \d+ bytes, and \d+ were written",
     "missing": "__1_0.distcp: is missing",
     "mixed": "is not the one recorded in shardwise.checkpoint.json",
-    "no facts": "is not a checkpoint of shardwise",
-    "other facts": "has an invalid value",
+    "no header": "is not a checkpoint of shardwise",
+    "other header": "has an invalid value",
     "other data": "has an invalid value: data",
     "no ranks": "has an invalid value: step or world_size",
     "a tensor for a value": "rng.x, which no checkpoint of shardwise has",
@@ -307,11 +307,11 @@ def test_a_pickle_among_the_values_is_not_run(run, tmp_path):
         if index.fqn == "schedulers":
             info.length = len(buffer.getvalue())
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
-    nbytes = facts_module.content_nbytes(len(whole))
-    sums = facts_module.BlockSums(nbytes)
+    nbytes = header_module.content_nbytes(len(whole))
+    sums = header_module.BlockSums(nbytes)
     sums.add(0, memoryview(whole)[:nbytes])
     (step / place.file).write_bytes(whole[:nbytes] + sums.to_bytes())
-    checksums = {place.file: facts_module.digest(sums.to_bytes())}
+    checksums = {place.file: header_module.digest(sums.to_bytes())}
     rewritten(step, lambda found: found["checksums"].update(checksums))
     training = Training(seed=5)
     with pytest.raises(shardwise.FormatError, match="schedulers in .*: cannot be read as plain data"):

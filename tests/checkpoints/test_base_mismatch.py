@@ -12,7 +12,7 @@ from tests.engines.conftest import small_qwen3
 
 import shardwise
 from shardwise import Checkpointer, TrainState
-from shardwise.checkpoints import facts
+from shardwise.checkpoints import header
 from shardwise.checkpoints.base_identity import BaseSamples
 from shardwise.models.view import collect_tensors
 from shardwise.tensors import Box
@@ -40,7 +40,7 @@ def change_config(base: Path, **settings: object) -> None:
 
 
 def identity(run: str) -> dict[str, dict[str, object]]:
-    return json.loads(Path(run, "step-1", facts.FACTS).read_text())["base"]
+    return json.loads(Path(run, "step-1", header.HEADER).read_text())["base"]
 
 
 def test_a_base_is_the_same_on_any_number_of_ranks(worlds, base, tmp_path):
@@ -133,7 +133,7 @@ def test_a_base_in_four_bits_is_one_of_its_own(base, tmp_path):
 
 def test_a_checkpoint_without_the_identity_of_its_base_is_damaged(base, tmp_path):
     bases.save(str(base), str(tmp_path / "run"))
-    file = tmp_path / "run" / "step-1" / facts.FACTS
+    file = tmp_path / "run" / "step-1" / header.HEADER
     content = json.loads(file.read_text())
     del content["sha256"]
     for identity, message in (
@@ -141,7 +141,7 @@ def test_a_checkpoint_without_the_identity_of_its_base_is_damaged(base, tmp_path
         ({"config": {}, "samples": {"x": "float32 gg"}}, "holds no identity of a base"),
     ):
         content["base"] = identity
-        file.write_text(json.dumps({**content, "sha256": facts._seal(content)}))
+        file.write_text(json.dumps({**content, "sha256": header._seal(content)}))
         kind, text = bases.restore(str(base), str(tmp_path / "run"))
         assert kind == "FormatError"
         assert message in text

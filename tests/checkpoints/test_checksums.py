@@ -8,15 +8,14 @@ from hypothesis import strategies as st
 from tests.support.files import flip_bit
 
 from shardwise import FormatError
-from shardwise.checkpoints import facts
-from shardwise.checkpoints.facts import BlockSums, CheckedReader, content_nbytes, digest, gaps, with_checksums
+from shardwise.checkpoints.header import BlockSums, CheckedReader, content_nbytes, digest, gaps, with_checksums
 
 BLOCK = 64
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(facts, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(header, "BLOCK_BYTES", BLOCK)
 
 
 @given(st.integers(0, 5000))

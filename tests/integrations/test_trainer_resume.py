@@ -21,7 +21,7 @@ require_patched_names()
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
-FACTS = "shardwise.trainer.json"
+HEADER = "shardwise.trainer.json"
 SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "logging_steps": 1}
 
 
@@ -201,7 +201,7 @@ def test_killed_while_it_saves(
     run = saving(folder, tmp_path / "run", save_total_limit=2)
     with pytest.raises(RankError), LocalRanks(2, timeout_s=200, is_forked=True) as doomed:
         doomed.run(train, run.but(dies_at=6 if moment.startswith("remove") else 4, event=f"in {moment}"))
-    counted = [name for name in kinds(tmp_path / "run") if (tmp_path / "run" / name / FACTS).is_file()]
+    counted = [name for name in kinds(tmp_path / "run") if (tmp_path / "run" / name / HEADER).is_file()]
     newest = {"complete": "checkpoint-4", "remove": "checkpoint-6", "remove before": "checkpoint-6"}
     assert counted[-1] == newest.get(moment, "checkpoint-2")
     again = two.run(train, run.but(resume=True))
@@ -219,7 +219,7 @@ def test_a_rank_that_is_lost_is_named(folder: Path, tmp_path: Path) -> None:
     told = (tmp_path / "told").read_text()
     assert told.startswith("RankLostError: in step ")
     assert "rank 1" in told
-    assert (tmp_path / "run" / "checkpoint-2" / FACTS).is_file()
+    assert (tmp_path / "run" / "checkpoint-2" / HEADER).is_file()
 
 
 def test_a_request_of_one_rank_applies_to_all(two: LocalRanks, folder: Path, tmp_path: Path) -> None:

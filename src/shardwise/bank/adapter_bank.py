@@ -29,7 +29,7 @@ from shardwise.bank.files import (
 from shardwise.bank.routing import ActiveRouting, SiteHooks
 from shardwise.bank.rows import RowTensors
 from shardwise.bank.stepping import step_together
-from shardwise.checkpoints.facts import compute_digest
+from shardwise.checkpoints.header import compute_digest
 from shardwise.engines.arguments import check_options, get_world, require_same_arguments
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
 from shardwise.engines.saving import execute_save

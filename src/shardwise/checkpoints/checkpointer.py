@@ -16,7 +16,7 @@ import torch
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
 from shardwise.checkpoints.base_identity import BaseIdentity, BaseSamples
-from shardwise.checkpoints.facts import CheckpointHeader
+from shardwise.checkpoints.header import CheckpointHeader
 from shardwise.checkpoints.state import (
     CheckpointerOptions,
     CollectedState,
@@ -106,7 +106,7 @@ class Checkpointer:
         self._staging = ChunkStaging()
         self._plan: _Plan | None = None
         self._executor = futures.ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
-        self._on_its_way: tuple[int, futures.Future[CheckpointReport]] | None = None
+        self._in_progress: tuple[int, futures.Future[CheckpointReport]] | None = None
         self._newest = folder.find_latest(self._root)
 
     @property
@@ -161,14 +161,14 @@ class Checkpointer:
                 job = self._job(world, clock, step, state)
                 if background is None:
                     with clock.phase("write"), self._counting(step):
-                        job = replace(job, report=write.carry_out(world, job))
+                        job = replace(job, report=write.write_and_commit(world, job))
                 else:
                     with clock.phase("stage"):
                         job = replace(job, chunks=world.run_all(self._copy, job.chunks))
             blocked_s, seconds = time.perf_counter() - start, dict(clock.seconds)
             job = replace(job, report=replace(job.report, blocked_s=blocked_s, seconds=seconds))
             if background is not None:
-                self._on_its_way = step, self._executor.submit(write.write_in_background, background, job)
+                self._in_progress = step, self._executor.submit(write.write_in_background, background, job)
             stack.pop_all()
         return job.report
 
@@ -180,11 +180,11 @@ class Checkpointer:
         Raises:
             CheckpointError: (or a subclass) its failure, the same on every rank.
         """
-        if self._on_its_way is None:
+        if self._in_progress is None:
             return None
-        step, outcome = self._on_its_way
-        futures.wait([outcome])  # interrupted here, it is still on its way
-        self._on_its_way = None
+        step, outcome = self._in_progress
+        futures.wait([outcome])  # interrupted here, it is still in progress
+        self._in_progress = None
         with self._counting(step):
             return outcome.result()
 
@@ -291,7 +291,7 @@ class Checkpointer:
 
     def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> write.Job:
         """Agree with all ranks on the content of the checkpoint. Collective: yes."""
-        with clock.phase("look"):
+        with clock.phase("collect"):
             contents = self._collect(world, step, state)
             collected = contents.collected
             compare = partial(compare_summaries, world, contents.base)
@@ -302,7 +302,7 @@ class Checkpointer:
             plan = self._plan.tensors
         with clock.phase("compare"):
             differing = compare_replicas(world, self._plan.replicas(collected), self._on_differing_buffers)
-        facts = CheckpointHeader(
+        header = CheckpointHeader(
             step=step,
             world_size=world.size,
             holds=describe_selection(self._only),
@@ -333,7 +333,7 @@ class Checkpointer:
             plan,
             self._plan.chunks,
             contents.stored(data, world.rank),
-            facts,
+            header,
             self._options.budget_bytes,
             report,
         )
@@ -396,7 +396,7 @@ class _Plan:
         planned = self.collected
         return (
             planned.memory == collected.memory
-            and planned.facts == collected.facts
+            and planned.signature == collected.signature
             and planned.tensors.keys() == collected.tensors.keys()
             and self.global_ranks == tuple(world.global_ranks)
         )

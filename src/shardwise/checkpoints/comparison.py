@@ -88,8 +88,8 @@ def compare(
             found.add(
                 "mismatched", "optimizers", f"optimizer: its 8-bit, 4-bit or factored state was saved {fault}"
             )
-    saved = opened.facts.world_size
-    if "data" in found.components and opened.facts.data == "each" and saved != world_size:
+    saved = opened.header.world_size
+    if "data" in found.components and opened.header.data == "each" and saved != world_size:
         sentence = f"data: a position for each of {saved} ranks, and now there are {world_size}"
         found.add("mismatched", "data", sentence)
     found.raise_refused(f"{opened.folder} does not fit:")
@@ -99,7 +99,7 @@ def compare(
 
 def _check_reduced(opened: OpenCheckpoint, collected: CollectedState, layout: Any, world_size: int) -> str | None:
     """Return the reason why reduced state, which belongs to one rank each, is not for these ranks, or None."""
-    saved = opened.facts.world_size
+    saved = opened.header.world_size
     if saved != world_size:
         return (
             f"by {saved} ranks and cannot be resumed by {world_size}. Resume on {saved} ranks, or start the "
@@ -117,18 +117,18 @@ def require_same_tuning(
     opened: OpenCheckpoint, collected: CollectedState, only: Selection, base: BaseMatch
 ) -> None:
     """Raises KeyMismatchError for a checkpoint of another selection, adapter config, or base."""
-    facts, current = opened.facts, describe_selection(only)
-    if facts.holds != current:
+    header, current = opened.header, describe_selection(only)
+    if header.holds != current:
         raise KeyMismatchError(
-            f"{opened.folder}: holds {facts.holds}, and this run checkpoints {current}. Pass the checkpointer the "
+            f"{opened.folder}: holds {header.holds}, and this run checkpoints {current}. Pass the checkpointer the "
             "`only` with which it was saved, and tune the model alike"
         )
     settings = adapter_settings(collected.model, only)
-    if settings is not None and facts.adapter is not None and settings != facts.adapter:
+    if settings is not None and header.adapter is not None and settings != header.adapter:
         names = sorted(
-            name for name in {*settings, *facts.adapter} if settings.get(name) != facts.adapter.get(name)
+            name for name in {*settings, *header.adapter} if settings.get(name) != header.adapter.get(name)
         )
-        shown = "; ".join(f"{name} was {facts.adapter.get(name)!r}, is {settings.get(name)!r}" for name in names)
+        shown = "; ".join(f"{name} was {header.adapter.get(name)!r}, is {settings.get(name)!r}" for name in names)
         raise KeyMismatchError(
             f"{opened.folder}: holds an adapter of another config: {shown}. Create the adapter with the same "
             "config as before"
@@ -170,7 +170,7 @@ def _settings(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
         raise FormatError(f"{opened.folder}: its optimizers have no groups of parameters. It is damaged")
-    classes = [name for name, count in opened.facts.optimizers for _ in range(min(count, len(groups)))]
+    classes = [name for name, count in opened.header.optimizers for _ in range(min(count, len(groups)))]
     if len(classes) != len(groups):
         raise FormatError(
             f"{opened.folder}: has {len(groups)} groups of optimizers of unknown class. It is damaged"

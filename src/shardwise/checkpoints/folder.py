@@ -17,9 +17,9 @@ from enum import Enum
 from functools import cached_property
 from pathlib import Path
 
-from shardwise.checkpoints.facts import (
-    FACTS,
-    MAX_FACTS_BYTES,
+from shardwise.checkpoints.header import (
+    HEADER,
+    MAX_HEADER_BYTES,
     CheckedReader,
     CheckpointHeader,
     content_nbytes,
@@ -43,7 +43,7 @@ from shardwise.storage.writing import open_writer
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-_INTERIM = re.compile(rf"\.(?:{re.escape(METADATA)}|{re.escape(FACTS)})(?:\.[0-9a-f]+)?{re.escape(INCOMPLETE)}")
+_INTERIM = re.compile(rf"\.(?:{re.escape(METADATA)}|{re.escape(HEADER)})(?:\.[0-9a-f]+)?{re.escape(INCOMPLETE)}")
 
 
 def step_folder_name(step: int) -> str:
@@ -84,12 +84,12 @@ def find_latest(root: Path) -> int | None:
 def is_complete_folder(folder: Path) -> bool:
     """Return whether all recorded files of a checkpoint exist in their recorded sizes."""
     try:
-        if (folder / FACTS).stat().st_size > MAX_FACTS_BYTES:
+        if (folder / HEADER).stat().st_size > MAX_HEADER_BYTES:
             return False
-        facts = CheckpointHeader.from_bytes((folder / FACTS).read_bytes(), FACTS)
+        header = CheckpointHeader.from_bytes((folder / HEADER).read_bytes(), HEADER)
         return all(
             _DATA.fullmatch(file) is not None and (folder / file).stat().st_size == nbytes
-            for file, nbytes in facts.files.items()
+            for file, nbytes in header.files.items()
         )
     except (OSError, FormatError):
         return False
@@ -126,7 +126,7 @@ def list_steps(root: Path, kind: StepKind) -> list[int]:
 def _get_kind(folder: Path) -> StepKind:
     if not _is_file(folder / METADATA):
         return StepKind.LEFT
-    return StepKind.COMPLETE if _is_file(folder / FACTS) else StepKind.FOREIGN
+    return StepKind.COMPLETE if _is_file(folder / HEADER) else StepKind.FOREIGN
 
 
 def _is_file(path: Path) -> bool:
@@ -197,7 +197,7 @@ def _remove_files(writer: StorageWriter) -> None:
         writer.remove(METADATA)
         writer.sync_names()
     for name in names:
-        if name in (METADATA, FACTS) or _DATA.fullmatch(name) or _INTERIM.fullmatch(name):
+        if name in (METADATA, HEADER) or _DATA.fullmatch(name) or _INTERIM.fullmatch(name):
             writer.remove(name)
     writer.sync_names()
 
@@ -212,14 +212,14 @@ class OpenCheckpoint:
     """
 
     folder: Path
-    facts: CheckpointHeader
+    header: CheckpointHeader
     index: CheckpointIndex
     objects: Mapping[KeyPath, ChunkPlace]
     shapes: Mapping[KeyPath, tuple[int, ...]]
 
     def reader(self) -> CheckedReader:
         """Open the files. All bytes that are read are compared with checksums."""
-        return CheckedReader(self.folder, self.facts.checksums, self.facts.files, self._describe)
+        return CheckedReader(self.folder, self.header.checksums, self.header.files, self._describe)
 
     def require_gaps(self, reader: CheckedReader, rank: int, world_size: int) -> None:
         """Compare this rank's share of the bytes between tensors (headers, values, padding) with checksums.
@@ -227,12 +227,12 @@ class OpenCheckpoint:
         Raises:
             FormatError: a byte is damaged.
         """
-        runs: dict[str, list[tuple[int, int]]] = {file: [] for file in self.facts.files}
+        runs: dict[str, list[tuple[int, int]]] = {file: [] for file in self.header.files}
         for entry in self.index.entries.values():
             runs[entry.file].append((entry.start, entry.stop))
         ranges = [
             (file, start, stop)
-            for file, nbytes in sorted(self.facts.files.items())
+            for file, nbytes in sorted(self.header.files.items())
             for start, stop in gaps(runs[file], content_nbytes(nbytes))
         ]
         for file, start, stop in ranges[rank::world_size]:
@@ -303,37 +303,37 @@ def open_checkpoint(root: Path, step: int) -> OpenCheckpoint:
     """
     folder = root / step_folder_name(step)
     opened = open_folder(folder)
-    if opened.facts.step != step:
-        raise FormatError(f"{folder}/{FACTS}: is of step {opened.facts.step}. The folder was renamed or mixed up")
+    if opened.header.step != step:
+        raise FormatError(f"{folder}/{HEADER}: is of step {opened.header.step}. The folder was renamed or mixed up")
     return opened
 
 
 def open_folder(folder: Path) -> OpenCheckpoint:
     """Open the folder of one checkpoint, whatever its name, as :func:`open_checkpoint` does."""
     with LocalReader(folder) as reader:
-        facts = CheckpointHeader.from_bytes(_read_limited(reader, FACTS, MAX_FACTS_BYTES), f"{folder}/{FACTS}")
+        header = CheckpointHeader.from_bytes(_read_limited(reader, HEADER, MAX_HEADER_BYTES), f"{folder}/{HEADER}")
         content = _read_limited(reader, METADATA, MAX_METADATA_BYTES)
-        if digest(content) != facts.metadata_sha256:
+        if digest(content) != header.metadata_sha256:
             raise FormatError(
-                f"{folder}/{METADATA}: is not the one recorded in {FACTS}. The folder mixes two checkpoints, or "
+                f"{folder}/{METADATA}: is not the one recorded in {HEADER}. The folder mixes two checkpoints, or "
                 "is damaged. Restore another one"
             )
-        for file, nbytes in facts.files.items():
+        for file, nbytes in header.files.items():
             _require_size(reader, file, nbytes)
         metadata = parse_metadata(content, "", what=f"{folder}/{METADATA}")
         index = open_state(reader, metadata=metadata)
     places = [(entry.file, entry.stop) for entry in index.entries.values()]
     places += [(item.file, item.bytes.stop) for item in metadata.objects.values()]
     for file, stop in places:
-        if file not in facts.files or stop > facts.files[file]:
-            raise FormatError(f"{folder}/{METADATA}: lists bytes of {file} that {FACTS} does not. It is damaged")
-        if stop > content_nbytes(facts.files[file]):
+        if file not in header.files or stop > header.files[file]:
+            raise FormatError(f"{folder}/{METADATA}: lists bytes of {file} that {HEADER} does not. It is damaged")
+        if stop > content_nbytes(header.files[file]):
             raise FormatError(f"{folder}/{METADATA}: names the checksums of {file}. It is damaged")
     shapes = {path: tensor.shape for path, tensor in metadata.tensors.items()}
     unknown = [path for path in shapes if not _is_of_tensor(path)]
     if unknown := [*unknown, *(path for path in metadata.objects if not _is_of_value(path))]:
         raise FormatError(f"{folder}/{METADATA}: has {'.'.join(unknown[0])}, which no checkpoint of shardwise has")
-    return OpenCheckpoint(folder, facts, index, metadata.objects, shapes)
+    return OpenCheckpoint(folder, header, index, metadata.objects, shapes)
 
 
 def _is_of_tensor(path: KeyPath) -> bool:
@@ -396,20 +396,20 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     opened = _open_training(directory)
     if opened is None:
         return verify_files(directory)
-    facts = opened.facts
+    header = opened.header
     components = ", ".join(["model", *sorted(opened.components)])
     with opened.reader() as reader:
         compared, damaged = len(reader.blocks), _damaged(reader)
     return ReopenReport(
         checkpoint=str(opened.folder),
-        files=len(facts.files),
+        files=len(header.files),
         tensors=len(opened.shapes),
         nbytes=opened.index.nbytes,
         model_class="",
         compared=compared,
         damaged=damaged,
         seconds=time.perf_counter() - start,
-        holds=f"a training after {facts.step} steps, saved by {facts.world_size} ranks: {components}",
+        holds=f"a training after {header.step} steps, saved by {header.world_size} ranks: {components}",
     )
 
 
@@ -418,7 +418,7 @@ def _open_training(directory: str | os.PathLike[str]) -> OpenCheckpoint | None:
     if is_url(directory):
         return None
     folder = Path(os.path.abspath(directory))
-    if (folder / FACTS).is_file() and (folder / METADATA).is_file():
+    if (folder / HEADER).is_file() and (folder / METADATA).is_file():
         return open_folder(folder)
     if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return None

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoints.base_identity import BaseMatch, compare_bases
 from shardwise.checkpoints.comparison import Comparison, compare, require_same_tuning
-from shardwise.checkpoints.facts import CheckedReader
 from shardwise.checkpoints.folder import OpenCheckpoint, open_checkpoint, resolve
+from shardwise.checkpoints.header import CheckedReader
 from shardwise.checkpoints.state import (
     REDUCED,
     CheckpointerOptions,
@@ -31,7 +31,7 @@ from shardwise.engines.arguments import OpenSource
 from shardwise.engines.load_plan import Load, LoadOptions, LoadRequest, prepare_load
 from shardwise.engines.loading import execute_load
 from shardwise.engines.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
-from shardwise.errors import FormatError, KeyMismatchError, ShardingError
+from shardwise.errors import FormatError, ShardingError, StorageError
 from shardwise.execution.memory import gc_disabled
 from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
 from shardwise.execution.replicas import require_alike_models
@@ -101,8 +101,8 @@ def restore(
         directory=str(opened.folder),
         step=step,
         skipped_steps=skipped,
-        saved_by=opened.facts.world_size,
-        user=opened.facts.user,
+        saved_by=opened.header.world_size,
+        user=opened.header.user,
         restored=tuple(component for component in _COMPONENTS if component in matched.components),
         model=tuple(matched.model),
         optimizers=tuple(key.label for key in targets),
@@ -170,11 +170,11 @@ def _match_bases(
     world: World, opened: OpenCheckpoint, collected: CollectedState, tolerance: Tolerance
 ) -> BaseMatch:
     """Compare the base of a checkpoint with the current one. Collective: yes, if the checkpoint has a base."""
-    if opened.facts.base is None:
+    if opened.header.base is None:
         return BaseMatch()
     current = world.map_reduce(collected.base.fingerprints, collected.base.identity)
-    are_shapes_same = opened.facts.others == collected.others
-    return compare_bases(opened.facts.base, current, tolerance.base, are_shapes_same=are_shapes_same)
+    are_shapes_same = opened.header.others == collected.others
+    return compare_bases(opened.header.base, current, tolerance.base, are_shapes_same=are_shapes_same)
 
 
 # Values that are not tensors
@@ -207,13 +207,13 @@ def _local_values(reader: CheckedReader, opened: OpenCheckpoint, world: World) -
     opened.require_gaps(reader, world.rank, world.size)
     own = f"rank_{world.rank}"
     paths: dict[str, KeyPath] = {}
-    if opened.facts.world_size == world.size:
+    if opened.header.world_size == world.size:
         paths["rng"] = "rng", own
         if REDUCED in opened.objects:
             paths["optimizers"] = *REDUCED[:2], own
-        if opened.facts.data == "each":
+        if opened.header.data == "each":
             paths["data"] = "data", own
-    if opened.facts.data == "one":
+    if opened.header.data == "one":
         paths["data"] = "data", "rank_0"
     return {component: _read_value(reader, opened, path) for component, path in paths.items()}
 
@@ -231,7 +231,7 @@ def _restore_components(
         state.scaler.load_state_dict(values.common["scaler",])
     if "data" in components and state.data is not None:
         state.data.load_state_dict(values.own["data"])
-        is_common = opened.facts.data == "one"
+        is_common = opened.header.data == "one"
         notes["data"] = "one position for all ranks" if is_common else "each rank's own position"
     if "rng" in components:
         notes["rng"] = _restore_generators(opened, values, world)
@@ -239,14 +239,14 @@ def _restore_components(
 
 
 def _restore_generators(opened: OpenCheckpoint, values: NonTensorValues, world: World) -> str:
-    facts, what = opened.facts, f"{opened.folder}: rng"
+    header, what = opened.header, f"{opened.folder}: rng"
     if "rng" in values.own:
         missing = restore_generators(values.own["rng"], what)
         note = "every rank continues with its own random state"
     else:
-        missing = seed_generators(values.common["rng", "rank_0"], facts.alike, world.rank, world.size, what)
-        alike = f"{', '.join(facts.alike)}: as saved, alike on all ranks; others: " if facts.alike else ""
-        note = f"{alike}seeded anew, as there were {facts.world_size} ranks, and are {world.size}"
+        missing = seed_generators(values.common["rng", "rank_0"], header.alike, world.rank, world.size, what)
+        alike = f"{', '.join(header.alike)}: as saved, alike on all ranks; others: " if header.alike else ""
+        note = f"{alike}seeded anew, as there were {header.world_size} ranks, and are {world.size}"
     return note + (f"; not on this machine: {', '.join(missing)}" if missing else "")
 
 
@@ -350,7 +350,7 @@ def _read_into(executor: ReadExecutor, opened: OpenCheckpoint, wanted: Mapping[s
         held = sum(component.box.numel for component in item.boxes)
         count = executor.written.get(item.fqn, 0) - before.get(item.fqn, 0)
         if count != held:
-            raise KeyMismatchError(
+            raise StorageError(
                 f"{item.fqn}: {count} of {held} elements were read. Do not use the model, restore again"
             )
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoints.base_identity import BaseSamples, select_base
-from shardwise.checkpoints.facts import as_json, compute_digest, to_pickle
+from shardwise.checkpoints.header import as_json, compute_digest, to_pickle
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.state_values import StateOptions
 from shardwise.formats.joining import KeyPath
@@ -100,7 +100,7 @@ class CollectedState:
         bounds: the optimizers, with their parameters by name.
         stored: the model's tensors that a checkpoint stores, tied ones once, by FQN.
         tensors: all tensors that a checkpoint stores, the model's and the optimizers' own.
-        facts: names, shape and ``requires_grad`` of each tensor of the model.
+        signature: names, shape and ``requires_grad`` of each tensor of the model.
     """
 
     model: nn.Module
@@ -108,7 +108,7 @@ class CollectedState:
     bounds: list[Bound]
     stored: dict[str, TensorRef]
     tensors: dict[KeyPath, torch.Tensor]
-    facts: tuple[tuple[tuple[str, ...], tuple[int, ...], bool], ...]
+    signature: tuple[tuple[tuple[str, ...], tuple[int, ...], bool], ...]
 
     @cached_property
     def others(self) -> str:
@@ -194,13 +194,13 @@ def collect_state(state: TrainState, only: Selection, before: CollectedState | N
     model = without_compile(state.model)
     held = collect_tensors(model)
     bounds = bind_optimizers(state.all_optimizers, held, _SAVE_IT_BY_RANK, by_rank=True)
-    facts = tuple((item.names, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held)
-    if before is not None and before.model is model and before.facts == facts:
+    signature = tuple((item.names, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held)
+    if before is not None and before.model is model and before.signature == signature:
         chosen = set(before.stored)
     else:
         chosen = selected_names(model, held, only)
     stored = {item.fqn: item for item in held if item.fqn in chosen}
-    return CollectedState(model, held, bounds, stored, _tensors(stored, bounds), facts)
+    return CollectedState(model, held, bounds, stored, _tensors(stored, bounds), signature)
 
 
 def _tensors(stored: Mapping[str, TensorRef], bounds: Sequence[Bound]) -> dict[KeyPath, torch.Tensor]:

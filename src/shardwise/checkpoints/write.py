@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.checkpoints import folder
-from shardwise.checkpoints.facts import FACTS, BlockSums, CheckpointHeader, digest, with_checksums
+from shardwise.checkpoints.header import HEADER, BlockSums, CheckpointHeader, digest, with_checksums
 from shardwise.errors import StorageError
 from shardwise.execution.committing import publish
 from shardwise.execution.distributed_chunks import ChunkWriter, TensorsPlan, Views, build_metadata, data_file
@@ -33,7 +33,7 @@ class Job:
         plan: plan of the tensors of all ranks.
         chunks: this rank's chunks of tensors.
         values: this rank's pickled values that are not tensors.
-        facts: header, without the files and their checksums.
+        header: header, without the files and their checksums.
         budget_bytes: staging memory.
         report: report of the checkpoint, not complete yet.
     """
@@ -45,7 +45,7 @@ class Job:
     plan: TensorsPlan
     chunks: Views
     values: Mapping[KeyPath, bytes]
-    facts: CheckpointHeader
+    header: CheckpointHeader
     budget_bytes: int
     report: CheckpointReport
 
@@ -82,7 +82,7 @@ def require_after(root: Path, step: int, newest: int | None) -> None:
         )
 
 
-def carry_out(world: World, job: Job) -> CheckpointReport:
+def write_and_commit(world: World, job: Job) -> CheckpointReport:
     """Lock the folder, write, sync, commit, and remove old checkpoints. Return the completed report.
 
     Collective: yes.
@@ -142,14 +142,14 @@ def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile]) -> tuple[l
     locked = saving.locked
     files = {data_file(rank): file.nbytes for rank, file in enumerate(written)}
     metadata = build_metadata(job.plan, [file.values for file in written])
-    facts = replace(
-        job.facts,
+    header = replace(
+        job.header,
         files=files,
         metadata_sha256=digest(metadata),
         checksums={data_file(rank): file.digest for rank, file in enumerate(written)},
     )
     with open_writer(job.folder) as writer:
-        publish(writer, locked, METADATA, metadata, files, {FACTS: facts.to_bytes()})
+        publish(writer, locked, METADATA, metadata, files, {HEADER: header.to_bytes()})
     removed: list[int] = []
     if job.keep is not None and locked.is_held():
         removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep])
@@ -186,5 +186,5 @@ def write_in_background(world: World, job: Job) -> CheckpointReport:
     """Write the checkpoint on a background thread. Ranks meet over the store. Closes ``world``."""
     start = time.perf_counter()
     with world:
-        report = carry_out(world, job)
+        report = write_and_commit(world, job)
     return replace(report, seconds={**report.seconds, "write": time.perf_counter() - start})

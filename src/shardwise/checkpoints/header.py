@@ -22,8 +22,8 @@ from shardwise.errors import ConfigError, FormatError
 from shardwise.planning.fingerprints import MODULUS, fingerprint
 from shardwise.storage.reading import LocalReader
 
-FACTS: Final = "shardwise.checkpoint.json"
-MAX_FACTS_BYTES: Final = 64 << 20
+HEADER: Final = "shardwise.checkpoint.json"
+MAX_HEADER_BYTES: Final = 64 << 20
 
 _KIND: Final = "shardwise training checkpoint"
 _VERSION: Final = 1
@@ -76,7 +76,7 @@ class CheckpointHeader:
             FormatError: it is not the header of a checkpoint, or is damaged.
         """
         try:
-            found = json.loads(content) if len(content) <= MAX_FACTS_BYTES else None
+            found = json.loads(content) if len(content) <= MAX_HEADER_BYTES else None
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or found.get("kind") != _KIND:
@@ -89,15 +89,15 @@ class CheckpointHeader:
         if found.pop(_SEAL, None) != _seal(found):
             raise FormatError(f"{what}: is not what was written. It is damaged, or was changed by hand")
         try:
-            facts = cls(**{item.name: found[item.name] for item in fields(cls)})
-            if facts.base is not None:
-                facts = replace(facts, base=BaseIdentity.from_dict(facts.base, what))
+            header = cls(**{item.name: found[item.name] for item in fields(cls)})
+            if header.base is not None:
+                header = replace(header, base=BaseIdentity.from_dict(header.base, what))
             for name, kind in get_type_hints(cls).items():
-                type_validator(name, getattr(facts, name), kind)
-            facts._require_valid()
+                type_validator(name, getattr(header, name), kind)
+            header._require_valid()
         except (KeyError, TypeError) as error:
             raise FormatError(f"{what}: has an invalid value: {error}. It is damaged") from error
-        return facts
+        return header
 
     def _require_valid(self) -> None:
         """Check what the types do not show.
