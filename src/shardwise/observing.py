@@ -83,7 +83,7 @@ _LABELS: Mapping[str, str] = {
     "verify": "read back",
     "stage": "copy to the host",
     "wait": "wait for the previous save",
-    "look": "find checkpoints",
+    "collect": "collect the state",
     "open": "open the checkpoint",
     "compare": "compare replicas",
     "optimizer": "create the optimizer",

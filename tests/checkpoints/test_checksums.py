@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.support.files import flip_bit
 
 from shardwise import FormatError
+from shardwise.checkpoints import header
 from shardwise.checkpoints.header import BlockSums, CheckedReader, content_nbytes, digest, gaps, with_checksums
 
 BLOCK = 64
