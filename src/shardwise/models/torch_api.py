@@ -174,7 +174,7 @@ def _make_parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parame
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
     # ``fully_shard`` makes every shard with ``requires_grad=True``, and so rejects integers.
-    vars(_fsdp_param)["nn"] = SimpleNamespace(Module=nn.Module, Parameter=_make_parameter)
+    vars(_fsdp_param)["nn"] = SimpleNamespace(**{**vars(nn), "Parameter": _make_parameter})
 
 
 def get_parameters(module: nn.Module) -> dict[str, Any]:
