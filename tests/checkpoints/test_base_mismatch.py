@@ -88,6 +88,15 @@ def test_weights_that_were_replaced_in_place_are_refused_on_all_ranks(worlds, ba
     assert (kind, "1 differ" in text) == ("KeyMismatchError", True)
 
 
+def test_each_checkpoint_has_the_config_as_it_is_then(base, tmp_path):
+    model = bases.tuned(str(base))
+    checkpointer = Checkpointer(tmp_path, only=shardwise.options.AdapterOnly())
+    checkpointer.save(1, TrainState(model))
+    model.config.rms_norm_eps = 1e-3
+    checkpointer.save(2, TrainState(model))
+    assert checkpointer.restore(TrainState(model)).base == SAME
+
+
 def test_a_base_of_another_config_is_refused(base, tmp_path):
     bases.save(str(base), str(tmp_path / "run"))
     change_config(base, use_cache=False, pad_token_id=1, transformers_version="5.0", attention_dropout=0.5)

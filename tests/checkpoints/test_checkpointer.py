@@ -342,3 +342,21 @@ def test_state_that_the_optimizer_makes_between_two_checkpoints_is_stored(worlds
     counts, differing = worlds(2).run(on_ranks.save_before_and_after_a_step, str(tmp_path))[0]
     assert counts[0] < counts[1] == counts[2] == counts[3]
     assert differing == []
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_values_in_other_memory_after_the_first_checkpoint_are_stored(tmp_path, mode):
+    model = tiny.Tiny()
+    model.register_buffer("pairs", torch.eye(3).to_sparse(), persistent=False)
+    with Checkpointer(tmp_path, mode=mode) as checkpointer:
+        checkpointer.save(0, TrainState(model))
+        model.narrow.weight.data = model.narrow.weight.data.clone() + 1
+        checkpointer.save(1, TrainState(model))
+    other = tiny.Tiny()
+    Checkpointer(tmp_path).restore(TrainState(other))
+    assert differences(dict(other.state_dict()), dict(model.state_dict())) == []
+
+
+def test_shards_in_other_memory_after_the_first_checkpoint_are_stored(worlds, tmp_path):
+    """As after an offload to the host and back."""
+    assert worlds(2).run(on_ranks.save_moved_shards, str(tmp_path)) == [[], []]

@@ -9,6 +9,7 @@ from peft import LoraConfig
 from tests.engines.on_ranks import attempt
 from tests.peers import use_peers
 from tests.quantized.four_bits import answers_of, our_model, stock_model
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import shardwise
@@ -69,3 +70,10 @@ def beside_bitsandbytes(folder: str, out: str) -> dict[str, Any]:
         "stock saved": attempt(shardwise.save, stock, out),
         "stock told": attempt(lambda: list(shardwise.iter_hf_tensors(stock))),
     }
+
+
+def logits(folder: str, param_dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the logits of a 4-bit model whose groups are gathered in a dtype."""
+    sharding = shardwise.Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    model = shardwise.from_pretrained(folder, quantization=Nf4(), sharding=sharding, dtype=torch.bfloat16)
+    return model(torch.arange(6)[None]).logits.detach()

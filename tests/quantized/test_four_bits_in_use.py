@@ -41,6 +41,12 @@ def test_an_error_of_one_rank_is_raised_on_all(worlds, plain):
     require(first["merged"], "ConfigError", "is in four bits, and cannot be merged into in place. Save the")
 
 
+def test_mixed_precision_leaves_packed_weights_as_they_are(worlds, plain):
+    mixed, same = (worlds(2).run(four_bits_in_use.logits, str(plain), dtype) for dtype in (torch.bfloat16, None))
+    for one, other in zip(mixed, same, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_blocks_are_compiled_and_models_of_bitsandbytes_are_not_saved_without_scales(plain, tmp_path):

@@ -61,5 +61,5 @@ if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # in th
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[:] = [*filter(None, sys.path), str(Path(__file__).parents[2])]
     for _name in _PRELOADED:
-        with suppress(ConfigError):  # the Trainer of transformers 5.17 and 5.18 is not supported
+        with suppress(ConfigError, ImportError):  # transformers before 5.19, whose Trainer is not supported; no TRL
             import_module(_name)

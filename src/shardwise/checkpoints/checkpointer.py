@@ -15,7 +15,7 @@ import torch
 
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
-from shardwise.checkpoints.base_identity import BaseIdentity, BaseSamples
+from shardwise.checkpoints.base_identity import BaseIdentity, BaseSamples, base_config
 from shardwise.checkpoints.header import CheckpointHeader
 from shardwise.checkpoints.state import (
     CheckpointerOptions,
@@ -228,6 +228,7 @@ class Checkpointer:
         Every error is the same on every rank. Mismatches are reported before anything is changed.
         """
         self.wait()
+        self._plan = None
         tolerance = Tolerance(on_missing, on_unexpected, on_mismatched, on_other_base)
         given = {"on_missing": on_missing, "on_unexpected": on_unexpected}
         given |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
@@ -301,7 +302,8 @@ class Checkpointer:
                 self._plan = _plan(world, collected)
             plan = self._plan.tensors
         with clock.phase("compare"):
-            differing = compare_replicas(world, self._plan.replicas(collected), self._on_differing_buffers)
+            replicas = world.run_all(self._plan.replicas, collected)
+            differing = compare_replicas(world, replicas, self._on_differing_buffers)
         header = CheckpointHeader(
             step=step,
             world_size=world.size,
@@ -359,7 +361,8 @@ class Checkpointer:
         contents = collect_contents(collected, state, world.rank)
         contents.summary.is_planned = self._plan is not None and self._plan.is_for(world, collected)
         if isinstance(self._only, AdapterOnly):
-            contents.base = planned.base if planned and contents.summary.is_planned else collected.base
+            samples = planned.base if planned and contents.summary.is_planned else collected.base
+            contents.base = replace(samples, config=base_config(collected.model))
             contents.summary.base = contents.base.fingerprints()
         return contents
 
@@ -377,7 +380,8 @@ class _Plan:
 
     Attributes:
         collected: the state that it was made for.
-        global_ranks: the ranks of the group in the default group.
+        memory: where the tensors of the state were then.
+        ranks: this rank, and the ranks of the group in the default group.
         tensors: the writes of all ranks.
         chunks: views of this rank's chunks.
         common: boxes that this rank has in common with others, with their ranks.
@@ -385,7 +389,8 @@ class _Plan:
     """
 
     collected: CollectedState
-    global_ranks: tuple[int, ...]
+    memory: list[tuple[object, ...]]
+    ranks: tuple[int, ...]
     tensors: TensorsPlan
     chunks: Views
     common: Mapping[str, Common]
@@ -395,25 +400,25 @@ class _Plan:
         """Return whether the plan is valid for the state as it is now."""
         planned = self.collected
         return (
-            planned.memory == collected.memory
+            self.ranks == (world.rank, *world.global_ranks)
             and planned.signature == collected.signature
-            and planned.tensors.keys() == collected.tensors.keys()
-            and self.global_ranks == tuple(world.global_ranks)
+            and list(planned.tensors) == list(collected.tensors)
+            and self.memory == collected.memory()
         )
 
     def replicas(self, collected: CollectedState) -> Replicas:
         """Return the tensors and numbers that this rank has in common with others."""
-        if not collected.numbers or len(self.global_ranks) == 1:
+        if not collected.numbers or len(self.ranks) == 2:
             return self.replicated
         numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
-        everyone = tuple(range(len(self.global_ranks)))  # every rank has the numbers of optimizers
+        everyone = tuple(range(len(self.ranks) - 1))  # every rank has the numbers of optimizers
         common = {name: ((Box.whole(value.shape), everyone),) for name, value in numbers.items()}
         return Replicas.among({**self.collected.by_key, **numbers}, {**self.common, **common}, collected.buffers)
 
 
 def _plan(world: World, collected: CollectedState) -> _Plan:
     """Plan the writes of all ranks. Collective: yes."""
-    tensors = collected.by_key
+    tensors, memory = collected.by_key, world.run_all(collected.memory)
     by_rank = world.all_gather(metadata_by_name, tensors)
     plan = world.run_all(
         plan_tensors, collected.tensors, by_rank, collected.buffers, collected.alias_keys, world.global_ranks
@@ -423,7 +428,8 @@ def _plan(world: World, collected: CollectedState) -> _Plan:
     local = {key: local_tensor(tensor) for key, tensor in tensors.items()}
     chunks = world.run_all(chunk_views, plan.by_rank[world.rank], tensors, local)
     replicated = world.run_all(Replicas.among, tensors, common, collected.buffers)
-    return _Plan(collected, tuple(world.global_ranks), plan, chunks, common, replicated)
+    ranks = (world.rank, *world.global_ranks)
+    return _Plan(collected, memory, ranks, plan, chunks, common, replicated)
 
 
 def compare_summaries(

@@ -100,7 +100,7 @@ class CollectedState:
         bounds: the optimizers, with their parameters by name.
         stored: the model's tensors that a checkpoint stores, tied ones once, by FQN.
         tensors: all tensors that a checkpoint stores, the model's and the optimizers' own.
-        signature: names, shape and ``requires_grad`` of each tensor of the model.
+        signature: names, kind, shape and ``requires_grad`` of each tensor of the model.
     """
 
     model: nn.Module
@@ -108,7 +108,7 @@ class CollectedState:
     bounds: list[Bound]
     stored: dict[str, TensorRef]
     tensors: dict[KeyPath, torch.Tensor]
-    signature: tuple[tuple[tuple[str, ...], tuple[int, ...], bool], ...]
+    signature: tuple[tuple[tuple[str, ...], TensorKind, tuple[int, ...], bool], ...]
 
     @cached_property
     def others(self) -> str:
@@ -174,12 +174,18 @@ class CollectedState:
         """All tensors that a checkpoint stores, by :func:`dcp_key`."""
         return {dcp_key(path): tensor for path, tensor in self.tensors.items()}
 
-    @cached_property
-    def memory(self) -> list[tuple[int, int, tuple[int, ...]]]:
-        """Identity, address and strides of each tensor. Equal at a later step if their memory is the same."""
-        tensors = [*(item.tensor for item in self.held), *self.tensors.values()]
+    def memory(self) -> list[tuple[object, ...]]:
+        """Return where each tensor of the checkpoint and of its base is now: identity, address, strides and dtype.
+
+        Equal at a later step if the same tensors are still in the same memory.
+        """
+        base = (item.tensor for item in select_base(self.held, self.stored))
+        tensors = [*self.tensors.values(), *base]
         local = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-        return [(id(tensor), own.data_ptr(), own.stride()) for tensor, own in zip(tensors, local, strict=True)]
+        return [
+            (id(tensor), own.data_ptr(), own.stride(), own.dtype)
+            for tensor, own in zip(tensors, local, strict=True)
+        ]
 
 
 def collect_state(state: TrainState, only: Selection, before: CollectedState | None = None) -> CollectedState:
@@ -194,7 +200,7 @@ def collect_state(state: TrainState, only: Selection, before: CollectedState | N
     model = without_compile(state.model)
     held = collect_tensors(model)
     bounds = bind_optimizers(state.all_optimizers, held, _SAVE_IT_BY_RANK, by_rank=True)
-    signature = tuple((item.names, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held)
+    signature = tuple((item.names, item.kind, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held)
     if before is not None and before.model is model and before.signature == signature:
         chosen = set(before.stored)
     else:

@@ -276,7 +276,7 @@ class ChunkStaging:
         if [slab.nbytes for slab in self._slabs] != sizes or any(
             slab.is_pinned() != is_pinned for slab in self._slabs
         ):
-            self._slabs = []  # freed before more is taken
+            self._slabs, self._copies = [], {}  # freed before more is taken
             self._slabs = [
                 torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned) for size in sizes
             ]

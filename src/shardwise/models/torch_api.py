@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardwise.errors import KnownNames, ShardingError, require_names
@@ -46,7 +47,7 @@ with KnownNames("torch", "2.11 to 2.15"):
     require_names(torch.Tensor, "_version _make_wrapper_subclass")
     require_names(distributed_c10d, "_get_default_store _get_default_group _get_object_coll_device")
     require_names(FSDPModule, "_get_fsdp_state")
-    require_names(FSDPParam, "reset_sharded_param")
+    require_names(FSDPParam, "init_dtype_attrs reset_sharded_param")
     require_names(Shard, "_split_tensor")
     require_names(_StridedShard, "_split_tensor")
 
@@ -172,9 +173,18 @@ def _make_parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parame
     return nn.Parameter(data, requires_grad and (data.is_floating_point() or data.is_complex()))
 
 
+_init_dtypes = FSDPParam.init_dtype_attrs
+
+
+def _init_dtypes_of_floats(param: FSDPParam, mp_policy: MixedPrecisionPolicy) -> None:
+    is_float = param.sharded_param.is_floating_point()
+    _init_dtypes(param, mp_policy if is_float else replace(mp_policy, param_dtype=None))
+
+
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-    # ``fully_shard`` makes every shard with ``requires_grad=True``, and so rejects integers.
+    # FSDP2 makes every shard with ``requires_grad=True``, so that it rejects integers, and would cast them.
     vars(_fsdp_param)["nn"] = SimpleNamespace(**{**vars(nn), "Parameter": _make_parameter})
+    FSDPParam.init_dtype_attrs = _init_dtypes_of_floats  # type: ignore[assignment,method-assign]
 
 
 def get_parameters(module: nn.Module) -> dict[str, Any]:
