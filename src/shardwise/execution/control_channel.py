@@ -83,7 +83,7 @@ class ControlChannel:
 
     @property
     def is_interrupted(self) -> bool:
-        """Return True if some rank has failed or is lost, or the store is: there is no use in working on."""
+        """Return True if some rank has failed or is lost, or the store is lost."""
         return self._failed_step == self._step or self._verdict is not None or self.store_loss() is not None
 
     def loss(self) -> ShardwiseError | None:
@@ -318,17 +318,18 @@ class ControlChannel:
         now = time.monotonic()
         if unknown and now > self._warn_at:
             self._warn_at = now + WARN_AGAIN_S
-            _log.warning("%s", waiting_for(unknown, self.size, self._store))
+            _log.warning("%s", waiting_for(unknown, self._store))
         if now - self._joined_s > self.timeouts.join_timeout_s:
             for rank, number in enumerate(self.global_ranks):
                 if not keys.has(f"here/{rank}"):
-                    waited = f"within {now - self._joined_s:.0f} s. Every rank has to make it"
-                    self._announce(keys, RankLostError(f"rank {number} has not reached this call {waited}"))
+                    waited = f"within {now - self._joined_s:.0f} s. Make the call on every rank"
+                    self._announce(keys, RankLostError(f"rank {number} has not reached {self._call} {waited}"))
 
 
-def waiting_for(ranks: Sequence[int], size: int, store: Any) -> str:
+def waiting_for(ranks: Sequence[int], store: Any, size: int | None = None) -> str:
     """Return a message that names ranks that have not arrived, and the store's host and port, or its file."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     address = f"{store.host}:{store.port}" if hasattr(store, "port") else getattr(store, "path", "one store")
-    return f"waiting for rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)} of {size} at {address}"
+    total = f" of {size}" if size is not None else ""
+    return f"waiting for rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}{total} at {address}"
