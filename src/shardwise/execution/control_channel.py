@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
+import torch.distributed as dist
+
 from shardwise.errors import RankLostError, RankMismatchError, ShardwiseError
 from shardwise.execution import Timeouts
 from shardwise.execution.failure_detection import KeyStore, get_detector, heartbeat_keys
@@ -318,7 +320,8 @@ class ControlChannel:
         now = time.monotonic()
         if unknown and now > self._warn_at:
             self._warn_at = now + WARN_AGAIN_S
-            _log.warning("%s", waiting_for(unknown, self._store))
+            size = dist.get_world_size() if dist.is_initialized() else self.size
+            _log.warning("%s", waiting_for(unknown, size, self._store))
         if now - self._joined_s > self.timeouts.join_timeout_s:
             for rank, number in enumerate(self.global_ranks):
                 if not keys.has(f"here/{rank}"):
@@ -326,10 +329,9 @@ class ControlChannel:
                     self._announce(keys, RankLostError(f"rank {number} has not reached {self._call} {waited}"))
 
 
-def waiting_for(ranks: Sequence[int], store: Any, size: int | None = None) -> str:
+def waiting_for(ranks: Sequence[int], size: int, store: Any) -> str:
     """Return a message that names ranks that have not arrived, and the store's host and port, or its file."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     address = f"{store.host}:{store.port}" if hasattr(store, "port") else getattr(store, "path", "one store")
-    total = f" of {size}" if size is not None else ""
-    return f"waiting for rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}{total} at {address}"
+    return f"waiting for rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)} of {size} at {address}"

@@ -275,7 +275,7 @@ def _launcher_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
         if time.monotonic() > warn_at:
             warn_at = time.monotonic() + WARN_AGAIN_S
             missing = [other for other in range(size) if not store.check([f"here/{other}"])]
-            text = waiting_for(missing, tcp_store, size)
+            text = waiting_for(missing, size, tcp_store)
             if time.monotonic() > end:
                 raise RankLostError(f"{text}: timed out. Start every rank")
             _log.warning("%s", text)
