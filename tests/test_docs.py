@@ -135,6 +135,7 @@ def test_configurations_are_accepted(block: Block, tmp_path: Path):
     "recipe", sorted(ROOT.glob("recipes/*/*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}"
 )
 def test_recipes_are_accepted(recipe: Path):
+    assert all((ROOT / name).is_file() for name in re.findall(r"recipes/\S+", recipe.read_text()))
     config = read_run_config([str(recipe), "--dataset_name", "chats.jsonl"])
     assert config.values["model_name_or_path"]
     assert len(read_tenants(config)) > 1 if recipe.parent.name == "tenants" else not has_tenants(config)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.bank.backends import (
+    EmbeddingLoop,
     GroupedProducts,
     LoraWeights,
     RoutedSegment,
@@ -99,7 +100,7 @@ def pairs(*ranks: int, width: int = OUT) -> list[RoutedSegment]:
     [
         ("loop", (4, 4), OUT, torch.float32, "loop: as asked"),
         ("auto", (4, 4), OUT, torch.float32, "grouped: fewer products"),
-        ("auto", (4, 8), OUT, torch.float32, "loop: no two neighbors alike"),
+        ("auto", (4, 8), OUT, torch.float32, "loop: no two equal segments adjacent"),
         ("auto", (4, 8, 8), OUT, torch.float32, "grouped: fewer products"),
         ("auto", (4, 4), OUT, torch.float64, "loop: no batched product of torch.float32 to torch.float64"),
     ],
@@ -111,3 +112,17 @@ def test_the_choice_and_its_reason(choice, ranks, width, dtype, why):
     backend, told = select_backend(choice, parts, x, out, GroupedProducts())
     assert told == why
     assert isinstance(backend, GroupedProducts) == why.startswith("grouped")
+
+
+def test_tokens_that_recur_give_the_same_bits_on_any_number_of_threads():
+    torch.manual_seed(0)
+    ids, g = torch.randint(0, 50, (20_000, 1)), torch.randn(20_000, OUT)
+    a, b = torch.randn(8, 50), torch.randn(OUT, 8)
+    before, grads = torch.get_num_threads(), []
+    for threads in (1, 2, 2, 2, 2):
+        pair = LoraWeights(a, b, torch.zeros_like(a), torch.zeros_like(b), 2.0, 0.0)
+        torch.set_num_threads(threads)
+        EmbeddingLoop(1.0).backward_rows([RoutedSegment(pair, 0, len(ids))], ids, [], g, None)
+        grads.append(pair.a_grad)
+    torch.set_num_threads(before)
+    assert all(torch.equal(grad, grads[0]) for grad in grads)

@@ -42,9 +42,9 @@ def test_a_pass_that_fails_changes_no_tenant_by_a_bit(base, kind, backend):
 
 def test_ranks_that_are_on_different_ways_cannot_be_brought_into_step():
     first, second, other = (Gather(number, 4, torch.float32, uses_full_mesh=True) for number in range(3))
-    assert longest([[first], [first, second], []]) == [first, second]
-    with pytest.raises(RankMismatchError, match="rank 2 has gathered other groups .* Start all ranks again"):
-        longest([[first], [first, second], [other]])
+    assert longest((0, 1, 2), [[first], [first, second], []]) == [first, second]
+    with pytest.raises(RankMismatchError, match="rank 6 has gathered other groups .* Start all ranks again"):
+        longest((0, 4, 6), [[first], [first, second], [other]])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tests.truth import require_equal
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
+from shardwise.bank import stepping
 from shardwise.bank import tenant as tenants
 from shardwise.errors import ConfigError
 
@@ -102,3 +103,12 @@ def test_a_schedule_that_fails_changes_no_other_tenant() -> None:
         micro_batch(bank, 2)
         bank.optim_step("1")
     require_same_state(one.state_dict("1"), other.state_dict("1"))
+
+
+def test_learning_rates_that_are_tensors_are_told_apart():
+    rates = [torch.tensor(0.1), torch.tensor(0.100001)]
+    weights = [torch.zeros(2, requires_grad=True) for _ in rates]
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    stepping._step_all([torch.optim.SGD([weight], lr=rate) for weight, rate in zip(weights, rates, strict=True)])
+    assert [float(weight.detach()[0]) for weight in weights] == [-float(rate) for rate in rates]

@@ -71,3 +71,4 @@ def test_accelerate_launches_the_module(place: Path) -> None:
     result = launched(place, "accelerated", [*accelerate, "--main_process_port=0"], "shardwise", *more)
     assert result.returncode == 0, result.stderr
     assert steps(place, "accelerated") == [1, 2]
+    assert result.stdout.count("saved in") == 1

@@ -209,6 +209,7 @@ def test_differing_arguments_of_ranks_are_named(worlds, qwen3):
         ({}, {"tuning": shardwise.ExistingLora("/nowhere")}, "tuning on rank 1"),
         ({}, {"key_mapping": {"a": "b"}}, "key_mapping on rank 1"),
         ({}, {"attn_implementation": "eager"}, "attn_implementation on rank 1"),
+        ({}, {"experts_implementation": "eager"}, "experts_implementation on rank 1"),
         ({}, {"config_overrides": {"hidden_act": "gelu"}}, "config on rank 1 is not that of rank 0: hidden_act"),
         ({}, {"shardin": 1}, "rank 1: from_pretrained() got an unexpected keyword argument 'shardin'"),
         ({}, {"sharding": Sharding(wrap="Block")}, "rank 1: sharding.wrap='Block' is not known"),

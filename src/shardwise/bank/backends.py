@@ -118,7 +118,7 @@ class SegmentLoop:
 class GroupedProducts(SegmentLoop):
     """Computes adjacent segments with equally many rows and one LoRA rank by one batched product.
 
-    There is one object for a pass. It keeps the scales of runs on the device.
+    Create one for each pass. It keeps the scales of runs on the device.
     """
 
     def __init__(self) -> None:
@@ -200,8 +200,10 @@ class EmbeddingLoop(SegmentLoop):
             pair, ids = segment.pair, x[segment.start : segment.stop, 0]
             scaled = g[segment.start : segment.stop].float() * self._factor * pair.scaling
             pair.b_grad.add_(scaled.T @ F.embedding(ids, pair.A.T))
-            # index_put_ sorts first, so that the sum is deterministic on CUDA too.
-            pair.a_grad.T.index_put_((ids,), scaled @ pair.B, accumulate=True)
+            if ids.device.type == "cpu":
+                pair.a_grad.T.index_add_(0, ids, scaled @ pair.B)
+            else:  # in which index_add_ is not deterministic, and index_put_ is
+                pair.a_grad.T.index_put_((ids,), scaled @ pair.B, accumulate=True)
 
 
 def runs(segments: Sequence[RoutedSegment]) -> list[list[RoutedSegment]]:
@@ -232,7 +234,7 @@ def _by_tenant(run: Sequence[RoutedSegment], rows: torch.Tensor) -> torch.Tensor
 
 
 def _dropped(run: Sequence[RoutedSegment], rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a run after dropout, tenant by tenant, as temporaries are several times as large."""
+    """Return the rows of a run after dropout, tenant by tenant, because its temporaries are large."""
     if all(segment.keys is None for segment in run):
         return rows
     return torch.cat([segment.dropped(own) for segment, own in zip(run, rows.chunk(len(run)), strict=True)])
@@ -261,7 +263,7 @@ def select_backend(
     if x.dtype != out.dtype:
         return SegmentLoop(), f"loop: no batched product of {x.dtype} to {out.dtype}"
     if len(runs(segments)) == len(segments):
-        return SegmentLoop(), "loop: no two neighbors alike"
+        return SegmentLoop(), "loop: no two equal segments adjacent"
     return grouped, "grouped: fewer products"
 
 

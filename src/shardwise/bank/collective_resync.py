@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 from torch import nn
@@ -100,7 +101,7 @@ class CollectiveResync:
             self._is_stopping = True
         try:
             with World.current(self._world.group, self._world.timeouts, "/in step", "forward_backward") as world:
-                self._longest = world.all_reduce_object(self._gathered, longest)
+                self._longest = world.all_reduce_object(self._gathered, partial(longest, world.global_ranks))
         except Exception as error:
             self._fault = error
         self._is_settled.set()
@@ -116,7 +117,7 @@ class CollectiveResync:
         gather_zeros(self._root, self._longest[len(self._gathered) :])
 
 
-def longest(gathered: Sequence[list[Gather]]) -> list[Gather]:
+def longest(global_ranks: Sequence[int], gathered: Sequence[list[Gather]]) -> list[Gather]:
     """Return the longest record of gathers.
 
     Raises:
@@ -126,8 +127,8 @@ def longest(gathered: Sequence[list[Gather]]) -> list[Gather]:
     for rank, own in enumerate(gathered):
         if own != most[: len(own)]:
             raise RankMismatchError(
-                f"rank {rank} has gathered other groups of the base than the rank that is ahead, so the ranks "
-                "cannot be synchronized, and no collective of this process group is reliable. Start all ranks "
-                "again, and resume from the last save"
+                f"rank {global_ranks[rank]} has gathered other groups of the base than the rank that is ahead, so "
+                "the ranks cannot be synchronized, and no collective of this process group is reliable. Start all "
+                "ranks again, and resume from the last save"
             )
     return most

@@ -26,7 +26,7 @@ def sum_all(world: World, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def step_together(world: World, tenants: Sequence[Tenant], scales: Sequence[float]) -> list[tuple[bool, float]]:
-    """Sum the gradients over the ranks, scale them, step each tenant whose gradient is finite, and clear them.
+    """Sum the gradients over the ranks, scale them, step each tenant whose gradient norm is finite, and clear them.
 
     Bitwise equal to stepping one after the other. The host waits for the device once. Collective: yes.
 
@@ -74,7 +74,11 @@ def _step_all(optimizers: Sequence[Optimizer]) -> None:
     """Step optimizers. Those of one class with equal settings are stepped by one call, in fewer kernels."""
     alike: dict[str, list[Optimizer]] = {}
     for optimizer in optimizers:
-        settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        settings = [
+            (key, value.tolist() if isinstance(value, torch.Tensor) else value)
+            for key, value in optimizer.param_groups[0].items()
+            if key != "params"
+        ]
         alike.setdefault(f"{type(optimizer).__name__} {settings}", []).append(optimizer)
     for first, *others in alike.values():
         with _lent(first, others):

@@ -30,7 +30,7 @@ class Comparison:
 
     Attributes:
         model: keys in the checkpoint of matched tensors, by FQN.
-        components: names of the matched ones ("optimizers", "schedulers", "scaler", "data", "rng").
+        components: names of the matched ones ("model", "optimizers", "schedulers", "scaler", "data", "rng").
         faults: names of the tensors and components that do not match, by kind.
     """
 
@@ -53,7 +53,7 @@ class Comparison:
             self._refused[kind].append(sentence or name)
 
     def raise_refused(self, head: str) -> None:
-        """Raises KeyMismatchError with all faults that are not ignored."""
+        """Raise KeyMismatchError with the faults that are not ignored."""
         if any(self._refused.values()):
             raise KeyMismatchError(describe_faults(head, self._refused, STATE_REMEDIES))
 
@@ -70,7 +70,8 @@ def compare(
     """Compare everything except optimizer state with the current training.
 
     Raises:
-        KeyMismatchError: the checkpoint does not match. The message has all faults.
+        KeyMismatchError: the checkpoint does not match. The message counts all faults.
+        FormatError: the checkpoint is damaged.
     """
     sequences = {"optimizers": state.all_optimizers, "schedulers": state.all_schedulers}
     wanted = {"rng", *(component for component, items in sequences.items() if items)}
@@ -121,7 +122,7 @@ def require_same_tuning(
     if header.holds != current:
         raise KeyMismatchError(
             f"{opened.folder}: holds {header.holds}, and this run checkpoints {current}. Pass the checkpointer the "
-            "`only` with which it was saved, and tune the model alike"
+            "`only` with which it was saved, and the same tuning"
         )
     settings = adapter_settings(collected.model, only)
     if settings is not None and header.adapter is not None and settings != header.adapter:

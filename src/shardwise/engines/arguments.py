@@ -67,7 +67,7 @@ def require_known(call: str, given: Mapping[str, object], kind: type) -> None:
 
 
 def check_options(hints: Mapping[str, Any], given: Mapping[str, Any], inside: str = "") -> None:
-    """Reject values of the wrong type for arguments that take our option types, nested ones included.
+    """Reject values that do not fit their annotations, nested ones included.
 
     Args:
         hints: the annotation of each name.
@@ -143,7 +143,7 @@ def _difference(world: World, settings_by_rank: Sequence[Mapping[str, str]]) -> 
 
 
 def comparable_text(value: object) -> str:
-    """Return text that is equal on two ranks if the value is: without memory addresses."""
+    """Return text to compare a value between ranks. Classes and functions appear by name."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
     return repr(value)
@@ -191,8 +191,8 @@ Source: TypeAlias = str | os.PathLike[str] | StorageReader
 class OpenSource:
     """A checkpoint whose headers have been read, and this rank's reader of its bytes.
 
-    ``identities`` are those of the files when they were compared with the first rank's, of a remote storage when
-    their headers were read. ``is_own`` is True for a reader opened here. The user's own reader stays open.
+    By ``identities`` a file that has changed since its header was read is detected. ``is_own`` is True for a reader
+    opened here. The user's own reader stays open.
     """
 
     index: CheckpointIndex

@@ -89,7 +89,7 @@ Options = TypeVar("Options", bound=ModelOptions)
 
 
 def settled(options: Options) -> Options:
-    """Return options with transformers' keywords put where their meaning is: in ``dtype`` and in ``hub``.
+    """Return options with transformers' keywords moved to ``dtype``, ``quantization`` and ``hub``.
 
     Raises:
         ConfigError: two of them contradict each other, or one cannot be honored.
@@ -141,7 +141,8 @@ def check_keywords(call: str, options: Options, kind: type) -> Options:
 def comparable_model_settings(options: ModelOptions) -> dict[str, str]:
     """Return the model options that must be equal on all ranks, as text. Configs are compared later."""
     hub = options.get("hub", HubOptions())
-    plain = ("model_class", "dtype", "trust_remote_code", "key_mapping", "attn_implementation")
+    attention, experts = "attn_implementation", "experts_implementation"
+    plain = ("model_class", "dtype", "trust_remote_code", "key_mapping", attention, experts)
     found = {name: comparable_text(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
     return {**found, **{f"hub.{name}": repr(getattr(hub, name)) for name in ("revision", "subfolder", "variant")}}
 
@@ -213,9 +214,9 @@ def load_config(directory: Path, options: ModelOptions) -> PreTrainedConfig:
 
 
 def _remove_quantizer(config: PreTrainedConfig) -> None:
-    """Replace the config of a quantized checkpoint by that of its dequantized model, which is the one to build.
+    """Remove ``quantization_config`` from a config and its parts, to build the dequantized model.
 
-    The bitsandbytes 4-bit config stays, because a model may be kept in that form.
+    That of bitsandbytes' 4 bits and of MXFP4 stays, because a model may be kept in these forms.
 
     Raises:
         ConfigError: the quantization method is not supported.
@@ -305,7 +306,7 @@ class TunedOptions(ModelOptions, total=False):
             model inside it is sharded.
         trained_dtype: dtype of trained parameters. With ``tuning``, ``torch.float32`` by default, otherwise
             ``"unchanged"``. Frozen parameters keep the stored dtype.
-        resize_vocab: number of tokens of the model, or a :class:`~shardwise.models.additions.ResizeVocab`, which
+        resize_vocab: number of tokens of the model, or a :class:`~shardwise.models.build.ResizeVocab`, which
             also determines the initialization of new ones.
         quantization: keep the weights of linear layers in 4 bits: ``Nf4(...)`` or ``Fp4(...)``, packed while they
             are read. Only a LoRA is trained then. Linear layers stored by bitsandbytes stay in 4 bits by default.
@@ -412,7 +413,7 @@ def _kind(quantization: Quantization) -> str:
 
 
 def require_trainable(options: TunedOptions) -> None:
-    """Raises ConfigError if a trained parameter is in 4 bits."""
+    """Raise ConfigError if the tuning is a Full or Freeze of a 4-bit base."""
     tuning = options.get("tuning")
     if options.get("quantization") not in (None, "dequantize") and isinstance(tuning, (Full, Freeze)):
         raise ConfigError(

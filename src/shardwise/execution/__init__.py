@@ -16,7 +16,7 @@ class Timeouts:
         heartbeat_interval_s: between two signs of life.
         heartbeat_timeout_s: without a sign of life, after which a rank counts as lost, in a call or since its last
             one.
-        join_timeout_s: until a rank reaches its first call, because it may still be busy.
+        join_timeout_s: until a rank reaches a call, because it may still be busy.
     """
 
     heartbeat_interval_s: float = 1.0

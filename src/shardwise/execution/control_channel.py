@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
+import torch.distributed as dist
+
 from shardwise.errors import RankLostError, RankMismatchError, ShardwiseError
 from shardwise.execution import Timeouts
 from shardwise.execution.failure_detection import KeyStore, get_detector, heartbeat_keys
@@ -83,7 +85,7 @@ class ControlChannel:
 
     @property
     def is_interrupted(self) -> bool:
-        """Return True if some rank has failed or is lost, or the store is: there is no use in working on."""
+        """Return True if some rank has failed or is lost, or the store is lost."""
         return self._failed_step == self._step or self._verdict is not None or self.store_loss() is not None
 
     def loss(self) -> ShardwiseError | None:
@@ -318,12 +320,13 @@ class ControlChannel:
         now = time.monotonic()
         if unknown and now > self._warn_at:
             self._warn_at = now + WARN_AGAIN_S
-            _log.warning("%s", waiting_for(unknown, self.size, self._store))
+            size = dist.get_world_size() if dist.is_initialized() else self.size
+            _log.warning("%s", waiting_for(unknown, size, self._store))
         if now - self._joined_s > self.timeouts.join_timeout_s:
             for rank, number in enumerate(self.global_ranks):
                 if not keys.has(f"here/{rank}"):
-                    waited = f"within {now - self._joined_s:.0f} s. Every rank has to make it"
-                    self._announce(keys, RankLostError(f"rank {number} has not reached this call {waited}"))
+                    waited = f"within {now - self._joined_s:.0f} s. Make the call on every rank"
+                    self._announce(keys, RankLostError(f"rank {number} has not reached {self._call} {waited}"))
 
 
 def waiting_for(ranks: Sequence[int], size: int, store: Any) -> str:

@@ -56,7 +56,7 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
     time until a second signal.
 
     Raises:
-        ShardwiseError: as raised by the function, from the lowest rank that raised it.
+        ShardwiseError: as raised by the function, from the rank that failed first.
         RankError: a rank failed otherwise, or ended.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
@@ -173,7 +173,7 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", 
 def select_accelerator(environment: Mapping[str, str], local_rank: int, local_size: int) -> str:
     """Select the accelerator of a rank. Return the backends of its process group, as in "cpu:gloo,cuda:nccl".
 
-    It is the one with the rank's number, or device 0 if the environment shows each rank only its own device
+    The device is that of the local rank, or device 0 if the environment makes one device visible
     (``srun --gpus-per-task=1``).
 
     Raises:
@@ -189,7 +189,7 @@ def select_accelerator(environment: Mapping[str, str], local_rank: int, local_si
     if size > count and not shows_own:
         raise ShardingError(
             f"{size} ranks on a machine: each needs a device, and this process sees {count}. Start at most "
-            f"{count}, or hide the devices to compute on the CPU ({_VISIBLE[0]}=)."
+            f"{count}, or hide the devices to compute on the CPU ({_VISIBLE[0]}=)"
         )
     accelerator_module(kind).set_device(0 if shows_own else local_rank)
     return both_backends(kind)
@@ -228,9 +228,9 @@ _RENDEZVOUS = timedelta(minutes=10)
 def run_launched(environment: Mapping[str, str], function: RankFunction, *args: Any) -> list[Any]:
     """Call the function as a rank of a launcher. Return its values by rank on the first rank, none on the others.
 
-    Ranks meet by the ``environment`` of torchrun, as by ``env://``. Afterwards the process group is left in order.
-    If the function raises, the process group is left as it is, because the other ranks may never finish.
-    Collective: yes, over all ranks.
+    Ranks meet by the ``environment`` of torchrun, as by ``env://``. Afterwards the process group is destroyed,
+    unless the function raises: the other ranks may never finish. If the function destroys it, as accelerate does,
+    only the first rank's value is returned. Collective: yes, over all ranks.
 
     Raises:
         RankLostError: ranks have not come within ten minutes, or could not connect to each other.
@@ -251,12 +251,12 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
         ) from error
     get_detector(default_store(), dist.get_rank())
     try_collectives()
-    own = function(*args)
-    with World.current(call="run_launched") as world:
-        values = world.all_gather_object(own)
-    if dist.is_initialized():  # accelerate may have ended it
+    values = [function(*args)]
+    if dist.is_initialized():
+        with World.current(call="run_launched") as world:
+            values = world.all_gather_object(values[0])
         dist.destroy_process_group()
-    return values if world.rank == 0 else []
+    return values if rank == 0 else []
 
 
 def _launcher_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
@@ -277,7 +277,7 @@ def _launcher_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
             missing = [other for other in range(size) if not store.check([f"here/{other}"])]
             text = waiting_for(missing, size, tcp_store)
             if time.monotonic() > end:
-                raise RankLostError(f"{text}, for too long")
+                raise RankLostError(f"{text}: timed out. Start every rank")
             _log.warning("%s", text)
         time.sleep(0.05)
     return store, rank, size

@@ -395,7 +395,7 @@ def lay_out(
             f"{shown(name)}: a header of {len(text)} bytes would be needed, {MAX_HEADER_BYTES} is the limit. Save "
             "to more files by a smaller max_shard_size"
         )
-    header = len(text).to_bytes(_ALIGNMENT, "little") + text
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     entries: list[contract.TensorEntry] = []
     place = len(header)
     for key, dtype, shape in items:

@@ -11,8 +11,8 @@ still in one some seconds after another has left reports it and exits.
 
 If a tracker on the first rank fails, or a callback stops the training because of local data, the others would enter
 a collective and wait. So exceptions of callbacks are kept until the next synchronization (the end of each step,
-evaluation and save), and changes of ``control`` are set on all ranks there. A step costs one sum of a few numbers,
-on the host, because an accelerator would return it only after the whole step.
+evaluation and save), and changes of ``control`` are set on all ranks there. A step costs one all-reduce of a few
+numbers, on the host, because an accelerator would return it only after the whole step.
 """
 
 import logging
@@ -73,8 +73,8 @@ class ShardwiseTrainer(_Trainer):
 
     Arguments keep their meaning (``save_steps``, ``save_total_limit``, ``save_only_model``,
     ``load_best_model_at_end``). Differences, see docs/trainer.md: every rank writes its own bytes. A checkpoint is
-    committed in one step, and a kill loses no committed one. An output folder of another run is an error. An
-    exception of a callback on one rank is raised on all.
+    committed atomically, and a kill loses no committed one. Checkpoints of another run in the folder are an error.
+    An exception of a callback on one rank is raised on all.
 
     Raises:
         ConfigError: the model is not marked by :func:`~shardwise.integrations.trainer_marks.for_trainer`, or the
@@ -109,7 +109,7 @@ class ShardwiseTrainer(_Trainer):
         """States of random generators, to be set once the position in the data is restored."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator like the Trainer, and reject settings that would shard the model again."""
+        """Create the accelerator like the Trainer, and reject settings that do not fit a sharded model."""
         if self.args.dataloader_pin_memory:  # otherwise each batch waits for all earlier work of the device
             settings: Any = self.args.accelerator_config
             settings.non_blocking = True
@@ -119,7 +119,7 @@ class ShardwiseTrainer(_Trainer):
         if accelerate_compat.is_context_parallel(self.accelerator):
             raise ConfigError(
                 "accelerate's configuration has cp_size. Pass TrainingArguments(parallelism_config="
-                "ParallelismConfig(cp_size=...)) instead, which is checked and has whole sequences split"
+                "ParallelismConfig(cp_size=...)) instead, which splits whole sequences"
             )
         if is_split:
             accelerate_compat.split_sequences(self.accelerator, config, self._trained)
@@ -140,7 +140,7 @@ class ShardwiseTrainer(_Trainer):
         self._save_only_model, self.args.save_only_model = self.args.save_only_model, True
 
     def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
-        """Evaluate like the Trainer. With ``cp_size`` its mean could leave out parts of the last sequences."""
+        """Evaluate like the Trainer. Raises ConfigError with ``cp_size``, whose mean could leave out parts."""
         if self._cp_size > 1:
             raise ConfigError(
                 f"evaluate, predict: with cp_size={self._cp_size} each rank would evaluate a part of each "
@@ -175,12 +175,15 @@ class ShardwiseTrainer(_Trainer):
 
         Raises:
             ConfigError: there is no checkpoint, checkpoints of another run are in the folder, or the checkpoint is
-                of another kind of tuning or another number of rows per step.
+                of another number of rows per step.
+            KeyMismatchError: the checkpoint is of another tuning.
+            FormatError: the checkpoint is damaged.
+            StorageError: it cannot be read.
             RankLostError: a rank is lost.
             TrainingError: a rank has run out of memory.
 
         These are the same on every rank. Other errors of one rank, in its data loader or its loss, are raised
-        there. The others raise a RankLostError with its message.
+        there. The others raise a RankLostError with its message, or exit if they are stuck in a collective.
         """
         run, requested = self._run, _requested_checkpoint(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:

@@ -137,8 +137,8 @@ def plan_merge(
         what: description of the adapter and its base for the error.
 
     Raises:
-        KeyMismatchError: there are unused tensors, modules that are not in the base, or shapes that do not fit. The
-            error lists all of them.
+        KeyMismatchError: tensors of the adapter do not fit the base. The error counts all, and lists up to 20 of
+            each kind.
     """
     return _MergePlanner(config, stored, targets, adapter_name).plan(what)
 
@@ -317,7 +317,7 @@ class _MergePlanner:
         wanted = form.factors(shape, rank)
         for leaf, right in zip((a, b), wanted, strict=True):
             if leaf.dtype.kind != "float":
-                self.fault("factors that are not fractions", f"{shown(leaf.key)}: {leaf.dtype.label}")
+                self.fault("factors that are not floating-point", f"{shown(leaf.key)}: {leaf.dtype.label}")
                 return
             if leaf.shape != right:
                 self.fault(
