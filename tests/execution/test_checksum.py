@@ -6,8 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.execution import checksums
-from shardwise.execution.checksums import checksum
 from shardwise.planning.fingerprints import fingerprint
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    return checksums.checksums([tensor])[0]
+
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64]
 

@@ -2,10 +2,10 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,10 +16,10 @@ import torch
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
 from shardwise.checkpoints.base_identity import BaseIdentity, BaseSamples, base_config
+from shardwise.checkpoints.checkpoint_plan import CheckpointPlan, plan_checkpoint
 from shardwise.checkpoints.header import CheckpointHeader
 from shardwise.checkpoints.state import (
     CheckpointerOptions,
-    CollectedState,
     Mode,
     StateContents,
     StateSummary,
@@ -31,21 +31,16 @@ from shardwise.checkpoints.state import (
 )
 from shardwise.engines.arguments import check_options, get_hints, require_same_arguments
 from shardwise.errors import ConfigError, RankMismatchError, StorageError, answer_keywords
-from shardwise.execution.checksums import as_bytes
-from shardwise.execution.distributed_chunks import ChunkStaging, TensorsPlan, Views, chunk_views, plan_tensors
+from shardwise.execution.distributed_chunks import ChunkStaging, Views
 from shardwise.execution.memory import gc_disabled
-from shardwise.execution.replicas import Replicas, compare_replicas
+from shardwise.execution.replicas import compare_replicas
 from shardwise.execution.state_values import require_values
-from shardwise.execution.tensor_metadata import metadata_by_name
 from shardwise.execution.world import Clock, World
 from shardwise.models.optimizer_parsing import class_name
 from shardwise.models.selection import AdapterOnly, Selection
-from shardwise.models.view import local_tensor
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import OnFault, Tolerance
-from shardwise.planning.moves import Common, in_common
 from shardwise.report.save_reports import CheckpointReport, RestoreReport
-from shardwise.tensors import Box
 
 _MAX_STEP = 10**15
 
@@ -104,7 +99,7 @@ class Checkpointer:
         self._on_differing_buffers = on_differing_buffers
         self._options = options
         self._staging = ChunkStaging()
-        self._plan: _Plan | None = None
+        self._plan: CheckpointPlan | None = None
         self._executor = futures.ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
         self._in_progress: tuple[int, futures.Future[CheckpointReport]] | None = None
         self._newest = folder.find_latest(self._root)
@@ -299,7 +294,7 @@ class Checkpointer:
             alike, data, base, is_planned = world.all_reduce_object(contents.summary, compare)
         with clock.phase("plan"):
             if self._plan is None or not is_planned:
-                self._plan = _plan(world, collected)
+                self._plan = plan_checkpoint(world, collected)
             plan = self._plan.tensors
         with clock.phase("compare"):
             replicas = world.run_all(self._plan.replicas, collected)
@@ -372,64 +367,6 @@ def _comparable_step(step: object) -> dict[str, str]:
     if type(step) is not int or not 0 <= step < _MAX_STEP:
         raise ConfigError(f"step={step!r} is not a number of optimizer steps")
     return {"step": str(step)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The plan of a checkpoint, which later ones reuse while every rank has the same tensors in the same memory.
-
-    Attributes:
-        collected: the state that it was made for.
-        memory: where the tensors of the state were then.
-        ranks: this rank, and the ranks of the group in the default group.
-        tensors: the writes of all ranks.
-        chunks: views of this rank's chunks.
-        common: boxes that this rank has in common with others, with their ranks.
-        replicated: the tensors that this rank has in common with others.
-    """
-
-    collected: CollectedState
-    memory: list[tuple[object, ...]]
-    ranks: tuple[int, ...]
-    tensors: TensorsPlan
-    chunks: Views
-    common: Mapping[str, Common]
-    replicated: Replicas
-
-    def is_for(self, world: World, collected: CollectedState) -> bool:
-        """Return whether the plan is valid for the state as it is now."""
-        planned = self.collected
-        return (
-            self.ranks == (world.rank, *world.global_ranks)
-            and planned.signature == collected.signature
-            and list(planned.tensors) == list(collected.tensors)
-            and self.memory == collected.memory()
-        )
-
-    def replicas(self, collected: CollectedState) -> Replicas:
-        """Return the tensors and numbers that this rank has in common with others."""
-        if not collected.numbers or len(self.ranks) == 2:
-            return self.replicated
-        numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
-        everyone = tuple(range(len(self.ranks) - 1))  # every rank has the numbers of optimizers
-        common = {name: ((Box.whole(value.shape), everyone),) for name, value in numbers.items()}
-        return Replicas.among({**self.collected.by_key, **numbers}, {**self.common, **common}, collected.buffers)
-
-
-def _plan(world: World, collected: CollectedState) -> _Plan:
-    """Plan the writes of all ranks. Collective: yes."""
-    tensors, memory = collected.by_key, world.run_all(collected.memory)
-    by_rank = world.all_gather(metadata_by_name, tensors)
-    plan = world.run_all(
-        plan_tensors, collected.tensors, by_rank, collected.buffers, collected.alias_keys, world.global_ranks
-    )
-    boxes = {key: tuple(metadata[key].boxes for metadata in by_rank) for key in tensors}
-    common = in_common(boxes, world.rank)
-    local = {key: local_tensor(tensor) for key, tensor in tensors.items()}
-    chunks = world.run_all(chunk_views, plan.by_rank[world.rank], tensors, local)
-    replicated = world.run_all(Replicas.among, tensors, common, collected.buffers)
-    ranks = (world.rank, *world.global_ranks)
-    return _Plan(collected, memory, ranks, plan, chunks, common, replicated)
 
 
 def compare_summaries(

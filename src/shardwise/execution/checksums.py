@@ -30,11 +30,6 @@ _CHUNK_BYTES = 64 << 20
 """Bytes that are copied, or processed at once on an accelerator: a multiple of a fingerprint's block."""
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """Return a 64-bit checksum of a tensor's elements, in row-major order: see :func:`checksums`."""
-    return checksums([tensor])[0]
-
-
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the fingerprint of each tensor's elements, in row-major order ([Note: Fingerprints]).
 

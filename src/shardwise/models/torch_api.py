@@ -177,8 +177,8 @@ _init_dtypes = FSDPParam.init_dtype_attrs
 
 
 def _init_dtypes_of_floats(param: FSDPParam, mp_policy: MixedPrecisionPolicy) -> None:
-    is_float = param.sharded_param.is_floating_point()
-    _init_dtypes(param, mp_policy if is_float else replace(mp_policy, param_dtype=None))
+    dtype = mp_policy.param_dtype if param.sharded_param.is_floating_point() else None
+    _init_dtypes(param, replace(mp_policy, param_dtype=dtype))
 
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
@@ -189,14 +189,12 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
 
 def get_parameters(module: nn.Module) -> dict[str, Any]:
     """Return a module's registry of parameters. Insertions bypass ``nn.Module``'s checks."""
-    registry: dict[str, Any] = module._parameters
-    return registry
+    return module._parameters
 
 
 def get_buffers(module: nn.Module) -> dict[str, Any]:
     """Return a module's registry of buffers."""
-    registry: dict[str, Any] = module._buffers
-    return registry
+    return module._buffers
 
 
 def sets_grad_dtype(parameter: nn.Parameter) -> bool:

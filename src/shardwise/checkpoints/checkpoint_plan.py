@@ -1,0 +1,72 @@
+"""The plan of a checkpoint: the writes of all ranks, and this rank's tensors for them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.checkpoints.state import CollectedState
+from shardwise.execution.checksums import as_bytes
+from shardwise.execution.distributed_chunks import TensorsPlan, Views, chunk_views, plan_tensors
+from shardwise.execution.replicas import Replicas
+from shardwise.execution.tensor_metadata import metadata_by_name
+from shardwise.execution.world import World
+from shardwise.models.view import local_tensor
+from shardwise.planning.moves import Common, in_common
+from shardwise.tensors import Box
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """The plan of a checkpoint, which later ones reuse while every rank has the same tensors in the same memory.
+
+    Attributes:
+        collected: the state that it was made for.
+        memory: where the tensors of the state were then.
+        ranks: this rank, and the ranks of the group in the default group.
+        tensors: the writes of all ranks.
+        chunks: views of this rank's chunks.
+        common: boxes that this rank has in common with others, with their ranks.
+        replicated: the tensors that this rank has in common with others.
+    """
+
+    collected: CollectedState
+    memory: list[tuple[object, ...]]
+    ranks: tuple[int, ...]
+    tensors: TensorsPlan
+    chunks: Views
+    common: Mapping[str, Common]
+    replicated: Replicas
+
+    def is_for(self, world: World, collected: CollectedState) -> bool:
+        """Return whether the plan is valid for the state as it is now."""
+        planned = self.collected
+        return (
+            self.ranks == (world.rank, *world.global_ranks)
+            and planned.signature == collected.signature
+            and list(planned.tensors) == list(collected.tensors)
+            and self.memory == collected.memory()
+        )
+
+    def replicas(self, collected: CollectedState) -> Replicas:
+        """Return the tensors and numbers that this rank has in common with others."""
+        if not collected.numbers or len(self.ranks) == 2:
+            return self.replicated
+        numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
+        everyone = tuple(range(len(self.ranks) - 1))  # every rank has the numbers of optimizers
+        common = {name: ((Box.whole(value.shape), everyone),) for name, value in numbers.items()}
+        return Replicas.among({**self.collected.by_key, **numbers}, {**self.common, **common}, collected.buffers)
+
+
+def plan_checkpoint(world: World, collected: CollectedState) -> CheckpointPlan:
+    """Plan the writes of all ranks. Collective: yes."""
+    tensors, memory = collected.by_key, world.run_all(collected.memory)
+    by_rank = world.all_gather(metadata_by_name, tensors)
+    plan = world.run_all(
+        plan_tensors, collected.tensors, by_rank, collected.buffers, collected.alias_keys, world.global_ranks
+    )
+    boxes = {key: tuple(metadata[key].boxes for metadata in by_rank) for key in tensors}
+    common = in_common(boxes, world.rank)
+    local = {key: local_tensor(tensor) for key, tensor in tensors.items()}
+    chunks = world.run_all(chunk_views, plan.by_rank[world.rank], tensors, local)
+    replicated = world.run_all(Replicas.among, tensors, common, collected.buffers)
+    ranks = (world.rank, *world.global_ranks)
+    return CheckpointPlan(collected, memory, ranks, plan, chunks, common, replicated)
