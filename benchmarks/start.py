@@ -74,7 +74,9 @@ def _by_command(arm: str, job: Job, ranks: int, folder: Path, timeout_s: float) 
                     raise RuntimeError(f"{arm}: no step within {meter.timestamp() - began:.0f} s\n{log.read()}")
                 time.sleep(_LOOK_S)
             taken = meter.timestamp() - began
-            if process.wait(timeout_s):
+            if arm == TRL:
+                process.terminate()  # torchrun ends its ranks
+            if process.wait(timeout_s) and arm != TRL:
                 raise RuntimeError(f"{arm}: it failed after the step")
         finally:
             process.kill()
