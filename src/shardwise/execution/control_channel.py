@@ -309,10 +309,10 @@ class ControlChannel:
         self._detector.update(heartbeat_keys(store), watched)
         heartbeats = self._detector.heartbeats
         for number in watched:
-            own = heartbeats.get(number)
-            if own and self._verdict is None and (cause := own.loss(self.timeouts.heartbeat_timeout_s)):
+            beat = heartbeats.get(number)
+            if beat and self._verdict is None and (cause := beat.loss(self.timeouts.heartbeat_timeout_s)):
                 advice = "Check its output, and the kernel log (dmesg) for the OOM killer"
-                self._announce(keys, RankLostError(f"rank {number} ({own.process}) is lost: {cause}. {advice}"))
+                self._announce(keys, RankLostError(f"rank {number} ({beat.process}) is lost: {cause}. {advice}"))
         if self._step == 0 and self._verdict is None:
             self._find_absent(keys, [number for number in watched if number not in heartbeats])
 
