@@ -202,7 +202,7 @@ class EmbeddingLoop(SegmentLoop):
             pair.b_grad.add_(scaled.T @ F.embedding(ids, pair.A.T))
             if ids.device.type == "cpu":
                 pair.a_grad.T.index_add_(0, ids, scaled @ pair.B)
-            else:  # in which index_add_ is not deterministic, and index_put_ is
+            else:  # on CUDA index_put_ is deterministic, and index_add_ is not
                 pair.a_grad.T.index_put_((ids,), scaled @ pair.B, accumulate=True)
 
 
