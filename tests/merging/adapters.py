@@ -10,10 +10,12 @@ from tests import zoo
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
-def save_adapter(base: Path, folder: Path, *, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+def save_adapter(
+    base: Path, folder: Path, *, dtype: torch.dtype = torch.float32, vocab_size: int | None = None, **config: Any
+) -> Path:
     """A trained adapter: every factor random, what is saved whole somewhat changed."""
     with zoo.silenced():
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = _resized(base, vocab_size)
         tuned = get_peft_model(model, LoraConfig(**config))
         generator = torch.Generator().manual_seed(1)
         for name, parameter in tuned.named_parameters():
@@ -29,11 +31,17 @@ def save_adapter(base: Path, folder: Path, *, dtype: torch.dtype = torch.float32
     return folder
 
 
-def merged_by_peft(base: Path, adapter: Path) -> PreTrainedModel:
+def merged_by_peft(base: Path, adapter: Path, *, vocab_size: int | None = None) -> PreTrainedModel:
     """The base, in float32, with the adapter merged."""
     with zoo.silenced():
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        return PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        return PeftModel.from_pretrained(_resized(base, vocab_size), adapter).merge_and_unload()
+
+
+def _resized(base: Path, vocab_size: int | None) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if vocab_size is not None:
+        model.resize_token_embeddings(vocab_size)
+    return model
 
 
 def change(folder: Path, function: Any) -> None:

@@ -59,8 +59,8 @@ FAULTS: dict[str, tuple[Callable[[dict], dict], list[str]]] = {
     "a magnitude without DoRA": (_with(**{f"{_Q}.lora_magnitude_vector": torch.ones(32)}), ["use_dora is not set"]),
     "a bias that the base has not": (_with(**{f"{_Q}.lora_B.bias": torch.ones(32)}), ["q_proj.bias, wanted by"]),
     "a whole tensor of another shape": (
-        _with(**{"base_model.model.model.embed_tokens.weight": torch.ones(98, 32)}),
-        ["embed_tokens.weight: (98, 32), the base has model.embed_tokens.weight as (97, 32)"],
+        _with(**{"base_model.model.model.embed_tokens.weight": torch.ones(98, 33)}),
+        ["embed_tokens.weight: (98, 33), the base has model.embed_tokens.weight as (97, 32)"],
     ),
     "a name that climbs": (
         _with(**{"base_model.model.../../../etc/passwd.lora_A.weight": torch.ones(4, 32)}),

@@ -7,10 +7,12 @@ import pytest
 import torch
 from tests import zoo
 from tests.engines.conftest import SMALL
-from tests.merging.adapters import merged_by_peft, save_adapter, tensors_of, ulps_apart
+from tests.merging.adapters import change, merged_by_peft, save_adapter, tensors_of, ulps_apart
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from shardwise import KeyMismatchError
 from shardwise.engines.merging_adapter import merge_adapter
+from shardwise.engines.offline import read_companions
 
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 _CONFIGS = {
@@ -86,6 +88,44 @@ def test_equals_the_merge_of_peft(case: str, bases: dict[str, Path], tmp_path: P
     assert f"merged {modules} of {modules} modules" in str(report)
 
 
+@pytest.mark.parametrize("vocab_size", [104, 90])
+@pytest.mark.parametrize("copied", [None, ["embed_tokens"], ["lm_head"]], ids=str)
+@pytest.mark.parametrize("base", ["qwen3", "tied"])
+def test_an_adapter_with_another_vocabulary_resizes_the_base(
+    base: str, copied: list[str] | None, vocab_size: int, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    config = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": copied}
+    adapter = save_adapter(bases[base], tmp_path / "adapter", vocab_size=vocab_size, **config)
+    merge_adapter(bases[base], adapter, tmp_path / "out")
+    truth = merged_by_peft(bases[base], adapter, vocab_size=vocab_size).eval()
+    with zoo.silenced():
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert found.config.vocab_size == vocab_size
+    inputs = zoo.sample_inputs(found)
+    torch.testing.assert_close(found(**inputs).logits, truth(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_new_rows_that_the_adapter_lacks_are_named(bases: dict[str, Path], tmp_path: Path) -> None:
+    adapter = save_adapter(
+        bases["qwen3"], tmp_path / "adapter", r=4, target_modules=["embed_tokens"], vocab_size=104
+    )  # PEFT stores the embedding that it targets, and not the head
+    with pytest.raises(KeyMismatchError, match="trained with 104 tokens, the base has 97.*no lm_head.weight"):
+        merge_adapter(bases["qwen3"], adapter, tmp_path / "out")
+
+
+def test_tied_tensors_that_the_adapter_stores_as_different_are_untied(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = save_adapter(bases["tied"], tmp_path / "adapter", r=4, target_modules=["q_proj"], vocab_size=104)
+    key = "base_model.model.lm_head.weight"
+    change(adapter, lambda tensors: tensors | {key: tensors[key] + 1})
+    report = merge_adapter(bases["tied"], adapter, tmp_path / "out")
+    found, stored = tensors_of(tmp_path / "out"), tensors_of(adapter)
+    assert torch.equal(found["lm_head.weight"], stored[key])
+    assert torch.equal(found["model.embed_tokens.weight"], stored["base_model.model.model.embed_tokens.weight"])
+    assert report.notes == ("lm_head.weight is not tied any more: it has its own values",)
+
+
 def compare(truth: torch.nn.Module, out: Path, dtype: torch.dtype) -> None:
     """The files are what transformers saves of this model, rounded once, or the next number."""
     wanted_folder = out.parent / "wanted"
@@ -105,3 +145,14 @@ def test_it_loads_and_computes_as_the_adapted_model_does(bases: dict[str, Path],
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     inputs = zoo.sample_inputs(found)
     torch.testing.assert_close(found(**inputs).logits, truth(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "preprocessor_config.json"])
+def test_code_that_a_config_refers_to_is_copied(file: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("")
+    assert "own.py" not in read_companions(tmp_path)
+    (tmp_path / file).write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
+    assert "own.py" in read_companions(tmp_path)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    assert ("own.py" in read_companions(adapter, tmp_path)) == (file == "tokenizer_config.json")

@@ -15,7 +15,7 @@ from shardwise.planning.merge_plan import (
     MergeTargets,
     Replaced,
     WeightForm,
-    fully_trained_tensors,
+    names_of_whole_tensors,
     plan_merge,
 )
 from shardwise.tensors import DType
@@ -107,21 +107,25 @@ def test_parameters_under_an_older_name_and_of_two_dimensions() -> None:
     )
 
 
-def test_tensors_that_were_trained_whole() -> None:
+def test_names_of_tensors_that_are_not_factors() -> None:
     stored = adapter(
         head__modules_to_save__mine__weight=(11, 6),
         norm__modules_to_save__weight=(6,),
         deep__head__base_layer__weight=(1,),
         q__bias=(4,),
         head__lora_A__weight=(2, 6),
+        embed__weight=(11, 6),
+        embed__modules_to_save__weight=(11, 6),
+        embed__original_module__weight=(11, 6),
     )
-    config = LoraConfig(r=2, lora_alpha=2, modules_to_save=("head", "norm"))
-    assert fully_trained_tensors(config, stored, adapter_name="mine") == {
-        "head.weight": f"{PREFIX}head.modules_to_save.mine.weight",
-        "norm.weight": f"{PREFIX}norm.modules_to_save.weight",
-        "deep.head.weight": f"{PREFIX}deep.head.base_layer.weight",
+    names = names_of_whole_tensors(stored, adapter_name="mine")
+    assert {key.removeprefix(PREFIX): name for key, name in names.items()} == {
+        "head.modules_to_save.mine.weight": "head.weight",
+        "norm.modules_to_save.weight": "norm.weight",
+        "deep.head.base_layer.weight": "deep.head.weight",
+        "q.bias": "q.bias",
+        "embed.weight": "embed.weight",
     }
-    assert fully_trained_tensors(LoraConfig(r=2, lora_alpha=2), stored, adapter_name="mine") == {}
 
 
 SOUND = {"q__lora_A__weight": (2, 6), "q__lora_B__weight": (4, 2)}
@@ -134,9 +138,9 @@ SOUND = {"q__lora_A__weight": (2, 6), "q__lora_B__weight": (4, 2)}
         ({"q__lora_A__theirs__weight": (2, 6)}, {}, ["not used: 1", "is of the adapter theirs"]),
         ({**SOUND, "q__lora_A__mine__weight": (2, 6)}, {}, ["stored twice: 1", "q.lora_A.mine.weight and"]),
         (
-            {"head__weight": (11, 6), "head__modules_to_save__mine__weight": (11, 6)},
+            {"head__base_layer__weight": (11, 6), "head__modules_to_save__mine__weight": (11, 6)},
             {"modules_to_save": ("head",)},
-            ["stored twice: 1", "head.weight and base_model.model.head.modules_to_save.mine.weight"],
+            ["stored twice: 1", "head.base_layer.weight and base_model.model.head.modules_to_save.mine.weight"],
         ),
         (
             {**SOUND, "old__lora_A__weight": (2, 6), "old__lora_B__weight": (4, 2)},

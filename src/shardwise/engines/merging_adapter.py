@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Unpack
 
-from shardwise.conversion.expression import Expression, Stored, stored_key
+from shardwise.conversion.expression import Expression, Stored, rows_stored, stored_key
 from shardwise.engines import offline
 from shardwise.engines.offline import (
     config_content,
@@ -21,7 +21,7 @@ from shardwise.engines.offline import (
 from shardwise.engines.outline import ModelOptions, Outline, check_keywords, load_config, outline
 from shardwise.engines.pretrained_loading import stored_prefix, weights_in
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
-from shardwise.errors import FormatError, KeyMismatchError
+from shardwise.errors import ConfigError, FormatError, KeyMismatchError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import TensorsToSave, edited
@@ -30,9 +30,11 @@ from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
+from shardwise.models.build import ResizeVocab, vocabulary_tensors
 from shardwise.models.pretrained import assign_keys
 from shardwise.models.revert import Output
 from shardwise.models.selection import find_transposed_modules, parameters_by_module
+from shardwise.models.view import collect_tensors
 from shardwise.planning import merge_plan
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import MergeAdapterReport
@@ -89,22 +91,51 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
     return _AdapterSource(config, executor, tensors)
 
 
+def find_new_vocab_size(lora: _AdapterSource, built: Outline, adapter_name: str) -> int | None:
+    """Return the number of tokens of an adapter that was trained with a resized vocabulary, or None."""
+    by_name, rows = built.layout.by_name, {}
+    for key, name in merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name).items():
+        shape, own = lora.tensors[key].shape, by_name[name].shape if name in by_name else ()
+        if own and len(shape) == len(own) and shape[1:] == own[1:] and shape[0] not in (0, own[0]):
+            rows[name] = shape[0]
+    try:
+        vocabulary = vocabulary_tensors(built.model, collect_tensors(built.model)) if rows else set()
+    except ConfigError:
+        return None
+    sizes = {size for name, size in rows.items() if name in vocabulary}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def require_all_rows(source: offline.OfflineModel, plan: merge_plan.MergePlan, what: str) -> None:
+    """Raises KeyMismatchError if a tensor needs new rows of a vocabulary that the adapter does not have."""
+    for tensor in source.layout.saved():
+        stored = rows_stored(source.expressions[tensor.fqn]) if tensor.fqn in source.expressions else None
+        edits = [edit for name in tensor.names for edit in plan.tensors.get(name, ())]
+        if stored is not None and not any(isinstance(edit, merge_plan.Replaced) for edit in edits):
+            raise KeyMismatchError(
+                f"{what}: the adapter was trained with {tensor.shape[0]} tokens, the base has {stored}, and the "
+                f"adapter has no {shown(tensor.fqn)} of that size. Train it with this module in modules_to_save"
+            )
+
+
 def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> set[str]:
     """Return declared ties that an adapter unties: it has values for one of the names only, or two values."""
     if lora.config.ensure_weight_tying:
         return set()
-    whole = merge_plan.fully_trained_tensors(lora.config, lora.tensors, adapter_name=adapter_name)
+    names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name)
+    whole = {name: key for key, name in names.items()}
     expressions = stored_tensors(lora.executor.index)
     untied: set[str] = set()
     for target, origin in pretrained.declared_ties(built.model).items():
-        ours = [whole[name] for name in (target, origin) if name in whole]
+        ours = [name for name in (target, origin) if name in whole]
         if not ours or target not in built.layout.by_name:
             continue
-        one, other = ours[0], ours[-1]
-        dtype = built.layout.by_name[target].dtype
-        if len(ours) < 2 or not are_equal(
-            expressions[one], expressions[other], dtype, lora.executor, rank=0, size=1
-        ):
+        if len(ours) == 1:
+            is_tied = not lora.config.saves_module(ours[0].rpartition(".")[0])
+        else:
+            one, other = (expressions[whole[name]] for name in ours)
+            is_tied = are_equal(one, other, built.layout.by_name[target].dtype, lora.executor, rank=0, size=1)
+        if not is_tied:
             untied.add(target)
     return untied
 
@@ -172,7 +203,7 @@ def about_ties(source: offline.OfflineModel, plan: merge_plan.MergePlan) -> list
             others = [name for name in tensor.names if name not in changed]
             if others:
                 notes.append(f"{', '.join(changed)} is merged, and so {', '.join(others)}, tied to it, changes too")
-            elif len(changed) > 1:
+            elif any(isinstance(edit, merge_plan.LowRank) for name in changed for edit in plan.tensors[name]):
                 notes.append(f"the deltas of {' and '.join(changed)}, which are tied, are added up")
     return notes
 
@@ -221,9 +252,7 @@ def merge_adapter(
         merge = _plan(found, folder, lora_folder, adapter_name, options, stack)
         source, plan = merge.source, merge.plan
         companions = read_companions(folder, lora_folder)
-        dtype = options.get("dtype", "auto")
-        named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
-        companions["config.json"] = config_content(folder, dtype=named, untied=bool(source.untied))
+        companions["config.json"] = merge.config_content(folder, options.get("dtype", "auto"))
         tensors = source.layout.tensors
         with LocalWriter(out) as writer:
             streamed, names = offline.write_out(
@@ -260,6 +289,13 @@ class _PlannedEdits:
     plan: merge_plan.MergePlan
     to_save: TensorsToSave
     changed: set[str]
+    vocab_size: int | None
+    """The number of tokens, if the adapter changes it."""
+
+    def config_content(self, folder: Path, dtype: object) -> bytes:
+        """Return the output's ``config.json``, made of the base's in ``folder``."""
+        named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
+        return config_content(folder, dtype=named, untied=bool(self.source.untied), vocab_size=self.vocab_size)
 
     def require_effect(self, folder: Path) -> None:
         """Raises KeyMismatchError if nothing has been changed."""
@@ -282,14 +318,18 @@ def _plan(
     index = offline.read_index(opened, config)
     executor = offline.create_executor(reader, index)
     built = outline(folder, config, index, options)
+    vocab_size = find_new_vocab_size(lora, built, adapter_name)
+    if vocab_size is not None:
+        built = outline(folder, config, index, options, ResizeVocab(vocab_size))
     untied = untied_by(lora, built, adapter_name)
     source = offline.bind_offline(config, index, built, executor, untied)
     pretrained.record_conversions(built.model, built.transforms)
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
+    require_all_rows(source, plan, what)
     joined = merged_index(index, lora.executor.index, ADAPTER)
     both = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed: set[str] = set()
     to_save = TensorsToSave(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
-    return _PlannedEdits(source, plan, to_save, changed)
+    return _PlannedEdits(source, plan, to_save, changed, vocab_size)

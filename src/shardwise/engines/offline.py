@@ -243,18 +243,26 @@ def read_companions(base: Path, own: Path | None = None) -> dict[str, bytes]:
 
     If the folder ``own`` has a tokenizer, its tokenizer files replace the base's.
     """
-    found = _files(base, _COMPANIONS)
+    found, code = _files(base, _COMPANIONS), _read_code(base)
     if own is not None and _files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
         found = {name: content for name, content in found.items() if not _is_any(name, _TOKENIZER)}
         found |= _files(own, _TOKENIZER)
-    config = _parsed_config(base)
-    if "auto_map" in config:
-        found |= _files(base, ("*.py",))
-    return found
+        code |= _read_code(own)
+    return found | code
 
 
-def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
-    """Return the output's ``config.json``: its dtype and ties, no quantization, no ``transformers_weights``."""
+def _read_code(folder: Path) -> dict[str, bytes]:
+    """Return the Python files of a folder if its model, tokenizer or processor has code of its own."""
+    configs = _files(folder, (_CONFIG, "tokenizer_config.json", "*processor_config.json"))
+    refers_to_code = any(b'"auto_map"' in content for content in configs.values())
+    return _files(folder, ("*.py",)) if refers_to_code else {}
+
+
+def config_content(folder: Path, *, dtype: str | None, untied: bool, vocab_size: int | None = None) -> bytes:
+    """Return the output's ``config.json``: its dtype, ties and a new number of tokens, and no quantization.
+
+    It does not name other files of weights (``transformers_weights``).
+    """
     content = _parsed_config(folder)
     content.pop("transformers_weights", None)
     sections = [content, *(value for value in content.values() if isinstance(value, dict))]
@@ -269,6 +277,12 @@ def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
         content["dtype"] = dtype
     if untied:
         content["tie_word_embeddings"] = False
+    if vocab_size is not None:
+        text = content.get("text_config")
+        if isinstance(text, dict):
+            text["vocab_size"] = vocab_size
+        if not isinstance(text, dict) or "vocab_size" in content:
+            content["vocab_size"] = vocab_size
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
 

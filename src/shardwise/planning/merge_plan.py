@@ -26,6 +26,8 @@ _FACTOR = re.compile(
     r"(?P<module>.+)\.(?P<matrix>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<kind>weight|bias))?"
 )
+_OF_A_COPY = ".modules_to_save.", ".original_module."
+"""Parts of PEFT's names for the trained copy of a module, and for the module as it was."""
 
 
 class WeightForm(enum.Enum):
@@ -143,16 +145,25 @@ def plan_merge(
     return _MergePlanner(config, stored, targets, adapter_name).plan(what)
 
 
-def fully_trained_tensors(config: LoraConfig, stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
-    """Return the keys of tensors that ``modules_to_save`` copied, by the name of the model's tensor."""
-    found = {_bare(key, adapter_name): key for key in stored if not _FACTOR.fullmatch(key.removeprefix(_PREFIX))}
-    return {name: key for name, key in found.items() if config.saves_module(name.rpartition(".")[0])}
+def names_of_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
+    """Return the model's names of tensors that are not factors, by their keys.
+
+    With ``save_embedding_layers``, PEFT stores a copied embedding three times: as ``embed_tokens.weight``, which is
+    what it loads, and as ``modules_to_save`` and ``original_module`` of its wrapper, which are left out here.
+    """
+    whole = [key for key in stored if not _FACTOR.fullmatch(key.removeprefix(_PREFIX))]
+    names = {key: _bare(key, adapter_name) for key in whole}
+    return {
+        key: name
+        for key, name in names.items()
+        if _PREFIX + name not in stored or not any(part in key for part in _OF_A_COPY)
+    }
 
 
 def _bare(key: str, adapter_name: str) -> str:
     """Return the name in the model of an adapter tensor that is not a factor."""
     name = key.removeprefix(_PREFIX)
-    for wrapper in (f".modules_to_save.{adapter_name}.", ".modules_to_save.", ".base_layer."):
+    for wrapper in (f".modules_to_save.{adapter_name}.", *_OF_A_COPY, ".base_layer."):
         name = name.replace(wrapper, ".")
     return name
 
@@ -172,12 +183,12 @@ class _MergePlanner:
 
     def plan(self, what: str) -> MergePlan:
         factors: dict[str, _Matrices] = {}
+        names = names_of_whole_tensors(self.stored, adapter_name=self.adapter_name)
         for key, leaf in self.stored.items():
-            name = key.removeprefix(_PREFIX)
-            if found := _FACTOR.fullmatch(name):
+            if found := _FACTOR.fullmatch(key.removeprefix(_PREFIX)):
                 self.sort_factor(factors, key, leaf, found)
-            else:
-                self.replace(key, leaf)
+            elif key in names:
+                self.replace(key, names[key], leaf)
         for module, matrices in factors.items():
             self.fold(module, matrices)
         if self.faults:
@@ -214,9 +225,8 @@ class _MergePlanner:
             self.fault("tensors that are stored twice", f"{shown(key)} and {shown(matrices[name].key)}")
         matrices[name] = leaf
 
-    def replace(self, key: str, leaf: Stored) -> None:
+    def replace(self, key: str, bare: str, leaf: Stored) -> None:
         """Plan the edit of a tensor that is not a factor: a copied tensor of ``modules_to_save``, or a bias."""
-        bare = _bare(key, self.adapter_name)
         module = bare.rpartition(".")[0]
         place = self.find(bare)
         if place is None:

@@ -67,8 +67,8 @@ def match_adapter(
         raise KeyMismatchError(
             f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config says that it belongs "
             f"to {config.base_model_name_or_path or 'a base it does not name'}, with r={config.r} and "
-            f"target_modules={_format_targets(config.target_modules)}. Take that base, or the config it was "
-            "trained with"
+            f"target_modules={_format_targets(config.target_modules)}. Take that base, the config it was "
+            "trained with, and resize_vocab if its vocabulary was resized"
         )
     return {own.fqn: item for own, item in found.values()}
 
