@@ -87,7 +87,7 @@ class LocalWriter(contract.StorageWriter):
         self._is_direct = self._policy.is_direct
         self._folders = {""}
         self._made: set[str] = set()
-        self._buffers = threading.local()
+        self._buffers: list[memoryview] = []
         self._files: dict[str, _OpenFile] = {}
         self._failed: set[str] = set()
         self._lock = threading.Lock()
@@ -262,15 +262,15 @@ class LocalWriter(contract.StorageWriter):
             if opened.direct is None:
                 opened.direct = open_direct(self._path(file))
                 self._is_direct = opened.direct is not None
-        if not hasattr(self._buffers, "buffer"):
-            self._buffers.buffer = new_buffer()
-        for position, chunk in assemble(buffers, start, self._buffers.buffer):
+            buffer = self._buffers.pop() if self._buffers else new_buffer()
+        for position, chunk in assemble(buffers, start, buffer):
             whole = 0 if position % BLOCK_BYTES else chunk.nbytes // BLOCK_BYTES * BLOCK_BYTES
             if whole:
                 taken = self._write_blocks(file, opened, chunk[:whole], position)
                 self._write_all(file, opened, [chunk[taken:whole]], position + taken)
             if whole < chunk.nbytes:
                 self._defer(file, opened, [(position + whole, bytes(chunk[whole:]))])
+        self._buffers.append(buffer)
 
     def _write_blocks(self, file: str, opened: _OpenFile, blocks: memoryview, position: int) -> int:
         """Write blocks around the page cache, and return the number of bytes written."""
