@@ -149,7 +149,7 @@ def _table() -> Mapping[str, Mapping[str, Spec]]:
 
 @cache
 def _sections() -> Mapping[str, str | None]:
-    """Return the keys that replace those of former sections, by the former ones. None if there is none."""
+    """Return new keys by former ones: of sections (None if there is none), of transformers 4 and older TRL."""
     text = resources.files("shardwise.training").joinpath("sections.json").read_text("utf-8")
     return dict(json.loads(text))
 
@@ -194,7 +194,7 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
 def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> Iterator[str]:
     """Yield a fault if a key is unknown, or a value has none of its types and choices."""
     if key not in specs:
-        near = difflib.get_close_matches(str(key), specs, n=1)
+        near = [*filter(None, [_sections().get(key)]), *difflib.get_close_matches(str(key), specs, n=1)]
         yield f"is not a key of {whose}" + (f". Did you mean {near[0]}?" if near else "")
         return
     types: Sequence[str] = specs[key]["types"]
