@@ -106,16 +106,13 @@ def test_an_adapter_with_another_vocabulary_resizes_the_base(
 
 
 def test_new_rows_that_the_adapter_lacks_are_named(bases: dict[str, Path], tmp_path: Path) -> None:
-    adapter = save_adapter(
-        bases["qwen3"], tmp_path / "adapter", r=4, target_modules=["embed_tokens"], vocab_size=104
-    )  # PEFT stores the embedding that it targets, and not the head
+    # PEFT stores the embedding that it targets, and not the head.
+    adapter = save_adapter(bases["qwen3"], tmp_path / "adapter", target_modules=["embed_tokens"], vocab_size=104)
     with pytest.raises(KeyMismatchError, match="trained with 104 tokens, the base has 97.*no lm_head.weight"):
         merge_adapter(bases["qwen3"], adapter, tmp_path / "out")
 
 
-def test_tied_tensors_that_the_adapter_stores_as_different_are_untied(
-    bases: dict[str, Path], tmp_path: Path
-) -> None:
+def test_tied_tensors_are_untied_if_the_adapter_has_both(bases: dict[str, Path], tmp_path: Path) -> None:
     adapter = save_adapter(bases["tied"], tmp_path / "adapter", r=4, target_modules=["q_proj"], vocab_size=104)
     key = "base_model.model.lm_head.weight"
     change(adapter, lambda tensors: tensors | {key: tensors[key] + 1})
