@@ -76,6 +76,7 @@ PREFERENCES = {
     },
 }
 PREFERENCES["grpo of a LoRA"] = {**PREFERENCES["grpo"], "beta": 0.1, "use_peft": True, "lora_dropout": 0.0}
+PREFERENCES["reward of a language model"] = PREFERENCES["reward"] | {"model_name_or_path": "model"}
 PREFERENCES["kto of a LoRA"] = {**PREFERENCES["kto"], "use_peft": True, "lora_dropout": 0.0}
 
 

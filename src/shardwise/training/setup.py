@@ -28,6 +28,7 @@ from shardwise.models.policies import Classes, MinSize, WrapPolicy
 from shardwise.models.quantization import Fp4, Nf4
 from shardwise.models.torch_api import accelerator
 from shardwise.models.wrap import Sharding, replicated_mesh
+from shardwise.planning.load_plan import Ignore, Initialize
 from shardwise.report.estimate import Estimate
 from shardwise.storage.names import HubOptions, redacted, without_secrets
 from shardwise.training import dataset_loading
@@ -162,6 +163,10 @@ def load_base(arguments: TrlArguments) -> PreTrainedModel:
     return _without_secrets(from_pretrained(arguments.model.model_name_or_path, **options))
 
 
+_HEAD: Final = tuple(f"{wrapper}{name}.*" for wrapper in ("", "*.") for name in ("score", "classifier"))
+"""Tensors of the head of a reward model, also inside PEFT's modules."""
+
+
 def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOptions:
     model, training = arguments.model, arguments.training
     options: PretrainedOptions = {
@@ -177,6 +182,8 @@ def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOpt
         options |= {
             "model_class": transformers.AutoModelForSequenceClassification,
             "config_overrides": {"num_labels": 1},
+            "on_missing": Initialize(only=_HEAD),  # of a language model, as transformers does
+            "on_unexpected": Ignore(only=("lm_head.*",)),
         }
     if model.load_in_4bit:
         scales = bool(model.use_bnb_nested_quant)
