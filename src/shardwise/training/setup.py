@@ -180,9 +180,7 @@ def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOpt
         options["attn_implementation"] = model.attn_implementation
     if method == "reward":
         if model.use_peft and model.lora_task_type != "SEQ_CLS":
-            raise ConfigError(
-                f"lora_task_type: {model.lora_task_type} is not that of a reward model. Set it to SEQ_CLS"
-            )
+            raise ConfigError(f"lora_task_type: {model.lora_task_type} does not fit reward. Set it to SEQ_CLS")
         options |= {
             "model_class": transformers.AutoModelForSequenceClassification,
             "config_overrides": {"num_labels": 1},
