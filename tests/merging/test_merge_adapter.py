@@ -96,7 +96,8 @@ def test_an_adapter_with_another_vocabulary_resizes_the_base(
 ) -> None:
     config = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": copied}
     adapter = save_adapter(bases[base], tmp_path / "adapter", vocab_size=vocab_size, **config)
-    merge_adapter(bases[base], adapter, tmp_path / "out")
+    report = merge_adapter(bases[base], adapter, tmp_path / "out")
+    assert f"the vocabulary has {vocab_size} tokens, as the adapter" in report.notes
     truth = merged_by_peft(bases[base], adapter, vocab_size=vocab_size).eval()
     with zoo.silenced():
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -120,7 +121,10 @@ def test_tied_tensors_are_untied_if_the_adapter_has_both(bases: dict[str, Path],
     found, stored = tensors_of(tmp_path / "out"), tensors_of(adapter)
     assert torch.equal(found["lm_head.weight"], stored[key])
     assert torch.equal(found["model.embed_tokens.weight"], stored["base_model.model.model.embed_tokens.weight"])
-    assert report.notes == ("lm_head.weight is not tied any more: it has its own values",)
+    assert report.notes[0] == "lm_head.weight is not tied any more: it has its own values"
+    change(adapter, lambda tensors: tensors | {key.replace("weight", "modules_to_save.weight"): tensors[key] + 1})
+    with pytest.raises(KeyMismatchError, match="are the same tensor, and differ"):
+        merge_adapter(bases["tied"], adapter, tmp_path / "other")
 
 
 def compare(truth: torch.nn.Module, out: Path, dtype: torch.dtype) -> None:
@@ -150,6 +154,5 @@ def test_code_that_a_config_refers_to_is_copied(file: str, tmp_path: Path) -> No
     assert "own.py" not in read_companions(tmp_path)
     (tmp_path / file).write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
     assert "own.py" in read_companions(tmp_path)
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
+    (adapter := tmp_path / "adapter").mkdir()
     assert ("own.py" in read_companions(adapter, tmp_path)) == (file == "tokenizer_config.json")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.support.http_store import HttpStore
 from tests.support.local_ranks import LocalRanks, RankError
 from tests.support.world import run_forked as run_world
@@ -77,6 +77,8 @@ PREFERENCES = {
 }
 PREFERENCES["grpo of a LoRA"] = {**PREFERENCES["grpo"], "beta": 0.1, "use_peft": True, "lora_dropout": 0.0}
 PREFERENCES["reward of a language model"] = PREFERENCES["reward"] | {"model_name_or_path": "model"}
+_SCORER = {"use_peft": True, "lora_task_type": "SEQ_CLS", "lora_dropout": 0.0, "lora_modules_to_save": ["score"]}
+PREFERENCES["reward of a LoRA"] = PREFERENCES["reward of a language model"] | _SCORER
 PREFERENCES["kto of a LoRA"] = {**PREFERENCES["kto"], "use_peft": True, "lora_dropout": 0.0}
 
 
@@ -211,6 +213,7 @@ def test_credentials_are_in_no_file(folder: Path, kind: dict[str, Any]) -> None:
 
 def test_a_folder_of_another_training_is_left_alone(folder: Path) -> None:
     values = keys(folder, output_dir=str(folder / "kept"), per_device_train_batch_size=4)
+    values |= {"dataset_name": None, "datasets": 2 * [{"path": str(folder / "chats.jsonl")}], "interleave": [3, 1]}
     run_world(1, train, values)
     with pytest.raises(RankError, match="output_dir: .* has a training with use_peft=None, not True"):
         run_world(1, train, {**values, "use_peft": True})
@@ -229,6 +232,32 @@ def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(fold
     assert told == pytest.approx(expected, abs=1e-5)
     ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("stopped", "whole"))
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
+
+
+def test_early_stopping_is_no_signal(folder: Path) -> None:
+    values = keys(folder, output_dir=str(folder / "early"), per_device_train_batch_size=4, learning_rate=1.0)
+    values |= {
+        "max_steps": 20,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    values |= {"eval_steps": 1, "test_split_size": 0.2}
+    values |= {"load_best_model_at_end": True, "early_stopping_patience": 1}
+    [(outcome, _), _] = run_world(2, train, values)
+    assert outcome.steps < 20
+    assert not outcome.has_stopped
+    assert (folder / "early" / "model.safetensors").exists()
+
+
+def test_a_reward_model_without_its_head_is_refused(folder: Path) -> None:
+    scorer = write_scorer(folder)
+    weights = {key: value for key, value in load_file(scorer / "model.safetensors").items() if "score" not in key}
+    save_file(weights, scorer / "model.safetensors", {"format": "pt"})
+    values = keys(folder, method="reward") | {"model_name_or_path": str(scorer)}
+    with pytest.raises(RankError, match="is a reward model without score.weight"):
+        run_world(1, train, values | {"dataset_name": str(folder / "pairs.jsonl"), "output_dir": str(folder / "u")})
 
 
 def test_of_two_trainings_started_together_in_one_folder_one_is_refused(folder: Path) -> None:

@@ -106,8 +106,27 @@ def find_new_vocab_size(lora: _AdapterSource, built: Outline, adapter_name: str)
     return sizes.pop() if len(sizes) == 1 else None
 
 
+def require_equal_copies(lora: _AdapterSource, adapter_name: str) -> None:
+    """Check that tensors that the adapter stores under two names have the same values.
+
+    Raises:
+        KeyMismatchError: they differ. The message has both names.
+    """
+    stored = stored_tensors(lora.executor.index)
+    for key, other in merge_plan.repeated_copies(lora.tensors, adapter_name=adapter_name).items():
+        if not are_equal(stored[key], stored[other], lora.tensors[other].dtype, lora.executor, rank=0, size=1):
+            raise KeyMismatchError(
+                f"{lora.executor.reader.root}: {shown(key)} and {shown(other)} are the same tensor, and differ. "
+                "Save the adapter again"
+            )
+
+
 def require_all_rows(source: offline.OfflineModel, plan: merge_plan.MergePlan, what: str) -> None:
-    """Raises KeyMismatchError if a tensor needs new rows of a vocabulary that the adapter does not have."""
+    """Check that the adapter has the new rows of a resized vocabulary.
+
+    Raises:
+        KeyMismatchError: it does not have a tensor that needs them. The message has its name.
+    """
     for tensor in source.layout.saved():
         stored = rows_stored(source.expressions[tensor.fqn]) if tensor.fqn in source.expressions else None
         edits = [edit for name in tensor.names for edit in plan.tensors.get(name, ())]
@@ -276,7 +295,7 @@ def merge_adapter(
         nbytes=streamed.nbytes,
         files=names,
         companions=tuple(sorted(companions)),
-        notes=(*source.notes, *about_ties(source, plan)),
+        notes=(*source.notes, *merge.notes()),
         seconds=time.perf_counter() - start,
     )
 
@@ -296,6 +315,13 @@ class _PlannedEdits:
         """Return the output's ``config.json``, made of the base's in ``folder``."""
         named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
         return config_content(folder, dtype=named, untied=bool(self.source.untied), vocab_size=self.vocab_size)
+
+    def notes(self) -> list[str]:
+        """Return notes on ties and on a resized vocabulary."""
+        resized = (
+            [] if self.vocab_size is None else [f"the vocabulary has {self.vocab_size} tokens, as the adapter"]
+        )
+        return [*resized, *about_ties(self.source, self.plan)]
 
     def require_effect(self, folder: Path) -> None:
         """Raises KeyMismatchError if nothing has been changed."""
@@ -318,6 +344,7 @@ def _plan(
     index = offline.read_index(opened, config)
     executor = offline.create_executor(reader, index)
     built = outline(folder, config, index, options)
+    require_equal_copies(lora, adapter_name)
     vocab_size = find_new_vocab_size(lora, built, adapter_name)
     if vocab_size is not None:
         built = outline(folder, config, index, options, ResizeVocab(vocab_size))

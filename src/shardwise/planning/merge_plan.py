@@ -160,6 +160,12 @@ def names_of_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -
     }
 
 
+def repeated_copies(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
+    """Return the keys of trained copies that are left out, with the key of the same tensor that is used."""
+    copies = {key: _PREFIX + _bare(key, adapter_name) for key in stored if _OF_A_COPY[0] in key}
+    return {key: other for key, other in copies.items() if other in stored}
+
+
 def _bare(key: str, adapter_name: str) -> str:
     """Return the name in the model of an adapter tensor that is not a factor."""
     name = key.removeprefix(_PREFIX)

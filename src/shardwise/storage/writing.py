@@ -228,6 +228,7 @@ class LocalWriter(contract.StorageWriter):
         with self._lock:
             self._closed = True
             self._files.clear()
+            self._buffers.clear()
 
     @contextmanager
     def _using(self, file: str) -> Iterator[_OpenFile]:

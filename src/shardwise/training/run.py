@@ -80,15 +80,17 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         trl_setup.require_pad_token(model, processor)
         reference = trl_setup.load_reference(arguments, config.method)
         trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data)
-        stop = StopOnSignal(request)
-        trainer.add_callback(stop)
+        trainer.add_callback(StopOnSignal(request))
         guard_trackers(trainer)
         done = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
-        if not stop.has_stopped:
+        state = trainer.state
+        with World.current(call="train") as world:  # early stopping leaves steps, too
+            is_signaled = world.all_reduce_object(request.is_made, any)
+        has_stopped = is_signaled and state.global_step < state.max_steps
+        if not has_stopped:
             trainer.save_model(str(output))
             if arguments.training.push_to_hub:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
-        state = trainer.state
         peak = peak_line(_estimated_bytes(config, world.size))
         summary = summary_lines(state, done.metrics["train_runtime"], trl_setup.tokens_seen(trainer), peak)
         if hasattr(trainer, "end"):  # since transformers 5.18
@@ -96,7 +98,7 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     return TrlOutcome(
         str(output),
         int(state.global_step),
-        stop.has_stopped,
+        has_stopped,
         dict(done.metrics),
         tuple(state.log_history),
         tuple(summary),
@@ -192,8 +194,6 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self, request: StopRequest) -> None:
         self._request = request
-        self.has_stopped = False
-        """True if the training ended before its last step."""
 
     def on_step_end(self, *positional: Any, **_: Any) -> TrainerControl:
         """Request a checkpoint and the end."""
@@ -202,11 +202,6 @@ class StopOnSignal(TrainerCallback):
             control.should_save = True
             control.should_training_stop = True
         return control
-
-    def on_train_end(self, *positional: Any, **_: Any) -> None:
-        """Record whether steps are left."""
-        state: TrainerState = positional[1]
-        self.has_stopped = state.global_step < state.max_steps
 
 
 def guard_trackers(trainer: Any) -> None:

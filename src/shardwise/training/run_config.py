@@ -148,14 +148,14 @@ def _table() -> Mapping[str, Mapping[str, Spec]]:
 
 
 @cache
-def _sections() -> Mapping[str, str | None]:
+def _renamed() -> Mapping[str, str | None]:
     """Return new keys by former ones: of sections (None if there is none), of transformers 4 and older TRL."""
     text = resources.files("shardwise.training").joinpath("sections.json").read_text("utf-8")
     return dict(json.loads(text))
 
 
 def _section_fault(name: str) -> str:
-    new = _sections().get(name)
+    new = _renamed().get(name)
     return f"{name}: sections were removed. " + (f"Use {new}" if new else "Remove it, there is no such key")
 
 
@@ -169,7 +169,7 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     specs = get_keys(method)
     if others := [name for name in METHODS if key not in specs and key in get_keys(name)]:
         yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method"
-    elif isinstance(value, dict) and key not in specs and any(name.startswith(f"{key}.") for name in _sections()):
+    elif isinstance(value, dict) and key not in specs and any(name.startswith(f"{key}.") for name in _renamed()):
         yield from (_section_fault(f"{key}.{name}") for name in value)
     elif faults := [f"{key}: {fault}" for fault in _key_faults(key, value, specs, method)]:
         yield from faults
@@ -194,7 +194,7 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
 def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> Iterator[str]:
     """Yield a fault if a key is unknown, or a value has none of its types and choices."""
     if key not in specs:
-        near = [*filter(None, [_sections().get(key)]), *difflib.get_close_matches(str(key), specs, n=1)]
+        near = [*filter(None, [_renamed().get(key)]), *difflib.get_close_matches(str(key), specs, n=1)]
         yield f"is not a key of {whose}" + (f". Did you mean {near[0]}?" if near else "")
         return
     types: Sequence[str] = specs[key]["types"]

@@ -1,5 +1,6 @@
 """TRL's dataclasses, trainers and datasets for a configuration of ``shardwise train``."""
 
+import copy
 import importlib
 import os
 import pkgutil
@@ -78,7 +79,7 @@ def parse(config: RunConfig) -> TrlArguments:
     script = importlib.import_module("trl.scripts.grpo").GRPOScriptArguments if config.method == "grpo" else None
     kinds = (script or trl.ScriptArguments, getattr(trl, _NAMES[config.method][0]), trl.ModelConfig)
     parser = trl.TrlParser((*kinds, trl.DatasetMixtureConfig))
-    values = dict(config.values)
+    values = copy.deepcopy(dict(config.values))  # TRL replaces the entries of datasets in place
     if accelerator() is None:
         values["use_cpu"] = True
     parser.set_defaults_with_config(**values)
@@ -131,7 +132,12 @@ def load_model(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
     keywords["tuning"] = tuning = build_tuning(arguments)
     if isinstance(tuning, Full):
         keywords["trained_dtype"] = "unchanged"  # TRL trains in the dtype that is loaded
-    return for_trainer(_without_secrets(from_pretrained(arguments.model.model_name_or_path, **keywords)))
+    name = arguments.model.model_name_or_path
+    model, report = from_pretrained(name, **keywords, output_loading_info=True)
+    heads = [tensor for tensor in report.initialized if not {"score", "classifier"}.isdisjoint(tensor.split("."))]
+    if heads and any("ForSequenceClassification" in kind for kind in model.config.architectures or ()):
+        raise ConfigError(f"{without_secrets(name)}: is a reward model without {heads[0]}. Save it again")
+    return for_trainer(_without_secrets(model))
 
 
 def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
