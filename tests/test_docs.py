@@ -19,7 +19,8 @@ from tests.integrations.requirements import require_patched_names
 from tests.support.local_ranks import LocalRanks
 
 import shardwise
-from shardwise.training.run_config import find_faults, has_tenants, read_run_config, read_tenants
+from shardwise.training.run_config import find_faults, read_run_config
+from shardwise.training.tenant_config import has_tenants, read_tenants
 
 EVERY = [block for page in PAGES for block in blocks_of(page)]
 

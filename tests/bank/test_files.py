@@ -100,7 +100,8 @@ def test_folders_that_are_no_adapter_of_this_base(base, tmp_path):
     with pytest.raises(shardwise.FormatError, match=r"there is no adapter_config.json"):
         bank.load("x", tmp_path)
     other = AutoModelForCausalLM.from_pretrained(banking.save_base(tmp_path / "base"), dtype=torch.float32)
-    get_peft_model(other, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path / "peft")
+    config = LoraConfig(r=4, target_modules="all-linear", exclude_modules=["o_proj"])  # o_proj is stored twice
+    get_peft_model(other, config).save_pretrained(tmp_path / "peft")
     bank.load("x", tmp_path / "peft", seed=3)
     assert bank.names == ("ada", "x")
     bank.forward_backward([("x", rows_for("ada", recipes()["ada"], 0))])

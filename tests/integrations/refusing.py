@@ -60,11 +60,15 @@ def patched(folder: str, place: str) -> dict[str, Any]:
     refused = said(lambda: model.save_pretrained(place, push_to_hub=True))
     again = for_trainer(model) is model
     undo_for_trainer(model)
+    inner = model.get_base_model()
+    gathered = {key: value.full_tensor() for key, value in inner.state_dict().items()}
+    inner.save_pretrained(Path(place) / f"gathered{dist.get_rank()}", state_dict=gathered)
     after = {name: set(vars(item)) for name, item in (("outer", model), ("inner", model.get_base_model()))}
     return {
         "same": same and again,
         "opened": opened,
         "refused": refused,
+        "refused afterwards": said(lambda: inner.save_pretrained(folder)),
         "left": {name: sorted(after[name] ^ before[name]) for name in before},
         "config": sorted(set(vars(model.config)) ^ config),
         "closed": not model.is_distributed_loading_by_transformers,

@@ -66,6 +66,8 @@ def test_patches_are_removed(two: LocalRanks, folder: Path, tmp_path: Path) -> N
     assert found["config"] == []
     assert found["tensor parallel"] is None, "PEFT takes 1 for tensor parallelism"
     assert "save_pretrained(push_to_hub)" in found["refused"]
+    assert "save_pretrained: the model is sharded. Call shardwise.save(" in found["refused afterwards"]
+    assert (tmp_path / "saved" / "gathered0").is_dir(), "transformers saves on the first rank"
     from safetensors.torch import load_file
 
     saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")

@@ -10,7 +10,8 @@ from tests.training.on_ranks import COMMON, words
 
 from shardwise.cli.train import train_on_rank
 from shardwise.training.run import TrlOutcome
-from shardwise.training.run_config import read_run_config, read_tenants
+from shardwise.training.run_config import read_run_config
+from shardwise.training.tenant_config import read_tenants
 
 
 def prepare(folder: Path) -> Path:

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from shardwise.errors import ConfigError
-from shardwise.training.run_config import RunConfig, has_tenants, read_run_config, read_tenants
+from shardwise.training.run_config import RunConfig, read_run_config
+from shardwise.training.tenant_config import has_tenants, read_tenants
 
 COMMON = {"model_name_or_path": "base", "dataset_name": "rows", "output_dir": "out", "max_steps": 5}
 

@@ -107,9 +107,11 @@ def test_a_tenant_that_cannot_be_is_one_error_on_all_ranks(
     assert found == {True}
 
 
-def test_a_row_that_is_too_long_for_a_pass_is_named(folder: Path) -> None:
+def test_a_row_that_is_too_long_for_a_pass_and_an_unknown_token_are_named(folder: Path) -> None:
     with pytest.raises(RankError, match=r"tenants\.ada: a row has \d+ tokens.*set max_length or tokens_per_pass"):
         run_world(1, train, {**values(folder, "refused", 1), "tokens_per_pass": 32})
+    with pytest.raises(RankError, match="eos_token: <end> is not in the vocabulary"):
+        run_world(1, train, {**values(folder, "refused", 1), "eos_token": "<end>"})
 
 
 def test_a_folder_with_another_base_is_left_alone(folder: Path, whole: dict[str, list[float]]) -> None:

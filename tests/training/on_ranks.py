@@ -119,6 +119,13 @@ def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
 
 
+def first_row(values: dict[str, Any]) -> tuple[bool, dict[str, list[int]]]:
+    """Whether TRL is to mask a dataset, and its first row."""
+    arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
+    rows, _ = trl_setup.load_data(arguments, "sft", trl_setup.processing_class(arguments, "sft"), 0)
+    return arguments.training.assistant_only_loss, next(iter(rows))
+
+
 def shares_of_reference(values: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:
     """Train on this rank; the elements of each parameter of the reference, and those that this rank holds.
 

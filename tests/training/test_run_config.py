@@ -62,6 +62,7 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ("beta: 0.1", r"beta: is a key of dpo, kto, grpo, not of sft"),
         ("training:\n  epochs: 3", r"training.epochs: sections were removed. Use num_train_epochs"),
         ("torch_dtype: bfloat16", r"torch_dtype: is not a key of sft. Did you mean dtype\?"),
+        ("overwrite_output_dir: true", "overwrite_output_dir: is not a key of sft. Remove it"),
         ("log:\n  tracker_options: {}", r"log.tracker_options: sections were removed. Remove it"),
         ("a: [", r"is not valid YAML"),
         ("a: " + "[" * 5000, r"is not valid YAML"),
@@ -90,6 +91,11 @@ def test_own_lists_and_numbers_may_be_strings(tmp_path: Path) -> None:
     assert own["extra_modules"] == ["lm_head"]
     assert own["num_processes"] == 2
     assert own["accelerate_config"] == "fsdp2"
+    words = ["grpo", "--reward_funcs", "think_format_reward", "--reward_weights", "0.5"]
+    values = read_run_config([*words, "--config", config(tmp_path, "lora_modules_to_save: score")]).values
+    assert values["reward_funcs"] == ["think_format_reward"]
+    assert values["reward_weights"] == [0.5]
+    assert values["lora_modules_to_save"] == ["score"]
     with pytest.raises(ConfigError, match="--output_dir: is not a valid value"):
         read_run_config(["--output_dir", "2024-13-01"])
 

@@ -129,6 +129,22 @@ def test_masks_without_trl_train_the_same_tokens_as_its_marks(folder: Path) -> N
         assert is_same == (template == tiny.UNMARKED)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("template", [tiny.MARKED, tiny.UNMARKED])
+def test_rows_that_trl_cannot_mask_have_masks(folder: Path, template: str, streaming: bool) -> None:
+    tiny.tokenizer(template).save_pretrained(folder / "masking")
+    weights = {} if template == tiny.UNMARKED else {"weight": 0}
+    said: Any = tiny.chat("Hi", "Ho", "and", "so")["messages"]
+    tiny.write_rows(folder / "weights.jsonl", {"messages": [said[0], {**said[1], **weights}, *said[2:]]})
+    values = keys(folder, assistant_only_loss=True, dataset_name=str(folder / "weights.jsonl"))
+    values |= {"tokenizer_name_or_path": str(folder / "masking"), "dataset_streaming": streaming, "max_steps": 1}
+    [(is_left_to_trl, row)] = run_world(1, on_ranks.first_row, values)
+    assert not is_left_to_trl
+    text = tiny.tokenizer().decode([token for token, is_in in zip(*row.values(), strict=True) if is_in])
+    assert text.count("so") == 1
+    assert ("Ho" in text) == (not weights)
+
+
 def test_a_file_of_accelerate_shards_the_model(folder: Path) -> None:
     given = {"distributed_type": "FSDP", "mixed_precision": "no", "num_processes": 8}
     given["fsdp_config"] = {"fsdp_version": 2, "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}
@@ -156,6 +172,7 @@ def test_a_base_in_four_bits(folder: Path) -> None:
         ({"dataset_name": "images.jsonl"}, "images: training on images is not supported"),
         ({"model_name_or_path": "padded"}, "pad_token: has the id 269, and the model has embeddings for 0 to 259"),
         ({"report_to": "wandb"}, "sft: SFTTrainer cannot be created, WandbCallback requires wandb"),
+        ({"dataset_name": "nulls.jsonl"}, "the dataset cannot be prepared, AttributeError"),
         ({"optim": "adamw_torch_8bit"}, "optim: adamw_torch_8bit cannot be created, You need to have `torchao"),
     ],
 )
@@ -163,6 +180,7 @@ def test_invalid_configurations_are_one_error_on_all_ranks(
     folder: Path, further: dict[str, Any], message: str
 ) -> None:
     tiny.write_rows(folder / "images.jsonl", {**tiny.chat("Hi", "Ho"), "images": ["a.png"]})
+    tiny.write_rows(folder / "nulls.jsonl", {"text": "Hi"}, {"text": None})
     tiny.write_model(folder / "padded")
     padded = tiny.tokenizer()
     padded.add_tokens([f"<{number}>" for number in range(10)])
@@ -226,7 +244,8 @@ def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(fold
     assert {(outcome.has_stopped, outcome.steps) for outcome in stopped} == {(True, 3)}
     assert not list((folder / "stopped").glob("*.safetensors"))
     [(resumed, told)] = run_world(1, train, {**values, "per_device_train_batch_size": 4})
-    assert (resumed.has_stopped, resumed.steps) == (False, 6)
+    [(again, _)] = run_world(1, train, {**values, "per_device_train_batch_size": 4})  # nothing is left to train
+    assert {(one.has_stopped, one.steps) for one in (resumed, again)} == {(False, 6)}
     whole = {**values, "output_dir": str(folder / "whole"), "per_device_train_batch_size": 4}
     [(_, expected)] = run_world(1, train, whole)
     assert told == pytest.approx(expected, abs=1e-5)

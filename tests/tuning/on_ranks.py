@@ -209,7 +209,7 @@ def generated(directory: str, keywords: dict[str, Any]) -> torch.Tensor:
     tokens = reference.batch(1, seed=2)
     answer: torch.Tensor = model.generate(input_ids=tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
     with torch.no_grad():
-        model(input_ids=tokens)  # and it can be called afterwards
+        model(input_ids=tokens, decoder_input_ids=tokens) if model.config.is_encoder_decoder else model(tokens)
     return answer
 
 

@@ -14,6 +14,7 @@ from tests.support.files import change_json, contents
 from tests.truth import require_equal
 from tests.tuning import on_ranks, reference
 from tests.tuning.test_tune import COPIES, DORA, EXPERTS, GAUSSIAN, NARROW
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import shardwise
 from shardwise import ConfigError, ExistingLora, FormatError, KeyMismatchError, Lora
@@ -21,6 +22,8 @@ from shardwise.errors import StorageError
 from shardwise.storage.writing import LocalWriter
 
 BIASED = LoraConfig(r=2, target_modules=["q_proj"], bias="lora_only")
+FUSED = LoraConfig(r=2, target_modules=["q_proj", "w1", "w2", "w3"])
+"""Names of layers that transformers has fused since."""
 
 KINDS: dict[str, tuple[str, LoraConfig]] = {
     "replicated": ("tied", NARROW),
@@ -29,6 +32,7 @@ KINDS: dict[str, tuple[str, LoraConfig]] = {
     "copies of tied": ("tied", COPIES),
     "biased": ("biased", BIASED),
     "experts": ("experts", EXPERTS),
+    "experts by module": ("experts", FUSED),
 }
 
 
@@ -138,7 +142,18 @@ def test_an_adapter_of_all_linear_layers_but_some_is_taken_up_again(tied: Path, 
     config = LoraConfig(r=2, target_modules="all-linear", exclude_modules=["down_proj"])
     model = shardwise.from_pretrained(tied, tuning=Lora(config))
     shardwise.save_adapter(model, tmp_path)
+    stored = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    change_json(tmp_path / "adapter_config.json", target_modules=[*stored, "query_key_value"])  # of another model
     again = shardwise.from_pretrained(tied, tuning=ExistingLora(tmp_path))
+    require_equal(reference.values_of(again), reference.values_of(model))
+
+
+def test_an_adapter_of_a_classifier_is_taken_up_again(tmp_path: Path) -> None:
+    Qwen3ForSequenceClassification(Qwen3Config(**reference.SIZES, head_dim=12)).save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")  # whose heads may have two names
+    model = shardwise.from_pretrained(tmp_path / "base", tuning=Lora(config))
+    shardwise.save_adapter(model, tmp_path / "adapter")
+    again = shardwise.from_pretrained(tmp_path / "base", tuning=ExistingLora(tmp_path / "adapter"))
     require_equal(reference.values_of(again), reference.values_of(model))
 
 

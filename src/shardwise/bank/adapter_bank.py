@@ -118,11 +118,13 @@ class AdapterBank:
                 elementwise.
             RankMismatchError: ranks pass different arguments.
         """
-        self._admit(self._create_equal(name, config, keywords))
+        self._admit(self._create_equal(name, config, keywords, is_new=True))
 
-    def _create_equal(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> tenants.Tenant:
+    def _create_equal(
+        self, name: str, config: LoraConfig, keywords: TenantKeywords, *, is_new: bool
+    ) -> tenants.Tenant:
         """Return a new tenant, equal on all ranks and not registered yet. Collective: yes."""
-        tenant = self._world.run_all(self._new, name, config, keywords)
+        tenant = self._world.run_all(self._new, name, config, keywords, is_new=is_new)
         optimizer, schedule, options = tenant.optimizer, tenant.schedule, tenant.options
         kinds = [type(each).__qualname__ for each in (optimizer, schedule)]
         numbers = [options.max_grad_norm, options.gradient_accumulation_steps, options.seed, options.reduction]
@@ -136,17 +138,19 @@ class AdapterBank:
         self._hooks.add(tenant.sites)
         self._tenants[tenant.name] = tenant
 
-    def _new(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> tenants.Tenant:
+    def _new(self, name: str, config: LoraConfig, keywords: TenantKeywords, *, is_new: bool) -> tenants.Tenant:
         if tenants.require_name(name) in self._tenants:
             raise ConfigError(f"the adapter {name!r} exists already. Remove it, or use another name")
         known = [item.name for item in fields(tenants.TenantOptions)]
         for keyword in keywords:
             if keyword not in known:
                 raise unknown_keyword("add_adapter", keyword, known, {}, tenants.TenantOptions)
-        return self._build(name, config, tenants.TenantOptions(**keywords))
+        return self._build(name, config, tenants.TenantOptions(**keywords), is_new=is_new)
 
-    def _build(self, name: str, config: LoraConfig, options: tenants.TenantOptions) -> tenants.Tenant:
-        outline = outlined(self._model, config)
+    def _build(
+        self, name: str, config: LoraConfig, options: tenants.TenantOptions, *, is_new: bool
+    ) -> tenants.Tenant:
+        outline = outlined(self._model, config, is_new=is_new)
         self._hooks.require_supported(outline.sites)
         return tenants.Tenant(name, config, outline, options, self._device, self._world)
 
@@ -324,7 +328,7 @@ class AdapterBank:
     def _renewed(self, name: str) -> tenants.Tenant:
         """Return a tenant as it was created."""
         tenant = self._tenant(name)
-        return self._build(name, tenant.config, tenant.options)
+        return self._build(name, tenant.config, tenant.options, is_new=False)
 
     def save(
         self,
@@ -414,7 +418,7 @@ class AdapterBank:
         found = world.broadcast(find_training, Path(directory), training_state=training_state)
         config = world.run_all(read_adapter_config, directory)
         options: Any = keywords if isinstance(found, tenants.TenantStart) else {**found.facts.options(), **keywords}
-        tenant = self._create_equal(name, config, options)
+        tenant = self._create_equal(name, config, options, is_new=False)
         base = tenant_facts.identify_base(world, self._model)
         targets = world.run_all(states.restore_targets, tenant, found, base, on_other_base)
         read_tenant(world, self._model, tenant, Path(directory), found, targets)

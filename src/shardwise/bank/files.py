@@ -46,10 +46,11 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-def outlined(model: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
+def outlined(model: PreTrainedModel, config: LoraConfig, *, is_new: bool) -> AdapterOutline:
     """Return the outline of the adapter that PEFT would add to a model, from a model of its class on meta."""
     kind: Any = original_class(model)
-    return outline_adapter(build_on_meta(kind, copy.deepcopy(model.config), torch.float32, Path()), config)
+    base = build_on_meta(kind, copy.deepcopy(model.config), torch.float32, Path())
+    return outline_adapter(base, config, is_new=is_new)
 
 
 def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
@@ -68,7 +69,7 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
 
 def with_lent_tensors(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
     """Return a PEFT model of the base and this tenant. See [Note: Lent tensors]."""
-    outline = outlined(model, tenant.config)
+    outline = outlined(model, tenant.config, is_new=False)
     own = {matrix.fqn: tenant.matrices[matrix.key] for matrix in outline.matrices()}
     base = {name: item.tensor for item in collect_tensors(model) for name in item.names}
     for item in {id(item): item for item in outline.held.values()}.values():

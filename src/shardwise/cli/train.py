@@ -88,7 +88,8 @@ def _read(arguments: Sequence[str]) -> RunConfig:
         ShardwiseError: the configuration is invalid, or its local model does not exist.
     """
     try:
-        from shardwise.training.run_config import has_tenants, read_run_config, read_tenants
+        from shardwise.training.run_config import read_run_config
+        from shardwise.training.tenant_config import has_tenants, read_tenants
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'") from error
     config = read_run_config(arguments)
@@ -132,7 +133,7 @@ def train_on_rank(config: RunConfig, observe: bool = False) -> TrlOutcome:  # no
     """Train on one rank, with the environment variables of accelerate. Collective: yes."""
     from shardwise.engines.observe import observe as observed
     from shardwise.execution.processes import get_rank_and_size
-    from shardwise.training.run_config import has_tenants
+    from shardwise.training.tenant_config import has_tenants
 
     if has_tenants(config):
         from shardwise.training.tenants import train_tenants_on_rank as train

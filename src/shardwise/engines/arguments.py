@@ -44,6 +44,8 @@ _INSTEAD: Mapping[str, str] = {
     "max_memory": "Leave it out. Each rank holds only its own shards, which shardwise.plan estimates",
     "peft_config": "Pass tuning=Lora(config)",
     "state_dict": "Build the model, and pass the state to shardwise.set_model_state_dict",
+    "use_auth_token": "Pass token",
+    **dict.fromkeys(("force_download", "generation_config", "code_revision"), "It is not supported. Leave it out"),
     "use_safetensors": "Leave it out. safetensors are preferred to .bin files, whose pickle is not executed",
 }
 """Keywords of transformers, TRL and FSDP that ``from_pretrained`` does not have, and what to do instead."""

@@ -298,6 +298,11 @@ class ShardwiseTrainer(_Trainer):
             self._saved_step = step
             world.broadcast(self._end_save, run, limit, saving)
 
+    def _run_epoch(self, **keywords: Any) -> None:  # type: ignore[override]
+        """Train an epoch, unless the checkpoint that is resumed is of the last step: the Trainer would add one."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(**keywords)  # type: ignore[no-untyped-call]
+
     def _finalize_training(self, trial: Any, *given: Any) -> Any:
         limit = self.args.save_total_limit
         with patch.object(self.args, "save_total_limit", None):

@@ -23,7 +23,7 @@ with KnownNames("transformers", "5.19 to 5.23"):
     require_names(Trainer, "_load_best_model _save_checkpoint _save_optimizer_and_scheduler _save_rng_state")
     require_names(Trainer, "_save _save_scaler _get_output_dir _sync_replicated_trainable_parameters")
     require_names(Trainer, "get_batch_samples compute_loss get_total_train_batch_size")
-    require_names(Trainer, "_finalize_training create_accelerator_and_postprocess")
+    require_names(Trainer, "_run_epoch _finalize_training create_accelerator_and_postprocess")
     require_names(CallbackHandler, "call_event")
 
 _MARK = "_is_distributed_loading_by_transformers"

@@ -34,6 +34,7 @@ from shardwise.execution.world import World
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations.context_parallel import require_sdpa
 from shardwise.models.gradients import average_replicated_gradients, is_averaged, require_synchronized
+from shardwise.models.pretrained import mark_sharded
 from shardwise.models.selection import has_adapters
 from shardwise.models.view import abbreviate, without_compile
 
@@ -104,9 +105,12 @@ def for_trainer(model: ModelT) -> ModelT:
 
 def undo_for_trainer(model: ModelT) -> ModelT:
     """Remove the marks of :func:`for_trainer` from a model. Return the same model. Collective: no."""
-    compat.remove_marks(_inner(model))
+    inner = _inner(model)
+    compat.remove_marks(inner)
     for name in _REPLACED:
         vars(model).pop(name, None)
+    if isinstance(inner, FSDPModule):
+        mark_sharded(inner)
     for parameter in model.parameters():
         vars(parameter).pop(compat.HOOKED, None)
     return model

@@ -40,6 +40,8 @@ def read_config(
         ConfigError: there is none, it cannot be read, or it does not have an override.
     """
     if directory.is_dir() and not (directory / "config.json").is_file():
+        if (directory / "adapter_config.json").is_file():
+            raise ConfigError(f"{directory}: is an adapter. Pass its base, and tuning=ExistingLora(...)")
         raise ConfigError(
             f"no usable config in {directory}: there is no config.json, so the model's class is unknown. Put the "
             "model's there or, in Python, pass config= (a distributed checkpoint has none of its own)"
@@ -109,9 +111,9 @@ def _class_from_config(
             f"{directory} contains its own model code ({own}). Pass trust_remote_code=True to run it, if "
             "you trust it"
         )
+    unknown = f"{', '.join(names)}, which transformers {transformers.__version__} does not have"
     raise ConfigError(
-        f"the config in {directory} names {', '.join(names) or 'no architecture'}, which transformers "
-        f"{transformers.__version__} does not have. Pass model_class="
+        f"the config in {directory} names {unknown if names else 'no architecture'}. Pass model_class="
     )
 
 

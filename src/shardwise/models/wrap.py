@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
@@ -226,6 +232,8 @@ def wrap(
             **options,
         )
     fully_shard(model, **options)
+    if hasattr(model, "generate"):  # it calls encoders without the model's forward
+        register_fsdp_forward_method(model, "generate")
     pretrained.mark_sharded(model)
     return tuple(canonical(name) for group in grouping.blocks for name in group.modules)
 

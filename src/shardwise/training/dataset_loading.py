@@ -7,11 +7,13 @@ mixture, conversion to ``messages``, and assistant masks.
 import copy
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
+from unittest import mock
 
 import datasets
 from transformers import PreTrainedTokenizerBase
@@ -57,6 +59,30 @@ def first_local_rank_first(local_rank: int) -> Iterator[None]:
         if not local_rank:
             world.all_gather_object(failure)
         world.all_gather_object(failure)
+
+
+@contextmanager
+def preparing_together(trainer: type, local_rank: int) -> Iterator[None]:
+    """Have a class of TRL prepare datasets within the block on the first rank of each node first.
+
+    TRL does so, too, but has the other ranks wait for a first one that has failed. Collective: yes.
+
+    Raises:
+        ConfigError: the same on every rank, if a row cannot be prepared.
+    """
+
+    @contextmanager
+    def first_rank_first() -> Iterator[None]:
+        with first_local_rank_first(local_rank):
+            try:
+                yield
+            except Exception as error:  # of datasets, pyarrow, Jinja: any
+                why = redacted(f"{type(error).__name__}: {error}", "", {})
+                raise ConfigError(f"the dataset cannot be prepared, {why}. Check its rows") from error
+
+    module, name = sys.modules[trainer.__module__], "global_then_local_main_first"
+    with mock.patch.object(module, name, first_rank_first) if hasattr(module, name) else nullcontext():
+        yield
 
 
 def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) -> Mapping[str, AnyDataset]:
@@ -192,6 +218,12 @@ def is_conversational(found: AnyDataset) -> bool:
     """Return whether the first row has ``messages``, or a ``prompt`` that is a list of messages."""
     row: Mapping[str, Any] = next(iter(found))
     return "messages" in row or isinstance(row.get("prompt"), list)
+
+
+def has_weights(found: AnyDataset) -> bool:
+    """Return whether messages of the first row have a "weight", which TRL does not read."""
+    turns = next(iter(found)).get("messages")
+    return isinstance(turns, list) and any(isinstance(turn, Mapping) and "weight" in turn for turn in turns)
 
 
 def get_column_names(found: AnyDataset) -> list[str]:

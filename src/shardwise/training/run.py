@@ -79,7 +79,7 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         model = trl_setup.load_model(arguments, config.method)
         trl_setup.require_pad_token(model, processor)
         reference = trl_setup.load_reference(arguments, config.method)
-        trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data)
+        trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data, local_rank)
         trainer.add_callback(StopOnSignal(request))
         guard_trackers(trainer)
         done = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))

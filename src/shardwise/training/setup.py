@@ -22,9 +22,11 @@ from shardwise.engines.estimating import PlanOptions, plan
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.outline import PretrainedOptions
 from shardwise.engines.pretrained_loading import from_pretrained
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.execution.collective_errors import is_collective_error, is_out_of_memory
+from shardwise.execution.world import World
 from shardwise.integrations import ShardwiseTrainer, for_trainer
+from shardwise.integrations.agreed_events import raise_if_any
 from shardwise.models.policies import Classes, MinSize, WrapPolicy
 from shardwise.models.quantization import Fp4, Nf4
 from shardwise.models.torch_api import accelerator
@@ -179,7 +181,7 @@ def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOpt
         "sharding": _sharding(arguments.own),
         "dtype": model.dtype or "auto",
         "revision": model.model_revision,
-        "trust_remote_code": bool(getattr(training, "trust_remote_code", False)),
+        "trust_remote_code": training.trust_remote_code,
         "options": LoadOptions(seed=training.seed),
     }
     if model.attn_implementation:
@@ -239,7 +241,9 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
     name, revision = own or arguments.model.model_name_or_path, None if own else arguments.model.model_revision
     kind = transformers.AutoTokenizer if method == "reward" else transformers.AutoProcessor
     try:
-        found: Any = kind.from_pretrained(name, revision=revision)
+        found: Any = kind.from_pretrained(
+            name, revision=revision, trust_remote_code=arguments.training.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         message = redacted(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
         raise ConfigError(f"{message}. Check the folder, or set tokenizer_name_or_path") from error
@@ -257,7 +261,7 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
 def load_data(
     arguments: TrlArguments, method: TrainMethod, processor: Any, local_rank: int
 ) -> tuple[AnyDataset, AnyDataset | None]:
-    """Load rows for training and evaluation, tokenized if TRL has no masks for the chat template.
+    """Load rows for training and evaluation, tokenized if TRL has no masks for the chat template or their weights.
 
     Collective: yes.
 
@@ -266,7 +270,7 @@ def load_data(
     """
     script, training = arguments.script, arguments.training
     num_proc = getattr(training, "dataset_num_proc", None)
-    is_masked = method == "sft" and training.assistant_only_loss and _lacks_masks(processor)
+    is_masked = method == "sft" and training.assistant_only_loss
     with dataset_loading.first_local_rank_first(local_rank):
         found = dataset_loading.load(script, arguments.mixture, arguments.own["interleave"], training.seed)
         names = [
@@ -284,10 +288,11 @@ def load_data(
         datasets = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
         if images := {"image", "images"} & set(get_dataset_column_names(datasets[0])):
             raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column")
+        is_masked = is_masked and (_lacks_masks(processor) or any(map(dataset_loading.has_weights, datasets)))
         if is_masked and is_conversational(next(iter(datasets[0]))):
             datasets = [dataset_loading.with_masks(dataset, processor, num_proc=num_proc) for dataset in datasets]
     train, test = datasets[0], datasets[1] if len(datasets) > 1 else None
-    if is_masked and "input_ids" in (train.column_names or ()):
+    if is_masked and "input_ids" in dataset_loading.get_column_names(train):
         training.assistant_only_loss = False  # TRL would require marks in the chat template
     return train, test
 
@@ -312,11 +317,13 @@ def make_trainer(
     reference: PreTrainedModel | None,
     processor: Any,
     data: tuple[AnyDataset, AnyDataset | None],
+    local_rank: int,
 ) -> Any:
     """Make the TRL trainer of a method, with checkpoints of shardwise. Collective: yes.
 
     Raises:
-        ConfigError: TRL or transformers rejects a key, or a required package is not installed.
+        ConfigError: TRL or transformers rejects a key or a row, or a required package is not installed. The same
+            on every rank.
     """
     base = getattr(trl, _NAMES[method][1])
     kind = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
@@ -327,20 +334,28 @@ def make_trainer(
         further["reward_funcs"] = _reward_functions(arguments.script)
     train, test = data
     patience = arguments.own["early_stopping_patience"]
+    failure, made = None, None
     try:
-        return kind(
-            model=model,
-            args=arguments.training,
-            train_dataset=train,
-            eval_dataset=test,
-            processing_class=processor,
-            callbacks=[transformers.EarlyStoppingCallback(patience)] if patience else None,
-            **further,
-        )
-    except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: a tracker that is not installed
+        with dataset_loading.preparing_together(base, local_rank):
+            made = kind(
+                model=model,
+                args=arguments.training,
+                train_dataset=train,
+                eval_dataset=test,
+                processing_class=processor,
+                callbacks=[transformers.EarlyStoppingCallback(patience)] if patience else None,
+                **further,
+            )
+    except ShardwiseError:
+        raise
+    except Exception as error:  # of TRL, a tracker, the hub: any, and maybe on the first rank only
         if is_out_of_memory(error) or is_collective_error(error):
             raise
-        raise ConfigError(f"{method}: {base.__name__} cannot be created, {error}") from error
+        failure = ConfigError(f"{method}: {redacted(f'{base.__name__} cannot be created, {error}', '', {})}")
+        failure.__cause__ = error
+    with World.current(call="train") as world:
+        world.run_all(raise_if_any, failure)
+    return made
 
 
 def tokens_seen(trainer: Any) -> int:

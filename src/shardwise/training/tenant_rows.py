@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import datasets
 import torch
@@ -16,9 +14,9 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from trl.trainer import sft_trainer
 
 from shardwise.bank.rows import RowTensors
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError
 from shardwise.training import setup as trl_setup
-from shardwise.training.dataset_loading import first_local_rank_first
+from shardwise.training.dataset_loading import preparing_together
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,8 @@ def tokenized(
         ConfigError: a dataset or a row cannot be used.
     """
     train, test = trl_setup.load_data(arguments, "sft", processor, local_rank)
-    with first_local_rank_first(local_rank):
-        rows = _prepared(train, arguments, processor), test and _prepared(test, arguments, processor)
-    return rows
+    with preparing_together(sft_trainer.SFTTrainer, local_rank):
+        return _prepared(train, arguments, processor), test and _prepared(test, arguments, processor)
 
 
 def _prepared(rows: Any, arguments: trl_setup.TrlArguments, processor: Any) -> TokenizedRows:
@@ -69,21 +66,13 @@ def _prepared(rows: Any, arguments: trl_setup.TrlArguments, processor: Any) -> T
     completion_only = args.completion_only_loss
     if completion_only is None:
         completion_only = {"prompt", "completion"} <= set(rows.column_names)
-    try:
-        trainer: Any = SimpleNamespace(
-            _tokenizer=tokenizer,
-            completion_only_loss=completion_only,
-            chat_template=get_training_chat_template(processor)
-            if args.assistant_only_loss and not is_marked
-            else None,
-        )
-        # first_local_rank_first orders the ranks instead, and raises errors on all of them.
-        with mock.patch.object(sft_trainer, "global_then_local_main_first", nullcontext):
-            found = sft_trainer.SFTTrainer._prepare_dataset(trainer, rows, processor, args, False, None, "tenant")
-    except ShardwiseError:
-        raise
-    except Exception as error:  # of datasets, pyarrow, Jinja: any
-        raise ConfigError(f"the dataset cannot be prepared, {error}. Check its rows") from error
+    needs_template = args.assistant_only_loss and not is_marked
+    trainer: Any = SimpleNamespace(
+        _tokenizer=tokenizer,
+        completion_only_loss=completion_only,
+        chat_template=get_training_chat_template(processor) if needs_template else None,
+    )
+    found = sft_trainer.SFTTrainer._prepare_dataset(trainer, rows, processor, args, False, None, "tenant")
     found = found.select_columns(["input_ids", "labels"])
     found = found.select([number for number, ids in enumerate(found["input_ids"]) if len(ids) > 1])
     supervised = sum(len(labels) - 1 - labels[1:].count(-100) for labels in found["labels"])

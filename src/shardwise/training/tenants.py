@@ -29,8 +29,8 @@ from shardwise.report.names import table_lines
 from shardwise.storage.writing import open_writer
 from shardwise.training import setup as trl_setup
 from shardwise.training.run import TrlOutcome, get_identity, locked_output, peak_line, stopping_on_signals
-from shardwise.training.run_config import RunConfig, read_tenants
-from shardwise.training.setup import TrlArguments
+from shardwise.training.run_config import RunConfig
+from shardwise.training.tenant_config import read_tenants
 from shardwise.training.tenant_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows, tokenized
 
 _PAD_TO: Final = 64
@@ -54,8 +54,10 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         parsed = world.run_all(lambda: {name: trl_setup.parse(own) for name, own in read_tenants(config).items()})
         first = next(iter(parsed.values()))
         processor = world.run_all(trl_setup.processing_class, first, "sft")
-    if first.training.eos_token:
-        getattr(processor, "tokenizer", processor).eos_token = first.training.eos_token
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if (eos_token := first.training.eos_token) and eos_token not in tokenizer.get_vocab():
+        raise ConfigError(f"eos_token: {eos_token} is not in the vocabulary. Set another")
+    tokenizer.eos_token = eos_token or tokenizer.eos_token
     output = Path(config.values.get("output_dir", "trainer_output"))
     identity = get_identity(config, "tenants", _IDENTITY)
     with stopping_on_signals() as request, locked_output(output, identity, _WEIGHTS):
@@ -225,7 +227,7 @@ class TenantTraining:
     def __init__(
         self,
         name: str,
-        arguments: TrlArguments,
+        arguments: trl_setup.TrlArguments,
         rows: TokenizedRows,
         held_out: TokenizedRows | None,
         shared: SharedBank,

@@ -78,13 +78,22 @@ def _format_targets(targets: object) -> str:
 
 
 def with_lora(
-    base: PreTrainedModel, bindings: Bindings, config: LoraConfig, name: str, adapter: Adapter | None
+    base: PreTrainedModel,
+    bindings: Bindings,
+    config: LoraConfig,
+    name: str,
+    adapter: Adapter | None,
+    *,
+    is_new: bool,
 ) -> Tuned:
-    """Inject PEFT's modules. Names in the base are mapped to those in PEFT's model by the identity of modules."""
+    """Inject PEFT's modules. Names in the base are mapped to those in PEFT's model by the identity of modules.
+
+    Every name in the config of an adapter that ``is_new`` has to match something.
+    """
     _require_unpacked(base, config)
     before = collect_tensors(base)
     old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
-    model = _injected(base, config, name, adapter)
+    model = _injected(base, config, name, is_new=is_new)
     held = collect_tensors(model)
     new_names = {(id(slot.module), slot.name): slot.fqn for item in held for slot in item.slots}
     renamed = {old: new_names[slot] for slot, old in old_names.items()}
@@ -121,25 +130,24 @@ def with_lora(
     )
 
 
-def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Adapter | None) -> Any:
+def _injected(base: PreTrainedModel, config: LoraConfig, name: str, *, is_new: bool) -> Any:
     """Return PEFT's model around the base.
 
     Raises:
-        ConfigError: the config contains a name that matches nothing.
+        ConfigError: nothing matches, or the config of a new adapter has a name that does not.
     """
     modules = [module_name for module_name, _ in base.named_modules()]
     parameters = [parameter_name for parameter_name, _ in base.named_parameters()]
     try:
-        model = peft_compat.inject(base, config, name, is_new=adapter is None)
-    except ConfigError:
+        model = peft_compat.inject(base, config, name, is_new=is_new)
+    except ConfigError:  # if a name is wrong, suggest the nearest
         everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
-        _require_all_matched(config, everything, modules, parameters)  # if a name is wrong, suggests the nearest
+        _require_all_matched(config, config, everything, modules, parameters)
         raise
-    found = peft_compat.get_targets(model, name)
-    # The stored config of "all-linear" names excluded layers, too. Its tensors are matched instead.
-    if adapter is not None:
-        found = replace(found, modules=tuple(modules))
-    _require_all_matched(config, found, modules, parameters)
+    if is_new:  # PEFT stores more names than match: both names of a head, and layers excluded of "all-linear"
+        own: Any = model.peft_config[name]  # in which PEFT has replaced the names of experts that are fused by now
+        targeting = config if isinstance(config.target_modules, str) else own
+        _require_all_matched(config, targeting, peft_compat.get_targets(model, name), modules, parameters)
     return model
 
 
@@ -204,21 +212,27 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
 
 
 def _require_all_matched(
-    config: LoraConfig, targets: peft_compat.AdaptedNames, modules: Sequence[str], parameters: Sequence[str]
+    config: LoraConfig,
+    targeting: LoraConfig,
+    targets: peft_compat.AdaptedNames,
+    modules: Sequence[str],
+    parameters: Sequence[str],
 ) -> None:
     """Check that every name in a config matches something. PEFT accepts a config if one name does.
+
+    ``targeting`` is the config with the names of targets.
 
     Raises:
         ConfigError: names match nothing. The message has all of them, with the nearest names.
     """
     faults: list[str] = []
-    for option, found, known in (
-        ("target_modules", targets.modules, modules),
-        ("target_parameters", targets.parameters, parameters),
-        ("modules_to_save", targets.copied, modules),
-        ("exclude_modules", modules, modules),
+    for option, source, found, known in (
+        ("target_modules", targeting, targets.modules, modules),
+        ("target_parameters", targeting, targets.parameters, parameters),
+        ("modules_to_save", config, targets.copied, modules),
+        ("exclude_modules", config, modules, modules),
     ):
-        wanted = getattr(config, option)
+        wanted = getattr(source, option)
         for name in sorted(wanted) if isinstance(wanted, (list, tuple, set)) else ():
             if any(matches(target, name) for target in found):
                 continue

@@ -109,18 +109,19 @@ def name_in_base(name: str) -> str:
     return name.removeprefix(_PREFIX).replace(".base_layer", "")
 
 
-def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
+def outline_adapter(base: PreTrainedModel, config: LoraConfig, *, is_new: bool) -> AdapterOutline:
     """Return the outline of the adapter that PEFT injects into a model.
 
     Args:
         base: the model on meta, in float32, which is changed.
         config: the config of the adapter.
+        is_new: whether every name in the config has to match something.
 
     Raises:
         ConfigError: nothing matches, or the adapter has other parts than pairs of matrices.
     """
     _require_matrices(config)
-    made = with_lora(base, Bindings({}), config, _ADAPTER, None)
+    made = with_lora(base, Bindings({}), config, _ADAPTER, None, is_new=is_new)
     held = {name: item for item in collect_tensors(made.model) for name in item.names}
     faults: list[str] = []
     sites: list[AdaptedSite] = []

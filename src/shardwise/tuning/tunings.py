@@ -142,7 +142,7 @@ class _LoraTuning(Tuning):
     def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
         found, config = adapters.get(self.adapter), self._config(adapters)
         peft_compat.require_supported(config, is_new=found is None)
-        made = lora.with_lora(base, bindings, config, self.adapter, found)
+        made = lora.with_lora(base, bindings, config, self.adapter, found, is_new=found is None)
         return lora.replicated(made) if self.placement == "replicated" else made
 
     def _config(self, adapters: Mapping[str, Adapter]) -> LoraConfig:

@@ -1,0 +1,167 @@
+"""Configurations of many LoRAs on one base.
+
+The keys of a file are the defaults of each tenant, which its entry of ``tenants:`` and its point of ``sweep:``
+override.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from shardwise.errors import ConfigError
+from shardwise.training.run_config import OWN_KEYS, RunConfig, find_faults
+
+TENANT_KEYS: Final = frozenset(
+    {
+        *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "use_rslora"),
+        *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field"),
+        *("datasets", "interleave", "test_split_size", "assistant_only_loss", "completion_only_loss"),
+        *("max_length", "truncation_mode", "shuffle_dataset", "seed", "data_seed"),
+        *("learning_rate", "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+        *("max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+        *("max_steps", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size"),
+        *("gradient_accumulation_steps", "eval_strategy", "eval_steps", "logging_steps"),
+        *("save_strategy", "save_steps", "save_total_limit"),
+    }
+)
+"""Keys that a tenant may override."""
+
+_SHARED_KEYS: Final = frozenset(
+    {
+        *("model_name_or_path", "model_revision", "dtype", "attn_implementation", "trust_remote_code"),
+        *("load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", "use_peft"),
+        *("output_dir", "chat_template_path", "dataset_num_proc", "bf16", "use_cpu", "disable_tqdm", "report_to"),
+        *("gradient_checkpointing", "gradient_checkpointing_kwargs", "eos_token", "tokenizer_name_or_path"),
+        *("activation_checkpointing", "activation_checkpointing_kwargs"),
+        *("method", "num_processes", "accelerate_config", "transformer_layer_cls_to_wrap", "min_num_params"),
+        *("cpu_offload", "tokens_per_pass", "tenants", "sweep", "env"),
+    }
+)
+"""Keys that are common to all tenants."""
+
+_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "method": ("sft",),
+    "use_peft": (True,),
+    "report_to": ("none", None),
+    "optim": ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"),
+    "lr_scheduler_type": (
+        *("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "cosine_with_restarts"),
+        *("cosine_warmup_with_min_lr", "inverse_sqrt", "polynomial", "warmup_stable_decay"),
+    ),
+    "save_strategy": ("no", "steps", "epoch"),
+}
+"""Supported values. Optimizers are elementwise, because a tenant's matrices are one flat tensor."""
+
+_REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
+    "num_train_epochs": ("max_steps",),
+    "dataset_name": ("datasets", "interleave"),
+}
+"""Keys of the file that a tenant's own key replaces."""
+
+_MOST_TENANTS: Final = 1024
+
+_SHORT: Final[Mapping[str, str]] = {
+    "learning_rate": "lr",
+    "lora_r": "r",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "weight_decay": "wd",
+}
+"""Abbreviations of keys in the names of a sweep's tenants."""
+
+
+def has_tenants(config: RunConfig) -> bool:
+    """Return whether a configuration has ``tenants`` or ``sweep``."""
+    return config.own["tenants"] is not None or config.own["sweep"] is not None
+
+
+def read_tenants(config: RunConfig) -> dict[str, RunConfig]:
+    """Expand a configuration of many LoRAs to one configuration for each, by name.
+
+    Raises:
+        ConfigError: keys are invalid, or not supported with many LoRAs. The message has all of them.
+    """
+    overrides, faults = _expanded(config)
+    ours = {key: value for key, value in config.own.items() if value != OWN_KEYS[key].get("default")}
+    given = {**config.values, **ours, "method": config.method}
+    faults += [fault for key, value in given.items() for fault in _unsupported(key, value)]
+    if faults:
+        raise ConfigError("\n  ".join([f"{config.source}: invalid keys ({len(faults)}).", *faults]))
+    return {name: _tenant_config(config, name, own) for name, own in overrides.items()}
+
+
+def _expanded(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return the overrides of each tenant by name, and faults."""
+    given: Mapping[str, Any] = config.own["tenants"] or {}
+    sweep: Mapping[str, Any] = config.own["sweep"] or {}
+    faults = [fault for name, own in given.items() for fault in _tenant_faults(name, own)]
+    faults += [fault for key, values in sweep.items() for fault in _sweep_faults(key, values)]
+    if not given and not sweep:
+        faults.append("tenants: is empty. Write NAME: {KEY: VALUE, ...}, or sweep: {KEY: [VALUE, ...]}")
+    if faults:
+        return {}, faults
+    points = list(itertools.product(*([(key, value) for value in values] for key, values in sweep.items())))
+    found: dict[str, dict[str, Any]] = {}
+    for (name, own), point in itertools.product((given or {"": {}}).items(), points):
+        found["-".join(filter(None, [str(name), *(_word(*each) for each in point)]))] = {**own, **dict(point)}
+    wanted = len(points) * max(len(given), 1)
+    if wanted > _MOST_TENANTS:
+        faults.append(f"sweep: has {wanted} combinations. Use at most {_MOST_TENANTS}")
+    elif len(found) < wanted:
+        faults.append("sweep: two combinations have the same name. List each value once")
+    return found, faults
+
+
+def _tenant_faults(name: object, own: object) -> Iterator[str]:
+    if not isinstance(name, str) or not re.fullmatch(
+        r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?=[A-Za-z0-9_-])){0,99}", name
+    ):
+        yield f"tenants: {name!r} is not a name. Use up to 100 letters, digits, '.', '_' and '-'"
+    elif not isinstance(own, dict):
+        yield f"tenants.{name}: is not a mapping. Write {name}: {{KEY: VALUE, ...}}, or {name}: {{}}"
+    else:
+        for key, value in own.items():
+            yield from (f"tenants.{name}.{fault}" for fault in _override_faults(key, value))
+
+
+def _sweep_faults(key: str, values: object) -> Iterator[str]:
+    if not isinstance(values, list) or not values:
+        yield f"sweep.{key}: is not a list of values. Write {key}: [VALUE, ...]"
+        return
+    faults = dict.fromkeys(fault for value in values for fault in _override_faults(key, value))
+    yield from (f"sweep.{fault}" for fault in faults)
+
+
+def _override_faults(key: str, value: Any) -> Iterator[str]:
+    faults = list(find_faults(key, value, "sft"))
+    if not faults and key not in TENANT_KEYS:
+        where = "Set it once for all" if key in _SHARED_KEYS else "Remove it"
+        faults.append(f"{key}: cannot differ between tenants. {where}")
+    yield from faults or _unsupported(key, value)
+
+
+def _unsupported(key: str, value: Any) -> Iterator[str]:
+    """Yield a fault if a key or value is supported in a single training only."""
+    if key not in TENANT_KEYS and key not in _SHARED_KEYS:
+        yield f"{key}: is not supported with tenants. Remove it"
+    elif key in _VALUES and value not in _VALUES[key]:
+        yield f"{key}: {value} is not supported with tenants. Use {', '.join(map(str, _VALUES[key]))}."
+
+
+def _tenant_config(config: RunConfig, name: str, own: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of one tenant, as of a single training in a folder with its name."""
+    void = {key for given in own for key in _REPLACED.get(given, ())} - own.keys()
+    values = {key: value for key, value in config.values.items() if key not in void}
+    values |= {key: value for key, value in own.items() if key not in OWN_KEYS}
+    values |= {"use_peft": True, "output_dir": f"{config.values.get('output_dir', 'trainer_output')}/{name}"}
+    void |= {"tenants", "sweep"}
+    ours = {key: None if key in void else own.get(key, value) for key, value in config.own.items()}
+    return replace(config, source=f"{config.source}, tenant {name}", values=values, own=ours)
+
+
+def _word(key: str, value: Any) -> str:
+    """Return a value as a component of a name: ``r8``, ``lr0.0001``, ``cosine``."""
+    text = re.sub(r"[^A-Za-z0-9_.-]+", "-", str(value)).strip("-.")[-40:]
+    return text if text[:1].isalpha() and isinstance(value, str) else _SHORT.get(key, key) + text
