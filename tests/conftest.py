@@ -128,3 +128,9 @@ def worlds() -> Iterator[Worlds]:
     kept = Worlds()
     yield kept
     kept.close()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalRanks]:
+    with LocalRanks(2, timeout_s=200, is_forked=True) as found:
+        yield found

@@ -1,6 +1,5 @@
 """Rank-local optimizer state: restored bit by bit on as many ranks, refused on others."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("rank_local"))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2, timeout_s=200, is_forked=True) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -90,10 +90,7 @@ GIVEN: dict[str, dict[int, str]] = {
         0: f"{_LORA}shardwise.save_adapter(model, 'out/last')",
         2: f"{_TRAINED}place = 'run/checkpoint-500'\nshardwise.save_accelerate_model(model, place, 'sharded')",
     },
-    "meshes.md": {
-        0: f"{_ROWS}\ndata = torch.utils.data.DataLoader(rows, batch_size=4)",
-        1: "folder = 'base'",
-    },
+    "meshes.md": {0: f"{_ROWS}\ndata = torch.utils.data.DataLoader(rows, batch_size=4)", 1: "folder = 'base'"},
     "save.md": {
         0: f"{_TRAINED}{_ENGINE}from transformers import AutoTokenizer\n"
         "tokenizer = AutoTokenizer.from_pretrained('base')"

@@ -73,10 +73,7 @@ def test_calls_answer_unknown_keywords(call, keyword, said, tmp_path):
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        (
-            {"shardin": 1},
-            r"from_pretrained\(\) got an unexpected keyword argument 'shardin'. Did you mean 'shardi",
-        ),
+        ({"shardin": 1}, r"from_pretrained\(\) got an unexpected keyword argument 'shardin'. Did you mean 'shardi"),
         ({"use_cache": 1}, "Attributes of the config go into config_overrides"),
         ({"device_map": "auto"}, r"'device_map'. Pass sharding=Sharding\(mesh="),
         ({"quantization_config": {"load_in_8bit": True}}, "load_in_8bit is not known here"),

@@ -159,12 +159,7 @@ def test_a_budget_has_a_page():
 
 @pytest.mark.parametrize(
     ("size", "maker", "state"),
-    [
-        (3, "adamw", "first"),
-        (2, "fused", "first"),
-        (3, "momentum", "last"),
-        (3, "two", "everywhere"),
-    ],
+    [(3, "adamw", "first"), (2, "fused", "first"), (3, "momentum", "last"), (3, "two", "everywhere")],
 )
 def test_training_continues_as_if_on_one_process(worlds, size, maker, state):
     for found in worlds(size).run(sharding.train_across, maker, state):

@@ -115,11 +115,7 @@ def test_of_two_models_one_is_named_by_key_mapping(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "size", "mesh", "levels"),
-    [
-        ("tied_qwen3", 2, "flat", ()),
-        ("mixtral", 2, "flat", ("app", "model")),
-        ("qwen3", 4, "hsdp", ("model",)),
-    ],
+    [("tied_qwen3", 2, "flat", ()), ("mixtral", 2, "flat", ("app", "model")), ("qwen3", 4, "hsdp", ("model",))],
 )
 def test_a_sharded_model_comes_back(worlds, tmp_path, request, name, size, mesh, levels):
     source = request.getfixturevalue(name)

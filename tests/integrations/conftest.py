@@ -14,12 +14,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2, timeout_s=200, is_forked=True) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def one() -> Iterator[LocalRanks]:
     with LocalRanks(1, timeout_s=200, is_forked=True) as found:
         yield found

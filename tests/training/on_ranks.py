@@ -13,11 +13,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
-from peft import PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from peft import get_peft_model, load_peft_weights, set_peft_model_state_dict
 from tests.training import tiny
 from torch.distributed.tensor import DTensor
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     CLIPImageProcessorPil,
     LlavaProcessor,
@@ -177,16 +176,13 @@ def train_until(values: dict[str, Any], step: int) -> TrlOutcome:
     return train(values)[0]
 
 
-def by_trl(values: dict[str, Any], adapter: str | None = None) -> list[float]:
-    """Train by TRL's own script in this process, without shardwise; the losses of all steps."""
+def by_trl(values: dict[str, Any]) -> list[float]:
+    """Train by TRL in this process, without shardwise; the losses of all steps."""
     import datasets
     from trl import SFTTrainer
 
     arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
-    model: Any = arguments.model.model_name_or_path
-    if adapter is not None:
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    model = arguments.model.model_name_or_path
     rows = datasets.load_dataset("json", data_files=values["dataset_name"])["train"]
     args = arguments.training
     trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tiny.tokenizer())

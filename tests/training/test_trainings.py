@@ -13,7 +13,10 @@ from tests.support.http_store import HttpStore
 from tests.support.local_ranks import LocalRanks, RankError
 from tests.support.world import run_forked as run_world
 from tests.training import on_ranks, tiny
-from tests.training.on_ranks import by_trl, initial_adapter, prepare, train, train_until, write_scorer, write_wide
+from tests.training.on_ranks import by_trl, prepare, train, train_until, write_scorer, write_wide
+
+from shardwise.training.run import get_identity
+from shardwise.training.run_config import read_run_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -49,14 +52,6 @@ def test_the_losses_of_a_full_training_are_those_of_trl(folder: Path, further: d
     )
     assert len(alone) == 3
     assert alone[0] - alone[-1] > 0.1
-    assert losses(2, values) == pytest.approx(alone, abs=1e-5)
-
-
-def test_the_losses_of_a_lora_are_those_of_trl(folder: Path) -> None:
-    values = keys(folder, use_peft=True, lora_dropout=0.0, output_dir=str(folder / "lora"))
-    run_world(1, initial_adapter, values, str(folder / "first"))
-    plain = {key: value for key, value in values.items() if not key.startswith(("use_peft", "lora_"))}
-    [alone] = run_world(1, by_trl, {**plain, "per_device_train_batch_size": 4}, str(folder / "first"))
     assert losses(2, values) == pytest.approx(alone, abs=1e-5)
 
 
@@ -193,16 +188,10 @@ def test_invalid_configurations_are_one_error_on_all_ranks(
     assert str(told.value).count(message) >= 2
 
 
-def recorded(values: dict[str, Any]) -> dict[str, Any]:
-    from shardwise.training.run import get_identity
-    from shardwise.training.run_config import read_run_config
-
-    return get_identity(read_run_config(on_ranks.words(values)), "sft")
-
-
-def test_credentials_are_not_recorded(folder: Path) -> None:
+def test_credentials_are_not_recorded() -> None:
     signed = "https://user:pass@host/data.jsonl?signature=abc"
-    [told] = run_world(1, recorded, {"dataset_name": signed, "datasets": [{"path": signed}]})
+    words = on_ranks.words({"dataset_name": signed, "datasets": [{"path": signed}]})
+    told = get_identity(read_run_config(words), "sft")
     assert told["dataset_name"] == "https://host/data.jsonl"
     assert told["datasets"] == [{"path": "https://host/data.jsonl"}]
 
@@ -238,14 +227,14 @@ def test_a_folder_of_another_training_is_left_alone(folder: Path) -> None:
 
 
 def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(folder: Path) -> None:
-    values = keys(folder, max_steps=6, save_strategy="steps", save_steps=50, gradient_checkpointing=False)
+    values = keys(folder, max_steps=5, save_strategy="steps", save_steps=50, gradient_checkpointing=False)
     values["output_dir"] = str(folder / "stopped")
     stopped = run_world(2, train_until, {**values, "per_device_train_batch_size": 2}, 3)
     assert {(outcome.has_stopped, outcome.steps) for outcome in stopped} == {(True, 3)}
     assert not list((folder / "stopped").glob("*.safetensors"))
     [(resumed, told)] = run_world(1, train, {**values, "per_device_train_batch_size": 4})
     [(again, _)] = run_world(1, train, {**values, "per_device_train_batch_size": 4})  # nothing is left to train
-    assert {(one.has_stopped, one.steps) for one in (resumed, again)} == {(False, 6)}
+    assert {(one.has_stopped, one.steps) for one in (resumed, again)} == {(False, 5)}
     whole = {**values, "output_dir": str(folder / "whole"), "per_device_train_batch_size": 4}
     [(_, expected)] = run_world(1, train, whole)
     assert told == pytest.approx(expected, abs=1e-5)
@@ -255,15 +244,9 @@ def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(fold
 
 def test_early_stopping_is_no_signal(folder: Path) -> None:
     values = keys(folder, output_dir=str(folder / "early"), per_device_train_batch_size=4, learning_rate=1.0)
-    values |= {
-        "max_steps": 20,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-    }
-    values |= {"eval_steps": 1, "test_split_size": 0.2}
-    values |= {"load_best_model_at_end": True, "early_stopping_patience": 1}
+    values |= {"max_steps": 20, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps"}
+    values |= {"eval_steps": 1, "test_split_size": 0.2, "load_best_model_at_end": True}
+    values["early_stopping_patience"] = 1
     [(outcome, _), _] = run_world(2, train, values)
     assert outcome.steps < 20
     assert not outcome.has_stopped

@@ -6,19 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel
 from tests import zoo
 from tests.conftest import Worlds
 from tests.support.world import require_same_error
 from tests.truth import require_equal
 from tests.tuning import on_ranks, reference
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    Qwen3ForSequenceClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForSequenceClassification
 from transformers.models.auto import modeling_auto
 
 import shardwise
@@ -327,7 +322,8 @@ def test_a_sharded_model_with_an_adapter_generates(tied: Path, worlds: Worlds) -
 
 def test_a_sharded_encoder_and_decoder_generate(tmp_path: Path, worlds: Worlds) -> None:
     sizes = {"d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 61}
-    model: Any = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    model: Any = transformers.T5ForConditionalGeneration(config).eval()
     model.save_pretrained(tmp_path)
     alone = model.generate(input_ids=reference.batch(1, seed=2), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert all(torch.equal(found, alone) for found in worlds(2).run(on_ranks.generated, str(tmp_path), {}))

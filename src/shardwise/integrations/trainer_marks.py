@@ -34,9 +34,9 @@ from shardwise.execution.world import World
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations.context_parallel import require_sdpa
 from shardwise.models.gradients import average_replicated_gradients, is_averaged, require_synchronized
-from shardwise.models.pretrained import mark_sharded
 from shardwise.models.selection import has_adapters
 from shardwise.models.view import abbreviate, without_compile
+from shardwise.models.wrap import mark_sharded
 
 
 class _GatheringProxy:

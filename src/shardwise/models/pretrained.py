@@ -11,7 +11,6 @@ prefix. In addition, two keys for one tensor, gaps in a list of experts, and con
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -25,7 +24,7 @@ from transformers.utils import logging as hf_logging
 
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression, Stored, stored_key, substitute
-from shardwise.errors import ConfigError, KnownNames, require_names
+from shardwise.errors import KnownNames, require_names
 from shardwise.layout import ModelLayout
 from shardwise.models.torch_api import original_classes, to_torch
 
@@ -192,35 +191,6 @@ def fsdp_plan(model: nn.Module) -> dict[str, str]:
 def no_split_classes(model: nn.Module) -> set[str]:
     """Return class names of blocks that must stay whole."""
     return set(getattr(model, "_no_split_modules", None) or ())
-
-
-class _GatheredSave:
-    """``save_pretrained`` of a sharded model. transformers' removes the files of the folder before it fails."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __call__(
-        self,
-        save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,  # noqa: FBT001, FBT002 - as transformers has it
-        state_dict: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        if state_dict is None:
-            raise ConfigError(
-                "save_pretrained: the model is sharded. Call shardwise.save(model, folder) on all ranks, or pass a "
-                "gathered state_dict"
-            )
-        kind: Any = type(self.model)
-        kind.save_pretrained(self.model, save_directory, is_main_process, state_dict, **options)
-
-
-def mark_sharded(model: nn.Module) -> None:
-    """Mark the model as sharded: generation synchronizes ranks (``is_fsdp_managed_module``), saving is refused."""
-    model._is_fsdp_managed_module = True  # type: ignore[assignment]
-    if isinstance(model, PreTrainedModel):
-        vars(model)["save_pretrained"] = _GatheredSave(model)
 
 
 def outermost_pretrained(model: nn.Module, prefix: str = "") -> list[tuple[str, PreTrainedModel]]:

@@ -28,11 +28,10 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 
 from shardwise.errors import ConfigError, ShardingError, answer_keywords
 from shardwise.layout import TensorKind
-from shardwise.models import pretrained
 from shardwise.models.policies import (
     UNUSED_BY_FSDP2,
     Classes,
@@ -234,8 +233,37 @@ def wrap(
     fully_shard(model, **options)
     if hasattr(model, "generate"):  # it calls encoders without the model's forward
         register_fsdp_forward_method(model, "generate")
-    pretrained.mark_sharded(model)
+    mark_sharded(model)
     return tuple(canonical(name) for group in grouping.blocks for name in group.modules)
+
+
+class _GatheredSave:
+    """``save_pretrained`` of a sharded model. transformers' removes the files of the folder before it fails."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,  # noqa: FBT001, FBT002 - as transformers has it
+        state_dict: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if state_dict is None:
+            raise ConfigError(
+                "save_pretrained: the model is sharded. Call shardwise.save(model, folder) on all ranks, or pass a "
+                "gathered state_dict"
+            )
+        kind: Any = type(self.model)
+        kind.save_pretrained(self.model, save_directory, is_main_process, state_dict, **options)
+
+
+def mark_sharded(model: nn.Module) -> None:
+    """Mark the model as sharded: generation synchronizes ranks (``is_fsdp_managed_module``), saving is refused."""
+    model._is_fsdp_managed_module = True  # type: ignore[assignment]
+    if isinstance(model, PreTrainedModel):
+        vars(model)["save_pretrained"] = _GatheredSave(model)
 
 
 def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:

@@ -213,7 +213,8 @@ class _MergePlanner:
         for kind, sentences in self.faults.items():
             lines.append(f"  {kind}: {len(sentences)}")
             lines += [f"    {line}" for line in abbreviate(sentences, _LISTED)]
-        return "\n".join([*lines, "Merge it into the base that it was trained on"])
+        remedy = "Merge it into the base that it was trained on, saved with the new head if it has one"
+        return "\n".join([*lines, remedy])
 
     # Matching keys
 

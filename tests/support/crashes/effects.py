@@ -13,56 +13,48 @@ from typing import BinaryIO, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
-class Created:
-    """A file was created with its size."""
-
+class _OnFile:
     writer: int
     file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Created(_OnFile):
+    """A file was created with its size."""
+
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Wrote:
+class Wrote(_OnFile):
     """Bytes were put into a file."""
 
-    writer: int
-    file: str
     start: int
     content: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Synced:
+class Synced(_OnFile):
     """What the writer had written to the file was made durable."""
-
-    writer: int
-    file: str
 
 
 @dataclass(frozen=True, slots=True)
-class Renamed:
+class Renamed(_OnFile):
     """A file was given another name, for good."""
 
-    writer: int
-    file: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReplacedFile:
+class ReplacedFile(_OnFile):
     """A small file was put in place of another, for good."""
 
-    writer: int
-    file: str
     content: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(_OnFile):
     """A file was removed."""
-
-    writer: int
-    file: str
 
 
 @dataclass(frozen=True, slots=True)
