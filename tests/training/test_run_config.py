@@ -91,8 +91,9 @@ def test_own_lists_and_numbers_may_be_strings(tmp_path: Path) -> None:
     assert own["extra_modules"] == ["lm_head"]
     assert own["num_processes"] == 2
     assert own["accelerate_config"] == "fsdp2"
-    words = ["grpo", "--reward_funcs", "think_format_reward", "--reward_weights", "0.5"]
-    values = read_run_config([*words, "--config", config(tmp_path, "lora_modules_to_save: score")]).values
+    file = config(tmp_path, "lora_modules_to_save: score\nresume_from_checkpoint: true")
+    words = ["grpo", "--reward_funcs", "think_format_reward", "--reward_weights", "0.5", "--config", file]
+    values = read_run_config(words).values
     assert (values["reward_funcs"], values["reward_weights"]) == (["think_format_reward"], [0.5])
     assert values["lora_modules_to_save"] == ["score"]
     with pytest.raises(ConfigError, match="--output_dir: is not a valid value"):

@@ -116,6 +116,8 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     values = {key: [value] if _is_single(key, value) else value for key, value in values.items()}
     if method is not None:
         values["method"] = method
+    if values.get("resume_from_checkpoint") is True:  # as is the default here
+        del values["resume_from_checkpoint"]
     source = file or "the command line"
     faults = [fault for key, value in values.items() for fault in find_faults(key, value, _method_in(values))]
     if faults:
