@@ -1,6 +1,7 @@
 """Steps of several tenants at once are bit for bit those of one after the other."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,5 +111,6 @@ def test_learning_rates_that_are_tensors_are_told_apart():
     weights = [torch.zeros(2, requires_grad=True) for _ in rates]
     for weight in weights:
         weight.grad = torch.ones(2)
-    stepping._step_all([torch.optim.SGD([weight], lr=rate) for weight, rate in zip(weights, rates, strict=True)])
+    made = [torch.optim.SGD([weight], lr=rate) for weight, rate in zip(weights, rates, strict=True)]
+    stepping._step_all([SimpleNamespace(optimizer=each) for each in made])
     assert [float(weight.detach()[0]) for weight in weights] == [-float(rate) for rate in rates]

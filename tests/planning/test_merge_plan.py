@@ -58,7 +58,7 @@ def refusal(stored: Mapping[str, Stored], **settings: Any) -> str:
         planned(stored, **settings)
     lines = str(caught.value).splitlines()
     assert lines[0] == "adapter and base: the adapter does not fit the base"
-    assert lines[-1] == "Merge it into the base that it was trained on"
+    assert lines[-1] == "Merge it into the base that it was trained on, saved with the new head if it has one"
     return "\n".join(lines[1:-1])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
@@ -33,7 +34,7 @@ from shardwise.checkpoints.header import compute_digest
 from shardwise.engines.arguments import check_options, get_world, require_same_arguments
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
 from shardwise.engines.saving import execute_save
-from shardwise.errors import ConfigError, unknown_keyword
+from shardwise.errors import ConfigError, RankLostError, ShardwiseError, unknown_keyword
 from shardwise.execution.world import Clock, World
 from shardwise.models.view import computing_device
 from shardwise.planning.matching import OnFault
@@ -144,7 +145,8 @@ class AdapterBank:
         known = [item.name for item in fields(tenants.TenantOptions)]
         for keyword in keywords:
             if keyword not in known:
-                raise unknown_keyword("add_adapter", keyword, known, {}, tenants.TenantOptions)
+                call = "add_adapter" if is_new else "load"
+                raise unknown_keyword(call, keyword, known, {}, tenants.TenantOptions)
         return self._build(name, config, tenants.TenantOptions(**keywords), is_new=is_new)
 
     def _build(
@@ -156,7 +158,7 @@ class AdapterBank:
 
     def delete_adapter(self, name: str) -> None:
         """Delete a tenant and its accumulated gradient. Collective: no, but call it on every rank."""
-        tenant = self._tenant(name)
+        tenant = calls.find_tenant(self._tenants, name)
         del self._tenants[name]
         self._hooks.remove(tenant.sites)
 
@@ -209,6 +211,8 @@ class AdapterBank:
             RankMismatchError: ranks step different tenants or pass different changes, or their optimizers have
                 different settings (for example, from different schedules) or step counts. No step is taken.
             RankLostError: a rank is lost. The bank cannot be used any more.
+            ShardwiseError: the optimizer or the schedule fails on a rank. The tenants of that call that failed have
+                to be restored or deleted; the others took their steps.
         """
         return self._step_all([name], changes)[name]
 
@@ -231,7 +235,18 @@ class AdapterBank:
             1 / max(count, 1) if tenant.options.reduction == "mean" and not calls.is_scaled_at_once(tenant) else 1.0
             for tenant, count in zip(stepping, tokens, strict=True)
         ]
-        outcomes = self._world.run_all(step_together, self._world, stepping, scales)
+        try:
+            outcomes = self._world.run_all(step_together, self._world, stepping, scales)
+        except RankLostError:
+            raise
+        except ShardwiseError as error:  # maybe of one rank alone, whose values differ now
+            failed = {*names}
+            with suppress(ShardwiseError):  # this error came first
+                told = self._world.all_gather_object([tenant.name for tenant in stepping if tenant.failure])
+                failed = {name for found in told for name in found} or failed
+            for tenant in stepping:
+                tenant.failure = error if tenant.name in failed else None
+            raise
         found = zip(names, outcomes, tokens, rates, strict=True)
         return {name: tenants.TenantStep(*outcome, count, rate) for name, outcome, count, rate in found}
 
@@ -327,7 +342,7 @@ class AdapterBank:
 
     def _renewed(self, name: str) -> tenants.Tenant:
         """Return a tenant as it was created."""
-        tenant = self._tenant(name)
+        tenant = calls.find_tenant(self._tenants, name)
         return self._build(name, tenant.config, tenant.options, is_new=False)
 
     def save(
@@ -421,7 +436,7 @@ class AdapterBank:
         tenant = self._create_equal(name, config, options, is_new=False)
         base = tenant_facts.identify_base(world, self._model)
         targets = world.run_all(states.restore_targets, tenant, found, base, on_other_base)
-        read_tenant(world, self._model, tenant, Path(directory), found, targets)
+        read_tenant(world, self._model, tenant, Path(directory), found, targets, on_other_base)
         what = os.fspath(directory)
         started = world.run_all(states.restore, tenant, what, found, targets, base, on_other_base, on_not_finite)
         self._admit(tenant)

@@ -244,6 +244,14 @@ def _shown(name: str | None) -> str:
 
 
 def get_tenant(tenants: Mapping[str, Tenant], name: object) -> Tenant:
+    """Return the tenant of this name, or raise ConfigError if there is none or its last step failed."""
+    found = find_tenant(tenants, name)
+    if found.failure is not None:
+        raise ConfigError(f"{name!r}: a step failed, {found.failure}. Call load_state_dict, or delete it")
+    return found
+
+
+def find_tenant(tenants: Mapping[str, Tenant], name: object) -> Tenant:
     """Return the tenant of this name, or raise ConfigError."""
     if not isinstance(name, str) or name not in tenants:
         raise ConfigError(f"no adapter named {name!r}. Adapters: {', '.join(tenants) or 'none'}")

@@ -27,7 +27,7 @@ from shardwise.engines.model_states import set_model_values, stored_values
 from shardwise.engines.pretrained_loading import weights_in
 from shardwise.engines.save_plan import AdapterTrainingState
 from shardwise.engines.verifying import require_as_saved
-from shardwise.errors import FormatError
+from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.state_values import StateOptions
 from shardwise.execution.world import Clock, World
 from shardwise.formats.peft_adapter import TRAINING_KEY, find_training_file
@@ -36,8 +36,9 @@ from shardwise.layout import TensorKind
 from shardwise.models.build import build_on_meta
 from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.models.torch_api import original_class
-from shardwise.models.view import collect_tensors
-from shardwise.planning.matching import Tolerance
+from shardwise.models.view import collect_tensors, local_tensor
+from shardwise.planning.load_plan import allows
+from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.storage.reading import LocalReader
 from shardwise.tuning import peft_compat
 from shardwise.tuning.sites import AdapterOutline, name_in_base, outline_adapter
@@ -148,15 +149,19 @@ def read_tenant(
     folder: Path,
     found: states.StoredTraining | TenantStart,
     targets: Mapping[str, torch.Tensor],
+    on_other_base: OnFault,
 ) -> None:
     """Read a tenant's matrices and the tensors of its training from a folder. Collective: yes.
 
     Raises:
+        ConfigError: the adapter was saved with other embeddings than those of the base.
         KeyMismatchError: the stored tensors do not match the config.
         FormatError, StorageError, RankMismatchError, RankLostError: as for a load.
     """
-    whole = world.run_all(_with_scratch, model, tenant)
+    whole, scratch = world.run_all(_with_scratch, model, tenant)
     _read(world, whole, folder, world.run_all(weights_in, folder), AdapterOnly())
+    if not allows(on_other_base, "values"):
+        world.run_all(_require_same_values, folder, scratch)
     if isinstance(found, states.StoredTraining):
         _read(world, world.run_all(_as_module, targets), folder, Path(found.what).name, None)
 
@@ -169,13 +174,29 @@ def _read(world: World, module: nn.Module, folder: Path, file: str, only: Adapte
         set_model_values(world, module, values, only=only, tolerance=Tolerance(), options=options, clock=Clock())
 
 
-def _with_scratch(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
-    """Return a PEFT model of the tenant, with scratch memory for the base's tensors that its file has."""
+def _with_scratch(
+    model: PreTrainedModel, tenant: Tenant
+) -> tuple[nn.Module, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Return a PEFT model of the tenant, with scratch memory for the base's tensors that its file has.
+
+    And these tensors of the base with their scratch memory, by name.
+    """
+    scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     whole = with_lent_tensors(model, tenant)
     held = collect_tensors(whole)
     by_name = {name: item for item in held for name in item.names}
     for key, fqn in names_outside(whole, held, AdapterOnly()).items():
-        if key not in tenant.shapes:
-            item = by_name[fqn]
-            item.install(nn.Parameter(torch.empty_like(item.tensor), requires_grad=False))
-    return whole
+        item = by_name[fqn]
+        if key not in tenant.shapes and item.fqn not in scratch:  # a tied one has two keys
+            scratch[item.fqn] = item.tensor, torch.empty_like(item.tensor)
+            item.install(nn.Parameter(scratch[item.fqn][1], requires_grad=False))
+    return whole, scratch
+
+
+def _require_same_values(folder: Path, scratch: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for name, (of_base, stored) in scratch.items():
+        if not torch.equal(local_tensor(of_base), local_tensor(stored)):
+            raise ConfigError(
+                f"{folder}: the adapter was trained with another {name_in_base(name)}, which it stores. Merge it, "
+                "or pass on_other_base=Ignore() to use that of this base"
+            )

@@ -34,7 +34,8 @@ def step_together(world: World, tenants: Sequence[Tenant], scales: Sequence[floa
         For each tenant whether its step was taken, and the norm of its gradient before it was clipped.
 
     Raises:
-        Exception: as raised by the schedule of a tenant, after the steps of all.
+        Exception: the first one of an optimizer or a schedule, after the steps of all. Tenants whose step failed
+            have it as their ``failure``.
     """
     if not tenants:
         return []
@@ -48,42 +49,45 @@ def step_together(world: World, tenants: Sequence[Tenant], scales: Sequence[floa
     for tenant, norm in zip(tenants, norms, strict=True):
         if math.isfinite(norm):
             tenant.clip(norm)
-    _step_all([tenant.optimizer for tenant in stepping])
+    _step_all(stepping)
     for tenant in tenants:
         tenant.gradient.zero_()
         tenant.window = TenantWindow()
         tenant.windows += 1
     _step_schedules(stepping)
+    if failures := [tenant.failure for tenant in stepping if tenant.failure is not None]:
+        raise failures[0]
     return [(math.isfinite(norm), norm) for norm in norms]
 
 
 def _step_schedules(tenants: Sequence[Tenant]) -> None:
-    """Step all schedules, and then raise the first error, so that it affects no other tenant."""
-    failures: list[Exception] = []
     for tenant in tenants:
         tenant.steps += 1
         try:
             tenant.schedule.step()
         except Exception as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
+            tenant.failure = tenant.failure or error
 
 
-def _step_all(optimizers: Sequence[Optimizer]) -> None:
+def _step_all(tenants: Sequence[Tenant]) -> None:
     """Step optimizers. Those of one class with equal settings are stepped by one call, in fewer kernels."""
-    alike: dict[str, list[Optimizer]] = {}
-    for optimizer in optimizers:
+    alike: dict[str, list[Tenant]] = {}
+    for tenant in tenants:
         settings = [
             (key, value.tolist() if isinstance(value, torch.Tensor) else value)
-            for key, value in optimizer.param_groups[0].items()
+            for key, value in tenant.optimizer.param_groups[0].items()
             if key != "params"
         ]
-        alike.setdefault(f"{type(optimizer).__name__} {settings}", []).append(optimizer)
-    for first, *others in alike.values():
-        with _lent(first, others):
-            for optimizer in (first, *others):  # the others have no parameters, but count their steps
-                optimizer.step()
+        alike.setdefault(f"{type(tenant.optimizer).__name__} {settings}", []).append(tenant)
+    for group in alike.values():
+        first, *others = [tenant.optimizer for tenant in group]
+        try:
+            with _lent(first, others):
+                for optimizer in (first, *others):  # the others have no parameters, but count their steps
+                    optimizer.step()
+        except Exception as error:  # of some of them, on this rank alone: nobody knows which values are new
+            for tenant in group:
+                tenant.failure = error
 
 
 @contextmanager

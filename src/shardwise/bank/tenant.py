@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import re
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ConstantLR
+from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau
 
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
@@ -41,9 +42,12 @@ def create_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
     """Make the optimizer of a tenant's flat parameter.
 
     Raises:
-        ConfigError: the optimizer is not known to be elementwise, or has other parameters.
+        ConfigError: the optimizer cannot be made, is not known to be elementwise, or has other parameters.
     """
-    optimizer = make([flat])
+    try:
+        optimizer = make([flat])
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"optimizer: cannot be made, {error}") from error
     kind = type(optimizer)
     if kind not in _ELEMENTWISE:
         known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
@@ -68,9 +72,11 @@ def made_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
     """Make the schedule of a tenant.
 
     Raises:
-        ConfigError: the schedule lacks methods of torch's.
+        ConfigError: the schedule lacks methods of torch's, or depends on a metric.
     """
     schedule = make(optimizer)
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ConfigError("schedule: ReduceLROnPlateau needs a metric. Pass lr to optim_step instead")
     lacking = [n for n in ("step", "state_dict", "load_state_dict") if not callable(getattr(schedule, n, None))]
     if lacking:
         raise ConfigError(
@@ -176,6 +182,8 @@ class Tenant:
         self.schedule = made_schedule(options.schedule, self.optimizer)
         self.max_grad_norm = options.max_grad_norm
         self.window = TenantWindow()
+        self.failure: Exception | None = None
+        """The error of a step that failed, on this rank or another one. Its values are those of no step."""
         self.windows = 0
         """Completed windows, whether or not their step was taken."""
         self.steps = 0
@@ -205,10 +213,11 @@ class Tenant:
         Raises:
             ConfigError: a setting is unknown, or a value invalid. The message has all of them.
         """
-        known = self.settings.keys() - {"initial_lr", "foreach", "fused"}
-        kind = type(self.optimizer).__name__
+        fixed = (bool, type(None))  # flags decide which state there is
+        known = {key for key, value in self.settings.items() if not isinstance(value, fixed)} - {"initial_lr"}
+        kind = type(self.optimizer)
         faults = [
-            f"{key}: {kind} has {', '.join(sorted(known))}, and there is max_grad_norm"
+            f"{key}: {kind.__name__} has {', '.join(sorted(known))}, and there is max_grad_norm"
             for key in changes
             if key not in known and key != "max_grad_norm"
         ]
@@ -221,6 +230,13 @@ class Tenant:
             are_numbers = all(isinstance(number, int | float) and 0 <= number <= limit for number in numbers)
             if len({*lengths}) > 1 or not are_numbers or (key == "max_grad_norm" and value == 0):
                 faults.append(f"{key}={value!r} is not a valid value")
+        if changes and not faults:
+            settings = {**self.settings, **changes}
+            accepted = inspect.signature(kind).parameters
+            try:  # its constructor knows the limits of each
+                kind([self.flat], **{key: value for key, value in settings.items() if key in accepted})
+            except (ValueError, TypeError, RuntimeError) as error:
+                faults.append(str(error))
         if faults:
             raise ConfigError(f"invalid settings for the step of {self.name!r}:\n  " + "\n  ".join(faults))
 

@@ -229,6 +229,7 @@ class Checkpointer:
         given |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
         with self._world("restore") as world:
             world.run_all(check_options, get_hints(Checkpointer.restore), given)
+            world.run_all(_require_state, state)
             call = repr((step, tolerance, self._only))
             world.require_equal(call, "the list of arguments (step, only, on_...)")
             report = restoring.restore(world, self._root, state, step, self._only, tolerance, self._options)
@@ -349,6 +350,7 @@ class Checkpointer:
     @gc_disabled()
     def _contents(self, world: World, step: int, state: TrainState) -> StateContents:
         _comparable_step(step)
+        _require_state(state)
         write.require_after(self._root, step, self._newest)
         planned = self._plan.collected if self._plan else None
         collected = collect_state(state, self._only, planned)
@@ -360,6 +362,11 @@ class Checkpointer:
             contents.base = replace(samples, config=base_config(collected.model))
             contents.summary.base = contents.base.fingerprints()
         return contents
+
+
+def _require_state(state: object) -> None:
+    if not isinstance(state, TrainState):
+        raise ConfigError(f"state: is a {type(state).__name__}. Pass TrainState(model, ...)")
 
 
 def _comparable_step(step: object) -> dict[str, str]:

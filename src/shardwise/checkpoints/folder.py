@@ -60,7 +60,7 @@ def require_local(directory: str | os.PathLike[str]) -> Path:
     """
     if is_url(directory):
         raise ConfigError(f"{os.fspath(directory)}: is a URL. Pass a folder that all ranks see")
-    root = Path(os.path.abspath(directory))
+    root = Path(os.path.abspath(os.path.expanduser(directory)))
     if os.path.lexists(root) and not root.is_dir():
         raise StorageError(f"{root}: is a file. Pass a folder for checkpoints")
     return root

@@ -10,6 +10,7 @@ from typing import Any, Literal, Unpack
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers.training_args import OptimizerNames
 
 from shardwise.engines import outline as outlines
 from shardwise.engines.load_plan import LoadOptions, find_origin, get_rules, plan_fields, plan_initial_values
@@ -37,6 +38,7 @@ from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Tuned
 from shardwise.tuning.tunings import ExistingLora, Freeze, Full, Lora, Tuning
 
+_OPTIM = "adamw_torch_fused"
 _STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keeps both if they differ"
 
 
@@ -97,6 +99,8 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """
     options = outlines.check_keywords("plan", options, PlanOptions)
+    if (optim := options.get("optim", _OPTIM)) not in {name.value for name in OptimizerNames}:
+        raise ConfigError(f"optim: {optim} is none of TrainingArguments. Pass adamw_torch, sgd, ...")
     mesh = build_mesh(ranks, options)
     given: Any = options
     if not is_url(name_or_path):
@@ -198,7 +202,7 @@ def _training(
     sharding = options.get("sharding", Sharding())
     rows, tokens = options.get("per_device_train_batch_size", 0), options.get("max_length", 0)
     accumulates = options.get("gradient_accumulation_steps", 1) > 1
-    step = estimates.Step(options.get("optim", "adamw_torch_fused"), accumulates=accumulates)
+    step = estimates.Step(options.get("optim", _OPTIM), accumulates=accumulates)
     memory_bytes = options.get("memory_bytes") if rows and tokens else None
     if rows and tokens:
         recomputed = True if options.get("gradient_checkpointing") else sharding.activation_checkpointing

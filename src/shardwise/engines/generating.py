@@ -10,6 +10,7 @@ from shardwise.engines.pretrained_loading import from_pretrained
 from shardwise.errors import FormatError
 from shardwise.formats.contract import parse_object
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
+from shardwise.storage.names import without_secrets
 from shardwise.tuning.tunings import ExistingLora, Full, Tuning
 
 
@@ -22,7 +23,7 @@ def generate(name_or_path: str, prompt: str, *, max_new_tokens: int) -> str:
         max_new_tokens: the most tokens to generate.
 
     Raises:
-        FormatError: the adapter names no base.
+        FormatError: the adapter names no base, or there is no tokenizer.
         ShardwiseError: the model cannot be loaded.
     """
     base, tuning = name_or_path, cast(Tuning, Full())
@@ -33,7 +34,11 @@ def generate(name_or_path: str, prompt: str, *, max_new_tokens: int) -> str:
         base, tuning = found, ExistingLora(name_or_path)
     model: Any = from_pretrained(base, tuning=tuning, dtype="auto").eval()
     has_own = Path(name_or_path, "tokenizer_config.json").is_file()
-    tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path if has_own else base)
+    source = name_or_path if has_own else base
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise FormatError(f"{without_secrets(source)}: its tokenizer cannot be loaded. Save one with it") from error
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(

@@ -265,7 +265,7 @@ def merge_adapter(
     max_shard_bytes, in_cache = parse_size(max_shard_size), HubOptions(local_files_only=True)
     found = resolve(base, in_cache, download=False)
     lora_folder = adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
-    folder, out = found if found.is_dir() else found.parent, Path(out)
+    folder, out = found if found.is_dir() else found.parent, Path(out).expanduser()
     offline.require_other_folder(out, [found, lora_folder])
     with ExitStack() as stack:
         merge = _plan(found, folder, lora_folder, adapter_name, options, stack)
@@ -344,6 +344,9 @@ def _plan(
     index = offline.read_index(opened, config)
     executor = offline.create_executor(reader, index)
     built = outline(folder, config, index, options)
+    is_named = any(f".{adapter_name}." in f"{key}." for key in lora.tensors)
+    if adapter_name not in ("default", lora_folder.name) and not is_named:
+        raise FormatError(f"{lora_folder}: has no adapter {shown(adapter_name)}. Check adapter_name")
     require_equal_copies(lora, adapter_name)
     vocab_size = find_new_vocab_size(lora, built, adapter_name)
     if vocab_size is not None:

@@ -5,11 +5,13 @@ A missing name is one error when this file is imported. ``tests/canary`` asserts
 """
 
 import inspect
+from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError, KnownNames, require_names
+from shardwise.models.torch_api import original_class
 
 with KnownNames("transformers", "5.19 to 5.23"):
     from transformers import Trainer
@@ -28,6 +30,7 @@ with KnownNames("transformers", "5.19 to 5.23"):
 
 _MARK = "_is_distributed_loading_by_transformers"
 _MANAGED = "_is_fsdp_managed_module"
+_NAME = "_get_name"
 _CONFIG = "distributed_config"
 HOOKED = "_replicated_grad_hook_registered"
 """Mark of a parameter whose gradient is averaged already."""
@@ -46,11 +49,14 @@ def add_marks(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
         setattr(model.config, _CONFIG, DistributedConfig(dp_replicate_size=replicas))
     if by_fsdp:
         setattr(model, _MANAGED, True)
+        # By this name, which FSDP2 changes, label smoothing decides whether labels are those of the next token.
+        vars(model)[_NAME] = partial(str, original_class(model).__name__)
 
 
 def remove_marks(model: PreTrainedModel) -> None:
     """Remove the marks of :func:`add_marks`, except the one that FSDP2 manages the model, which it does."""
     vars(model).pop(_MARK, None)
+    vars(model).pop(_NAME, None)
     vars(model.config).pop(_CONFIG, None)
 
 

@@ -208,17 +208,17 @@ def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tupl
             others = f" (others: {_names(foreign)})" if foreign else ""
             raise ConfigError(
                 f"resume_from_checkpoint=True: output_dir={str(run)!r} has no complete checkpoint of "
-                f"ShardwiseTrainer{others}. Leave it out to start from the beginning"
+                f"ShardwiseTrainer{others}. Leave it out to start from the beginning, in a new output_dir"
             )
         source, at = checkpoint_folder(run, complete[-1]), complete[-1]
     elif requested is not None:
         source = requested
         at = read_header(requested).step if requested.parent.resolve() == run.resolve() else -1
     if others_in_way := sorted([*foreign, *(step for step in complete if step > at)]):
+        resume = "resume_from_checkpoint=True to resume from the newest, or choose " if complete else ""
         raise ConfigError(
             f"output_dir={str(run)!r} has {_names(others_in_way)} of another run, which this one would overwrite "
-            "or remove. Pass resume_from_checkpoint=True to resume from the newest checkpoint of "
-            "ShardwiseTrainer, choose another output_dir, or remove them"
+            f"or remove. Pass {resume}another output_dir, or remove them"
         )
     return source, FolderKind.LEFT in found.values()
 

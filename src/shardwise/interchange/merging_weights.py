@@ -126,7 +126,8 @@ def merge_weights(
             back differs.
     """
     check_options(get_hints(merge_weights), {"file_format": file_format, "remove_source": remove_source})
-    checkpoint, out, max_shard_bytes = Path(checkpoint).expanduser(), Path(out), parse_size(max_shard_size)
+    checkpoint, out = Path(checkpoint).expanduser(), Path(out).expanduser()
+    max_shard_bytes = parse_size(max_shard_size)
     start = time.perf_counter()
     with ExitStack() as stack:
         reader, index, is_optimizer = _open(checkpoint, stack)

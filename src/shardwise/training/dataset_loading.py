@@ -189,7 +189,7 @@ def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> 
         raise
     except Exception as error:  # of datasets, pyarrow, the hub: any
         cause = error.__cause__ or error
-        message = redacted(f"{names}: cannot be loaded as a dataset, {cause}", names, {})
+        message = redacted(f"{names}: cannot be loaded as a dataset, {str(cause) or repr(cause)}", names, {})
         raise ConfigError(f"{message}. Check the name and the rows") from error
 
 

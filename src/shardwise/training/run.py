@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
 from shardwise.errors import ConfigError
 from shardwise.execution.locked_folder import locked_by_first_rank
@@ -24,6 +25,7 @@ from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
 from shardwise.models import torch_api
+from shardwise.report.names import table_lines
 from shardwise.storage.names import without_secrets
 from shardwise.training import setup as trl_setup
 from shardwise.training.run_config import RunConfig
@@ -77,7 +79,7 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
             processor = world.run_all(trl_setup.processing_class, arguments, config.method)
         data = trl_setup.load_data(arguments, config.method, processor, local_rank)
         model = trl_setup.load_model(arguments, config.method)
-        trl_setup.require_pad_token(model, processor)
+        require_pad_token(model, processor)
         reference = trl_setup.load_reference(arguments, config.method)
         trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data, local_rank)
         trainer.add_callback(StopOnSignal(request))
@@ -103,6 +105,23 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         tuple(state.log_history),
         tuple(summary),
     )
+
+
+def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
+    """Check that the embeddings have a row for the padding token.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    embeddings: Any = model.get_input_embeddings()
+    rows = int(embeddings.weight.shape[0])
+    if pad is not None and pad >= rows:
+        raise ConfigError(
+            f"pad_token: has the id {pad}, and the model has embeddings for 0 to {rows - 1}. Set pad_token to a "
+            "token of the model"
+        )
 
 
 def get_identity(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
@@ -155,14 +174,14 @@ def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -
             f"output_dir: {output} has a model that this training would overwrite. Set another output_dir"
         )
     found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
-    if differing := [key for key in identity if found.get(key) != identity[key]]:
+    if differing := [key for key in identity if key in found and found[key] != identity[key]]:
         key = differing[0]
         raise ConfigError(
             f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. Set "
             "another output_dir, or remove that one"
         )
     written = file.with_suffix(".new")
-    written.write_text(json.dumps(dict(identity), indent=2), "utf-8")
+    written.write_text(json.dumps({**found, **identity}, indent=2), "utf-8")
     written.replace(file)  # atomically
 
 
@@ -269,6 +288,23 @@ def summary_lines(state: TrainerState, seconds: float, tokens: int, peak: str) -
     if tokens:
         lines.append(f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
     return [*lines, peak]
+
+
+def tenant_sort_key(metrics: Mapping[str, Any]) -> tuple[bool, bool, float]:
+    """Return a sort key: tenants by evaluation loss, then those without one by loss, then failures."""
+    eval_loss: float | None = metrics.get("eval_loss")
+    return "failure" in metrics, eval_loss is None, metrics.get("loss", 0.0) if eval_loss is None else eval_loss
+
+
+def tenant_summary_lines(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]:
+    """Format the closing table of tenants."""
+    rows: list[tuple[str, ...]] = []
+    for place, (name, one) in enumerate(ranked.items(), 1):
+        losses = (f"{one[key]:.4f}" if key in one else "-" for key in ("loss", "eval_loss"))
+        rows.append((str(place), name, f"{one['steps']}/{one['max_steps']}", *losses))
+    lines = table_lines(("", "tenant", "steps", "loss", "evaluation loss"), rows)
+    lines += [f"{name}: failed in {one['failure']}" for name, one in ranked.items() if "failure" in one]
+    return [*lines, f"{len(ranked)} tenants in {time.monotonic() - begun:.1f} s, {peak_line()}"]
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -215,9 +215,17 @@ def _sharding(own: Mapping[str, Any]) -> Sharding:
     return Sharding(mesh=replicated_mesh(own["dp_replicate_size"]), wrap=wrap, offload_policy=offload)
 
 
+def lora_config(arguments: TrlArguments) -> Any:
+    """Return PEFT's config, or None."""
+    found: Any = get_peft_config(arguments.model)
+    if found is not None and isinstance(found.target_modules, str) and found.target_modules.isidentifier():
+        found.target_modules = {found.target_modules}  # TRL makes a pattern of a list of one name
+    return found
+
+
 def build_tuning(arguments: TrlArguments) -> Tuning:
     own = arguments.own
-    config: Any = get_peft_config(arguments.model)
+    config = lora_config(arguments)
     frozen: dict[str, Any] = {
         key: own[key] for key in ("trainable_layers", "trainable_modules", "extra_modules") if own[key]
     }
@@ -381,23 +389,6 @@ def _reward_functions(script: Any) -> list[Callable[..., Any]]:
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"reward_funcs: {name} cannot be imported, {error}. Check the path") from error
     return found
-
-
-def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
-    """Check that the embeddings have a row for the padding token.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    tokenizer = getattr(processor, "tokenizer", processor)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    embeddings: Any = model.get_input_embeddings()
-    rows = int(embeddings.weight.shape[0])
-    if pad is not None and pad >= rows:
-        raise ConfigError(
-            f"pad_token: has the id {pad}, and the model has embeddings for 0 to {rows - 1}. Set pad_token to a "
-            "token of the model"
-        )
 
 
 def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estimate:

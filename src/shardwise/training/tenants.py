@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerState, get_scheduler
-from trl.trainer.utils import get_peft_config
 
 from shardwise.bank.adapter_bank import AdapterBank, TenantKeywords
 from shardwise.bank.rows import RowTensors
@@ -25,10 +24,9 @@ from shardwise.engines.save_plan import SaveOptions
 from shardwise.errors import ConfigError, FormatError, TrainingError
 from shardwise.execution.collective_errors import translate_collective_errors
 from shardwise.execution.world import World
-from shardwise.report.names import table_lines
 from shardwise.storage.writing import open_writer
+from shardwise.training import run
 from shardwise.training import setup as trl_setup
-from shardwise.training.run import TrlOutcome, get_identity, locked_output, peak_line, stopping_on_signals
 from shardwise.training.run_config import RunConfig
 from shardwise.training.tenant_config import read_tenants
 from shardwise.training.tenant_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows, tokenized
@@ -40,7 +38,7 @@ _IDENTITY: Final = ("model_name_or_path", "model_revision", "load_in_4bit", "bnb
 _WEIGHTS: Final = ("*/*.safetensors", "*/checkpoint-*/*.safetensors")
 
 
-def train_tenants_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
+def train_tenants_on_rank(config: RunConfig, local_rank: int) -> run.TrlOutcome:
     """Train many LoRAs from a configuration. Collective: yes, over the default process group.
 
     Returns:
@@ -59,8 +57,10 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         raise ConfigError(f"eos_token: {eos_token} is not in the vocabulary. Set another")
     tokenizer.eos_token = eos_token or tokenizer.eos_token
     output = Path(config.values.get("output_dir", "trainer_output"))
-    identity = get_identity(config, "tenants", _IDENTITY)
-    with stopping_on_signals() as request, locked_output(output, identity, _WEIGHTS):
+    identity = run.get_identity(config, "tenants", _IDENTITY)
+    for name, own in read_tenants(config).items():
+        identity |= {f"{name}.{key}": value for key, value in run.get_identity(own, "sft").items()}
+    with run.stopping_on_signals() as request, run.locked_output(output, identity, _WEIGHTS):
         tenants = _joined(parsed, processor, config.own["tokens_per_pass"], local_rank)
         has_stopped, failures = train_in_turns(tenants, config.own["tokens_per_pass"], request)
     metrics = {
@@ -68,10 +68,12 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         | ({"failure": failures[one.name]} if one.name in failures else {})
         for one in tenants
     }
-    ranked = dict(sorted(metrics.items(), key=lambda item: _sort_key(item[1])))
+    ranked = dict(sorted(metrics.items(), key=lambda item: run.tenant_sort_key(item[1])))
     history = tuple({"tenant": one.name, **entry} for one in tenants for entry in one.state.log_history)
     steps = sum(one.state.global_step for one in tenants)
-    return TrlOutcome(str(output), steps, has_stopped, ranked, history, tuple(_summary(ranked, begun)))
+    return run.TrlOutcome(
+        str(output), steps, has_stopped, ranked, history, tuple(run.tenant_summary_lines(ranked, begun))
+    )
 
 
 def _joined(
@@ -177,23 +179,6 @@ def next_pass(waiting: Sequence[TenantTraining], budget: int) -> list[TenantTrai
     return taken
 
 
-def _sort_key(metrics: Mapping[str, Any]) -> tuple[bool, bool, float]:
-    """Return a sort key: tenants by evaluation loss, then those without one by loss, then failures."""
-    eval_loss: float | None = metrics.get("eval_loss")
-    return "failure" in metrics, eval_loss is None, metrics.get("loss", 0.0) if eval_loss is None else eval_loss
-
-
-def _summary(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]:
-    """Format the closing table."""
-    rows: list[tuple[str, ...]] = []
-    for place, (name, one) in enumerate(ranked.items(), 1):
-        losses = (f"{one[key]:.4f}" if key in one else "-" for key in ("loss", "eval_loss"))
-        rows.append((str(place), name, f"{one['steps']}/{one['max_steps']}", *losses))
-    lines = table_lines(("", "tenant", "steps", "loss", "evaluation loss"), rows)
-    lines += [f"{name}: failed in {one['failure']}" for name, one in ranked.items() if "failure" in one]
-    return [*lines, f"{len(ranked)} tenants in {time.monotonic() - begun:.1f} s, {peak_line()}"]
-
-
 STATE_FILE: Final = "trainer_state.json"
 """State of the Trainer. It is written last, so a checkpoint without it is incomplete."""
 
@@ -236,7 +221,7 @@ class TenantTraining:
         self.args: Any = arguments.training
         self.state = TrainerState()
         self._folder = Path(self.args.output_dir)
-        self._lora: Any = get_peft_config(arguments.model)
+        self._lora = trl_setup.lora_config(arguments)
         self._rows, self._held_out, self._shared = rows, held_out, shared
         per_rank = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         self._at_once = min(self.args.per_device_train_batch_size, shared.budget.rows_at_once(rows))

@@ -68,7 +68,8 @@ def match_adapter(
             f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config says that it belongs "
             f"to {config.base_model_name_or_path or 'a base it does not name'}, with r={config.r} and "
             f"target_modules={_format_targets(config.target_modules)}. Take that base, the config it was "
-            "trained with, and resize_vocab if its vocabulary was resized"
+            "trained with, and resize_vocab if its vocabulary was resized. An adapter with names of an older "
+            "transformers, or with embeddings, can be merged (shardwise.merge_adapter)"
         )
     return {own.fqn: item for own, item in found.values()}
 
