@@ -1,7 +1,7 @@
 """Bases that fail in a pass, and ranks that run them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -117,9 +117,19 @@ def one_rank_fails(base: Path, groups: str) -> dict[str, Any]:
                 errors["to look"] = on_ranks.said(lambda alone=alone: bank.compute_logprobs(alone))  # type: ignore[misc]
         for each in (bank, quiet):
             go(each, number, share)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("not this token")
+
+    with mock.patch.object(bank._tenants["x"].optimizer, "step", fail) if rank == size - 1 else nullcontext():
+        errors["step"] = on_ranks.said(lambda: go(bank, 2, share))
+    go(quiet, 2, share)
+    refused = on_ranks.said(lambda: bank.save("x", "nowhere"))
+    bank.delete_adapter("x")
     return {
         "errors": errors,
+        "refused": refused,
         "waited for": waited_for,
-        "states": [{name: each.state_dict(name) for name in members()} for each in (bank, quiet)],
+        "states": [{name: each.state_dict(name) for name in bank.names} for each in (bank, quiet)],
         "gathered": {type(values).__name__ for values in bank._model.parameters()},
     }

@@ -61,7 +61,8 @@ def test_a_rank_that_fails_alone_delays_no_other_rank(worlds: Any, base: Path, s
         assert (
             each["waited for"] == both if each is ranks[-1] else each["waited for"] <= (both if size > 2 else set())
         )
+        assert each["refused"].startswith(f"ConfigError: 'x': a step failed, rank {size - 1}: ValueError")
         bank, quiet = each["states"]
-        for name in members():
+        for name in bank:
             require_equal(bank[name]["adapter"], quiet[name]["adapter"])
         assert each["gathered"] == {"DTensor"}

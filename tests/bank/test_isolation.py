@@ -204,6 +204,8 @@ def test_configs_that_are_no_pairs_of_matrices(base, match, config):
         ("accumulation_steps=0: pass 1 or more", {"gradient_accumulation_steps": 0}),
         ("optimizer=5: is not a function", {"optimizer": 5}),
         ("schedule: made a NoneType, which has no step", {"schedule": lambda optimizer: None}),
+        ("ReduceLROnPlateau needs a metric", {"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}),
+        ("cannot be made, Invalid learning rate", {"optimizer": lambda own: torch.optim.SGD(own, lr=-1)}),
         ("unexpected keyword argument 'sed'. Did you mean 'seed'", {"sed": 1}),
         ("max_grad_norm=0: is not above 0", {"max_grad_norm": 0}),
         ("max_grad_norm=None: is not above 0", {"max_grad_norm": None}),

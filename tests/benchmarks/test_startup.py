@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks import startup
-from benchmarks.checkpoints import SHAPES, write
+from benchmarks.checkpoints import write
 from benchmarks.startup_arms import ARMS, PHASES
 from benchmarks.training import smaller
 from tests.observing.synthetic_runs import MIB, make_rank
@@ -70,35 +70,8 @@ def test_a_rank_whose_disk_was_full_before_its_end_is_an_error(tmp_path: Path, i
         startup.run_of(read_run(run))
 
 
-def test_a_model_that_differs_is_named_and_growth_over_the_limit_does_not_hold() -> None:
-    ours = startup.ArmRun("a", 1.5, {}, 3 << 30, 2 << 30, 0, 0, (3 << 30) - 1, {"a": "1", "b": "2"})
-    other = startup.ArmRun("b", 2.5, {}, 9 << 30, 4 << 30, 0, 5 << 30, 0, {"a": "2", "b": "2"})
-    runs = {"shardwise": ours, "native": other}
-    assert [startup.verdict(runs, arm) for arm in runs] == ["same", "1 of 2 differ, as a"]
-    assert not startup.holds({"growth_bytes": ours.growth_bytes, "limit_bytes": ours.limit_bytes})
-    assert startup.holds({"growth_bytes": 3 << 30, "limit_bytes": 3 << 30})
-
-
 @drawing
 @old_names
-@pytest.mark.distributed
-def test_two_arms_make_one_model_and_are_drawn(tmp_path: Path) -> None:
-    tiny = SHAPES["qwen3-0.6b"].tiny()
-    code, told = measure(tmp_path / "out", write(tiny, tmp_path), "--ranks", 2, "--arms", "shardwise,transformers")
-    assert code == 0
-    assert list(told["arms"]) == ["shardwise", "transformers"]
-    assert {arm["verdict"] for arm in told["arms"].values()} == {"same"}
-    limits = [arm["limit_bytes"] for arm in told["arms"].values()]
-    assert limits == pytest.approx([2 * tiny.nbytes + 2 * (288 << 20)] * 2, rel=0.01)
-    for arm in told["arms"]:
-        record = read_run(tmp_path / "out" / arm)
-        assert [rank.rank for rank in record.ranks] == [0, 1]
-        assert [span.path[0] for span in record.ranks[0].phases if len(span.path) == 1] == [*PHASES]
-        assert arm in (tmp_path / "out" / "report" / "report.html").read_text("utf-8")
-    assert (tmp_path / "out" / "startup.png").read_bytes().startswith(b"\x89PNG")
-
-
-@drawing
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
@@ -109,6 +82,8 @@ def test_who_holds_less_grows_less(tmp_path: Path) -> None:
     assert code == 0
     assert told["not_run"] == {}
     assert {name: arm["verdict"] for name, arm in told["arms"].items()} == dict.fromkeys(ARMS, "same")
+    assert all(arm in (tmp_path / "out" / "report" / "report.html").read_text("utf-8") for arm in ARMS)
+    assert (tmp_path / "out" / "startup.png").read_bytes().startswith(b"\x89PNG")
     grown = {name: arm["growth_bytes"] for name, arm in told["arms"].items()}
     assert grown["native-efficient"] < grown["native"]
     assert grown["accelerate-efficient"] < grown["accelerate"]

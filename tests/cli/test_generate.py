@@ -46,6 +46,13 @@ def test_the_answer_is_that_of_transformers(folder, adapter):
     assert result.stdout.removesuffix("\n") == answer_of(folder, adapter and place)
 
 
+def test_a_model_without_a_tokenizer_is_an_error(folder, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / "model" / name)
+    result = RUNNER.invoke(main, ["generate", str(tmp_path), "Hi"])
+    assert (result.exit_code, "its tokenizer has no token" in result.stderr) == (2, True)
+
+
 def test_the_adapter_has_another_answer(folder):
     assert answer_of(folder) != answer_of(folder, folder / "adapter")
 

@@ -72,6 +72,7 @@ def test_options_reach_the_plan(checkpoint):
         (["--ranks=4", "--mesh=shard:4"], "is not a new AXIS=SIZE"),
         (["--ranks=4", "--wrap=layers"], "wrap='layers' is not known"),
         (["--ranks=4", "--dtype=float17"], "float17"),
+        (["--ranks=4", "--tuning=full", "--optim=adam"], "optim: adam is none of TrainingArguments"),
     ],
 )
 def test_arguments_that_cannot_be_planned_exit_with_2(checkpoint, arguments, message):

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+SMOOTHED = EVALUATED | {"label_smoothing_factor": 0.1}
 
 
 def test_whole_in_the_trainer(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:
@@ -26,14 +27,14 @@ def test_whole_in_the_trainer(two: LocalRanks, one: LocalRanks, folder: Path, tm
 
 
 def test_lora_in_the_trainer(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:
-    run = Run(str(folder), model="lora", arguments=EVALUATED, asks_for="generation")
+    run = Run(str(folder), model="lora", arguments=SMOOTHED, asks_for="generation")
     compared(two, one, run, tmp_path)
 
 
 @pytest.mark.parametrize("model", ["frozen", pytest.param("replicated lora", marks=pytest.mark.slow), "vision"])
 def test_others_in_the_trainer(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str) -> None:
-    given = {"gradient_checkpointing": True} if model == "frozen" else {}
-    compared(two, one, Run(str(folder), model=model, arguments=EVALUATED | given), tmp_path)
+    given = SMOOTHED | {"gradient_checkpointing": True} if model == "frozen" else EVALUATED
+    compared(two, one, Run(str(folder), model=model, arguments=given), tmp_path)
 
 
 def test_the_trainer_itself_takes_the_model(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:

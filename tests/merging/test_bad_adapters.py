@@ -188,6 +188,8 @@ def test_an_adapter_in_a_folder_of_its_own(base: Path, adapter: Path, tmp_path: 
     adapter.rename(tmp_path / "several" / "mine")
     with pytest.raises(FormatError, match="Choose one by adapter_name: mine"):
         merge_adapter(base, tmp_path / "several", tmp_path / "out")
+    with pytest.raises(FormatError, match="has no adapter yours"):
+        merge_adapter(base, tmp_path / "several" / "mine", tmp_path / "out", adapter_name="yours")
     with pytest.raises(FormatError, match="not the name of an adapter"):
         merge_adapter(base, tmp_path / "several", tmp_path / "out", adapter_name="../several")
     assert merge_adapter(base, tmp_path / "several", tmp_path / "out", adapter_name="mine").modules == 4

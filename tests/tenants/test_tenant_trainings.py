@@ -114,7 +114,11 @@ def test_a_row_that_is_too_long_for_a_pass_and_an_unknown_token_are_named(folder
         run_world(1, train, {**values(folder, "refused", 1), "eos_token": "<end>"})
 
 
-def test_a_folder_with_another_base_is_left_alone(folder: Path, whole: dict[str, list[float]]) -> None:
+def test_a_folder_with_another_base_or_adapter_is_left_alone(folder: Path, whole: dict[str, list[float]]) -> None:
+    other = values(folder, "whole", 1)
+    other["tenants"]["ada"] |= {"lora_r": 3}
+    with pytest.raises(RankError, match=r"has a training with ada\.lora_r=\S+, not 3"):
+        run_world(1, train, other)
     given = {**values(folder, "whole", 1), "model_revision": "other"}
     with pytest.raises(RankError, match="has a training with model_revision=None, not 'other'"):
         run_world(1, train, given)

@@ -46,6 +46,8 @@ def generate(name_or_path: str, prompt: str, *, max_new_tokens: int) -> str:
         )
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
+    if not inputs["input_ids"].numel():  # transformers makes an empty tokenizer for some folders without one
+        raise FormatError(f"{without_secrets(source)}: its tokenizer has no token for the prompt. Save one with it")
     inputs = inputs.to(model.device)
     with torch.no_grad():
         answer = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
