@@ -118,10 +118,8 @@ def one_rank_fails(base: Path, groups: str) -> dict[str, Any]:
         for each in (bank, quiet):
             go(each, number, share)
 
-    def fail(*_: Any) -> None:
-        raise ValueError("not this token")
-
-    with mock.patch.object(bank._tenants["x"].optimizer, "step", fail) if rank == size - 1 else nullcontext():
+    broken = mock.patch.object(bank._tenants["x"].optimizer, "step", side_effect=ValueError("not this token"))
+    with broken if rank == size - 1 else nullcontext():
         errors["step"] = on_ranks.said(lambda: go(bank, 2, share))
     go(quiet, 2, share)
     refused = on_ranks.said(lambda: bank.save("x", "nowhere"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
@@ -29,12 +28,12 @@ from shardwise.bank.files import (
 )
 from shardwise.bank.routing import ActiveRouting, SiteHooks
 from shardwise.bank.rows import RowTensors
-from shardwise.bank.stepping import step_together
+from shardwise.bank.stepping import step_and_mark
 from shardwise.checkpoints.header import compute_digest
 from shardwise.engines.arguments import check_options, get_world, require_same_arguments
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
 from shardwise.engines.saving import execute_save
-from shardwise.errors import ConfigError, RankLostError, ShardwiseError, unknown_keyword
+from shardwise.errors import ConfigError, unknown_keyword
 from shardwise.execution.world import Clock, World
 from shardwise.models.view import computing_device
 from shardwise.planning.matching import OnFault
@@ -235,18 +234,7 @@ class AdapterBank:
             1 / max(count, 1) if tenant.options.reduction == "mean" and not calls.is_scaled_at_once(tenant) else 1.0
             for tenant, count in zip(stepping, tokens, strict=True)
         ]
-        try:
-            outcomes = self._world.run_all(step_together, self._world, stepping, scales)
-        except RankLostError:
-            raise
-        except ShardwiseError as error:  # maybe of one rank alone, whose values differ now
-            failed = {*names}
-            with suppress(ShardwiseError):  # this error came first
-                told = self._world.all_gather_object([tenant.name for tenant in stepping if tenant.failure])
-                failed = {name for found in told for name in found} or failed
-            for tenant in stepping:
-                tenant.failure = error if tenant.name in failed else None
-            raise
+        outcomes = step_and_mark(self._world, stepping, scales)
         found = zip(names, outcomes, tokens, rates, strict=True)
         return {name: tenants.TenantStep(*outcome, count, rate) for name, outcome, count, rate in found}
 

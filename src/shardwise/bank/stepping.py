@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from shardwise.bank.tenant import Tenant, TenantWindow
+from shardwise.errors import RankLostError, ShardwiseError
 from shardwise.execution.world import World
 
 
@@ -23,6 +24,26 @@ def sum_all(world: World, tensors: Sequence[torch.Tensor]) -> None:
         for work in works:
             assert work is not None, "this rank is in the group"
             world.wait_for(work)
+
+
+def step_and_mark(world: World, tenants: Sequence[Tenant], scales: Sequence[float]) -> list[tuple[bool, float]]:
+    """Run :func:`step_together`, and mark tenants whose step failed on any rank: ranks have other values of them.
+
+    Raises:
+        ShardwiseError: the same on every rank.
+    """
+    try:
+        return world.run_all(step_together, world, tenants, scales)
+    except RankLostError:
+        raise
+    except ShardwiseError as error:
+        failed = {tenant.name for tenant in tenants}
+        with suppress(ShardwiseError):  # this error came first
+            told = world.all_gather_object([tenant.name for tenant in tenants if tenant.failure])
+            failed = {name for found in told for name in found} or failed
+        for tenant in tenants:
+            tenant.failure = error if tenant.name in failed else None
+        raise
 
 
 def step_together(world: World, tenants: Sequence[Tenant], scales: Sequence[float]) -> list[tuple[bool, float]]:
