@@ -126,8 +126,7 @@ def merge_weights(
             back differs.
     """
     check_options(get_hints(merge_weights), {"file_format": file_format, "remove_source": remove_source})
-    checkpoint, out = Path(checkpoint).expanduser(), Path(out).expanduser()
-    max_shard_bytes = parse_size(max_shard_size)
+    checkpoint, out, limit = Path(checkpoint).expanduser(), Path(out).expanduser(), parse_size(max_shard_size)
     start = time.perf_counter()
     with ExitStack() as stack:
         reader, index, is_optimizer = _open(checkpoint, stack)
@@ -145,7 +144,7 @@ def merge_weights(
             named = named_outputs(folder, index, executor, base=base, dtype=dtype)
         file_format = "bin" if is_optimizer else file_format
         companions = _companions(named, folder, dtype)
-        streamed, files = _write(named, companions, file_format, out, max_shard_bytes)
+        streamed, files = _write(named, companions, file_format, out, limit)
         if named.folder is not None:
             write_templates(out, read_templates([folder, named.folder]))
     removed = ""
