@@ -210,8 +210,8 @@ class AdapterBank:
             RankMismatchError: ranks step different tenants or pass different changes, or their optimizers have
                 different settings (for example, from different schedules) or step counts. No step is taken.
             RankLostError: a rank is lost. The bank cannot be used any more.
-            ShardwiseError: the optimizer or the schedule fails on a rank. The tenants of that call that failed have
-                to be restored or deleted; the others took their steps.
+            ShardwiseError: the optimizer or the schedule of a tenant fails on a rank. It, and tenants of the call
+                with equal optimizer settings, must be restored or deleted. The others took their steps.
         """
         return self._step_all([name], changes)[name]
 

@@ -177,9 +177,10 @@ def _read(world: World, module: nn.Module, folder: Path, file: str, only: Adapte
 def _with_scratch(
     model: PreTrainedModel, tenant: Tenant
 ) -> tuple[nn.Module, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Return a PEFT model of the tenant, with scratch memory for the base's tensors that its file has.
+    """Return a PEFT model of the tenant with scratch memory for the base's tensors that its file has.
 
-    And these tensors of the base with their scratch memory, by name.
+    Returns:
+        The model, and by name the base's own tensors with their scratch memory, of the same shapes and dtypes.
     """
     scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     whole = with_lent_tensors(model, tenant)

@@ -174,7 +174,8 @@ def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -
             f"output_dir: {output} has a model that this training would overwrite. Set another output_dir"
         )
     found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
-    if differing := [key for key in identity if key in found and found[key] != identity[key]]:
+    of_run = [key for key in identity if key in found or "." not in key]  # tenants (NAME.KEY) may be added
+    if differing := [key for key in of_run if found.get(key) != identity[key]]:
         key = differing[0]
         raise ConfigError(
             f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. Set "
