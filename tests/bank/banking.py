@@ -32,13 +32,8 @@ def save_base(folder: Path, *, tied: bool = True) -> Path:
 
 
 def save_experts(folder: Path) -> Path:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, tie_word_embeddings=False
-    )
-    with zoo.silenced():
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return reference.save_config(folder, Qwen3MoeConfig(**SIZES, **experts, tie_word_embeddings=False))
 
 
 @dataclass(frozen=True)

@@ -488,7 +488,7 @@ def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
 
 
 def save_before_and_after_a_step(folder: str) -> tuple[list[int], list[str]]:
-    """Save without optimizer state, with it, with it again, and with it in other memory on the last rank.
+    """Save without optimizer state, with it, with it again (gathered), and with it in other memory on a rank.
 
     Return the tensors of each, and what differs.
     """
@@ -498,6 +498,8 @@ def save_before_and_after_a_step(folder: str) -> tuple[list[int], list[str]]:
         if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
             training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
         training.step()
+        if step == 2:
+            training.model.unshard()
         counts.append(checkpointer.save(step, training.state).tensors)
     wanted = training.taken()
     other = Training(seed=1)

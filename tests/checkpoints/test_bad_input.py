@@ -30,7 +30,10 @@ CALLS = {
     "no json": ("ConfigError", "user: is not JSON"),
     "other optimizer": ("ShardingError", "is not the model's"),
     "step": ("ConfigError", "step=-1 is not a number of optimizer steps"),
-    "other steps": ("RankMismatchError", "the list of arguments (step, keep, mode, only) on rank 1"),
+    "other steps": (
+        "RankMismatchError",
+        "the list of arguments (step, keep, mode, only, on_differing_buffers) on rank 1",
+    ),
     "other rates": (
         "RankMismatchError",
         "the settings of the optimizers on rank 1 are not those of rank 0 (learning rates 0.05, 0.5 against 0.05,",
@@ -59,6 +62,12 @@ def test_a_call_that_cannot_be_honoured(worlds, tmp_path, fault):
 def test_unknown_keywords_are_answered(tmp_path, keyword, answer):
     with pytest.raises(shardwise.ConfigError, match=rf"Checkpointer\(\) got an unexpected .*'{keyword}'. {answer}"):
         Checkpointer(tmp_path, **{keyword: None})
+
+
+@pytest.mark.parametrize("value", [b"", 2**3000])
+def test_values_that_torch_does_not_load_are_refused(value):
+    with pytest.raises(shardwise.ConfigError, match="x: holds something other than plain data"):
+        header_module.to_pickle({"a": [value]}, "x")
 
 
 def test_ranks_that_do_not_hold_all_of_it(worlds, tmp_path):

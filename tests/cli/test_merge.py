@@ -9,14 +9,8 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from tests import zoo
 from tests.merging.adapters import save_adapter, tensors_of
-from tests.quiet import quieten
 
 from shardwise.cli import main
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quiet():
-    quieten()
 
 
 @pytest.fixture(scope="module")

@@ -112,16 +112,26 @@ def view(array: Array, strided: Strided) -> Array:
     return np.lib.stride_tricks.as_strided(flat, strided.sizes, [array.itemsize * step for step in strided.strides])
 
 
-def check_expression(seed: int) -> None:
-    """One random expression and box: every element is written once, with the value of direct evaluation."""
+def sampled(
+    seed: int, depth: int, *, computing: bool = False
+) -> tuple[random.Random, Grower, Expression, Box, Array] | None:
+    """A random expression, a box of it and what the box has; None if it is large."""
     rng = random.Random(seed)
     grower = Grower(rng)
-    node, array = grower.grow(rng.randint(1, 7))
+    node, array = grower.grow(rng.randint(1, depth), computing=computing)
     assert node.shape == array.shape, seed
     if array.size > _MAX_NUMEL:
-        return
+        return None
     box = random_box(rng, array.shape)
-    wanted = array[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
+    at = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+    return rng, grower, node, box, array[at]
+
+
+def check_expression(seed: int) -> None:
+    """One random expression and box: every element is written once, with the value of direct evaluation."""
+    if (sample := sampled(seed, 7)) is None:
+        return
+    rng, grower, node, box, wanted = sample
     found = np.full(wanted.size, -1)
     written = np.zeros(wanted.size, dtype=int)
     max_span = rng.choice([1, 7, 64, 10**9])
@@ -159,14 +169,9 @@ def evaluated(
 
 def check_computed(seed: int) -> None:
     """As :func:`check_expression`, with nodes that compute among the others."""
-    rng = random.Random(seed)
-    grower = Grower(rng)
-    node, array = grower.grow(rng.randint(1, 9), computing=True)
-    assert node.shape == array.shape, seed
-    if array.size > _MAX_NUMEL:
+    if (sample := sampled(seed, 9, computing=True)) is None:
         return
-    box = random_box(rng, array.shape)
-    wanted = array[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
+    rng, grower, node, box, wanted = sample
     written = np.zeros(wanted.size, dtype=int)
     found = evaluated(grower.leaves, node, box, rng.choice([1, 50, 300, 10**9]), written)
     assert (written == 1).all(), seed

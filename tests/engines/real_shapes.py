@@ -69,19 +69,10 @@ def _as_stored(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, 
 
 
 def qwen3_235b(layers: int = 94) -> Shapes:
-    config = Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=1536,
-        tie_word_embeddings=False,
-    )
+    sizes = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
+    config = Qwen3MoeConfig(**sizes, **heads, **experts)
     return Shapes(Qwen3MoeForCausalLM, config, files=max(2, 118 * layers // 94))
 
 

@@ -15,7 +15,6 @@ from tests import zoo
 from tests.engines.conftest import small_qwen3
 from tests.integrations import accelerate_errors, accelerate_states, accelerating
 from tests.integrations.accelerating import OURS, THEIRS, WAYS
-from tests.quiet import quieten
 from tests.support.local_ranks import RankError
 from tests.support.world import agreed, require_same_error, run_world
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -26,11 +25,6 @@ from shardwise.integrations.pending import (
     enable_fsdp_ram_efficient_loading,
     fsdp_ram_efficient_loading,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quiet():
-    quieten()
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,11 @@ import pytest
 from tests import zoo
 from tests.integrations import larger_meshes
 from tests.integrations.test_accelerate import ALL_SAME
-from tests.quiet import quieten
 from tests.support.world import agreed, require_words
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SIZES = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quiet():
-    quieten()
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,6 @@ from pathlib import Path
 import pytest
 from tests import zoo
 from tests.engines.conftest import small_qwen3
-from tests.quiet import quieten
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quiet():
-    quieten()
 
 
 def save_base(folder: Path, **changes) -> Path:

@@ -42,23 +42,10 @@ def tokenizer(template: str | None = MARKED) -> PreTrainedTokenizerFast:
 
 def model() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=260,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=2,
-            pad_token_id=0,
-            initializer_range=0.1,
-        )
-    )
+    sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    tokens = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": True}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **tokens, initializer_range=0.1))
 
 
 def write_model(folder: Path) -> Path:

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tests import zoo
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -23,23 +23,22 @@ SIZES: dict[str, Any] = {
 }
 
 
+def save_config(folder: Path, config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Path:
+    torch.manual_seed(0)
+    with zoo.silenced():
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    return folder
+
+
 def save_tiny(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
     """A Qwen3 of two layers."""
-    torch.manual_seed(0)
     sizes = {**SIZES, "head_dim": 12, "tie_word_embeddings": tied}
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**{**sizes, **config}), dtype=dtype)
-    with zoo.silenced():
-        model.save_pretrained(folder)
-    return folder
+    return save_config(folder, Qwen3Config(**{**sizes, **config}), dtype)
 
 
 def save_experts(folder: Path) -> Path:
     """A Mixtral of four experts, stored one by one."""
-    torch.manual_seed(0)
-    config = MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False)
-    with zoo.silenced():
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
+    return save_config(folder, MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False))
 
 
 def stock(folder: Path | str, config: LoraConfig | None, dtype: torch.dtype = torch.float32) -> nn.Module:

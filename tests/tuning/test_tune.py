@@ -13,7 +13,7 @@ from tests.conftest import Worlds
 from tests.support.world import require_same_error
 from tests.truth import require_equal
 from tests.tuning import on_ranks, reference
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForSequenceClassification
+from transformers import GPT2Config, Qwen3ForSequenceClassification
 from transformers.models.auto import modeling_auto
 
 import shardwise
@@ -121,11 +121,14 @@ def test_the_distribution_is_that_of_peft_on_the_whole_fan_in(tmp_path: Path) ->
 )
 def test_a_sharded_model_answers_as_peft_does(config: LoraConfig, tied: Path, worlds: Worlds) -> None:
     """Other kinds: the training below."""
-    folder = tied
+    assert_answers_as_peft(tied, config, worlds(3))
+
+
+def assert_answers_as_peft(folder: Path, config: LoraConfig, ranks: Any) -> None:
     wanted = reference.stock(folder, config)
     on_ranks.set_values(wanted, reference.unsettle(reference.values_of(wanted)))
     logits = reference.logits(wanted)
-    for found in worlds(3).run(on_ranks.logits, str(folder), {"tuning": Lora(config)}):
+    for found in ranks.run(on_ranks.logits, str(folder), {"tuning": Lora(config)}):
         torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
 
 
@@ -390,18 +393,12 @@ def test_a_new_head_that_is_drawn_whole_is_copied_too(tied: Path) -> None:
 
 
 def test_matrices_stored_the_other_way_round(tmp_path: Path, worlds: Worlds) -> None:
-    torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=61, n_embd=24, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0
     )
-    with zoo.silenced():
-        GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    reference.save_config(tmp_path, config)
     lora = LoraConfig(r=2, fan_in_fan_out=True, target_modules=["c_attn"])
-    wanted = reference.stock(tmp_path, lora)
-    on_ranks.set_values(wanted, reference.unsettle(reference.values_of(wanted)))
-    logits = reference.logits(wanted)
-    for found in worlds(2).run(on_ranks.logits, str(tmp_path), {"tuning": Lora(lora)}):
-        torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+    assert_answers_as_peft(tmp_path, lora, worlds(2))
     tuning = Lora(LoraConfig(r=2, fan_in_fan_out=True, target_modules=["c_attn"], use_dora=True))
     with pytest.raises(ConfigError, match="c_attn: use_dora needs norms over the dimension that is sharded"):
         shardwise.from_pretrained(tmp_path, tuning=tuning)

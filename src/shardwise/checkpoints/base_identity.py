@@ -183,7 +183,7 @@ class BaseSamples:
         config: its config, of :func:`base_config`.
         dtypes: dtypes of the sampled tensors, by FQN.
         numels: numbers of elements sampled of each.
-        local: the sampled elements that this rank holds, and the weights of their fingerprints.
+        local: the sampled elements that this rank holds, as integers, and the weights of their fingerprints.
     """
 
     config: Mapping[str, Any]
@@ -214,17 +214,21 @@ class BaseSamples:
                 if box := placed.box.intersect(corner):
                     at = tuple(slice(a, a + size) for a, size in zip(box.offsets, box.sizes, strict=True))
                     view = strided_view(local_tensor(item.tensor), locate_box(box, held))
-                    local[item.fqn, box] = view, weights[at]
+                    local[item.fqn, box] = view.view(_INTEGER_BY_SIZE[view.element_size()]), weights[at]
         dtypes = {item.fqn: str(item.tensor.dtype).removeprefix("torch.") for item in chosen}
         return cls(base_config(model), dtypes, numels, local)
 
     def fingerprints(self) -> dict[tuple[str, Box], int]:
         """Return the fingerprints of the samples on this rank, for :meth:`identity`. Collective: no."""
+        kinds: dict[tuple[object, ...], list[tuple[str, Box]]] = {}
+        for key, (view, _) in self.local.items():
+            kinds.setdefault((view.shape, view.dtype, view.device), []).append(key)
         found: dict[tuple[str, Box], int] = {}
-        for key, (view, weights) in self.local.items():
-            words = view.detach().reshape(-1).view(_INTEGER_BY_SIZE[view.element_size()]).cpu().numpy()
-            unsigned = words.view(f"<u{words.itemsize}").astype(np.uint64)
-            found[key] = int(np.add.reduce(unsigned * weights.reshape(-1)))
+        for keys in kinds.values():  # at once: few kernels, and one copy
+            words = torch.stack([self.local[key][0] for key in keys]).reshape(len(keys), -1).cpu().numpy()
+            weights = np.stack([self.local[key][1] for key in keys]).reshape(words.shape)
+            totals = np.add.reduce(words.view(f"<u{words.itemsize}").astype(np.uint64) * weights, axis=1)
+            found |= zip(keys, totals.tolist(), strict=True)
         return found
 
     def identity(self, by_rank: Sequence[Mapping[tuple[str, Box], int]]) -> BaseIdentity:

@@ -2,11 +2,10 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,22 +14,22 @@ import torch
 
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
-from shardwise.checkpoints.base_identity import BaseIdentity, BaseSamples, base_config
+from shardwise.checkpoints.base_identity import base_config
 from shardwise.checkpoints.checkpoint_plan import CheckpointPlan, plan_checkpoint
 from shardwise.checkpoints.header import CheckpointHeader
 from shardwise.checkpoints.state import (
     CheckpointerOptions,
     Mode,
     StateContents,
-    StateSummary,
     TrainState,
     adapter_settings,
     collect_contents,
     collect_state,
     describe_selection,
 )
+from shardwise.checkpoints.summaries import Agreement, StateSummary, compare_summaries
 from shardwise.engines.arguments import check_options, get_hints, require_same_arguments
-from shardwise.errors import ConfigError, RankMismatchError, StorageError, answer_keywords
+from shardwise.errors import ConfigError, StorageError, answer_keywords
 from shardwise.execution.distributed_chunks import ChunkStaging, Views
 from shardwise.execution.memory import gc_disabled
 from shardwise.execution.replicas import compare_replicas
@@ -289,17 +288,15 @@ class Checkpointer:
     def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> write.Job:
         """Agree with all ranks on the content of the checkpoint. Collective: yes."""
         with clock.phase("collect"):
-            contents = self._collect(world, step, state)
-            collected = contents.collected
-            compare = partial(compare_summaries, world, contents.base)
-            alike, data, base, is_planned = world.all_reduce_object(contents.summary, compare)
-        with clock.phase("plan"):
-            if self._plan is None or not is_planned:
-                self._plan = plan_checkpoint(world, collected)
+            contents, (alike, data, base, mismatched) = self._collect(world, step, state)
+            collected, replicas = contents.collected, contents.replicas
+        with clock.phase("plan"), gc_disabled():
+            if self._plan is None or replicas is None or mismatched is None:
+                self._plan = plan_checkpoint(world, state, collected)
+                replicas = world.run_all(self._plan.replicas, collected)
             plan = self._plan.tensors
         with clock.phase("compare"):
-            replicas = world.run_all(self._plan.replicas, collected)
-            differing = compare_replicas(world, replicas, self._on_differing_buffers)
+            differing = compare_replicas(world, replicas, self._on_differing_buffers, mismatched)
         header = CheckpointHeader(
             step=step,
             world_size=world.size,
@@ -341,25 +338,37 @@ class Checkpointer:
         """Copy the chunks to host memory, because the training may change them while they are written."""
         return self._staging.copy(chunks)
 
-    def _collect(self, world: World, step: int, state: TrainState) -> StateContents:
-        """Check the call and collect this rank's state. Collective: yes."""
-        call = repr((step, self._keep, self._mode, self._only))
-        world.require_equal(call, "the list of arguments (step, keep, mode, only)")
-        return world.run_all(self._contents, world, step, state)
+    def _collect(self, world: World, step: int, state: TrainState) -> tuple[StateContents, Agreement]:
+        """Check the call, collect this rank's state, and compare it with that of all ranks. Collective: yes."""
+        found: list[StateContents] = []
+
+        def collect() -> StateSummary:
+            found.append(self._contents(world, step, state))
+            return found[0].summary
+
+        agreement = world.map_reduce(collect, lambda summaries: compare_summaries(world, found[0].base, summaries))
+        return found[0], agreement
 
     @gc_disabled()
     def _contents(self, world: World, step: int, state: TrainState) -> StateContents:
         _comparable_step(step)
         _require_state(state)
         write.require_after(self._root, step, self._newest)
-        planned = self._plan.collected if self._plan else None
-        collected = collect_state(state, self._only, planned)
-        require_values(collected.by_key, "the state")
+        plan = self._plan
+        if plan and plan.snapshot.is_current(state, plan.collected):
+            collected = plan.collected
+        else:
+            collected = collect_state(state, self._only, plan.collected if plan else None)
+            require_values(collected.by_key, "the state")
         contents = collect_contents(collected, state, world.rank)
-        contents.summary.is_planned = self._plan is not None and self._plan.is_for(world, collected)
+        contents.summary.call = repr((step, self._keep, self._mode, self._only, self._on_differing_buffers))
+        samples_of = collected
+        if plan and plan.is_for(world, collected):
+            contents.replicas = plan.replicas(collected)
+            contents.summary.replicas = contents.replicas.digests()
+            samples_of = plan.collected
         if isinstance(self._only, AdapterOnly):
-            samples = planned.base if planned and contents.summary.is_planned else collected.base
-            contents.base = replace(samples, config=base_config(collected.model))
+            contents.base = replace(samples_of.base, config=base_config(collected.model))
             contents.summary.base = contents.base.fingerprints()
         return contents
 
@@ -374,32 +383,3 @@ def _comparable_step(step: object) -> dict[str, str]:
     if type(step) is not int or not 0 <= step < _MAX_STEP:
         raise ConfigError(f"step={step!r} is not a number of optimizer steps")
     return {"step": str(step)}
-
-
-def compare_summaries(
-    world: World, samples: BaseSamples | None, summaries: Sequence[StateSummary]
-) -> tuple[list[str], str, BaseIdentity | None, bool]:
-    """Compare the state of all ranks.
-
-    Returns:
-        The random generators in the same state on all ranks, "none", "one" or "each" for data positions, the
-        identity of the base of an adapter, and whether all ranks can reuse the plan.
-
-    Raises:
-        RankMismatchError: optimizers have different settings, or some ranks only have a data position.
-    """
-    if odd := world.mismatched([item.settings for item in summaries]):
-        own, first = (", ".join(map(str, summaries[rank].rates[:4])) or "none" for rank in (odd.first, 0))
-        raise RankMismatchError(
-            f"the settings of the optimizers on rank {odd.text} are not those of rank {world.global_ranks[0]} "
-            f"(learning rates {own} against {first}), because their schedules differ. Give all ranks the same "
-            "settings"
-        )
-    generators = summaries[0].random
-    alike = [name for name in generators if all(item.random.get(name) == generators[name] for item in summaries)]
-    positions = {item.data for item in summaries}
-    data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
-    if "" in positions and data != "none":
-        raise RankMismatchError("some ranks have a position in the data and others none. Give all ranks theirs")
-    base = samples.identity([item.base for item in summaries]) if samples else None
-    return alike, data, base, all(item.is_planned for item in summaries)

@@ -159,7 +159,7 @@ def to_pickle(value: object, what: str) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(_on_cpu(value), buffer)
-        if type(value) not in _PLAIN:
+        if not _is_plain(value):
             torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:  # pickle raises errors of many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -168,6 +168,19 @@ def to_pickle(value: object, what: str) -> bytes:
             "tuples, strings, numbers, bytes and tensors"
         ) from error
     return buffer.getvalue()
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether ``torch.load(weights_only=True)`` reads a value for certain, because of its types."""
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(_is_plain, [*value, *value.values()]))
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+    if type(value) is int:
+        return value.bit_length() <= 64
+    return type(value) in (str, float, bool, type(None))
 
 
 def compute_digest(value: object) -> str:

@@ -17,20 +17,20 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoints.base_identity import BaseSamples, select_base
 from shardwise.checkpoints.header import as_json, compute_digest, to_pickle
+from shardwise.checkpoints.summaries import StateSummary
 from shardwise.errors import ConfigError, FormatError
+from shardwise.execution.replicas import Replicas
 from shardwise.execution.state_values import StateOptions
 from shardwise.formats.joining import KeyPath
 from shardwise.layout import TensorKind
 from shardwise.models.optimizer_parsing import labeled, written_out
 from shardwise.models.rebind import Bound, bind_optimizers, describe_sharding, inner_tensors
 from shardwise.models.selection import AdapterOnly, Selection, names_outside
-from shardwise.models.view import TensorRef, collect_tensors, local_tensor, without_compile
-from shardwise.tensors import Box
+from shardwise.models.view import TensorRef, collect_tensors, without_compile
 
 
 def dcp_key(path: KeyPath) -> str:
@@ -174,19 +174,6 @@ class CollectedState:
         """All tensors that a checkpoint stores, by :func:`dcp_key`."""
         return {dcp_key(path): tensor for path, tensor in self.tensors.items()}
 
-    def memory(self) -> list[tuple[object, ...]]:
-        """Return where each tensor of the checkpoint and of its base is now: identity, address, strides and dtype.
-
-        Equal at a later step if the same tensors are still in the same memory.
-        """
-        base = (item.tensor for item in select_base(self.held, self.stored))
-        tensors = [*self.tensors.values(), *base]
-        local = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-        return [
-            (id(tensor), own.data_ptr(), own.stride(), own.dtype)
-            for tensor, own in zip(tensors, local, strict=True)
-        ]
-
 
 def collect_state(state: TrainState, only: Selection, before: CollectedState | None = None) -> CollectedState:
     """Collect the tensors of a training. FSDP2 groups that are gathered are resharded.
@@ -255,27 +242,6 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(slots=True)
-class StateSummary:
-    """Digests of a rank's state other than its tensors, which the ranks compare before a checkpoint.
-
-    Attributes:
-        random: state of each random generator, by name.
-        data: position in the data, or "" without one.
-        settings: settings of the optimizers (learning rates, betas, ...).
-        rates: learning rates, by group.
-        base: fingerprints of the samples of the base, for an adapter.
-        is_planned: whether this rank can reuse the plan of the checkpoint before.
-    """
-
-    random: dict[str, str] = field(default_factory=dict)
-    data: str = ""
-    settings: str = ""
-    rates: list[float] = field(default_factory=list)
-    base: dict[tuple[str, Box], int] = field(default_factory=dict)
-    is_planned: bool = False
-
-
-@dataclass(slots=True)
 class StateContents:
     """Content of a checkpoint as this rank has it.
 
@@ -285,6 +251,7 @@ class StateContents:
         common: pickled values that the first rank stores for all.
         own: pickled values of this rank.
         base: samples of the base of an adapter.
+        replicas: replicated tensors, if the plan of the checkpoint before can be reused.
         summary: what the ranks compare.
     """
 
@@ -293,6 +260,7 @@ class StateContents:
     common: dict[KeyPath, Any] = field(default_factory=dict)
     own: dict[KeyPath, Any] = field(default_factory=dict)
     base: BaseSamples | None = None
+    replicas: Replicas | None = None
     summary: StateSummary = field(default_factory=StateSummary)
 
     def stored(self, data: str, rank: int) -> dict[KeyPath, bytes]:

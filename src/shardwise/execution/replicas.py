@@ -8,7 +8,7 @@ BatchNorm do: all of them are taken from the first rank that holds them, so that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -70,7 +70,7 @@ class Replicas:
     def digests(self) -> dict[ReplicaGroup, bytes]:
         """Return a digest for each group, equal on its ranks if the values are."""
         return {
-            group: repr_digest(checksums([view for views in tensors.values() for view in views]))
+            group: repr_digest(checksums(_stack_numbers(view for views in tensors.values() for view in views)))
             for group, tensors in self.by_group.items()
         }
 
@@ -83,8 +83,24 @@ class Replicas:
         }
 
 
-def compare_replicas(world: World, replicas: Replicas, on_differing_buffers: OnDiffering) -> tuple[str, ...]:
+def _stack_numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors, with those without dimensions (counts of steps) stacked, so that they take one kernel."""
+    numbers: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    others: list[torch.Tensor] = []
+    for tensor in tensors:
+        (others if tensor.ndim else numbers.setdefault((tensor.dtype, tensor.device), [])).append(tensor)
+    return [*others, *map(torch.stack, numbers.values())]
+
+
+def compare_replicas(
+    world: World,
+    replicas: Replicas,
+    on_differing_buffers: OnDiffering,
+    mismatched: Collection[ReplicaGroup] | None = None,
+) -> tuple[str, ...]:
     """Compare replicas. Return the names of differing buffers, for which the first rank's values are used.
+
+    ``mismatched`` has the groups that differ, if all ranks know them.
 
     Collective: yes. The checksums of single tensors are exchanged only if something differs. Memory: that of
     :func:`~shardwise.execution.checksums.checksums`.
@@ -93,7 +109,8 @@ def compare_replicas(world: World, replicas: Replicas, on_differing_buffers: OnD
         ConfigError: ``on_differing_buffers`` is no such mode.
         RankMismatchError: parameters or optimizer state differ, or buffers that must not. The message names them.
     """
-    mismatched = world.map_reduce(_mode_and_digests, _mismatched_groups, replicas, on_differing_buffers)
+    if mismatched is None:
+        mismatched = world.map_reduce(_mode_and_digests, _mismatched_in_one_mode, replicas, on_differing_buffers)
     if not mismatched:
         return ()
     return world.map_reduce(
@@ -111,17 +128,19 @@ def _mode_and_digests(
     return on_differing_buffers, replicas.digests()
 
 
-def _mismatched_groups(gathered: Sequence[tuple[str, dict[ReplicaGroup, bytes]]]) -> frozenset[ReplicaGroup]:
-    """Return the groups whose ranks have different values.
-
-    Raises:
-        RankMismatchError: ``on_differing_buffers`` is not the same on all ranks.
-    """
+def _mismatched_in_one_mode(
+    gathered: Sequence[tuple[str, Mapping[ReplicaGroup, bytes]]],
+) -> frozenset[ReplicaGroup]:
     if len({mode for mode, _ in gathered}) > 1:
         raise RankMismatchError("on_differing_buffers is not the same on all ranks. Pass one value on every rank")
+    return mismatched_groups([digests for _, digests in gathered])
+
+
+def mismatched_groups(gathered: Sequence[Mapping[ReplicaGroup, bytes]]) -> frozenset[ReplicaGroup]:
+    """Return the groups whose ranks have different values, from the digests of all ranks."""
     return frozenset(
         group
-        for group, by_rank in _by_group([digests for _, digests in gathered]).items()
+        for group, by_rank in _by_group(gathered).items()
         if len(by_rank) != group.size or len(set(by_rank.values())) > 1
     )
 

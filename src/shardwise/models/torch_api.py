@@ -237,9 +237,9 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-def is_temporary(module: nn.Module, name: str) -> bool:
-    """Return whether a buffer was registered with ``persistent=False``."""
-    return name in module._non_persistent_buffers_set
+def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], set[str]]:
+    """Return a module's modules, parameters and buffers, and the names of the non-persistent buffers."""
+    return module._modules, module._parameters, module._buffers, module._non_persistent_buffers_set
 
 
 def normalizes_over_rows(module: nn.Module) -> bool:

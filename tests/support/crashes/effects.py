@@ -66,19 +66,19 @@ class NamesSynced:
 
 
 @dataclass(frozen=True, slots=True)
-class FolderMade:
-    """A folder was made; its name is not durable before those of the folder around it. "" is the root."""
-
+class _OnFolder:
     writer: int
     folder: str
 
 
 @dataclass(frozen=True, slots=True)
-class FolderRemoved:
-    """An empty folder was removed."""
+class FolderMade(_OnFolder):
+    """A folder was made; its name is not durable before those of the folder around it. "" is the root."""
 
-    writer: int
-    folder: str
+
+@dataclass(frozen=True, slots=True)
+class FolderRemoved(_OnFolder):
+    """An empty folder was removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,31 +95,30 @@ Effect: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
-    """A save began. ``save`` names it among all."""
+class _OfSave:
+    """``save`` names it among all."""
 
     save: str
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class Called(_OfSave):
+    """A save began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned(_OfSave):
     """The call of a save returned: who called it counts on it from now on."""
 
-    save: str
-
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(_OfSave):
     """The call of a save raised: who called it was told that it does not count."""
 
-    save: str
-
 
 @dataclass(frozen=True, slots=True)
-class Killed:
+class Killed(_OfSave):
     """The process of a save was killed: it does nothing more, and nobody was told anything."""
-
-    save: str
 
 
 Turn: TypeAlias = Called | Returned | Failed | Killed

@@ -1,0 +1,80 @@
+"""Summaries of the ranks' states, which they exchange and compare once before a checkpoint."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardwise.checkpoints.base_identity import BaseIdentity, BaseSamples
+from shardwise.errors import RankMismatchError
+from shardwise.execution.replicas import ReplicaGroup, mismatched_groups
+from shardwise.execution.world import World
+from shardwise.tensors import Box
+
+
+@dataclass(slots=True)
+class StateSummary:
+    """Digests of a rank's state, which the ranks compare before a checkpoint.
+
+    Attributes:
+        call: the arguments.
+        random: state of each random generator, by name.
+        data: position in the data, or "" without one.
+        settings: settings of the optimizers (learning rates, betas, ...).
+        rates: learning rates, by group.
+        base: fingerprints of the samples of the base, for an adapter.
+        replicas: digests of replicated tensors. None if the plan of the checkpoint before cannot be reused.
+    """
+
+    call: str = ""
+    random: dict[str, str] = field(default_factory=dict)
+    data: str = ""
+    settings: str = ""
+    rates: list[float] = field(default_factory=list)
+    base: dict[tuple[str, Box], int] = field(default_factory=dict)
+    replicas: dict[ReplicaGroup, bytes] | None = None
+
+
+class Agreement(NamedTuple):
+    """Result of a comparison of all ranks' states.
+
+    Attributes:
+        alike: the random generators in the same state on all ranks.
+        data: "none", "one" or "each", for data positions.
+        base: identity of the base of an adapter.
+        mismatched: groups of ranks whose replicas differ. None unless all ranks can reuse the plan.
+    """
+
+    alike: list[str]
+    data: str
+    base: BaseIdentity | None
+    mismatched: frozenset[ReplicaGroup] | None
+
+
+def compare_summaries(world: World, samples: BaseSamples | None, summaries: Sequence[StateSummary]) -> Agreement:
+    """Compare the state of all ranks.
+
+    Raises:
+        RankMismatchError: ranks passed different arguments, optimizers have different settings, or some ranks only
+            have a data position.
+    """
+    if odd := world.mismatched([item.call for item in summaries]):
+        raise RankMismatchError(
+            "the list of arguments (step, keep, mode, only, on_differing_buffers) on rank "
+            f"{odd.text} is not that of rank {world.global_ranks[0]}"
+        )
+    if odd := world.mismatched([item.settings for item in summaries]):
+        own, first = (", ".join(map(str, summaries[rank].rates[:4])) or "none" for rank in (odd.first, 0))
+        raise RankMismatchError(
+            f"the settings of the optimizers on rank {odd.text} are not those of rank {world.global_ranks[0]} "
+            f"(learning rates {own} against {first}), because their schedules differ. Give all ranks the same "
+            "settings"
+        )
+    generators = summaries[0].random
+    alike = [name for name in generators if all(item.random.get(name) == generators[name] for item in summaries)]
+    positions = {item.data for item in summaries}
+    data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
+    if "" in positions and data != "none":
+        raise RankMismatchError("some ranks have a position in the data and others none. Give all ranks theirs")
+    base = samples.identity([item.base for item in summaries]) if samples else None
+    digests = [item.replicas for item in summaries if item.replicas is not None]
+    return Agreement(alike, data, base, mismatched_groups(digests) if len(digests) == len(summaries) else None)
