@@ -23,7 +23,6 @@ CHANGES = {
     "persistent buffer": lambda model, _: model._non_persistent_buffers_set.clear(),
     "new module": lambda model, _: model.narrow.add_module("inner", nn.Linear(2, 2)),
     "other module": lambda model, _: model.blocks.__setitem__(0, copy.deepcopy(model.blocks[0])),
-    "untied": lambda model, _: setattr(model.head, "weight", nn.Parameter(model.head.weight.detach())),
     "group": lambda _, optimizer: optimizer.param_groups[0]["params"].reverse(),
     "state": lambda _, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
     "entry": lambda model, optimizer: optimizer.state[model.scale].pop("exp_avg"),

@@ -30,7 +30,7 @@ from shardwise.checkpoints.state import (
 from shardwise.checkpoints.summaries import Agreement, StateSummary, compare_summaries
 from shardwise.engines.arguments import check_options, get_hints, require_same_arguments
 from shardwise.errors import ConfigError, StorageError, answer_keywords
-from shardwise.execution.distributed_chunks import ChunkStaging, Views
+from shardwise.execution.distributed_chunks import ChunkStaging
 from shardwise.execution.memory import gc_disabled
 from shardwise.execution.replicas import compare_replicas
 from shardwise.execution.state_values import require_values
@@ -156,9 +156,6 @@ class Checkpointer:
                 if background is None:
                     with clock.phase("write"), self._counting(step):
                         job = replace(job, report=write.write_and_commit(world, job))
-                else:
-                    with clock.phase("stage"):
-                        job = replace(job, chunks=world.run_all(self._copy, job.chunks))
             blocked_s, seconds = time.perf_counter() - start, dict(clock.seconds)
             job = replace(job, report=replace(job.report, blocked_s=blocked_s, seconds=seconds))
             if background is not None:
@@ -288,15 +285,15 @@ class Checkpointer:
     def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> write.Job:
         """Agree with all ranks on the content of the checkpoint. Collective: yes."""
         with clock.phase("collect"):
-            contents, (alike, data, base, mismatched) = self._collect(world, step, state)
-            collected, replicas = contents.collected, contents.replicas
+            contents, (alike, data, base, mismatched) = self._collect(world, clock, step, state)
+            collected = contents.collected
         with clock.phase("plan"), gc_disabled():
-            if self._plan is None or replicas is None or mismatched is None:
+            if self._plan is None or mismatched is None:
                 self._plan = plan_checkpoint(world, state, collected)
-                replicas = world.run_all(self._plan.replicas, collected)
+                world.run_all(self._stage, clock, contents, self._plan)
             plan = self._plan.tensors
         with clock.phase("compare"):
-            differing = compare_replicas(world, replicas, self._on_differing_buffers, mismatched)
+            differing = compare_replicas(world, contents.replicas, self._on_differing_buffers, mismatched)
         header = CheckpointHeader(
             step=step,
             world_size=world.size,
@@ -326,31 +323,26 @@ class Checkpointer:
             self._newest,
             self._keep,
             plan,
-            self._plan.chunks,
+            contents.chunks,
             contents.stored(data, world.rank),
             header,
             self._options.budget_bytes,
             report,
         )
 
-    @gc_disabled()
-    def _copy(self, chunks: Views) -> Views:
-        """Copy the chunks to host memory, because the training may change them while they are written."""
-        return self._staging.copy(chunks)
-
-    def _collect(self, world: World, step: int, state: TrainState) -> tuple[StateContents, Agreement]:
+    def _collect(self, world: World, clock: Clock, step: int, state: TrainState) -> tuple[StateContents, Agreement]:
         """Check the call, collect this rank's state, and compare it with that of all ranks. Collective: yes."""
         found: list[StateContents] = []
 
         def collect() -> StateSummary:
-            found.append(self._contents(world, step, state))
+            found.append(self._contents(world, clock, step, state))
             return found[0].summary
 
         agreement = world.map_reduce(collect, lambda summaries: compare_summaries(world, found[0].base, summaries))
         return found[0], agreement
 
     @gc_disabled()
-    def _contents(self, world: World, step: int, state: TrainState) -> StateContents:
+    def _contents(self, world: World, clock: Clock, step: int, state: TrainState) -> StateContents:
         _comparable_step(step)
         _require_state(state)
         write.require_after(self._root, step, self._newest)
@@ -364,13 +356,20 @@ class Checkpointer:
         contents.summary.call = repr((step, self._keep, self._mode, self._only, self._on_differing_buffers))
         samples_of = collected
         if plan and plan.is_for(world, collected):
-            contents.replicas = plan.replicas(collected)
+            self._stage(clock, contents, plan)
             contents.summary.replicas = contents.replicas.digests()
             samples_of = plan.collected
         if isinstance(self._only, AdapterOnly):
             contents.base = replace(samples_of.base, config=base_config(collected.model))
             contents.summary.base = contents.base.fingerprints()
         return contents
+
+    def _stage(self, clock: Clock, contents: StateContents, plan: CheckpointPlan) -> None:
+        """Find what a plan writes and compares. With ``"async"`` copy it, because the training may change it."""
+        contents.replicas, contents.chunks = plan.replicas(contents.collected), plan.chunks
+        if self._mode == "async":
+            with clock.phase("stage"):
+                contents.chunks = self._staging.copy(plan.chunks)
 
 
 def _require_state(state: object) -> None:

@@ -35,7 +35,7 @@ class StateSnapshot:
     registries: Sequence[Collection[object]]
     objects: Sequence[object]
     tensors: Sequence[torch.Tensor]
-    memory: Sequence[tuple[object, ...]]
+    memory: Sequence[Sequence[object]]
     trained: Sequence[bool]
 
     @classmethod
@@ -94,10 +94,13 @@ def compared_tensors(collected: CollectedState) -> list[torch.Tensor]:
     return [*collected.tensors.values(), *(item.tensor for item in base)]
 
 
-def find_memory(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
+def find_memory(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
     """Return where each tensor is on this rank. Equal at a later step if they are still in the same memory."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return [
-        (id(tensor), own.data_ptr(), own.shape, own.stride(), own.dtype)
-        for tensor, own in zip(tensors, local, strict=True)
+        [id(tensor) for tensor in tensors],
+        [own.data_ptr() for own in local],
+        [own.shape for own in local],
+        [own.stride() for own in local],
+        [own.dtype for own in local],
     ]

@@ -23,11 +23,12 @@ from shardwise.checkpoints.base_identity import BaseSamples, select_base
 from shardwise.checkpoints.header import as_json, compute_digest, to_pickle
 from shardwise.checkpoints.summaries import StateSummary
 from shardwise.errors import ConfigError, FormatError
+from shardwise.execution.distributed_chunks import Views
 from shardwise.execution.replicas import Replicas
 from shardwise.execution.state_values import StateOptions
 from shardwise.formats.joining import KeyPath
 from shardwise.layout import TensorKind
-from shardwise.models.optimizer_parsing import labeled, written_out
+from shardwise.models.optimizer_parsing import written_groups
 from shardwise.models.rebind import Bound, bind_optimizers, describe_sharding, inner_tensors
 from shardwise.models.selection import AdapterOnly, Selection, names_outside
 from shardwise.models.view import TensorRef, collect_tensors, without_compile
@@ -251,7 +252,8 @@ class StateContents:
         common: pickled values that the first rank stores for all.
         own: pickled values of this rank.
         base: samples of the base of an adapter.
-        replicas: replicated tensors, if the plan of the checkpoint before can be reused.
+        replicas: replicated tensors, of a plan.
+        chunks: this rank's chunks, of a plan.
         summary: what the ranks compare.
     """
 
@@ -260,7 +262,8 @@ class StateContents:
     common: dict[KeyPath, Any] = field(default_factory=dict)
     own: dict[KeyPath, Any] = field(default_factory=dict)
     base: BaseSamples | None = None
-    replicas: Replicas | None = None
+    replicas: Replicas = field(default_factory=lambda: Replicas({}))
+    chunks: Views = field(default_factory=dict)
     summary: StateSummary = field(default_factory=StateSummary)
 
     def stored(self, data: str, rank: int) -> dict[KeyPath, bytes]:
@@ -285,8 +288,7 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
             if not isinstance(value, torch.Tensor):
                 found.common["optimizer", "state", key.parameter, key.entry] = value
     if collected.bounds:
-        without_state = dict.fromkeys(labeled(collected.bounds))
-        groups = written_out(collected.bounds, without_state)["param_groups"]
+        groups = written_groups(collected.bounds)
         found.common["optimizer", "param_groups"] = groups
         settings = [{key: value for key, value in group.items() if key not in _NAMES} for group in groups]
         summary.settings = compute_digest(settings)

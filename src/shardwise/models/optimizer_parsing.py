@@ -26,17 +26,23 @@ def labeled(bounds: Sequence[Bound]) -> dict[str, Key]:
 def written_out(bounds: Sequence[Bound], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state dict of optimizers with these values by label. Settings of groups are copies."""
     state: dict[str, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
     for bound in bounds:
         for key in [*bound.scalars, *bound.tensors]:
             state.setdefault(key.parameter, {})[key.entry] = values[key.label]
         state |= {name: {} for name in bound.unused}
+    return {"state": state, "param_groups": written_groups(bounds)}
+
+
+def written_groups(bounds: Sequence[Bound]) -> list[dict[str, Any]]:
+    """Return the parameter groups of optimizers as in :func:`written_out`."""
+    groups: list[dict[str, Any]] = []
+    for bound in bounds:
         for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True):
             settings = {name: copied(value) for name, value in group.items() if name != "params"}
             if "param_names" in settings:
                 settings["param_names"] = [canonical(name) for name in settings["param_names"]]
             groups.append({"params": list(names), **settings})
-    return {"state": state, "param_groups": groups}
+    return groups
 
 
 def copied(value: Any) -> Any:
