@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from shardwise.models.view import TensorRef, local_boxes, local_tensor, strided_
 from shardwise.planning.fingerprints import MODULUS, word_weights
 from shardwise.planning.load_plan import allows
 from shardwise.planning.matching import OnFault
-from shardwise.tensors import Box
+from shardwise.tensors import Box, numel
 
 _MAX_TENSORS: Final = 256
 _CORNER: Final = 16
@@ -175,6 +175,10 @@ def select_base(held: Sequence[TensorRef], stored: Mapping[str, object]) -> list
     ]
 
 
+Fingerprints: TypeAlias = dict[tuple[str, tuple[int, ...], tuple[int, ...]], int]
+"""Fingerprints of samples by FQN, offsets and sizes: not by boxes, which are slow to pickle."""
+
+
 @dataclass(frozen=True, slots=True)
 class BaseSamples:
     """Config of a base, and samples of its values on this rank, valid as long as its tensors are.
@@ -218,20 +222,23 @@ class BaseSamples:
         dtypes = {item.fqn: str(item.tensor.dtype).removeprefix("torch.") for item in chosen}
         return cls(base_config(model), dtypes, numels, local)
 
-    def fingerprints(self) -> dict[tuple[str, Box], int]:
+    def fingerprints(self) -> Fingerprints:
         """Return the fingerprints of the samples on this rank, for :meth:`identity`. Collective: no."""
         kinds: dict[tuple[object, ...], list[tuple[str, Box]]] = {}
         for key, (view, _) in self.local.items():
             kinds.setdefault((view.shape, view.dtype, view.device), []).append(key)
-        found: dict[tuple[str, Box], int] = {}
+        found: Fingerprints = {}
         for keys in kinds.values():  # at once: few kernels, and one copy
             words = torch.stack([self.local[key][0] for key in keys]).reshape(len(keys), -1).cpu().numpy()
             weights = np.stack([self.local[key][1] for key in keys]).reshape(words.shape)
             totals = np.add.reduce(words.view(f"<u{words.itemsize}").astype(np.uint64) * weights, axis=1)
-            found |= zip(keys, totals.tolist(), strict=True)
+            found |= {
+                (name, box.offsets, box.sizes): total
+                for (name, box), total in zip(keys, totals.tolist(), strict=True)
+            }
         return found
 
-    def identity(self, by_rank: Sequence[Mapping[tuple[str, Box], int]]) -> BaseIdentity:
+    def identity(self, by_rank: Sequence[Fingerprints]) -> BaseIdentity:
         """Return the identity of a base from the fingerprints of all ranks. Collective: no.
 
         Raises:
@@ -239,11 +246,11 @@ class BaseSamples:
         """
         by_box = {key: total for own in by_rank for key, total in own.items()}  # replicas count once
         totals, numels = dict.fromkeys(self.dtypes, 0), dict.fromkeys(self.dtypes, 0)
-        for (name, box), total in by_box.items():
+        for (name, _, sizes), total in by_box.items():
             if name not in totals:
                 raise RankMismatchError("frozen parameters are not the same on all ranks. Load one base on all")
             totals[name] = (totals[name] + total) % MODULUS
-            numels[name] += box.numel
+            numels[name] += numel(sizes)
         samples = {
             name: f"{dtype} {totals[name]:016x}"
             for name, dtype in self.dtypes.items()

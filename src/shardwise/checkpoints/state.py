@@ -304,7 +304,10 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
     if state.scaler is not None:
         found.common["scaler",] = _state_dict(state.scaler, "scaler")
     generators = generator_states()
-    summary.random = {name: compute_digest(value) for name, value in generators.items()}
+    summary.random = {
+        name: compute_digest(str(value) if name == "python" else value)  # a tuple of many numbers
+        for name, value in generators.items()
+    }
     found.own["rng", f"rank_{rank}"] = generators
     if state.data is not None:
         position = _state_dict(state.data, "data")

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardwise.checkpoints.base_identity import BaseIdentity, BaseSamples
+from shardwise.checkpoints.base_identity import BaseIdentity, BaseSamples, Fingerprints
 from shardwise.errors import RankMismatchError
 from shardwise.execution.replicas import ReplicaGroup, mismatched_groups
 from shardwise.execution.world import World
-from shardwise.tensors import Box
 
 
 @dataclass(slots=True)
@@ -30,7 +29,7 @@ class StateSummary:
     data: str = ""
     settings: str = ""
     rates: list[float] = field(default_factory=list)
-    base: dict[tuple[str, Box], int] = field(default_factory=dict)
+    base: Fingerprints = field(default_factory=dict)
     replicas: dict[ReplicaGroup, bytes] | None = None
 
 

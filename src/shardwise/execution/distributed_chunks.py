@@ -340,17 +340,20 @@ class ChunkWriter:
 
     def _add_tensor(self, view: torch.Tensor, staging: HostStaging) -> None:
         """Add a tensor's bytes: its own memory if that is possible, otherwise staged copies of blocks."""
-        is_plain = _is_plain(view)
-        for rows in row_slices(view.shape, (view.nbytes if is_plain else staging.nbytes) // view.element_size()):
+        if _is_plain(view) and view.numel():
+            self._add_block(view)
+            return
+        for rows in row_slices(view.shape, staging.nbytes // view.element_size()):
             block = view[rows]
-            if not is_plain:
-                if self._staged_nbytes + block.nbytes > staging.nbytes:
-                    self._flush()
-                block = staging.stage(block, self._staged_nbytes)
-                self._staged_nbytes += _aligned(block.nbytes)
-            self._add(as_memoryview(raw_bytes(block)))
-            if self._pending_nbytes >= self.writer.policy.request_bytes:
+            if self._staged_nbytes + block.nbytes > staging.nbytes:
                 self._flush()
+            self._add_block(staging.stage(block, self._staged_nbytes))
+            self._staged_nbytes += _aligned(block.nbytes)
+
+    def _add_block(self, block: torch.Tensor) -> None:
+        self._add(as_memoryview(raw_bytes(block)))
+        if self._pending_nbytes >= self.writer.policy.request_bytes:
+            self._flush()
 
     def _flush(self) -> None:
         self.check()
