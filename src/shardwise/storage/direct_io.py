@@ -12,7 +12,7 @@ from typing import Final
 # A write through the page cache needs a page of memory for every page of the file, copies into it, and reaches the
 # disk only at the sync. For a model this is soon as much memory as there is: the kernel then evicts what others
 # have read, and waits. With O_DIRECT the device fetches the bytes itself. With free memory, on ext4, a merge of 3.4
-# GB takes 0.6 of the time, a first checkpoint 0.5, later ones 0.9, and a save 1.1 (benchmarks/README.md).
+# GB takes 0.45 of the time, a first checkpoint 0.3, later ones 0.7, and a save 0.86 (benchmarks/README.md).
 # File offset, memory address and size must be multiples of a block, and tensors begin
 # anywhere. So full blocks are assembled in a small buffer that is reused; the ends of a range, less than a block
 # each, go through the page cache. Ranges of both kinds never share a block, and so no page: to the kernel they are
