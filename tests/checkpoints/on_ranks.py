@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from tests import zoo
@@ -188,7 +189,7 @@ def refused(folder: str, fault: str) -> tuple[str, str]:
     elif fault == "step":
         return attempt(lambda: checkpointer.save(-1, state))
     elif fault == "other steps":
-        return attempt(lambda: checkpointer.save(1 + tiny.rank(), state))
+        return attempt(lambda: checkpointer.save(1 - 2 * tiny.rank(), state))
     elif fault == "other rates":
         training.optimizer.param_groups[1]["lr"] = 0.5 if tiny.rank() else 0.02
     elif fault == "some positions":
@@ -197,22 +198,20 @@ def refused(folder: str, fault: str) -> tuple[str, str]:
         checkpointer._root.mkdir(exist_ok=True)
         with open_writer(folder) as writer:
             held = LockedFolder(writer, "another") if tiny.rank() == 0 else None
-            if dist.is_initialized():
-                dist.barrier()
+            dist.barrier()
             error = attempt(lambda: checkpointer.save(1, state))
             if held is not None:
                 held.release()
             return error
     elif fault == "raise while writing":
-        with rank_1_cannot_write():
+        with rank_1_fails(write, "_write_local", OSError("struck")):
             return attempt(lambda: checkpointer.save(1, state))
     return attempt(lambda: checkpointer.save(1, state))
 
 
-def rank_1_cannot_write() -> Any:
-    """Have writing raise on the second rank, within a block."""
-    fails = mock.patch.object(write, "_write_local", side_effect=OSError("struck"))
-    return fails if tiny.rank() == 1 else nullcontext()
+def rank_1_fails(owner: Any, name: str, error: Exception) -> Any:
+    """Have a function raise on the second rank, within a block."""
+    return mock.patch.object(owner, name, side_effect=error) if tiny.rank() == 1 else nullcontext()
 
 
 def fail_in_the_background(folder: str) -> tuple[Any, ...]:
@@ -221,7 +220,7 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
     checkpointer = Checkpointer(folder, mode="async")
     checkpointer.save(1, training.state)
     checkpointer.wait()
-    with rank_1_cannot_write():
+    with rank_1_fails(write, "_write_local", OSError("struck")):
         report = checkpointer.save(2, training.state)
         futures.wait([checkpointer._in_progress[1]])
     error = attempt(lambda: checkpointer.save(3, training.state))
@@ -259,21 +258,13 @@ def wait_interrupted(folder: str) -> tuple[Any, ...]:
     training = Training()
     checkpointer = Checkpointer(folder, mode="async")
     checkpointer.save(1, training.state)
-    with mock.patch.object(futures, "wait", side_effect=KeyboardInterrupt):
-        error = attempt_interrupt(checkpointer.wait)
+    with mock.patch.object(futures, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        checkpointer.wait()
     is_pending = checkpointer._in_progress is not None
     training.step()
     checkpointer.save(2, training.state)
     checkpointer.close()
-    return error, is_pending, checkpointer.steps()
-
-
-def attempt_interrupt(function: Any) -> str:
-    try:
-        function()
-    except KeyboardInterrupt:
-        return "interrupted"
-    return ""
+    return is_pending, checkpointer.steps()
 
 
 def fail_to_stage(folder: str) -> tuple[Any, ...]:
@@ -282,12 +273,7 @@ def fail_to_stage(folder: str) -> tuple[Any, ...]:
     checkpointer = Checkpointer(folder, mode="async")
     checkpointer.save(1, training.state)
     checkpointer.wait()
-
-    def struck(*_: Any) -> None:
-        if tiny.rank() == 1:
-            raise MemoryError("struck")
-
-    with mock.patch.object(ChunkStaging, "copy", struck):
+    with rank_1_fails(ChunkStaging, "copy", MemoryError("struck")):
         error = attempt(lambda: checkpointer.save(2, training.state))
     left = sorted(path.name for path in Path(folder).iterdir())
     checkpointer.save(2, training.state)

@@ -22,7 +22,6 @@ CHANGES = {
     "buffer": lambda model, _: setattr(model, "seen", torch.ones(3)),
     "persistent buffer": lambda model, _: model._non_persistent_buffers_set.clear(),
     "new module": lambda model, _: model.narrow.add_module("inner", nn.Linear(2, 2)),
-    "other module": lambda model, _: model.blocks.__setitem__(0, copy.deepcopy(model.blocks[0])),
     "group": lambda _, optimizer: optimizer.param_groups[0]["params"].reverse(),
     "state": lambda _, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
     "entry": lambda model, optimizer: optimizer.state[model.scale].pop("exp_avg"),
@@ -57,3 +56,16 @@ def test_an_unchanged_state_is_not_collected_again(tmp_path, monkeypatch):
     monkeypatch.undo()
     checkpointer.restore(training.state)
     assert differences(training.taken(), wanted) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torchscript_and_state_of_no_parameter(tmp_path):
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state["count"] = 0
+    checkpointer = Checkpointer(tmp_path)
+    for step in (1, 2):
+        checkpointer.save(step, TrainState(model, optimizer))
+        model[0].weight.data = torch.full((2, 2), float(step))
+    checkpointer.restore(TrainState(model, optimizer))
+    assert model[0].weight.eq(1).all()

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -27,7 +27,7 @@ from shardwise.checkpoints.state import (
     collect_state,
     describe_selection,
 )
-from shardwise.checkpoints.summaries import Agreement, StateSummary, compare_summaries
+from shardwise.checkpoints.summaries import Agreement, StateSummary, compare_summaries, require_same_calls
 from shardwise.engines.arguments import check_options, get_hints, require_same_arguments
 from shardwise.errors import ConfigError, StorageError, answer_keywords
 from shardwise.execution.distributed_chunks import ChunkStaging
@@ -338,14 +338,18 @@ class Checkpointer:
             found.append(self._contents(world, clock, step, state))
             return found[0].summary
 
-        agreement = world.map_reduce(collect, lambda summaries: compare_summaries(world, found[0].base, summaries))
+        def compare(summaries: Sequence[StateSummary]) -> Agreement:
+            require_same_calls(world, summaries)
+            _comparable_step(step)
+            write.require_after(self._root, step, self._newest)
+            return compare_summaries(world, found[0].base, summaries)
+
+        agreement = world.map_reduce(collect, compare)
         return found[0], agreement
 
     @gc_disabled()
     def _contents(self, world: World, clock: Clock, step: int, state: TrainState) -> StateContents:
-        _comparable_step(step)
         _require_state(state)
-        write.require_after(self._root, step, self._newest)
         plan = self._plan
         if plan and plan.snapshot.is_current(state, plan.collected):
             collected = plan.collected

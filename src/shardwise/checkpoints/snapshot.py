@@ -66,7 +66,9 @@ def _find_objects(registries: Sequence[Collection[object]], optimizers: Sequence
     """Return all objects, those of a registry, group or parameter after it."""
     found: list[object] = []
     for registry in registries:
-        if registry:
+        if not isinstance(registry, (dict, set)):
+            found.append(object())  # of TorchScript, which makes its objects anew: never current
+        elif registry:
             found.append(registry)
             found += registry
             if isinstance(registry, dict):
@@ -79,8 +81,9 @@ def _find_objects(registries: Sequence[Collection[object]], optimizers: Sequence
         for parameter, entries in optimizer.state.items():
             found.append(entries)
             found.append(parameter)
-            found += entries
-            found += entries.values()
+            if isinstance(entries, dict):
+                found += entries
+                found += entries.values()
     return found
 
 

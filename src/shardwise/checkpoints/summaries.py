@@ -49,18 +49,21 @@ class Agreement(NamedTuple):
     mismatched: frozenset[ReplicaGroup] | None
 
 
-def compare_summaries(world: World, samples: BaseSamples | None, summaries: Sequence[StateSummary]) -> Agreement:
-    """Compare the state of all ranks.
-
-    Raises:
-        RankMismatchError: ranks passed different arguments, optimizers have different settings, or some ranks only
-            have a data position.
-    """
+def require_same_calls(world: World, summaries: Sequence[StateSummary]) -> None:
+    """Raise :class:`RankMismatchError` if ranks passed different arguments."""
     if odd := world.mismatched([item.call for item in summaries]):
         raise RankMismatchError(
             "the list of arguments (step, keep, mode, only, on_differing_buffers) on rank "
             f"{odd.text} is not that of rank {world.global_ranks[0]}"
         )
+
+
+def compare_summaries(world: World, samples: BaseSamples | None, summaries: Sequence[StateSummary]) -> Agreement:
+    """Compare the state of all ranks.
+
+    Raises:
+        RankMismatchError: optimizers have different settings, or some ranks only have a data position.
+    """
     if odd := world.mismatched([item.settings for item in summaries]):
         own, first = (", ".join(map(str, summaries[rank].rates[:4])) or "none" for rank in (odd.first, 0))
         raise RankMismatchError(

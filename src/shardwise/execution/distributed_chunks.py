@@ -347,8 +347,9 @@ class ChunkWriter:
             block = view[rows]
             if self._staged_nbytes + block.nbytes > staging.nbytes:
                 self._flush()
-            self._add_block(staging.stage(block, self._staged_nbytes))
+            staged = staging.stage(block, self._staged_nbytes)
             self._staged_nbytes += _aligned(block.nbytes)
+            self._add_block(staged)
 
     def _add_block(self, block: torch.Tensor) -> None:
         self._add(as_memoryview(raw_bytes(block)))
