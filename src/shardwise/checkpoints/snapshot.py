@@ -66,13 +66,15 @@ def _find_objects(registries: Sequence[Collection[object]], optimizers: Sequence
     """Return all objects, those of a registry, group or parameter after it."""
     found: list[object] = []
     for registry in registries:
-        if not isinstance(registry, (dict, set)):
-            found.append(object())  # of TorchScript, which makes its objects anew: never current
-        elif registry:
+        if registry:
             found.append(registry)
-            found += registry
             if isinstance(registry, dict):
+                found += registry
                 found += registry.values()
+            elif isinstance(registry, set):
+                found += registry
+            else:
+                found.append(object())  # of TorchScript, which makes its objects anew: never current
     for optimizer in optimizers:
         found.append(optimizer)
         for group in optimizer.param_groups:
