@@ -349,6 +349,7 @@ class Checkpointer:
 
     @gc_disabled()
     def _contents(self, world: World, clock: Clock, step: int, state: TrainState) -> StateContents:
+        """Collect this rank's state. If the last plan is valid, also stage what it writes. Collective: no."""
         _require_state(state)
         plan = self._plan
         if plan and plan.snapshot.is_current(state, plan.collected):

@@ -28,7 +28,7 @@ class StateSnapshot:
         objects: content of the registries, and parameters and state of the optimizers. As long as they are
             referenced here, no other object has their identity.
         tensors: those of the checkpoint and of its base.
-        memory: of these tensors.
+        memory: of these tensors: result of :func:`find_memory`.
         trained: ``requires_grad`` of each tensor of the model.
     """
 
@@ -90,6 +90,7 @@ def _find_objects(registries: Sequence[Collection[object]], optimizers: Sequence
 
 
 def _find_trained(collected: CollectedState) -> list[bool]:
+    """Return ``requires_grad`` of each tensor of the model."""
     return [item.tensor.requires_grad for item in collected.held]
 
 

@@ -15,7 +15,7 @@ class StateSummary:
     """Digests of a rank's state, which the ranks compare before a checkpoint.
 
     Attributes:
-        call: the arguments.
+        call: the arguments of the call, as text.
         random: state of each random generator, by name.
         data: position in the data, or "" without one.
         settings: settings of the optimizers (learning rates, betas, ...).
@@ -54,7 +54,7 @@ def require_same_calls(world: World, summaries: Sequence[StateSummary]) -> None:
     if odd := world.mismatched([item.call for item in summaries]):
         raise RankMismatchError(
             "the list of arguments (step, keep, mode, only, on_differing_buffers) on rank "
-            f"{odd.text} is not that of rank {world.global_ranks[0]}"
+            f"{odd.text} is not that of rank {world.global_ranks[0]}. Make the same call on all ranks"
         )
 
 

@@ -155,7 +155,7 @@ def gc_disabled() -> Iterator[None]:
     """Disable automatic garbage collection during the block.
 
     The many objects of a plan trigger collections, each of which traverses all objects of torch and transformers:
-    a quarter of a second, to find nothing. Not for blocks that wait or read.
+    a quarter of a second, to find nothing. Not for blocks that read, or wait for more than the ranks' messages.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -131,6 +131,11 @@ def _mode_and_digests(
 def _mismatched_in_one_mode(
     gathered: Sequence[tuple[str, Mapping[ReplicaGroup, bytes]]],
 ) -> frozenset[ReplicaGroup]:
+    """Return the groups whose ranks have different values.
+
+    Raises:
+        RankMismatchError: ``on_differing_buffers`` is not the same on all ranks.
+    """
     if len({mode for mode, _ in gathered}) > 1:
         raise RankMismatchError("on_differing_buffers is not the same on all ranks. Pass one value on every rank")
     return mismatched_groups([digests for _, digests in gathered])
