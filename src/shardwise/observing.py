@@ -5,10 +5,24 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 _OBSERVERS: list[Callable[[str | None], None]] = []
+
+
+class _MainThread:
+    """What the main thread does, which other threads read."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.busy: list[tuple[str, int]] = []
+        """Work, and the number of phases around it."""
+        self.changed_s = time.monotonic()
+
+
+_MAIN_THREAD = _MainThread()
 
 
 class _Phases(threading.local):
@@ -16,6 +30,8 @@ class _Phases(threading.local):
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        if threading.current_thread() is threading.main_thread():
+            _MAIN_THREAD.phases = self.names
 
 
 _PHASES = _Phases()
@@ -50,14 +66,43 @@ def phase(name: str) -> Iterator[None]:
     observers, names = [*_OBSERVERS], _PHASES.names
     depth = len(names)
     names.append(name)
+    if names is _MAIN_THREAD.phases:
+        _MAIN_THREAD.changed_s = time.monotonic()
     for mark in observers:
         mark(name)
     try:
         yield
     finally:
         del names[depth:]
+        if names is _MAIN_THREAD.phases:
+            _MAIN_THREAD.changed_s = time.monotonic()
         for mark in observers:
             mark(None)
+
+
+@contextmanager
+def busy_with(work: str) -> Iterator[None]:
+    """Mark the block as work of this rank alone, on which other ranks may wait. See ``execution/slow_ranks.py``.
+
+    With "", the block is work of all ranks, inside of such work.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _MAIN_THREAD.busy.append((work, len(_PHASES.names)))
+    _MAIN_THREAD.changed_s = time.monotonic()
+    try:
+        yield
+    finally:
+        _MAIN_THREAD.busy.pop()
+        _MAIN_THREAD.changed_s = time.monotonic()
+
+
+def main_thread_work() -> tuple[str, str, float]:
+    """Return the phases of the main thread, its work, and when one of them changed, by the monotonic clock."""
+    phases = [*_MAIN_THREAD.phases]
+    work, depth = (_MAIN_THREAD.busy or [("", 0)])[-1]
+    return ", ".join(phases), work if depth == len(phases) else "", _MAIN_THREAD.changed_s
 
 
 FOLDER = "observed"

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from shardwise.console import surviving_console
 from shardwise.errors import ShardwiseError
 
 _COMMANDS = {
@@ -41,11 +42,12 @@ class _LazyGroup(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except ShardwiseError as error:
-            click.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), err=True)
-            sys.exit(2)
+        with surviving_console():
+            try:
+                return super().invoke(ctx)
+            except ShardwiseError as error:
+                click.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), err=True)
+                sys.exit(2)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):

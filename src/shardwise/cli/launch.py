@@ -41,8 +41,7 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapp
 def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any) -> list[Any]:
     """Call ``function(*args)`` on every rank of the launcher, or on new ranks, which get the first signal.
 
-    Return the values by rank in the process that prints the result, and an empty list in the other processes of a
-    launcher.
+    Return the values by rank, in all processes of a launcher.
 
     Raises:
         ConfigError: as :func:`read_launch`.

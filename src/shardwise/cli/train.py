@@ -76,9 +76,9 @@ def train_command(
     except KeyboardInterrupt:
         click.echo("interrupted: all ranks have ended. Earlier checkpoints are complete.", err=True)
         sys.exit(130)
-    if outcomes:
+    if os.environ.get("RANK", "0") == "0":
         _print(outcomes[0], as_json=as_json)
-        sys.exit(_exit_code(outcomes[0]))
+    sys.exit(_exit_code(outcomes[0]))
 
 
 def _read(arguments: Sequence[str]) -> RunConfig:

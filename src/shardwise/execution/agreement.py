@@ -64,8 +64,13 @@ def _count_ranks(world: World, ranks: Sequence[RankPlan], *, check_memory: bool)
     return max(sharers.values())
 
 
-def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
-    """Require one config of all ranks: it may change values without changing a shape. Collective: yes.
+def require_same_settings(world: World, settings: Mapping[str, str], what: str = "the config") -> None:
+    """Require the same settings on all ranks: they may change values without changing a shape. Collective: yes.
+
+    Args:
+        world: the ranks.
+        settings: values of this rank by name, as text.
+        what: the settings, for the message.
 
     Raises:
         RankMismatchError: naming the settings that differ.
@@ -74,7 +79,7 @@ def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
         differing = _find_differences(world, mismatched, settings)
         shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
         raise RankMismatchError(
-            f"the config on rank {mismatched.text} is not that of rank {world.global_ranks[0]}: {shown}. Give "
+            f"{what} on rank {mismatched.text} is not that of rank {world.global_ranks[0]}: {shown}. Give "
             "every rank the same"
         )
 

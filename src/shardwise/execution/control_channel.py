@@ -28,6 +28,7 @@ from shardwise.errors import RankLostError, RankMismatchError, ShardwiseError
 from shardwise.execution import Timeouts
 from shardwise.execution.failure_detection import KeyStore, get_detector, heartbeat_keys
 from shardwise.execution.outcomes import Failure
+from shardwise.execution.slow_ranks import Meeting
 from shardwise.report.names import format_ranks
 from shardwise.storage.machine import ProcessId
 
@@ -81,6 +82,7 @@ class ControlChannel:
         self._is_closed = False
         self._joining = threading.Lock()
         self._joined_s = self._warn_at = math.inf
+        self._meeting: Meeting | None = None
         self._detector = get_detector(store, global_ranks[rank])
 
     @property
@@ -225,10 +227,11 @@ class ControlChannel:
 
     def _gather(self, keys: KeyStore) -> list[bytes]:
         num_reports, others = 0, range(1, self.size)
-        for _ in self._polls(keys):
-            num_reports, num_arrived = divmod(keys.add(f"{self._step}/in", 0), _REPORT)
-            if num_arrived == len(others):
-                break
+        with self._in_meeting(keys, self._step):
+            for _ in self._polls(keys):
+                num_reports, num_arrived = divmod(keys.add(f"{self._step}/in", 0), _REPORT)
+                if num_arrived == len(others):
+                    break
         if keys.has("verdict"):  # the others have given this rank up since
             self._raise_verdict(keys)
         senders: Sequence[int] = others[:num_reports]  # all, or none
@@ -248,9 +251,10 @@ class ControlChannel:
         step = self._step
         used = keys.set(f"{step}/{self.rank}", message) if message else []
         keys.add(f"{step}/in", 1 + _REPORT * bool(message))
-        for _ in self._polls(keys):
-            if keys.has(f"{step}/all"):
-                break
+        with self._in_meeting(keys, step):
+            for _ in self._polls(keys):
+                if keys.has(f"{step}/all"):
+                    break
         [result] = keys.get([f"{step}/all"])
         self._step += 1
         keys.delete(used)
@@ -263,6 +267,17 @@ class ControlChannel:
                 break
         keys.delete([*self._used, "call", *(f"here/{rank}" for rank in range(self.size))])
         self._used = []
+
+    @contextlib.contextmanager
+    def _in_meeting(self, keys: KeyStore, step: int) -> Iterator[None]:
+        """Have this rank's heartbeats say that it waits in a meeting."""
+        key = f"{keys.prefix}/{step}"
+        self._detector.meetings[key] = self._meeting = Meeting(time.monotonic(), self.global_ranks)
+        try:
+            yield
+        finally:
+            self._meeting = None
+            del self._detector.meetings[key]
 
     def _polls(self, keys: KeyStore) -> Iterator[None]:
         """Yield before each poll of the caller, the less often the longer it takes. Raise a verdict."""
@@ -315,6 +330,12 @@ class ControlChannel:
                 self._announce(keys, RankLostError(f"rank {number} ({beat.process}) is lost: {cause}. {advice}"))
         if self._step == 0 and self._verdict is None:
             self._find_absent(keys, [number for number in watched if number not in heartbeats])
+        meeting = self._meeting
+        waited_s = 0.0 if meeting is None else time.monotonic() - meeting.since_s
+        if self._verdict is None and waited_s > self.timeouts.meeting_timeout_s:
+            slow = self._detector.waits_for or "another rank"
+            advice = "Find out what it does, or raise the timeout of the process group (ddp_timeout)"
+            self._announce(keys, RankLostError(f"waited for {waited_s:.0f} s for {slow}. {advice}"))
 
     def _find_absent(self, keys: KeyStore, unknown: list[int]) -> None:
         now = time.monotonic()

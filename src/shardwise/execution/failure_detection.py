@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import threading
 import time
@@ -19,7 +20,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardwise.execution.slow_ranks import WARN_AGAIN_S, Meeting, RankStatus, find_wait
 from shardwise.storage.machine import ProcessId
+
+_log = logging.getLogger(__name__)
 
 _ENDED = b"ended"
 """The heartbeat of a process that has ended in order."""
@@ -89,6 +93,11 @@ class Heartbeat:
     value: bytes
     since_s: float
 
+    @property
+    def status(self) -> RankStatus | None:
+        """What the process did when it was sent. None once it has ended."""
+        return None if self.value == _ENDED else RankStatus.from_json(self.value.decode().partition(" ")[2])
+
     def loss(self, timeout_s: float) -> str | None:
         """Return why the process counts as lost, or None if it does not."""
         silent_s = time.monotonic() - self.since_s
@@ -106,6 +115,8 @@ class Detector:
         answered_s: when the store answered last, by the monotonic clock.
         error: the exception that ended the heartbeat thread, if any.
         heartbeats: those of the watched processes, by rank among all that use the store.
+        meetings: those in which this rank waits, by their keys.
+        waits_for: description of the rank that this one has been waiting for, "" for none.
         watchers: their ``watch(store)`` is called at each heartbeat, on its thread and over its connection.
     """
 
@@ -114,6 +125,9 @@ class Detector:
         self.answered_s = time.monotonic()
         self.error: Exception | None = None
         self.heartbeats: dict[int, Heartbeat] = {}
+        self.meetings: dict[str, Meeting] = {}
+        self.waits_for = ""
+        self._warn_at = 0.0
         self._interval_s = _INTERVAL_S
         self._rank = rank
         self._store = weakref.ref(store)
@@ -157,13 +171,16 @@ class Detector:
         try:
             store: Any = self._store()
             store = store.clone() if hasattr(store, "clone") else store
-            keys, count = heartbeat_keys(store), 0
+            keys, count, status, sent_s = heartbeat_keys(store), 0, RankStatus(), time.monotonic()
             keys.set(f"process/{self._rank}", json.dumps(asdict(ProcessId.here())).encode())
             while self._store() is not None and not self._has_ended:
                 count += 1
-                keys.set(f"beat/{self._rank}", str(count).encode())
+                elapsed_s, sent_s = time.monotonic() - sent_s, time.monotonic()
+                status = RankStatus.here(dict(self.meetings), status, elapsed_s, self.waits_for)
+                keys.set(f"beat/{self._rank}", f"{count} {status.to_json()}".encode())
                 for watcher in tuple(self.watchers):
                     watcher.watch(store)
+                self._name_slow_ranks(status)
                 self.answered_s = time.monotonic()
                 self._awake.wait(self._interval_s)
                 self._awake.clear()
@@ -172,8 +189,27 @@ class Detector:
         except Exception as error:  # the store is gone, or a watcher failed
             self.error = error
 
+    def _name_slow_ranks(self, own: RankStatus) -> None:
+        """Log which rank this one has been waiting for, after ten seconds and then every minute."""
+        others = {rank: status for rank, beat in self.heartbeats.items() if (status := beat.status) is not None}
+        waited_s, self.waits_for = find_wait(self._rank, own, dict(self.meetings), others)
+        now = time.monotonic()
+        if not self.waits_for:
+            self._warn_at = 0.0
+        elif now >= self._warn_at:
+            self._warn_at = now + WARN_AGAIN_S
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
+            text = f"rank {self._rank} has been waiting for {waited_s:.0f} s, since {since}, for {self.waits_for}"
+            _log.warning("%s", text)
+
 
 _detectors: weakref.WeakKeyDictionary[Any, dict[int, Detector]] = weakref.WeakKeyDictionary()
+
+
+def describe_wait() -> str:
+    """Describe the rank that this process has been waiting for for ten seconds or more. "" for none."""
+    detectors = [detector for by_rank in _detectors.values() for detector in by_rank.values()]
+    return next((detector.waits_for for detector in detectors if detector.waits_for), "")
 
 
 def get_detector(store: Any, rank: int) -> Detector:

@@ -12,9 +12,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -25,10 +24,19 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from shardwise.console import surviving_console
 from shardwise.errors import RankLostError, ShardingError, ShardwiseError
 from shardwise.execution.control_channel import WARN_AGAIN_S, WARN_S, waiting_for
 from shardwise.execution.failure_detection import get_detector
 from shardwise.execution.outcomes import Failure, decode, encode
+from shardwise.execution.stop_signals import (
+    RELAYED,
+    SAME_REQUEST_S,
+    STOP_SIGNALS,
+    StoppedNowError,
+    acknowledge_stop,
+    raise_signal,
+)
 from shardwise.storage import machine
 
 RankFunction: TypeAlias = Callable[..., Any]
@@ -52,8 +60,8 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
     """Call the function of an importable module on ``size`` new processes. Return its values (picklable) by rank.
 
     ``torch.multiprocessing`` starts the processes. Each has its own accelerator, if the machine has any. When this
-    process is interrupted or terminated, the ranks are ended. With ``asks_first`` they get SIGTERM, and unlimited
-    time until a second signal.
+    process is interrupted or terminated, the ranks are ended. With ``asks_first`` the request is passed on to them,
+    and they have unlimited time until a later signal.
 
     Raises:
         ShardwiseError: as raised by the function, from the rank that failed first.
@@ -105,41 +113,38 @@ def _outcome(file: Path, rank: int, exit_code: int | None) -> Any:
     return RankError(outcome.message) if outcome.kind == RankError.__name__ else outcome.to_error()
 
 
-def acknowledge_stop() -> None:
-    """Write to stderr that a requested stop was received. Safe in a signal handler."""
-    os.write(2, b"finishing the current step, then saving. Press Ctrl-C again to stop now\n")
-
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
 @contextmanager
 def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None]:
-    """Raise on signals. With ``asks_first``, the first one is passed on to the ranks as SIGTERM instead."""
+    """Raise on stop signals. With ``asks_first``, the first one is passed on to the ranks instead.
+
+    See [Note: One request] in ``execution/stop_signals.py``.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = partial(_pass_on, ranks) if asks_first else _raise_signal
-    before = {number: signal.signal(number, handler) for number in _STOP_SIGNALS}
+    requested_s: float | None = None
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        nonlocal requested_s
+        if not asks_first or (requested_s is not None and time.monotonic() - requested_s > SAME_REQUEST_S):
+            raise_signal(number)
+        if requested_s is None:
+            requested_s = time.monotonic()
+            for process in ranks:  # before anything that may fail or block: ranks must hear of it
+                with suppress(OSError, ValueError):
+                    if process.pid is not None and process.exitcode is None:
+                        os.kill(process.pid, RELAYED)
+            acknowledge_stop()
+
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in handlers.items():
+        if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup
+            signal.signal(number, pass_on)
     try:
         yield
     finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
-
-
-def _pass_on(ranks: Sequence[BaseProcess], _number: int, _frame: FrameType | None) -> None:
-    for number in _STOP_SIGNALS:
-        signal.signal(number, _raise_signal)
-    acknowledge_stop()
-    for process in ranks:
-        process.terminate()
-
-
-def _raise_signal(number: int, _frame: FrameType | None) -> None:
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    sys.exit(128 + number)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 # On the ranks
@@ -149,21 +154,28 @@ def _call(rank: int, size: int, folder: str, function: RankFunction, args: Seque
     """Join the other ranks, call the function, and write its outcome to a file in ``folder``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: sent when the parent ends
-    outcome: Any
+    with surviving_console():
+        outcome = _call_in_group(rank, size, folder, function, args)
+    Path(folder, f"{rank}.new").write_bytes(encode(outcome))
+    os.replace(Path(folder, f"{rank}.new"), Path(folder, str(rank)))
+    sys.exit(isinstance(outcome, Failure))
+
+
+def _call_in_group(rank: int, size: int, folder: str, function: RankFunction, args: Sequence[Any]) -> Any:
+    """Return the function's value on a rank of a new process group, or its failure."""
     try:
         torch.set_num_threads(max(1, machine.processor_count() // size))
         store = FileStore(str(Path(folder, "store")), size)
         dist.init_process_group(select_accelerator({}, rank, size), store=store, rank=rank, world_size=size)
         try_collectives()
-        outcome = function(*args)
+        return function(*args)
     except ShardwiseError as error:
-        outcome = Failure.from_error(error)
+        return Failure.from_error(error)
+    except StoppedNowError:
+        raise
     except BaseException:
         text = "".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines())
-        outcome = Failure(RankError.__name__, text.strip())
-    Path(folder, f"{rank}.new").write_bytes(encode(outcome))
-    os.replace(Path(folder, f"{rank}.new"), Path(folder, str(rank)))
-    sys.exit(isinstance(outcome, Failure))
+        return Failure(RankError.__name__, text.strip())
 
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
@@ -226,18 +238,18 @@ _RENDEZVOUS = timedelta(minutes=10)
 
 
 def run_launched(environment: Mapping[str, str], function: RankFunction, *args: Any) -> list[Any]:
-    """Call the function as a rank of a launcher. Return its values by rank on the first rank, none on the others.
+    """Call the function as a rank of a launcher. Return its values by rank, on every rank.
 
     Ranks meet by the ``environment`` of torchrun, as by ``env://``. Afterwards the process group is destroyed,
     unless the function raises: the other ranks may never finish. If the function destroys it, as accelerate does,
-    only the first rank's value is returned. Collective: yes, over all ranks.
+    only this rank's value is returned. Collective: yes, over all ranks.
 
     Raises:
         RankLostError: ranks have not come within ten minutes, or could not connect to each other.
         ShardingError: there are more ranks than accelerators.
     """
     from shardwise.execution.world import World
-    from shardwise.models.torch_api import default_store
+    from shardwise.models.torch_api import default_store, set_timeout
 
     local_size = int(environment.get("LOCAL_WORLD_SIZE") or 1)
     backends = select_accelerator(environment, int(environment["LOCAL_RANK"]), local_size)
@@ -249,6 +261,7 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
         raise RankLostError(
             f"the ranks could not meet ({cause}). Start every rank, with one MASTER_ADDR and one free MASTER_PORT"
         ) from error
+    set_timeout(dist.default_pg_timeout.total_seconds())  # the time to meet is over
     get_detector(default_store(), dist.get_rank())
     try_collectives()
     values = [function(*args)]
@@ -256,7 +269,7 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
         with World.current(call="run_launched") as world:
             values = world.all_gather_object(values[0])
         dist.destroy_process_group()
-    return values if rank == 0 else []
+    return values
 
 
 def _launcher_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:

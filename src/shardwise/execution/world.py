@@ -83,7 +83,8 @@ class World:
 
         Args:
             group: a process group, or None for the default one.
-            timeouts: how long ranks wait for each other.
+            timeouts: how long ranks wait for each other. None for the timeout that the process group was given, if
+                it is not torch's default.
             purpose: distinguishes calls that the same ranks make in two threads at once.
             call: name of the public function, for messages. Ranks that meet in different calls all raise one
                 RankMismatchError.
@@ -92,6 +93,9 @@ class World:
             return cls(0, 1, call=call)
         if dist.get_rank(group) < 0:
             raise ConfigError("process_group: this rank is not in it. Pass a group with every calling rank")
+        if timeouts is None and (given_s := torch_api.get_given_timeout(group)) is not None:
+            limit_s = max(given_s, Timeouts().heartbeat_timeout_s)
+            timeouts = Timeouts(join_timeout_s=limit_s, meeting_timeout_s=limit_s)
         return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, purpose, call)
 
     def __enter__(self) -> Self:

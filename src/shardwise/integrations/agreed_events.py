@@ -10,6 +10,7 @@ from transformers import TrainerControl
 from shardwise.errors import RankLostError, ShardwiseError
 from shardwise.execution.world import World
 from shardwise.models import torch_api
+from shardwise.observing import busy_with
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _MEETINGS = frozenset(
@@ -46,7 +47,8 @@ class AgreedEvents:
         if self._world.size == 1 or not self._trainer.is_in_train:
             return self._call_event(event, args, state, control, **others)
         try:
-            control = self._call_event(event, args, state, control, **others)
+            with busy_with(f"the callbacks of {event}"):
+                control = self._call_event(event, args, state, control, **others)
         except Exception as error:
             self._failure = self._failure or error
         if event in _MEETINGS:

@@ -31,10 +31,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.state import TrainState, describe_selection, generator_states, restore_generators
-from shardwise.errors import ConfigError, KeyMismatchError, RankLostError, ShardwiseError, TrainingError
+from shardwise.errors import (
+    ConfigError,
+    KeyMismatchError,
+    RankLostError,
+    RankMismatchError,
+    ShardwiseError,
+    TrainingError,
+)
 from shardwise.execution.collective_errors import translate_collective_errors
 from shardwise.execution.locked_folder import Saving
-from shardwise.execution.world import World
+from shardwise.execution.world import MismatchedRanks, World
 from shardwise.integrations import accelerate_compat
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
@@ -49,6 +56,7 @@ from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerHeader
 from shardwise.interchange.trainer_restoring import load_trainer_checkpoint
 from shardwise.models.rebind import plain_optimizer, require_sharded_parameters
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
+from shardwise.observing import busy_with
 from shardwise.planning.matching import OnFault
 
 if TYPE_CHECKING:
@@ -146,7 +154,13 @@ class ShardwiseTrainer(_Trainer):
                 f"evaluate, predict: with cp_size={self._cp_size} each rank would evaluate a part of each "
                 "sequence. Evaluate a saved checkpoint without it"
             )
-        return super().evaluation_loop(*positional, **keywords)
+        with busy_with("evaluation data and metrics"):
+            return super().evaluation_loop(*positional, **keywords)
+
+    def prediction_step(self, *positional: Any, **keywords: Any) -> Any:
+        """Evaluate a batch like the Trainer, by all ranks together."""
+        with busy_with(""):
+            return super().prediction_step(*positional, **keywords)
 
     @property
     def _cp_size(self) -> int:
@@ -227,9 +241,20 @@ class ShardwiseTrainer(_Trainer):
         *others: Any,
         **keywords: Any,
     ) -> Any:
-        """Make batches, synchronize, then call ``get_batch_samples``, which counts them with the other ranks."""
-        batches = list(islice(epoch_iterator, num_batches))
-        self._synchronize(world)
+        """Make batches, synchronize, then call ``get_batch_samples``, which counts them with the other ranks.
+
+        Raises:
+            RankMismatchError: a rank has fewer batches: its rows, or its settings, are others.
+        """
+        with busy_with("the next batch"):
+            batches = list(islice(epoch_iterator, num_batches))
+        # Full steps send nothing, so that the meeting stays small.
+        short = len(batches) if len(batches) < num_batches else None
+        if mismatched := self._synchronize(world, short):
+            raise RankMismatchError(
+                f"{self._where()}: rank {mismatched.text} has another number of batches left than rank 0. Give "
+                "every rank the same rows and settings"
+            )
         return original(iter(batches), num_batches, *others, **keywords)
 
     def _make_loss(self, world: World, original: Any, *positional: Any, **keywords: Any) -> Any:
@@ -237,9 +262,10 @@ class ShardwiseTrainer(_Trainer):
         self._synchronize(world)
         return loss
 
-    def _synchronize(self, world: World) -> None:
+    def _synchronize(self, world: World, value: object = None) -> MismatchedRanks | None:
+        """Meet the other ranks. Return those whose value is not the first rank's, None if all are equal."""
         try:
-            world.all_gather_object(None)
+            return world.all_reduce_object(value, world.mismatched)
         except (RankLostError, TrainingError) as lost:
             raise type(lost)(f"{self._where()}: {lost}") from lost
 

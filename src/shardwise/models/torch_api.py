@@ -13,6 +13,7 @@ import ctypes
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +46,9 @@ with KnownNames("torch", "2.11 to 2.15"):
     require_names(torch._C, "_current_graph_task_id")
     require_names(torch.autograd.Variable, "_execution_engine")
     require_names(torch.Tensor, "_version _make_wrapper_subclass")
-    require_names(distributed_c10d, "_get_default_store _get_default_group _get_object_coll_device")
+    require_names(distributed_c10d, "_get_default_store _get_default_group _get_object_coll_device _world")
+    require_names(distributed_c10d, "_set_pg_timeout default_pg_timeout default_pg_nccl_timeout")
+    require_names(dist.ProcessGroup, "_device_types _get_backend")
     require_names(FSDPModule, "_get_fsdp_state")
     require_names(FSDPParam, "init_dtype_attrs reset_sharded_param")
     require_names(Shard, "_split_tensor")
@@ -314,6 +317,25 @@ def original_classes(model: nn.Module) -> Iterator[None]:
 def default_store() -> Any:
     """Return the store of the default process group's rendezvous."""
     return distributed_c10d._get_default_store()
+
+
+def get_given_timeout(group: Any) -> float | None:
+    """Return the timeout of a process group (None: the default one) in seconds. None if it is torch's default."""
+    group = group or distributed_c10d._get_default_group()
+    names: Any = distributed_c10d
+    defaults = {names.default_pg_timeout, names.default_pg_nccl_timeout}
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None and timeout not in defaults:
+            return float(timeout.total_seconds())
+    return None
+
+
+def set_timeout(seconds: float) -> None:
+    """Set the timeout of all process groups of this process."""
+    for group in [*distributed_c10d._world.pg_map]:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def object_device(group: Any) -> torch.device:

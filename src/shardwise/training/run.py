@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import resource
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
+import torch.distributed as dist
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StorageError, TrainingError
 from shardwise.execution.locked_folder import locked_by_first_rank
-from shardwise.execution.processes import acknowledge_stop
+from shardwise.execution.stop_signals import StopRequest, stopping_on_signals
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
@@ -28,6 +26,12 @@ from shardwise.models import torch_api
 from shardwise.report.names import table_lines
 from shardwise.storage.names import without_secrets
 from shardwise.training import setup as trl_setup
+from shardwise.training.rank_comparison import (
+    effective_settings,
+    mask_secrets,
+    require_same_rows,
+    require_same_run,
+)
 from shardwise.training.run_config import RunConfig
 
 RUN_FOLDER: Final = ".shardwise-run"
@@ -73,16 +77,25 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     """
     with World.current(call="train") as world:
         arguments = world.run_all(trl_setup.parse, config)
+        require_same_run(world, effective_settings(config.method, arguments))
     output = Path(arguments.training.output_dir)
-    with stopping_on_signals() as request, locked_output(output, get_identity(config, config.method)):
+    with (
+        stopping_on_signals() as request,
+        locked_output(output, get_identity(config, config.method)) as record,
+    ):
+        honor_timeout(config, arguments)
         with World.current(call="train") as world:
             processor = world.run_all(trl_setup.processing_class, arguments, config.method)
         data = trl_setup.load_data(arguments, config.method, processor, local_rank)
+        for split, dataset in zip(("train", "test"), data, strict=True):
+            require_same_rows(split, dataset)
         model = trl_setup.load_model(arguments, config.method)
+        honor_timeout(config, arguments)  # again, for the process groups of the model's mesh
         require_pad_token(model, processor)
         reference = trl_setup.load_reference(arguments, config.method)
         trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data, local_rank)
-        trainer.add_callback(StopOnSignal(request))
+        progress = RunCallback(request, record)
+        trainer.add_callback(progress)
         guard_trackers(trainer)
         done = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
         state = trainer.state
@@ -90,11 +103,15 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
             is_signaled = world.all_reduce_object(request.is_made, any)
         has_stopped = is_signaled and state.global_step < state.max_steps
         if not has_stopped:
+            with World.current(call="train") as world:
+                world.broadcast(record.require)
             trainer.save_model(str(output))
+            require_finite_loss(state, output)
             if arguments.training.push_to_hub:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
         peak = peak_line(_estimated_bytes(config, world.size))
-        summary = summary_lines(state, done.metrics["train_runtime"], trl_setup.tokens_seen(trainer), peak)
+        tokens = trl_setup.tokens_seen(trainer) - progress.first_token
+        summary = summary_lines(state, progress.first_step, done.metrics["train_runtime"], tokens, peak)
         if hasattr(trainer, "end"):  # since transformers 5.18
             trainer.end()
     return TrlOutcome(
@@ -124,25 +141,22 @@ def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
         )
 
 
+def honor_timeout(config: RunConfig, arguments: trl_setup.TrlArguments) -> None:
+    """Have ranks wait for each other as long as ``ddp_timeout`` says, if it is set."""
+    if "ddp_timeout" in config.values and dist.is_initialized():
+        torch_api.set_timeout(arguments.training.ddp_timeout)
+
+
 def get_identity(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
     """Return the keys that a resumed training must have in common, as recorded, without credentials in URLs."""
-    return {"method": method, **{key: _masked(config.values.get(key)) for key in keys}}
-
-
-def _masked(value: Any) -> Any:
-    """Return a value of a configuration without credentials in URLs."""
-    if isinstance(value, str):
-        return without_secrets(value) if "://" in value else value
-    if isinstance(value, dict):
-        return {key: _masked(one) for key, one in value.items()}
-    return [_masked(one) for one in value] if isinstance(value, list) else value
+    return {"method": method, **{key: mask_secrets(config.values.get(key)) for key in keys}}
 
 
 @contextmanager
 def locked_output(
     output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*.safetensors",)
-) -> Iterator[None]:
-    """Lock an output folder within the block. Collective: yes.
+) -> Iterator[RunRecord]:
+    """Lock an output folder within the block, and record its training there. Collective: yes.
 
     Args:
         output: the folder.
@@ -159,10 +173,29 @@ def locked_output(
         with locked_by_first_rank(world, folder) as saving:
             world.broadcast(_record, output, identity, weights)
             try:
-                yield
+                yield RunRecord(folder / _RUN_FILE)
             finally:
                 if world.rank == 0:
                     saving.locked.release()
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """The record of a training in its output folder, without which its checkpoints do not resume."""
+
+    file: Path
+
+    def require(self) -> None:
+        """Require that the record is still there, before something is saved next to it. Collective: no.
+
+        Raises:
+            StorageError: it was removed during the training.
+        """
+        if not self.file.is_file():
+            raise StorageError(
+                f"{self.file}: was removed during the training, maybe with its folder, and nothing more is saved "
+                "there. Start the training again, in a folder that stays"
+            )
 
 
 def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -> None:
@@ -171,7 +204,9 @@ def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -
     has_weights = bool(checkpoints_in(output)) or any(any(output.glob(one)) for one in weights)
     if has_weights and not file.is_file():
         raise ConfigError(
-            f"output_dir: {output} has a model that this training would overwrite. Set another output_dir"
+            f"output_dir: {output} has a model that this training would overwrite, and no record of its own "
+            f"training, {RUN_FOLDER}/{_RUN_FILE}. If it is a copy, copy that folder, too (cp -r out/. copy). Or "
+            "set another output_dir, and resume_from_checkpoint to a checkpoint of this one"
         )
     found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
     of_run = [key for key in identity if key in found or "." not in key]  # tenants (NAME.KEY) may be added
@@ -206,22 +241,65 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class StopOnSignal(TrainerCallback):
-    """Saves a checkpoint and ends the training after the step in which a signal arrived.
+class RunCallback(TrainerCallback):
+    """Follows a training: ends it after the step in which a signal arrived, and checks its losses and its folder.
 
-    The trainer makes ranks agree on ``control`` after each step, so a signal to one rank stops all.
+    The trainer makes ranks agree on ``control`` and exceptions after each step, so a signal to one rank stops all.
+
+    Args:
+        request: of a signal to stop.
+        record: of the training.
     """
 
-    def __init__(self, request: StopRequest) -> None:
+    def __init__(self, request: StopRequest, record: RunRecord) -> None:
+        self.first_step = 0
+        """Steps of the checkpoint that is resumed."""
+        self.first_token = 0
+        """Tokens that the checkpoint has counted."""
         self._request = request
+        self._record = record
+        self._has_warned = False
+
+    def on_train_begin(self, *positional: Any, **_: Any) -> None:
+        """Note where the training begins."""
+        state: TrainerState = positional[1]
+        self.first_step, self.first_token = state.global_step, int(state.num_input_tokens_seen)
 
     def on_step_end(self, *positional: Any, **_: Any) -> TrainerControl:
-        """Request a checkpoint and the end."""
+        """Request a checkpoint and the end after a signal."""
         control: TrainerControl = positional[2]
         if self._request.is_made:
             control.should_save = True
             control.should_training_stop = True
+        if control.should_save and positional[1].is_world_process_zero:
+            self._record.require()
         return control
+
+    def on_log(self, *positional: Any, **keywords: Any) -> None:
+        """Warn of the first loss that is not finite."""
+        state: TrainerState = positional[1]
+        loss = (keywords.get("logs") or {}).get("loss")
+        if loss is None or self._has_warned or math.isfinite(float(loss)) or not state.is_world_process_zero:
+            return
+        self._has_warned = True
+        _log.warning("step %d: the loss is %s. Check learning_rate and the rows", state.global_step, loss)
+
+
+def require_finite_loss(state: TrainerState, output: Path) -> None:
+    """Require that a finite loss was logged since the last one that was not. The same on every rank.
+
+    Raises:
+        TrainingError: none was.
+    """
+    losses = [(entry["step"], float(entry["loss"])) for entry in state.log_history if "loss" in entry]
+    if not losses or math.isfinite(losses[-1][1]):
+        return
+    last_finite = max((step for step, loss in losses if math.isfinite(loss)), default=0)
+    first = min(step for step, _ in losses if step > last_finite)
+    raise TrainingError(
+        f"the loss is {losses[-1][1]} from step {first} to the end. The model was saved in {output}, and is "
+        "probably useless. Lower learning_rate, or check the rows, and train in another output_dir"
+    )
 
 
 def guard_trackers(trainer: Any) -> None:
@@ -270,31 +348,39 @@ def _estimated_bytes(config: RunConfig, ranks: int) -> int | None:
     return made.peak_bytes if has_activations else None
 
 
-def summary_lines(state: TrainerState, seconds: float, tokens: int, peak: str) -> Sequence[str]:
-    """Return the lines that summarize a training.
+def summary_lines(state: TrainerState, first_step: int, seconds: float, tokens: int, peak: str) -> Sequence[str]:
+    """Return the lines that summarize what this process has done of a training.
 
     Args:
         state: state at the end.
-        seconds: duration.
-        tokens: tokens of all ranks, 0 if unknown.
+        first_step: steps of the checkpoint that was resumed.
+        seconds: duration, since the checkpoint was resumed.
+        tokens: tokens of all ranks in that time, 0 if unknown.
         peak: the line on memory.
     """
     losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
     evaluated = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
-    lines = [f"trained {state.global_step} steps in {seconds:.1f} s"]
+    resumed = f" after step {first_step}" if first_step else ""
+    lines = [f"trained {state.global_step - first_step} steps{resumed} in {seconds:.1f} s"]
     if losses:
-        lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}, best {min(losses):.4f}")
+        lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}, best {min_finite(losses):.4f}")
     if evaluated:
-        lines.append(f"best evaluation loss: {min(evaluated):.4f}")
+        lines.append(f"best evaluation loss: {min_finite(evaluated):.4f}")
     if tokens:
         lines.append(f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
     return [*lines, peak]
 
 
+def min_finite(losses: Sequence[float]) -> float:
+    """Return the least finite loss, NaN if there is none."""
+    return min(filter(math.isfinite, losses), default=math.nan)
+
+
 def tenant_sort_key(metrics: Mapping[str, Any]) -> tuple[bool, bool, float]:
     """Return a sort key: tenants by evaluation loss, then those without one by loss, then failures."""
     eval_loss: float | None = metrics.get("eval_loss")
-    return "failure" in metrics, eval_loss is None, metrics.get("loss", 0.0) if eval_loss is None else eval_loss
+    loss: float = metrics.get("loss", 0.0) if eval_loss is None else eval_loss
+    return "failure" in metrics, eval_loss is None, math.inf if math.isnan(loss) else loss
 
 
 def tenant_summary_lines(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]:
@@ -306,51 +392,3 @@ def tenant_summary_lines(ranked: Mapping[str, Mapping[str, Any]], begun: float) 
     lines = table_lines(("", "tenant", "steps", "loss", "evaluation loss"), rows)
     lines += [f"{name}: failed in {one['failure']}" for name, one in ranked.items() if "failure" in one]
     return [*lines, f"{len(ranked)} tenants in {time.monotonic() - begun:.1f} s, {peak_line()}"]
-
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-
-class StopRequest:
-    """Request of a signal to this rank to stop. The ranks agree on it after each step."""
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        """The signal, once it has been handled."""
-
-    @property
-    def is_made(self) -> bool:
-        return self.number is not None
-
-
-@contextmanager
-def stopping_on_signals() -> Iterator[StopRequest]:
-    """Have SIGTERM, SIGUSR1 and SIGINT request a stop within the block. A second one ends this process.
-
-    Slurm can send SIGUSR1 before the end of a job (``--signal=USR1@120``). On another thread than the main thread,
-    which does not get signals, this does nothing.
-    """
-    request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-
-    def request_stop(number: int, _frame: FrameType | None) -> None:
-        if not request.is_made:
-            request.number = number
-            if number == signal.SIGINT:  # started ranks get SIGTERM from a process that has acknowledged it
-                acknowledge_stop()
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
-        else:
-            sys.exit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # else the parent process passes Ctrl-C on
-            signal.signal(number, request_stop)
-    try:
-        yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

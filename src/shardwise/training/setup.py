@@ -1,7 +1,9 @@
 """TRL's dataclasses, trainers and datasets for a configuration of ``shardwise train``."""
 
 import copy
+import functools
 import importlib
+import inspect
 import os
 import pkgutil
 import sys
@@ -31,6 +33,7 @@ from shardwise.models.policies import Classes, MinSize, WrapPolicy
 from shardwise.models.quantization import Fp4, Nf4
 from shardwise.models.torch_api import accelerator
 from shardwise.models.wrap import Sharding, replicated_mesh
+from shardwise.observing import busy_with
 from shardwise.planning.load_plan import Ignore, Initialize
 from shardwise.report.estimate import Estimate
 from shardwise.storage.names import HubOptions, redacted, without_secrets
@@ -84,6 +87,7 @@ def parse(config: RunConfig) -> TrlArguments:
     values = copy.deepcopy(dict(config.values))  # TRL replaces the entries of datasets in place
     if accelerator() is None:
         values["use_cpu"] = True
+    values.setdefault("logging_nan_inf_filter", False)  # which would log 0.0 for a loss that is NaN
     parser.set_defaults_with_config(**values)
     try:
         found = parser.parse_args_into_dataclasses(args=[])
@@ -385,10 +389,23 @@ def _reward_functions(script: Any) -> list[Callable[..., Any]]:
     found = []
     for name in script.reward_funcs:
         try:
-            found.append(pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}"))
+            found.append(_naming_work(pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")))
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"reward_funcs: {name} cannot be imported, {error}. Check the path") from error
     return found
+
+
+def _naming_work(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reward function that tells other ranks when this rank is busy with it."""
+    if inspect.iscoroutinefunction(function):  # TRL awaits it on another thread
+        return function
+
+    @functools.wraps(function)
+    def reward(*args: Any, **kwargs: Any) -> Any:
+        with busy_with(f"the reward function {function.__name__}"):
+            return function(*args, **kwargs)
+
+    return reward
 
 
 def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estimate:

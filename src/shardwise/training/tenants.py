@@ -23,10 +23,12 @@ from shardwise.bank.tenant import TenantLoss, TenantStep
 from shardwise.engines.save_plan import SaveOptions
 from shardwise.errors import ConfigError, FormatError, TrainingError
 from shardwise.execution.collective_errors import translate_collective_errors
+from shardwise.execution.stop_signals import StopRequest, stopping_on_signals
 from shardwise.execution.world import World
 from shardwise.storage.writing import open_writer
 from shardwise.training import run
 from shardwise.training import setup as trl_setup
+from shardwise.training.rank_comparison import effective_settings, require_same_rows, require_same_run
 from shardwise.training.run_config import RunConfig
 from shardwise.training.tenant_config import read_tenants
 from shardwise.training.tenant_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows, tokenized
@@ -50,6 +52,12 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> run.TrlOutcome:
     begun = time.monotonic()
     with World.current(call="train") as world:
         parsed = world.run_all(lambda: {name: trl_setup.parse(own) for name, own in read_tenants(config).items()})
+        settings = {
+            f"{name}.{key}": value
+            for name, arguments in parsed.items()
+            for key, value in effective_settings("sft", arguments).items()
+        }
+        require_same_run(world, settings)
         first = next(iter(parsed.values()))
         processor = world.run_all(trl_setup.processing_class, first, "sft")
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -60,8 +68,10 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> run.TrlOutcome:
     identity = run.get_identity(config, "tenants", _IDENTITY)
     for name, own in read_tenants(config).items():
         identity |= {f"{name}.{key}": value for key, value in run.get_identity(own, "sft").items()}
-    with run.stopping_on_signals() as request, run.locked_output(output, identity, _WEIGHTS):
-        tenants = _joined(parsed, processor, config.own["tokens_per_pass"], local_rank)
+    with stopping_on_signals() as request, run.locked_output(output, identity, _WEIGHTS) as record:
+        run.honor_timeout(config, first)
+        tenants = _joined(parsed, processor, config.own["tokens_per_pass"], local_rank, record)
+        run.honor_timeout(config, first)  # again, for the process groups of the model's mesh
         has_stopped, failures = train_in_turns(tenants, config.own["tokens_per_pass"], request)
     metrics = {
         one.name: {"steps": one.state.global_step, "max_steps": one.state.max_steps, **one.last_logged()}
@@ -77,7 +87,11 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> run.TrlOutcome:
 
 
 def _joined(
-    parsed: Mapping[str, trl_setup.TrlArguments], processor: Any, tokens_per_pass: int, local_rank: int
+    parsed: Mapping[str, trl_setup.TrlArguments],
+    processor: Any,
+    tokens_per_pass: int,
+    local_rank: int,
+    record: run.RunRecord,
 ) -> list[TenantTraining]:
     """Read the rows of all tenants, load the base, and add the tenants to a bank. Collective: yes.
 
@@ -88,6 +102,8 @@ def _joined(
     for name, own in parsed.items():
         with _named(name):
             rows[name] = tokenized(own, processor, local_rank)
+        for split, of_split in zip(("train", "test"), rows[name], strict=True):
+            require_same_rows(f"{name}.{split}", of_split and of_split.rows)
     first = next(iter(parsed.values()))
     model = trl_setup.load_base(first)
     if first.training.gradient_checkpointing:
@@ -96,7 +112,7 @@ def _joined(
         model.train()
     bank = AdapterBank(model, pad_to=_PAD_TO)
     budget = TokenBudget(tokens_per_pass, _PAD_TO, bank.max_length)
-    shared = SharedBank(World.current(call="train"), bank, budget, processor)
+    shared = SharedBank(World.current(call="train"), bank, budget, processor, record)
     tenants = []
     for name, own in parsed.items():
         with _named(name):
@@ -114,7 +130,9 @@ def _named(name: str) -> Iterator[None]:
         raise ConfigError(f"tenants.{name}: {error}") from error
 
 
-def train_in_turns(tenants: Sequence[TenantTraining], budget: int, request: Any) -> tuple[bool, dict[str, str]]:
+def train_in_turns(
+    tenants: Sequence[TenantTraining], budget: int, request: StopRequest
+) -> tuple[bool, dict[str, str]]:
     """Train tenants until they are done or a signal requests a stop. Collective: yes.
 
     The first tenant of the queue and later ones that fit share a pass, and move to the end of the queue. A tenant
@@ -193,6 +211,7 @@ class SharedBank:
     bank: AdapterBank
     budget: TokenBudget
     processor: Any
+    record: run.RunRecord
 
 
 class TenantTraining:
@@ -384,6 +403,7 @@ class TenantTraining:
         if step <= self._saved_step:
             return
         place = self._folder / f"checkpoint-{step}"
+        self._shared.world.broadcast(self._shared.record.require)
         self.bank.save(self.name, place, options=SaveOptions(progress=False))
         self._shared.world.broadcast(self._commit, place)
         self._saved_step = step
@@ -403,6 +423,7 @@ class TenantTraining:
 
     def _finish(self) -> None:
         """Save the adapter, and delete the tenant from the bank."""
+        self._shared.world.broadcast(self._shared.record.require)
         tokenizer, options = self._shared.processor, SaveOptions(progress=False)
         self.bank.save(self.name, self._folder, training_state=False, tokenizer=tokenizer, options=options)
         self.bank.delete_adapter(self.name)
