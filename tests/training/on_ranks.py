@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shutil
 import signal
 import sys
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import datasets
 import torch
 import torch.distributed as dist
 import transformers
@@ -25,6 +27,7 @@ from transformers import (
 )
 
 from shardwise.cli.train import train_on_rank, without_token
+from shardwise.errors import ShardwiseError
 from shardwise.training import setup as trl_setup
 from shardwise.training.run import TrlOutcome
 from shardwise.training.run_config import read_run_config
@@ -118,6 +121,43 @@ def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
 
 
+def errors_of(values: dict[str, Any], differing: list[dict[str, Any]]) -> list[str]:
+    """Train once for each of these keys, which only the second rank has; the errors."""
+    errors = []
+    for keys in differing:
+        try:
+            train({**values, **(keys if dist.get_rank() else {})})
+        except ShardwiseError as error:
+            errors.append(str(error))
+    return errors
+
+
+def train_on_own_rows(values: dict[str, Any], second: str) -> None:
+    """Train on this rank, where the second rank has another file under the name of the dataset."""
+    load = datasets.load_dataset
+
+    def load_own(*positional: Any, data_files: Any, **keywords: Any) -> Any:
+        return load(*positional, data_files=second if dist.get_rank() else data_files, **keywords)
+
+    with mock.patch.object(datasets, "load_dataset", load_own):
+        train(values)
+
+
+def error_without_record(values: dict[str, Any], step: int) -> str:
+    """Train on this rank, and have the first one remove the record of the training in a step; the error."""
+
+    class Removes(TrainerCallback):
+        def on_step_begin(self, *positional: Any, **_: Any) -> None:
+            if positional[1].global_step + 1 == step and positional[1].is_world_process_zero:
+                shutil.rmtree(values["output_dir"])
+
+    try:
+        train_with(values, Removes())
+    except ShardwiseError as error:
+        return str(error)
+    return ""
+
+
 def first_row(values: dict[str, Any]) -> tuple[bool, dict[str, list[int]]]:
     """Whether TRL is to mask a dataset, and its first row."""
     arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
@@ -165,20 +205,24 @@ class Terminated(TrainerCallback):
 
 def train_until(values: dict[str, Any], step: int) -> TrlOutcome:
     """Train on this rank, and have the first one sent SIGTERM in a step."""
+    return train_with(values, Terminated(step))
+
+
+def train_with(values: dict[str, Any], callback: TrainerCallback) -> TrlOutcome:
+    """Train on this rank, with a callback."""
     make = trl_setup.make_trainer
 
     def with_callback(*positional: Any) -> Any:
         trainer = make(*positional)
-        trainer.add_callback(Terminated(step))
+        trainer.add_callback(callback)
         return trainer
 
-    trl_setup.make_trainer = with_callback
-    return train(values)[0]
+    with mock.patch.object(trl_setup, "make_trainer", with_callback):
+        return train(values)[0]
 
 
 def by_trl(values: dict[str, Any]) -> list[float]:
     """Train by TRL in this process, without shardwise; the losses of all steps."""
-    import datasets
     from trl import SFTTrainer
 
     arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))

@@ -241,6 +241,73 @@ def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(fold
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
 
 
+DIFFERING = {
+    "per_device_train_batch_size": 3,
+    "gradient_accumulation_steps": 3,
+    "max_grad_norm": 0.3,
+    "max_length": 33,
+    "assistant_only_loss": True,
+    "save_steps": 3,
+    "learning_rate": 0.3,
+    "seed": 3,
+    "method": "reward",
+}
+
+
+def test_ranks_with_other_settings_or_rows_are_refused(folder: Path) -> None:
+    rows = (folder / "chats.jsonl").read_text().splitlines()
+    tiny.write_rows(folder / "shorter.jsonl", *rows[:-1])
+    tiny.write_rows(folder / "other.jsonl", *rows[:9], rows[3], *rows[10:])
+    tiny.write_rows(folder / "same.jsonl", *rows)
+    files = ["shorter.jsonl", "other.jsonl"]
+    cases = [{key: value} for key, value in DIFFERING.items()]
+    lora = {"tenants": {"ada": {"lora_r": 3}}, "gradient_checkpointing": False}
+    values = keys(folder, output_dir=str(folder / "differing"))
+    told = run_world(2, on_ranks.errors_of, values, cases)
+    assert told[0] == told[1]
+    for key, text in zip(DIFFERING, told[0], strict=True):
+        assert text.startswith("the configuration on rank 1 is not that of rank 0: ")
+        assert f"{key} (" in text
+    [text], _ = run_world(2, on_ranks.errors_of, {**values, **lora}, [{"tenants": {"ada": {"lora_r": 4}}}])
+    assert "ada.lora_r (4 against 3)" in text
+    # The same name on each rank, of a file of its own.
+    for name, words in zip(files, ("number of rows (23 against 24)", "rows ("), strict=True):
+        with pytest.raises(RankError, match=r"the dataset 'train' on rank 1 is not that of rank 0") as caught:
+            run_world(2, on_ranks.train_on_own_rows, values, str(folder / name))
+        assert words in str(caught.value)
+    run_world(2, on_ranks.train_on_own_rows, values, str(folder / "same.jsonl"))
+
+
+def test_a_run_without_its_record_ends_and_a_copy_says_what_is_missing(folder: Path) -> None:
+    values = keys(folder, max_steps=3, save_strategy="steps", save_steps=2, gradient_checkpointing=False)
+    values |= {"output_dir": str(folder / "removed"), "per_device_train_batch_size": 4}
+    for text in run_world(2, on_ranks.error_without_record, values, 2):
+        assert "run.json: was removed during the training" in text
+    assert not list((folder / "removed").rglob("*.safetensors"))
+    values["output_dir"] = str(folder / "original")
+    run_world(1, train, values)
+    shutil.copytree(folder / "original", folder / "copy", ignore=shutil.ignore_patterns(".*"))  # cp -r original/*
+    values |= {"output_dir": str(folder / "copy"), "max_steps": 4}
+    with pytest.raises(RankError, match=r"no record of its own training.* copy that folder, too"):
+        run_world(1, train, values)
+    shutil.copytree(folder / "original", folder / "copy", dirs_exist_ok=True)
+    [(outcome, _)] = run_world(1, train, values)
+    assert outcome.steps == 4
+    assert outcome.summary[0].startswith("trained 1 steps after step 3 in ")
+
+
+def test_a_loss_that_is_not_finite_is_shown_and_an_error_at_the_end(folder: Path) -> None:
+    values = keys(folder, output_dir=str(folder / "nan"), max_steps=4, learning_rate=1e30, optim="sgd")
+    values |= {"per_device_train_batch_size": 2, "max_grad_norm": 0}
+    with pytest.raises(RankError, match=r"TrainingError: the loss is nan from step \d to the end") as caught:
+        run_world(2, train, values)
+    assert len(caught.value.failures) == 2
+    assert list((folder / "nan").glob("*.safetensors"))
+    values |= {"logging_nan_inf_filter": True, "output_dir": str(folder / "filtered")}
+    [(_, losses), _] = run_world(2, train, values)
+    assert 0.0 in losses
+
+
 def test_early_stopping_is_no_signal(folder: Path) -> None:
     values = keys(folder, output_dir=str(folder / "early"), per_device_train_batch_size=4, learning_rate=1.0)
     values |= {"max_steps": 20, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps"}

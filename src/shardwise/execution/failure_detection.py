@@ -96,7 +96,8 @@ class Heartbeat:
     @property
     def status(self) -> RankStatus | None:
         """What the process did when it was sent. None once it has ended."""
-        return None if self.value == _ENDED else RankStatus.from_json(self.value.decode().partition(" ")[2])
+        text = self.value.decode().partition(" ")[2]
+        return RankStatus.from_json(text) if text else None
 
     def loss(self, timeout_s: float) -> str | None:
         """Return why the process counts as lost, or None if it does not."""

@@ -154,9 +154,9 @@ def find_wait(
     ]
     if slow:
         return own.phase_s, _describe(slow, others)
-    # A first rank in a meeting may wait for this one.
-    relayed = [status.waits_for for status in others.values() if status.waits_for and not status.meetings]
-    return own.phase_s, relayed[0] if rank and relayed else ""
+    # What the first rank waits for, unless it is this rank, also in a meeting to which this one has yet to come.
+    relayed = [status.waits_for for status in others.values() if rank and not status.meetings]
+    return own.phase_s, next((wait for wait in relayed if not wait.startswith(f"rank {rank},")), "")
 
 
 def _describe(ranks: Sequence[int], others: Mapping[int, RankStatus]) -> str:
