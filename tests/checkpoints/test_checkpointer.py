@@ -1,5 +1,6 @@
 """Saved on some ranks, restored on others: the same bits, and the same training."""
 
+import copy
 import pickle
 import shutil
 from pathlib import Path
@@ -343,16 +344,40 @@ def test_state_that_the_optimizer_makes_between_two_checkpoints_is_stored(worlds
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_values_in_other_memory_after_the_first_checkpoint_are_stored(tmp_path, mode):
+@pytest.mark.parametrize("replaced", ["memory", "_buffers", "_parameters", "_modules"])
+def test_values_in_other_memory_after_the_first_checkpoint_are_stored(tmp_path, mode, replaced):
+    """Also if a module has other registries, of which nothing tells the modules around it."""
     model = tiny.Tiny()
     model.register_buffer("pairs", torch.eye(3).to_sparse(), persistent=False)
+    before = copy.deepcopy(model.state_dict())
     with Checkpointer(tmp_path, mode=mode) as checkpointer:
         checkpointer.save(0, TrainState(model))
-        model.narrow.weight.data = model.narrow.weight.data.clone() + 1
+        if replaced == "memory":
+            model.narrow.weight.data = model.narrow.weight.data.clone() + 1
+        elif replaced == "_modules":
+            model._modules = {**model._modules, "narrow": torch.nn.Linear(6, 1)}
+        elif replaced == "_parameters":
+            model._parameters = {"scale": torch.nn.Parameter(torch.full((1,), 2.0))}
+        else:
+            model._buffers = {**model._buffers, "seen": torch.ones(3)}
         checkpointer.save(1, TrainState(model))
     other = tiny.Tiny()
     Checkpointer(tmp_path).restore(TrainState(other))
     assert differences(dict(other.state_dict()), dict(model.state_dict())) == []
+    assert differences(dict(other.state_dict()), before) != []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torchscript_and_optimizer_state_of_no_parameter(tmp_path):
+    model = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state["count"] = 0
+    checkpointer = Checkpointer(tmp_path)
+    for step in (1, 2):
+        checkpointer.save(step, TrainState(model, optimizer))
+        model[0].weight.data = torch.full((2, 2), float(step))
+    checkpointer.restore(TrainState(model, optimizer))
+    assert model[0].weight.eq(1).all()
 
 
 def test_shards_in_other_memory_after_the_first_checkpoint_are_stored(worlds, tmp_path):

@@ -1,10 +1,9 @@
 """The plan of a checkpoint: the writes of all ranks, and this rank's tensors for them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.checkpoints.snapshot import StateSnapshot, compared_tensors, find_memory
-from shardwise.checkpoints.state import CollectedState, TrainState
+from shardwise.checkpoints.state import CollectedState
 from shardwise.execution.checksums import as_bytes
 from shardwise.execution.distributed_chunks import TensorsPlan, Views, chunk_views, plan_tensors
 from shardwise.execution.replicas import Replicas
@@ -21,7 +20,7 @@ class CheckpointPlan:
 
     Attributes:
         collected: the state that it was made for.
-        snapshot: of the state then.
+        memory: where its tensors were then, of :meth:`CollectedState.memory`.
         ranks: this rank, and the ranks of the group in the default group.
         tensors: the writes of all ranks.
         chunks: views of this rank's chunks.
@@ -30,7 +29,7 @@ class CheckpointPlan:
     """
 
     collected: CollectedState
-    snapshot: StateSnapshot
+    memory: Sequence[Sequence[object]]
     ranks: tuple[int, ...]
     tensors: TensorsPlan
     chunks: Views
@@ -40,13 +39,11 @@ class CheckpointPlan:
     def is_for(self, world: World, collected: CollectedState) -> bool:
         """Return whether the plan is valid for the state as it is now."""
         planned = self.collected
-        return self.ranks == (world.rank, *world.global_ranks) and (
-            collected is planned
-            or (
-                planned.signature == collected.signature
-                and list(planned.tensors) == list(collected.tensors)
-                and self.snapshot.memory == find_memory(compared_tensors(collected))
-            )
+        return (
+            self.ranks == (world.rank, *world.global_ranks)
+            and planned.signature == collected.signature
+            and list(planned.tensors) == list(collected.tensors)
+            and self.memory == collected.memory()
         )
 
     def replicas(self, collected: CollectedState) -> Replicas:
@@ -59,9 +56,9 @@ class CheckpointPlan:
         return Replicas.among({**self.collected.by_key, **numbers}, {**self.common, **common}, collected.buffers)
 
 
-def plan_checkpoint(world: World, state: TrainState, collected: CollectedState) -> CheckpointPlan:
+def plan_checkpoint(world: World, collected: CollectedState) -> CheckpointPlan:
     """Plan the writes of all ranks. Collective: yes."""
-    tensors, snapshot = collected.by_key, world.run_all(StateSnapshot.take, state, collected)
+    tensors, memory = collected.by_key, world.run_all(collected.memory)
     by_rank = world.all_gather(metadata_by_name, tensors)
     plan = world.run_all(
         plan_tensors, collected.tensors, by_rank, collected.buffers, collected.alias_keys, world.global_ranks
@@ -72,4 +69,4 @@ def plan_checkpoint(world: World, state: TrainState, collected: CollectedState) 
     chunks = world.run_all(chunk_views, plan.by_rank[world.rank], tensors, local)
     replicated = world.run_all(Replicas.among, tensors, common, collected.buffers)
     ranks = (world.rank, *world.global_ranks)
-    return CheckpointPlan(collected, snapshot, ranks, plan, chunks, common, replicated)
+    return CheckpointPlan(collected, memory, ranks, plan, chunks, common, replicated)

@@ -289,7 +289,7 @@ class Checkpointer:
             collected = contents.collected
         with clock.phase("plan"), gc_disabled():
             if self._plan is None or mismatched is None:
-                self._plan = plan_checkpoint(world, state, collected)
+                self._plan = plan_checkpoint(world, collected)
                 world.run_all(self._stage, clock, contents, self._plan)
             plan = self._plan.tensors
         with clock.phase("compare"):
@@ -352,11 +352,8 @@ class Checkpointer:
         """Collect this rank's state. If the last plan is valid, also stage what it writes. Collective: no."""
         _require_state(state)
         plan = self._plan
-        if plan and plan.snapshot.is_current(state, plan.collected):
-            collected = plan.collected
-        else:
-            collected = collect_state(state, self._only, plan.collected if plan else None)
-            require_values(collected.by_key, "the state")
+        collected = collect_state(state, self._only, plan.collected if plan else None)
+        require_values(collected.by_key, "the state")
         contents = collect_contents(collected, state, world.rank)
         contents.summary.call = repr((step, self._keep, self._mode, self._only, self._on_differing_buffers))
         samples_of = collected

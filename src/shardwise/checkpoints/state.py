@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoints.base_identity import BaseSamples, select_base
@@ -174,6 +175,23 @@ class CollectedState:
     def by_key(self) -> dict[str, torch.Tensor]:
         """All tensors that a checkpoint stores, by :func:`dcp_key`."""
         return {dcp_key(path): tensor for path, tensor in self.tensors.items()}
+
+    def memory(self) -> list[list[object]]:
+        """Return where each tensor of the checkpoint, and of its base, is on this rank.
+
+        Equal at a later step if the same tensors are still in the same memory. As long as this state is referenced,
+        no other tensor has the identity of one of its own.
+        """
+        base = select_base(self.held, self.stored)
+        tensors = [*self.tensors.values(), *(item.tensor for item in base)]
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return [
+            [id(tensor) for tensor in tensors],
+            [shard.data_ptr() for shard in local],
+            [shard.shape for shard in local],
+            [shard.stride() for shard in local],
+            [shard.dtype for shard in local],
+        ]
 
 
 def collect_state(state: TrainState, only: Selection, before: CollectedState | None = None) -> CollectedState:

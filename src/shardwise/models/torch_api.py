@@ -40,7 +40,7 @@ with KnownNames("torch", "2.11 to 2.15"):
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map_only
 
-    require_names(nn.Module(), "_modules _parameters _buffers _non_persistent_buffers_set _compiled_call_impl")
+    require_names(nn.Module(), "_parameters _buffers _non_persistent_buffers_set _compiled_call_impl")
     require_names(nn.modules.batchnorm, "_BatchNorm")
     require_names(torch, "_foreach_add_ _foreach_copy_ _foreach_mul_")
     require_names(torch._C, "_current_graph_task_id")
@@ -240,9 +240,9 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], set[str]]:
-    """Return a module's modules, parameters and buffers, and the names of the non-persistent buffers."""
-    return module._modules, module._parameters, module._buffers, module._non_persistent_buffers_set
+def get_temporary_names(module: nn.Module) -> set[str]:
+    """Return the names of a module's buffers that were registered with ``persistent=False``."""
+    return module._non_persistent_buffers_set
 
 
 def normalizes_over_rows(module: nn.Module) -> bool:

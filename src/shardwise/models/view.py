@@ -159,7 +159,7 @@ def _registered(
         if not torch_api.get_buffers(module):
             continue
         buffers = {name: buffer for name, buffer in torch_api.get_buffers(module).items() if buffer is not None}
-        temporary = sorted(torch_api.registries(module)[3] & buffers.keys())
+        temporary = sorted(torch_api.get_temporary_names(module) & buffers.keys())
         for name, buffer in buffers.items():
             if name not in temporary:
                 yield module, buffer, name, TensorKind.PERSISTENT_BUFFER, prefix
