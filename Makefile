@@ -32,12 +32,16 @@ SLOW := -m "slow and not torture and not gpu and not sweep" $(HARD_LIMIT)
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 --durations-min=1
 
+# For a machine with a GPU that has torch and transformers, which are not installed again.
+GPU_PYTHON ?= 3.12
+GPU_PACKAGES := bitsandbytes|hypothesis|iniconfig|peft|pluggy|pytest|pytest-timeout|sortedcontainers
+
 # Further arguments for pytest, the sweep or a benchmark: make test ARGS="-k tied -x"
 ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantized bench-four-bits bench-trainer bench-startup gpu-hour clean
+.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantized bench-four-bits bench-trainer bench-startup gpu wheels-for-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -116,8 +120,18 @@ bench-trainer: $(VENV)/project ## compare a step of the Hugging Face Trainer wit
 bench-startup: $(VENV)/project ## compare memory and time of ways to load, with a picture; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.startup $(ARGS)
 
-gpu-hour: $(VENV)/project ## run everything that needs a GPU, in at most an hour; ARGS="--device cpu --tiny" tries it without
-	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.gpu_hour $(ARGS)
+gpu: $(VENV)/project ## measure what needs a GPU, in 12 minutes; ARGS="--device cpu --tiny" tries it without
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.gpu $(ARGS)
+
+# With what is tracked, little enough for a machine that takes 64 MiB.
+wheels-for-gpu: ## collect what `make gpu` needs beside torch and transformers on a machine without network, in build/gpu
+	rm -rf build/gpu
+	$(PYTHON) -m pip download $(QUIET) --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+		--implementation cp $(foreach libc,17 24 28,--platform manylinux_2_$(libc)_x86_64) --dest build/gpu \
+		$$(grep -hE '^($(GPU_PACKAGES))==' requirements/oldest.txt requirements/peers.txt)
+	git rev-parse --short=12 HEAD > build/gpu/commit
+	@mib=$$(du -cm --apparent-size build/gpu $$(git ls-files) | tail -n 1 | cut -f 1); \
+		echo "$$mib MiB with the repository"; test $$mib -le 64
 
 clean: ## remove the environments and all build products
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(FUZZ) $(DOCS) fuzz-found build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

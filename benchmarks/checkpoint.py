@@ -49,7 +49,7 @@ def measure(what: str, layers: int, hidden: int, out: str, repeats: int) -> dict
     model, parameters = _lora() if what == "lora" else _full(layers, hidden)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5)
     for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
+        parameter.grad = parameter.detach().clone()
     optimizer.step()
     optimizer.zero_grad()
     arms = _arms(what, model, optimizer, out)
@@ -79,7 +79,7 @@ def measure_restore(what: str, layers: int, hidden: int, out: str, repeats: int)
     model, parameters = _lora() if what == "lora" else _full(layers, hidden)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5)
     for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
+        parameter.grad = parameter.detach().clone()
     optimizer.step()
     optimizer.zero_grad()
     state = TrainState(model, optimizer)
@@ -134,7 +134,7 @@ def _full(layers: int, hidden: int) -> tuple[Any, list[Any]]:
     model.to_empty(device=own_device())
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(0, 0.02)
+            parameter.to_local().normal_(0, 0.02)
     return model, list(model.parameters())
 
 

@@ -1,138 +1,142 @@
-"""One load on an accelerator, and the rates that bound it: what ``benchmarks/gpu_parts.py`` has ranks do."""
+"""What only a GPU can show, in minutes: ``python -m benchmarks.gpu``, or ``make gpu``.
 
+The parts of :mod:`benchmarks.gpu_parts`, what is needed most first, each a process of its own that is ended after
+its time. What a part measured before it failed or was ended is kept, and the next one runs. No network: weights are
+drawn at random. Results are written after each part, to ``benchmarks/results/gpu-DATE.{json,md}``.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from benchmarks import meter
-from benchmarks.place import own_device, synchronize
-from benchmarks.training import quieten
+from benchmarks.gpu_parts import FIRST, PARTS
+from benchmarks.place import add_device, commit, machine, say
 
-ARMS = ("shardwise", "transformers", "dcp")
-_BLOCK_BYTES = 256 << 20
+ROOT = Path(__file__).parents[1]
+_LONGEST_TEXT = 20_000
 
 
-def rates(folder: str, block_bytes: int = _BLOCK_BYTES) -> dict[str, Any]:
-    """GB/s of one rank by what moves the bytes; or why it cannot be measured."""
-    import torch
-
-    device = own_device()
-    pinned = torch.empty(block_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    pageable = torch.ones(block_bytes, dtype=torch.uint8)
-    target = torch.empty(block_bytes, dtype=torch.uint8, device=device)
-    found: dict[str, Any] = {
-        "pinned to device": _rate(target, pinned),
-        "pageable to device": _rate(target, pageable),
-        "device to pinned": _rate(pinned, target),
-    }
-    files = meter.files_of(Path(folder))
-    meter.warm_cache(files)
-    done, start = 0, time.perf_counter()
-    for path in files:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(memoryview(pinned.numpy())):
-                done += count
-    found["page cache to pinned"] = done / (time.perf_counter() - start) / 1e9
-    found["cuFile to device"] = _by_cufile(files, target)
-    return found
-
-
-def _rate(target: Any, source: Any, times: int = 8) -> float:
-    target.copy_(source)
-    synchronize()
+def run_part(command: Sequence[str], limit_s: float) -> dict[str, Any]:
+    """Run a process: its figures, which are its last line of JSON, and the end of its log unless it is done."""
     start = time.perf_counter()
-    for _ in range(times):
-        target.copy_(source, non_blocking=True)
-    synchronize()
-    return times * source.nbytes / (time.perf_counter() - start) / 1e9
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=log, cwd=ROOT, env=_environment(), start_new_session=True
+        )
+        try:
+            code = process.wait(limit_s)
+            outcome = f"failed with exit code {code}" if code else "done"
+        except subprocess.TimeoutExpired:
+            outcome = f"ended after {limit_s:.0f} s"
+        finally:  # with all processes that it started
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        log.seek(0)
+        lines = [line for line in out if line.startswith("{") and line.endswith("}\n")]
+        text = log.read()
+    result: dict[str, Any] = {"outcome": outcome, "seconds": time.perf_counter() - start}
+    result["figures"] = json.loads(lines[-1]) if lines else {}
+    return result if outcome == "done" else result | {"log": text[-_LONGEST_TEXT:]}
 
 
-def _by_cufile(files: list[Path], target: Any) -> float | str:
-    """GB/s of cuFile (GPUDirect Storage) from files that are not in the page cache."""
-    import os
+def _environment() -> dict[str, str]:
+    """The packages that tests have beside the environment are installed for the parts, as a user has them."""
+    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    peer = Path(sys.prefix, "peers", "bitsandbytes")
+    if peer.is_dir():
+        paths.append(str(peer))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
 
-    from torch.cuda import gds
 
-    if target.device.type != "cuda":
-        return f"unmeasured: the device is {target.device}"
+def _devices() -> str:
     try:
-        meter.drop_cache(files)
-        done, start = 0, time.perf_counter()
-        for path in files:
-            file, size = gds.GdsFile(str(path), os.O_RDONLY), path.stat().st_size
-            for offset in range(0, size - target.numel() + 1, target.numel()):
-                file.load_storage(target.untyped_storage(), offset)
-                done += target.numel()
-        synchronize()
-        return done / (time.perf_counter() - start) / 1e9
-    except Exception as error:  # no driver, no support in the file system
-        return f"unmeasured: {type(error).__name__}: {error}"[:300]
+        return subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+    except OSError:
+        return "no nvidia-smi"
 
 
-def load(arm: str, folder: str, warm_up: str) -> dict[str, float]:
-    """Seconds of one load from the page cache by shardwise or a peer, and peak memory. Collective: yes."""
-    import torch.distributed as dist
-    from benchmarks.arms import ARMS as LOADERS
-    from benchmarks.arms import Request
-
-    quieten()
-    LOADERS[arm](Request(Path(warm_up)))
-    if dist.get_rank() == 0:
-        meter.warm_cache(meter.files_of(Path(folder)))
-    with Peak() as peak:
-        dist.barrier()
-        start = time.perf_counter()
-        model = LOADERS[arm](Request(Path(folder))).model
-        for parameter in model.parameters():
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            assert local.device.type == own_device().type, f"{arm} left a tensor on {local.device}"
-            local.detach().view(-1)[:1].add_(0)
-        synchronize()
-        seconds = time.perf_counter() - start
-    return {"seconds": seconds, "peak_bytes": peak.nbytes}
+def to_markdown(results: Mapping[str, Any]) -> str:
+    parts, left_out = results["parts"], results["left out"]
+    lines = [
+        f"# On {results['device']}" + (" (tiny shapes: figures mean nothing)" if results["tiny"] else ""),
+        "",
+        f"{results['date']}, commit {results['commit']}, {results['minutes']:.1f} minutes.",
+        f"`{results['command']}`",
+        f"Left out, for lack of time: `--parts {' '.join(left_out)}`" if left_out else "Nothing was left out.",
+        "",
+        "| part | outcome | s |",
+        "|---|---|--:|",
+        *(f"| {name} | {part['outcome']} | {part['seconds']:.0f} |" for name, part in parts.items()),
+    ]
+    for name, part in {"machine": {"figures": results["machine"]}, **parts}.items():
+        lines += ["", f"## {name}", ""]
+        log = {"log": part["log"]} if "log" in part else {}
+        for key, text in _flatten(part["figures"] | log, ()):
+            lines += ["", f"{key}:", "```", text.strip(), "```", ""] if "\n" in text else [f"- {key}: {text}"]
+    return "\n".join(lines) + "\n"
 
 
-def load_computed(folder: str, warm_up: str, packs: bool, on_device: bool) -> float:
-    """Seconds of a load of FP8, or that packs to NF4, computed on the device or the host. Collective: yes."""
-    import torch.distributed as dist
-
-    import shardwise
-    from shardwise.execution import device_computing
-
-    quieten()
-    form = shardwise.options.Nf4() if packs else "dequantize"
-    with mock.patch.object(device_computing, "matches_cpu_bitwise", return_value=on_device):
-        shardwise.from_pretrained(warm_up, dtype="bfloat16", quantization=form)
-        if dist.get_rank() == 0:
-            meter.warm_cache(meter.files_of(Path(folder)))
-        dist.barrier()
-        start = time.perf_counter()
-        shardwise.from_pretrained(folder, dtype="bfloat16", quantization=form)
-        synchronize()
-        return time.perf_counter() - start
+def _flatten(figures: Any, name: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Every figure with its name; single runs are in the JSON file alone."""
+    if isinstance(figures, Mapping):
+        return [line for key, value in figures.items() if key != "runs" for line in _flatten(value, (*name, key))]
+    return [(", ".join(name), f"{figures:.4g}" if isinstance(figures, float) else str(figures))]
 
 
-class Peak:
-    """The highest memory of the block: ``max_memory_allocated`` of an accelerator, else growth of the process."""
-
-    nbytes = 0
-
-    def __enter__(self) -> "Peak":
-        import torch
-
-        self._module: Any = None
-        if own_device().type != "cpu":
-            self._module = torch.get_device_module(own_device().type)
-            self._module.reset_peak_memory_stats()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the parts; the exit status says whether all that began were done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_device(parser)
+    parser.set_defaults(device="cuda")
+    parser.add_argument("--tiny", action="store_true", help="shapes that take seconds, to see that it runs")
+    parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(FIRST))
+    parser.add_argument("--minutes", type=float, default=12.0, help="a part that does not fit is left out")
+    parser.add_argument("--out", type=Path, help="results, as .json and .md beside it")
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir(), "shardwise-benchmarks"))
+    options = parser.parse_args(argv)
+    start = time.perf_counter()
+    arguments = ["--device", options.device, "--dir", str(options.dir.absolute()), *["--tiny"] * options.tiny]
+    commands = {name: [sys.executable, "-m", "benchmarks.gpu_parts", name, *arguments] for name in PARTS}
+    results: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m benchmarks.gpu", *(argv if argv is not None else sys.argv[1:])]),
+        "commit": commit(),
+        "device": options.device,
+        "tiny": options.tiny,
+        "machine": {**machine(), "devices": _devices()},
+        "parts": {},
+        "left out": [],
+    }
+    place = options.out or ROOT / "benchmarks" / "results" / f"gpu-{datetime.now(UTC):%Y-%m-%d-%H%M}"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    for name in options.parts:
+        limit_s = PARTS[name][1]
+        left_s = 60 * options.minutes - (time.perf_counter() - start)
+        if left_s < limit_s / 2:
+            results["left out"].append(name)
+            say(f"{name}: left out, because it takes up to {limit_s:.0f} s and {max(left_s, 0):.0f} s are left")
         else:
-            self._watch = meter.MemoryWatch().__enter__()
-        return self
+            say(f"{name}: at most {min(limit_s, left_s):.0f} s")
+            results["parts"][name] = run_part(commands[name], min(limit_s, left_s))
+            say(f"{name}: {results['parts'][name]['outcome']}, {results['parts'][name]['seconds']:.0f} s")
+        results["minutes"] = (time.perf_counter() - start) / 60
+        Path(f"{place}.json").write_text(json.dumps(results, indent=1))
+        Path(f"{place}.md").write_text(to_markdown(results))
+    say(f"{place}.md")
+    return int(any(part["outcome"] != "done" for part in results["parts"].values()))
 
-    def __exit__(self, *told: Any) -> None:
-        if self._module is not None:
-            synchronize()
-            self.nbytes = self._module.max_memory_allocated()
-        else:
-            self._watch.__exit__(*told)
-            self.nbytes = self._watch.growth
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
-"""The parts of ``make gpu-hour``, each a process of its own: ``python -m benchmarks.gpu_parts PART --device cuda``.
+"""The parts of ``make gpu``, each a process of its own: ``python -m benchmarks.gpu_parts PART --device cuda``.
 
-Ranks are one to an accelerator. A part prints what it found as JSON on its last line.
+Ranks are one to an accelerator. After each measurement a part prints all of its figures so far, as a line of JSON.
 """
 
 import argparse
@@ -13,15 +13,17 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
-from benchmarks import checkpoint, four_bit_peers, gpu, quantized, tenancy, train, trainer
+from benchmarks import checkpoint, four_bit_peers, meter, quantized, tenancy, train, trainer
 from benchmarks.checkpoints import Shape, write
-from benchmarks.place import add_device, machine, own_device, synchronize
+from benchmarks.place import add_device, own_device, synchronize
 from benchmarks.start import with_tokenizer
 from benchmarks.training import LEARNING_RATE, MODELS, Job, batches, quieten, smaller, update
 from tests.support.local_ranks import LocalRanks, RankError
@@ -39,11 +41,14 @@ EIGHT = replace(
     file_bytes=4_000_000_000,
 )
 """The shape of Qwen3-8B: 16.4 GB in bfloat16."""
+SECOND = MODELS["qwen3-1.7b"]
+BOUNDS = ("pinned to device", "page cache to pinned")
 CALL_S = 900.0
+Figures = Iterator[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
-class Given:
+class Bench:
     """Where to measure, and how much: ``--tiny`` shrinks every shape and count."""
 
     device: str
@@ -58,7 +63,7 @@ class Given:
         return 1 if self.device == "cpu" else torch.accelerator.device_count()
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
-        """What each rank returns."""
+        """Return what each rank returns."""
         size, is_forked = ranks or self.ranks, self.device == "cpu"  # CUDA does not survive a fork
         with LocalRanks(size, timeout_s=CALL_S, device=self.device, is_forked=is_forked) as world:
             return world.run(function, *args)
@@ -72,111 +77,227 @@ class Given:
         return Job(self.write(shape), steps, rows, tokens, words, dtype, lora)
 
 
-def versions(given: Given) -> dict[str, Any]:
-    """Software, devices, how they are connected."""
-    import torch
+class Peak:
+    """The highest memory of the block: ``max_memory_allocated`` of an accelerator, else growth of the process."""
 
-    found = {"machine": machine(), "ranks": given.ranks, "cuda": torch.version.cuda, "devices": []}
-    for name in ("peft", "trl", "bitsandbytes"):
-        found[name] = importlib.util.find_spec(name) is not None
-    if torch.cuda.is_available():
-        found["devices"] = [str(torch.cuda.get_device_properties(n)) for n in range(torch.cuda.device_count())]
-        found["nccl"] = str(torch.cuda.nccl.version())
-    for name, command in (("topology", ["topo", "-m"]), ("driver", ["-q", "-d", "CLOCK,POWER,PCIE"])):
-        try:
-            found[name] = subprocess.run(["nvidia-smi", *command], capture_output=True, text=True).stdout
-        except OSError:
-            found[name] = "no nvidia-smi"
-    return found
+    nbytes = 0
 
+    def __enter__(self) -> "Peak":
+        import torch
 
-def tests(given: Given) -> dict[str, Any]:
-    """``tests/gpu`` to the end."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-rfEs", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode:
-        raise RuntimeError(f"pytest exits with {done.returncode}\n" + "\n".join(lines[-60:]))
-    return {"summary": lines[-1]}
+        self._module: Any = None
+        if own_device().type != "cpu":
+            self._module = torch.get_device_module(own_device().type)
+            self._module.reset_peak_memory_stats()
+        else:
+            self._watch = meter.MemoryWatch().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._module is not None:
+            synchronize()
+            self.nbytes = self._module.max_memory_allocated()
+        else:
+            self._watch.__exit__(*error)
+            self.nbytes = self._watch.growth
 
 
-def launch(given: Given) -> dict[str, Any]:
+def tests(bench: Bench) -> Figures:
+    """``tests/gpu``: NCCL on one rank, streams, bits of decoding. Beside them, what other parts load is written."""
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "-rfEs", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["-W", "default", "--timeout", "60"]  # a warning of CUDA's is no fault of ours
+    lines = [""]
+    with (
+        ThreadPoolExecutor(1) as writer,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        writes = [writer.submit(bench.write, shape) for shape in (EIGHT, SECOND)]
+        for line in process.stdout or ():
+            print(line, end="", file=sys.stderr, flush=True)  # in the log, should a test hang
+            lines.append(line.strip())
+    yield "summary", lines[-1]
+    for written in writes:
+        written.result()
+    if process.returncode:
+        raise RuntimeError(f"pytest exits with {process.returncode}")
+
+
+def launch(bench: Bench) -> Figures:
     """``shardwise train --nproc-per-node`` of a QLoRA, with bitsandbytes installed."""
+    yield "bitsandbytes installed", importlib.util.find_spec("bitsandbytes") is not None
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        model = with_tokenizer(write(EIGHT.tiny(), given.folder), place / "model")
+        model = with_tokenizer(write(EIGHT.tiny(), bench.folder), place / "model")
         (place / "rows.jsonl").write_text('{"text": "w1 w2 w3"}\n' * 8)
         arguments = [f"--model_name_or_path={model}", f"--dataset_name={place / 'rows.jsonl'}"]
         arguments += [f"--output_dir={place / 'out'}", "--report_to=none", "--max_length=64", "--max_steps=2"]
         arguments += ["--use_peft", "--lora_target_modules=all-linear", "--load_in_4bit", "--bf16=false"]
-        arguments += ["--use_cpu"] if given.device == "cpu" else []
+        arguments += ["--use_cpu"] if bench.device == "cpu" else []
         program = "from shardwise.cli import main; main()"
-        began = time.perf_counter()
-        command = [sys.executable, "-c", program, "train", *arguments, "--nproc-per-node", str(given.ranks)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"shardwise train exits with {done.returncode}\n{done.stdout}{done.stderr}"[-4000:])
-    has_peer = importlib.util.find_spec("bitsandbytes") is not None
-    return {"seconds": time.perf_counter() - began, "bitsandbytes installed": has_peer}
+        command = [sys.executable, "-c", program, "train", *arguments, "--nproc-per-node", str(bench.ranks)]
+        start = time.perf_counter()
+        subprocess.run(command, stdout=sys.stderr, check=True)
+        yield "seconds", time.perf_counter() - start
 
 
-def load(given: Given) -> dict[str, Any]:
-    """A checkpoint in the page cache to the device, in fresh processes that take turns; FP8, and packed to NF4."""
-    folder, warm_up = given.write(EIGHT), str(write(EIGHT.tiny(), given.folder))
-    nbytes = (EIGHT.tiny() if given.is_tiny else EIGHT).nbytes
-    rates = given.run(gpu.rates, folder, 1 << 20 if given.is_tiny else 256 << 20, ranks=1)[0]
-    runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in gpu.ARMS}
-    failed: dict[str, str] = {}
-    for _ in range(1 if given.is_tiny else 3):
-        for arm, own in runs.items():
+def load(bench: Bench, arms: Sequence[str] = ("shardwise", "transformers")) -> Figures:
+    """A checkpoint in the page cache to the device, in fresh processes that take turns."""
+    folder, warm_up = bench.write(EIGHT), str(write(EIGHT.tiny(), bench.folder))
+    nbytes = (EIGHT.tiny() if bench.is_tiny else EIGHT).nbytes
+    rates = bench.run(measure_rates, folder, 1 << 20 if bench.is_tiny else 256 << 20, ranks=1)[0]
+    yield "bytes", nbytes
+    yield "GB/s", rates
+    runs: dict[str, list[dict[str, float]]] = {}
+    for _ in range(1 if bench.is_tiny else 2):
+        for arm in arms:
             try:
-                ranks = given.run(gpu.load, arm, folder, warm_up)
+                ranks = bench.run(load_once, arm, folder, warm_up)
             except RankError as error:  # a peer may fail; the others are still compared
                 if arm == "shardwise":
                     raise
-                failed[arm] = str(error)[-300:]
+                yield f"{arm} fails", str(error)[-300:]
                 continue
-            own.append({name: max(rank[name] for rank in ranks) for name in ranks[0]})
-    seconds = {arm: statistics.median(run["seconds"] for run in own) for arm, own in runs.items() if own}
-    roof = nbytes / 1e9 / min(rates["pinned to device"], rates["page cache to pinned"]) / given.ranks
-    ratios = {arm: seconds["shardwise"] / own for arm, own in seconds.items() if arm != "shardwise"}
-    computed = {
-        f"{form} on the {'device' if on_device else 'host'}": max(
-            given.run(gpu.load_computed, source, warm_up, form == "NF4", on_device)
-        )
-        for form, source in (("FP8", str(quantized.quantized(Path(folder)))), ("NF4", folder))
-        for on_device in (True, False)
-    }
-    return {"GB/s": rates, "seconds": seconds, "over the roof": seconds["shardwise"] / roof, "over": ratios} | {
-        "bytes": nbytes,
-        "failed": failed,
-        "runs": runs,
-        "computed": computed,
-    }
+            runs.setdefault(arm, []).append({name: max(rank[name] for rank in ranks) for name in ranks[0]})
+            yield "runs", runs
+            seconds = {arm: statistics.median(run["seconds"] for run in rounds) for arm, rounds in runs.items()}
+            yield "seconds", seconds
+            others = seconds | {way: nbytes / 1e9 / rates[way] / bench.ranks for way in BOUNDS}
+            yield "shardwise over", {way: others["shardwise"] / each for way, each in others.items()}
 
 
-def step(given: Given) -> dict[str, Any]:
+def measure_rates(folder: str, block_bytes: int) -> dict[str, Any]:
+    """GB/s of one rank by what moves the bytes."""
+    import torch
+
+    device = own_device()
+    pinned = torch.empty(block_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    pageable = torch.ones(block_bytes, dtype=torch.uint8)
+    target = torch.empty(block_bytes, dtype=torch.uint8, device=device)
+    rates = {}
+    for way, to, source in (
+        ("pinned to device", target, pinned),
+        ("pageable to device", target, pageable),
+    ):
+        to.copy_(source)
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(8):
+            to.copy_(source, non_blocking=True)
+        synchronize()
+        rates[way] = 8 * block_bytes / (time.perf_counter() - start) / 1e9
+    files = meter.files_of(Path(folder))
+    meter.warm_cache(files)
+    nbytes, start = 0, time.perf_counter()
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(memoryview(pinned.numpy())):
+                nbytes += count
+    rates["page cache to pinned"] = nbytes / (time.perf_counter() - start) / 1e9
+    return rates
+
+
+def load_once(arm: str, folder: str, warm_up: str) -> dict[str, float]:
+    """Seconds of one load from the page cache by shardwise or a peer, and peak memory. Collective: yes."""
+    import torch.distributed as dist
+    from benchmarks.arms import ARMS, Request
+    from transformers import AutoModelForCausalLM
+
+    quieten()
+    device = own_device()
+
+    def load(source: str) -> Any:
+        if arm == "transformers" and dist.get_world_size() == 1:  # the plain way, without FSDP2
+            return AutoModelForCausalLM.from_pretrained(source, dtype="auto", device_map={"": device})
+        return ARMS[arm](Request(Path(source))).model
+
+    load(warm_up)
+    if dist.get_rank() == 0:
+        meter.warm_cache(meter.files_of(Path(folder)))
+    with Peak() as peak:
+        dist.barrier()
+        start = time.perf_counter()
+        for parameter in load(folder).parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            assert local.device.type == device.type, f"{arm} left a tensor on {local.device}"
+            local.detach().view(-1)[:1].add_(0)
+        synchronize()
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "peak_bytes": peak.nbytes}
+
+
+def more_loads(bench: Bench) -> Figures:
+    """DCP; FP8, and packed to NF4, computed on the device and on the host; cuFile."""
+    yield from load(bench, ("shardwise", "dcp"))
+    folder, warm_up = bench.write(EIGHT), str(write(EIGHT.tiny(), bench.folder))
+    computed = {}
+    for form, source in (("FP8", str(quantized.quantized(Path(folder)))), ("NF4", folder)):
+        for on_device in (True, False):
+            name = f"{form} on the {'device' if on_device else 'host'}"
+            computed[name] = max(bench.run(load_computed, source, warm_up, form == "NF4", on_device))
+            yield "computed", computed
+    yield "cuFile, GB/s", bench.run(read_by_cufile, folder, ranks=1)[0]
+
+
+def load_computed(folder: str, warm_up: str, packs: bool, on_device: bool) -> float:
+    """Seconds of a load of FP8, or that packs to NF4, computed on the device or the host. Collective: yes."""
+    import torch.distributed as dist
+
+    import shardwise
+    from shardwise.execution import device_computing
+
+    quieten()
+    form = shardwise.options.Nf4() if packs else "dequantize"
+    with mock.patch.object(device_computing, "matches_cpu_bitwise", return_value=on_device):
+        shardwise.from_pretrained(warm_up, dtype="bfloat16", quantization=form)
+        if dist.get_rank() == 0:
+            meter.warm_cache(meter.files_of(Path(folder)))
+        dist.barrier()
+        start = time.perf_counter()
+        shardwise.from_pretrained(folder, dtype="bfloat16", quantization=form)
+        synchronize()
+        return time.perf_counter() - start
+
+
+def read_by_cufile(folder: str) -> float | str:
+    """GB/s of cuFile (GPUDirect Storage) from files that are not in the page cache."""
+    import os
+
+    import torch
+    from torch.cuda import gds
+
+    if own_device().type != "cuda":
+        return f"unmeasured: the device is {own_device()}"
+    files, target = meter.files_of(Path(folder)), torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    try:
+        meter.drop_cache(files)
+        nbytes, start = 0, time.perf_counter()
+        for path in files:
+            file, size = gds.GdsFile(str(path), os.O_RDONLY), path.stat().st_size
+            for offset in range(0, size - target.numel() + 1, target.numel()):
+                file.load_storage(target.untyped_storage(), offset)
+                nbytes += target.numel()
+        synchronize()
+        return nbytes / (time.perf_counter() - start) / 1e9
+    except Exception as error:  # no driver, no support in the file system
+        return f"unmeasured: {type(error).__name__}: {error}"[:300]
+
+
+def step(bench: Bench) -> Figures:
     """A step of a whole model: by shardwise, FSDP2 by hand, the Trainer; and what the host waits for in one."""
-    job = given.job(MODELS["qwen3-1.7b"], 3 if given.is_tiny else 13)
-    turns = given.run(train.take_turns, job)
-    seconds = {
-        arm: statistics.median(
-            max(each) for each in list(zip(*(rank[arm]["seconds"] for rank in turns), strict=True))[1:]
-        )
-        for arm in ("shardwise", "by hand")
-    }
+    job = bench.job(SECOND, 3 if bench.is_tiny else 13)
+    turns = bench.run(train.take_turns, job)
+    seconds = {}
+    for arm in ("shardwise", "by hand"):
+        steps = list(zip(*(rank[arm]["seconds"] for rank in turns), strict=True))
+        seconds[arm] = statistics.median(max(ranks) for ranks in steps[1:])
     losses = [turns[0][arm]["losses"] for arm in seconds]
-    by_trainer = trainer.summary(
-        trainer.take_turns(job, 1 if given.is_tiny else 2, given.ranks, CALL_S, given.device)
-    )
-    return {
-        "seconds": seconds,
-        "over by hand": seconds["shardwise"] / seconds["by hand"],
-        "greatest difference of a loss": max(abs(one - other) for one, other in zip(*losses, strict=True)),
-        "Trainer": by_trainer,
-        "one step": given.run(waits_and_profile, job)[0],
-        "runs": turns,
-    }
+    yield "runs", turns
+    yield "seconds", seconds
+    yield "over by hand", seconds["shardwise"] / seconds["by hand"]
+    yield "greatest difference of a loss", max(abs(one - two) for one, two in zip(*losses, strict=True))
+    yield "one step", bench.run(waits_and_profile, job)[0]
+    repeats = 1 if bench.is_tiny else 2
+    yield "Trainer", trainer.summary(trainer.take_turns(job, repeats, bench.ranks, CALL_S, bench.device))
 
 
 def waits_and_profile(job: Job) -> dict[str, Any]:
@@ -195,35 +316,19 @@ def waits_and_profile(job: Job) -> dict[str, Any]:
     synchronize()
     waits: dict[str, int] | str = f"unmeasured: the device is {device}"
     if device.type == "cuda":
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             update(model, optimizer, steps[2][0])
             torch.cuda.set_sync_debug_mode("default")
-        places = [f"{one.filename}:{one.lineno}" for one in told if "synchronizing" in str(one.message)]
+        places = [f"{one.filename}:{one.lineno}" for one in caught if "synchronizing" in str(one.message)]
         waits = {place: places.count(place) for place in dict.fromkeys(places)}
-    with profile() as found:
+    with profile() as events:
         update(model, optimizer, steps[3][0])
         synchronize()
     by = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
-    table = found.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60)
+    table = events.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60)
     return {"host waits": waits, "profile": table}
-
-
-def qlora(given: Given) -> dict[str, Any]:
-    """A base packed to NF4 while it is loaded, and steps of a LoRA on it, against PEFT and bitsandbytes."""
-    job = given.job(EIGHT, 3 if given.is_tiny else 11, "bfloat16", lora=True)
-    found: dict[str, Any] = {}
-    for arm in QLORAS:
-        try:
-            found[arm] = given.run(qlora_of, arm, job, ranks=1)[0]
-        except RankError as error:  # a peer that is not installed, or not for this device
-            if arm == "shardwise":
-                raise
-            found[arm] = {"fails": str(error)[-300:]}
-    if given.ranks > 1:
-        found["shardwise, all ranks"] = given.run(qlora_of, "shardwise", job)[0]
-    return found
 
 
 QLORAS: dict[str, Callable[[str], Any]] = {
@@ -232,20 +337,34 @@ QLORAS: dict[str, Callable[[str], Any]] = {
 }
 
 
+def qlora(bench: Bench) -> Figures:
+    """A base packed to NF4 while it is loaded, and steps of a LoRA on it, against PEFT and bitsandbytes."""
+    job = bench.job(EIGHT, 3 if bench.is_tiny else 11, "bfloat16", lora=True)
+    for arm in QLORAS:
+        try:
+            yield arm, bench.run(qlora_of, arm, job, ranks=1)[0]
+        except RankError as error:  # a peer that is not installed, or not for this device
+            if arm == "shardwise":
+                raise
+            yield arm, {"fails": str(error)[-300:]}
+    if bench.ranks > 1:
+        yield "shardwise, all ranks", bench.run(qlora_of, "shardwise", job)[0]
+
+
 def qlora_of(arm: str, job: Job) -> dict[str, Any]:
     """Seconds and peak of bringing one up, of its steps, and bytes of its base. Collective: yes."""
     import torch
     import torch.distributed as dist
 
     quieten()
-    with gpu.Peak() as load_peak:
+    with Peak() as load_peak:
         start = time.perf_counter()
         model = QLORAS[arm](job.folder)
         synchronize()
         load_s = time.perf_counter() - start
     optimizer = torch.optim.AdamW(four_bit_peers.trained(model), lr=LEARNING_RATE)
     steps = batches(job, job.steps, dist.get_rank())
-    with gpu.Peak() as step_peak:
+    with Peak() as step_peak:
         seconds = []
         for [batch] in steps:
             start = time.perf_counter()
@@ -260,105 +379,87 @@ def qlora_of(arm: str, job: Job) -> dict[str, Any]:
     }
 
 
-def bank(given: Given) -> dict[str, Any]:
-    """A step of 8 and of 32 tenants by each backend of a bank, and by PEFT's ``set_adapter``."""
-    job = given.job(MODELS["qwen3-1.7b"], 0)
-    found: dict[str, Any] = {}
-    for count in (2, 4) if given.is_tiny else (8, 32):
-        steps = 2 if given.is_tiny else 7
-        own = tenancy.TenancyJob(job.folder, job.words, (8,) * count, 1, min(job.tokens, 128), steps, 1, (), 0)
-        found[f"{count} tenants"] = given.run(bank_turns, own)[0]
-    small = (64, 2, 4, 4, 1) if given.is_tiny else (4096, 32, 128, 8, 5)
-    found["products of one layer, s"] = given.run(tenancy.take_products, *small, ranks=1)[0]
-    return found
+def bank(bench: Bench, tenants: int = 8, backends: Sequence[str] = ("auto",)) -> Figures:
+    """A step of many tenants by backends of a bank, and by PEFT's ``set_adapter``."""
+    job = bench.job(SECOND, 0)
+    count, steps = (tenants // 4, 2) if bench.is_tiny else (tenants, 7)
+    tenancy_job = tenancy.TenancyJob(job.folder, job.words, (8,) * count, 1, min(job.tokens, 128), steps, 1, (), 0)
+    yield "tenants", count
+    yield from bench.run(bank_turns, tenancy_job, (*backends, tenancy.SWITCHED))[0].items()
 
 
-def bank_turns(job: tenancy.TenancyJob) -> dict[str, Any]:
+def more_banks(bench: Bench) -> Figures:
+    """32 tenants by each backend, and the products of one layer."""
+    from shardwise.bank.backends import BackendChoice
+
+    yield from bank(bench, 32, get_args(BackendChoice))
+    small = (64, 2, 4, 4, 1) if bench.is_tiny else (4096, 32, 128, 8, 5)
+    yield "products of one layer, s", bench.run(tenancy.take_products, *small, ranks=1)[0]
+
+
+def bank_turns(job: tenancy.TenancyJob, arms: Sequence[str]) -> dict[str, Any]:
     """Median seconds of a step by arm, and the greatest difference of a loss to that of PEFT. Collective: yes."""
     import torch.distributed as dist
-
-    from shardwise.bank.backends import BackendChoice
 
     quieten()
     tenants = range(len(job.ranks_of_tenants))
     seconds: dict[str, float] = {}
-    losses: dict[str, list[list[float]]] = {}
+    losses: dict[str, list[float]] = {}
     begin: list[dict[str, Any]] = []
     rows = [
-        [tenancy.ids_of(job, one, number, dist.get_rank(), job.rows) for one in tenants]
+        [tenancy.ids_of(job, tenant, number, dist.get_rank(), job.rows) for tenant in tenants]
         for number in range(job.steps)
     ]
-    for arm in (*get_args(BackendChoice), tenancy.SWITCHED):
+    for arm in arms:
         if arm == tenancy.SWITCHED:
             step = tenancy.SwitchedAdapters(job, begin).step
-            told = [tenancy.timed(partial(step, each)) for each in rows]
+            steps = [tenancy.timed(partial(step, each)) for each in rows]
         else:
-            own = tenancy.bank_of(job, job.ranks_of_tenants, arm)
-            if begin:
-                for tenant, values in zip(tenants, begin, strict=True):
-                    own.load_state_dict(str(tenant), values)
-            begin = begin or [own.state_dict(str(tenant))["adapter"] for tenant in tenants]
-            told = [tenancy.timed(partial(tenancy.step_of_bank, own, each)) for each in rows]
-            del own
-        seconds[arm] = statistics.median(each for each, _ in told[1:])
-        losses[arm] = [found for _, found in told]
-    theirs = [loss for each in losses[tenancy.SWITCHED] for loss in each]
-    differences = {
-        arm: max(abs(one - other) for one, other in zip((x for each in own for x in each), theirs, strict=True))
-        for arm, own in losses.items()
-    }
+            adapters = tenancy.bank_of(job, job.ranks_of_tenants, arm)
+            for tenant, values in enumerate(begin):  # none for the first arm
+                adapters.load_state_dict(str(tenant), values)
+            begin = begin or [adapters.state_dict(str(tenant))["adapter"] for tenant in tenants]
+            steps = [tenancy.timed(partial(tenancy.step_of_bank, adapters, each)) for each in rows]
+            del adapters
+        seconds[arm] = statistics.median(each for each, _ in steps[1:])
+        losses[arm] = [loss for _, each in steps for loss in each]
+    pairs = {arm: zip(losses[arm], losses[tenancy.SWITCHED], strict=True) for arm in losses}
+    differences = {arm: max(abs(one - other) for one, other in both) for arm, both in pairs.items()}
     return {"seconds": seconds, "greatest difference of a loss": differences}
 
 
-def checkpoints(given: Given) -> dict[str, Any]:
-    """Checkpoints of 20 GB (weights and AdamW's moments in float32), or a fifth of the free disk, against DCP's."""
-    fitting = shutil.disk_usage(given.folder).free // 5 // 604_000_000 - 1  # bytes of a layer; the embedding is one
-    layers, hidden = (2, 128) if given.is_tiny else (min(31, fitting), 2048)
-    with tempfile.TemporaryDirectory(dir=given.folder) as out:
-        told = given.run(checkpoint.measure, "full", layers, hidden, out, 1 if given.is_tiny else 2)
-    arms = checkpoint.summary(told)
-    medians = {
-        arm: {phase: statistics.median(own[phase][1:]) for phase in ("blocked", "total")}
-        for arm, own in arms.items()
-    }
-    return {"bytes": 12 * told[0]["parameters"], "seconds": medians, "runs": arms}
-
-
-def estimates(given: Given) -> dict[str, Any]:
-    """What ``plan`` says beside what is allocated: a load, a whole training, a LoRA."""
-    found: dict[str, Any] = {}
+def plan(bench: Bench) -> Figures:
+    """What ``plan`` says beside what is allocated: a load, a LoRA, a whole training."""
     for name, shape, dtype, lora in (
-        ("full, float32", MODELS["qwen3-1.7b"], "float32", False),
         ("LoRA, bfloat16", EIGHT, "bfloat16", True),
+        ("full, float32", SECOND, "float32", False),
     ):
-        job = given.job(shape, 3, dtype, lora=lora)
-        job = replace(job, rows=1)  # logits are whole here, and in tiles in the estimate
-        found[name] = estimate_of(given, job) | given.run(peaks_of, job)[0]
-    return found
+        job = replace(bench.job(shape, 3, dtype, lora=lora), rows=1)  # logits are whole here, in tiles in the plan
+        yield name, estimate_of(bench, job) | bench.run(peaks_of, job)[0]
 
 
-def estimate_of(given: Given, job: Job) -> dict[str, int]:
+def estimate_of(bench: Bench, job: Job) -> dict[str, int]:
     """Estimated bytes on the device of the first rank."""
     from benchmarks.arms import adapter_config
 
     import shardwise
 
-    plan = shardwise.plan(
+    estimate = shardwise.plan(
         job.folder,
-        ranks=given.ranks,
+        ranks=bench.ranks,
         dtype=job.dtype,
-        device=given.device,
+        device=bench.device,
         tuning=shardwise.Lora(adapter_config()) if job.lora else shardwise.Full(),
         per_device_train_batch_size=job.rows,
         max_length=job.tokens,
         optim="adamw_torch",
         gradient_checkpointing=False,
     )
-    first, on_host = plan.ranks[0], given.device == "cpu"
-    assert plan.training is not None
+    first, on_host = estimate.ranks[0], bench.device == "cpu"
+    assert estimate.training is not None
     return {
         "load, estimated": first.host_bytes if on_host else first.device_bytes,
-        "step, estimated": plan.training.worst(given.device).bytes_on(given.device),
+        "step, estimated": estimate.training.worst(bench.device).bytes_on(bench.device),
     }
 
 
@@ -369,27 +470,44 @@ def peaks_of(job: Job) -> dict[str, int]:
     from benchmarks.training import bring_up_by_shardwise
 
     quieten()
-    with gpu.Peak() as load_peak:
+    with Peak() as load_peak:
         model = bring_up_by_shardwise(job).train()
     optimizer = torch.optim.AdamW(four_bit_peers.trained(model), lr=LEARNING_RATE, foreach=True)
-    with gpu.Peak() as step_peak:
+    with Peak() as step_peak:
         for [batch] in batches(job, job.steps, dist.get_rank()):
             update(model, optimizer, batch)
     return {"load, allocated": load_peak.nbytes, "step, allocated": step_peak.nbytes}
 
 
-PARTS: dict[str, tuple[Callable[[Given], dict[str, Any]], int]] = {
-    "versions": (versions, 60),
-    "tests": (tests, 600),
-    "launch": (launch, 240),
-    "load": (load, 600),
-    "step": (step, 480),
-    "qlora": (qlora, 420),
-    "bank": (bank, 480),
-    "checkpoints": (checkpoints, 420),
-    "estimates": (estimates, 300),
+def checkpoints(bench: Bench, layers: int = 5) -> Figures:
+    """Checkpoints (weights and AdamW's moments in float32) against DCP's: 604 MB for each layer, and 800 MB."""
+    fitting = shutil.disk_usage(bench.folder).free // 5 // 604_000_000 - 1
+    layers, hidden = (2, 128) if bench.is_tiny else (min(layers, fitting), 2048)
+    with tempfile.TemporaryDirectory(dir=bench.folder) as out:
+        ranks = bench.run(checkpoint.measure, "full", layers, hidden, out, 1 if bench.is_tiny else 2)
+    arms = checkpoint.summary(ranks)
+    yield "bytes", 12 * ranks[0]["parameters"]
+    yield "runs", arms
+    phases = ("blocked", "total")
+    yield "seconds", {arm: {phase: statistics.median(arms[arm][phase][1:]) for phase in phases} for arm in arms}
+
+
+FIRST: dict[str, tuple[Callable[[Bench], Figures], int]] = {
+    "tests": (tests, 240),
+    "load": (load, 150),
+    "qlora": (qlora, 150),
+    "bank": (bank, 120),
+    "plan": (plan, 120),
+    "checkpoint": (checkpoints, 120),
 }
-"""By name: what is measured, and seconds after which it is ended. Together an hour."""
+"""By name: what is measured, and seconds after which it is ended. What is needed most comes first."""
+PARTS = FIRST | {
+    "launch": (launch, 240),
+    "step": (step, 480),
+    "more-loads": (more_loads, 600),
+    "more-banks": (more_banks, 480),
+    "more-checkpoints": (partial(checkpoints, layers=31), 420),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -398,10 +516,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_device(parser)
     parser.add_argument("--tiny", action="store_true", help="shapes that take seconds, to see that it runs")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir(), "shardwise-benchmarks"))
-    given = parser.parse_args(argv)
-    given.dir.mkdir(parents=True, exist_ok=True)
-    found = PARTS[given.part][0](Given(given.device, given.tiny, given.dir))
-    print(json.dumps(found), flush=True)
+    options = parser.parse_args(argv)
+    options.dir.mkdir(parents=True, exist_ok=True)
+    figures = {}
+    for name, figure in PARTS[options.part][0](Bench(options.device, options.tiny, options.dir)):
+        figures[name] = figure
+        print(json.dumps(figures), flush=True)
     return 0
 
 

@@ -15,7 +15,7 @@ SLACK_BYTES = 32 << 20
 
 def machine() -> dict[str, Any]:
     """What a reader must know to compare."""
-    packages = ("torch", "transformers", "accelerate", "safetensors", "numpy", "shardwise")
+    packages = ("torch", "transformers", "accelerate", "safetensors", "numpy")
 
     def text(path: str) -> str | None:
         try:
@@ -55,7 +55,8 @@ def commit() -> str:
             ["git", "status", "--porcelain", "--", "../src", "."], cwd=here, capture_output=True, text=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        carried = here.parent / "build" / "gpu" / "commit"  # of `make wheels-for-gpu`
+        return carried.read_text().strip() if carried.is_file() else "unknown"
     return f"{name} with changes" if changed else name
 
 
