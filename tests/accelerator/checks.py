@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import shardwise
+from shardwise.checkpoints import write
 from shardwise.engines import loading, saving
 from shardwise.errors import ShardingError
 from shardwise.execution.distributed_chunks import ChunkStaging
@@ -82,9 +83,9 @@ def both(folder: str, what: str = "float32", **keywords: Any) -> tuple[nn.Module
 
 
 @contextlib.contextmanager
-def late_copies(milliseconds: int = 20) -> Iterator[None]:
-    """In the block copies to devices take so long that what is read too early is read before they end."""
-    simulated.native.set_upload_delay(1000 * milliseconds)
+def late_copies() -> Iterator[None]:
+    """In the block copies to devices take so long that what is read too early is mostly read before they end."""
+    simulated.native.set_upload_delay(20_000)
     yield
     simulated.native.set_upload_delay(0)
 
@@ -97,18 +98,36 @@ def loads(folder: str, what: str) -> list[str]:
 
 
 def loads_without_a_wait(folder: str) -> list[str]:
-    """As :func:`loads`, and the load does not wait for its last copies.
+    """As :func:`loads`, and the load does not wait for its last copies, which come after it has returned.
 
     Buffers are neither compared between ranks nor filled in the order of the stream: both wait for other copies.
     """
+    stagings: list[DeviceStaging] = []
+    begin = DeviceStaging.begin
+
+    def begin_late(self: DeviceStaging) -> memoryview:
+        """Let the copies of earlier requests go on, one of which this one waits for, and pause before its own."""
+        with self.queued():
+            simulated.native.resume_stream(self.device.index)
+        buffer = begin(self)
+        with self.queued():
+            simulated.native.pause_stream(self.device.index)
+        return buffer
+
+    def finish(self: DeviceStaging) -> None:
+        stagings.append(self)
+
     with (
-        late_copies(200),
-        mock.patch.object(DeviceStaging, "finish", return_value=None),
+        mock.patch.object(DeviceStaging, "begin", begin_late),
+        mock.patch.object(DeviceStaging, "finish", finish),
         mock.patch.object(loading, "require_equal_buffers"),
         mock.patch.object(loading, "upload_buffer", return_value=HostStaging(0)),
     ):
         there = shardwise.from_pretrained(folder, dtype="float32")
         found = own_values(there)
+    for staging in stagings:
+        with staging.queued():
+            simulated.native.resume_stream(staging.device.index)
     torch.npu.synchronize()
     assert unlike(own_values(there), own_values(shardwise.from_pretrained(folder, dtype="float32"))) == []
     return unlike(found, own_values(there))
@@ -230,19 +249,30 @@ def checkpoints(folder: str, out: str, mode: str) -> list[str]:
 
 
 def checkpoints_without_a_wait(folder: str, out: str) -> list[str]:
-    """As :func:`checkpoints`, and nothing waits for the copies in host memory before they are written."""
-    own = ChunkStaging.copy
+    """As :func:`checkpoints`, and no copy comes into host memory before that is written.
+
+    Returns the parameters that are restored all the same.
+    """
+    device = torch.npu.current_device()
+    own_copy, own_write = ChunkStaging.copy, write._write_local
+    parameters: list[str] = []
 
     def copy(self: ChunkStaging, views: Any) -> Any:
-        simulated.native.set_delay(20_000)  # all copies take longer than it takes until the first bytes are written
+        parameters.extend(chunk.key.removeprefix("model.") for chunk in views if chunk.key.startswith("model."))
+        simulated.native.pause_stream(device)
         with mock.patch.object(torch.npu, "synchronize", return_value=None):
-            return own(self, views)
+            return own_copy(self, views)
 
-    try:
-        with mock.patch.object(ChunkStaging, "copy", copy):
-            return checkpoints(folder, out, "async")
-    finally:
-        simulated.native.set_delay(simulated.DELAY_US)
+    def write_local(*args: Any) -> Any:
+        try:
+            return own_write(*args)
+        finally:
+            simulated.native.resume_stream(device)
+
+    with mock.patch.object(ChunkStaging, "copy", copy), mock.patch.object(write, "_write_local", write_local):
+        differing = checkpoints(folder, out, "async")
+    assert parameters
+    return [name for name in parameters if name not in differing]
 
 
 def banks(folder: str) -> list[str]:

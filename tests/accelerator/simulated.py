@@ -82,6 +82,17 @@ def counting() -> Iterator[dict[str, int]]:
     found.update({name: value - before[name] for name, value in counters().items()})
 
 
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """In the block nothing begins on the stream that is current at its beginning and at its end."""
+    device = native.current_device()
+    native.pause_stream(device)
+    try:
+        yield
+    finally:
+        native.resume_stream(device)
+
+
 def _index(device: Any = None) -> int:
     """Return the number of a device: of the current one where there is none in it."""
     if isinstance(device, int):

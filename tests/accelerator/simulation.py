@@ -8,15 +8,14 @@ from tests.accelerator import simulated
 
 def read_too_early() -> tuple[list[float], list[float]]:
     """Values that another stream brings: read without a wait, and after one."""
-    simulated.native.set_upload_delay(100_000)
     host = torch.arange(4.0).pin_memory()
     device = torch.empty(4, device="npu")
     side = torch.npu.Stream()
-    with torch.npu.stream(side):
+    with torch.npu.stream(side), simulated.paused():
         device.copy_(host, non_blocking=True)
-    early = device.tolist()
+        with torch.npu.stream(torch.npu.default_stream()):
+            early = device.tolist()
     torch.npu.current_stream().wait_stream(side)
-    simulated.native.set_upload_delay(0)
     return early, device.tolist()
 
 
@@ -25,12 +24,12 @@ def freed_too_early(is_recorded: bool) -> list[float]:
     source, target = torch.ones(4, device="npu"), torch.zeros(4, device="npu")
     torch.npu.synchronize()
     side = torch.npu.Stream()
-    with torch.npu.stream(side):
-        torch.npu._sleep(100_000)
+    with torch.npu.stream(side), simulated.paused():
         target.copy_(source)
-    if is_recorded:
-        source.record_stream(side)
-    del source
+        if is_recorded:
+            source.record_stream(side)
+        del source
+        torch.npu.default_stream().synchronize()  # in whose order it is freed
     side.synchronize()
     values: list[float] = target.tolist()
     return values

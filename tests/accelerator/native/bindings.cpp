@@ -76,6 +76,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("is_in_bad_fork", &is_in_bad_fork);
   module.def("synchronize", &synchronize, without_gil);
   module.def("sleep_on_stream", &sleep_on_stream);
+  module.def("pause_stream", [](int device) { current_tasks(device).set_paused(true); });
+  module.def("resume_stream", [](int device) { current_tasks(device).set_paused(false); });
   module.def("default_generator", [](int device) { return default_generator(device); });
   module.def("make_backend", &make_backend);
 }

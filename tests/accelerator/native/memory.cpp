@@ -1,4 +1,5 @@
-// Memory of devices, poisoned when it is taken and when it is freed, and pinned memory of the host.
+// Memory of devices, poisoned when it is taken and when it is freed, and pinned memory of the host, poisoned when it
+// is taken.
 
 #include "runtime.h"
 
@@ -116,6 +117,7 @@ struct Pinned_allocator final : c10::Allocator {
     size_t rounded = 1;
     while (rounded < nbytes) rounded *= 2;
     void* address = aligned(nbytes);
+    std::memset(address, kTaken, nbytes);
     std::lock_guard<std::mutex> lock(pinned_mutex);
     pinned[reinterpret_cast<uintptr_t>(address)] = rounded;
     add(counters.pinned_bytes, counters.pinned_peak, static_cast<int64_t>(rounded));

@@ -68,6 +68,9 @@ class Task_queue {
   // Throws the first error of a task, as CUDA does: late, and from then on always.
   void throw_error() const;
 
+  // While it is paused, no task begins. One that has begun goes on to its end.
+  void set_paused(bool is_paused);
+
  private:
   void run();
 
@@ -76,6 +79,7 @@ class Task_queue {
   std::deque<std::function<void()>> tasks_;
   uint64_t added_ = 0;
   uint64_t done_ = 0;
+  bool is_paused_ = false;
   std::string error_;
 };
 

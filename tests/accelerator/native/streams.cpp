@@ -48,12 +48,18 @@ void Task_queue::throw_error() const {
   TORCH_CHECK(error_.empty(), "NPU error on a stream: ", error_);
 }
 
+void Task_queue::set_paused(bool is_paused) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  is_paused_ = is_paused;
+  changed_.notify_all();
+}
+
 void Task_queue::run() {
   for (;;) {
     std::function<void()> task;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [&] { return !tasks_.empty(); });
+      changed_.wait(lock, [&] { return !tasks_.empty() && !is_paused_; });
       task = std::move(tasks_.front());
       tasks_.pop_front();
     }
