@@ -44,7 +44,13 @@ except ConfigError:  # its Trainer does not support sharded models
 
 # The same examples on every run: a failure comes back when the test is run again. `make sweep` looks further.
 hypothesis.settings.register_profile(
-    "default", max_examples=60, derandomize=True, deadline=None, database=None, print_blob=True
+    "default",
+    max_examples=60,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile(
     "thorough",
@@ -105,7 +111,7 @@ class Worlds:
         if world is None or not world.is_alive or _threads_of(world.pid(0)) > _MOST_THREADS:
             if world is not None:
                 world.close()
-            world = self._worlds[size] = LocalRanks(size, timeout_s=100, is_forked=True)
+            world = self._worlds[size] = LocalRanks(size, is_forked=True)
             world.run(quieten)
         return world
 
@@ -132,5 +138,5 @@ def worlds() -> Iterator[Worlds]:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2, timeout_s=200, is_forked=True) as found:
+    with LocalRanks(2, is_forked=True) as found:
         yield found

@@ -100,7 +100,7 @@ def prepare(specimens: Iterable[zoo.Specimen], folder: Path, layouts: Sequence[s
 def run_world_size(size: int, cases: list[truth.Case], chosen: Sequence[Way], saves: Path | None) -> int:
     """Load every case in these ways on one world of this size, and save it; how many were not equal."""
     failures = 0
-    ranks = LocalRanks(size, timeout_s=300)
+    ranks = LocalRanks(size)
     ranks.run(quieten)
     for way in chosen:
         start = time.perf_counter()
@@ -114,7 +114,7 @@ def run_world_size(size: int, cases: list[truth.Case], chosen: Sequence[Way], sa
             except RankError as error:
                 faults = [[str(error)]]
                 ranks.close()
-                ranks = LocalRanks(size, timeout_s=300)
+                ranks = LocalRanks(size)
                 ranks.run(quieten)
             if None in faults:
                 others += 1

@@ -22,10 +22,9 @@ def test_files_of_others_are_not_removed_by_the_demo(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_the_demo_trains_is_killed_resumes_and_loads_what_it_saved(tmp_path: Path) -> None:
     command = [sys.executable, "examples/demo.py", "--out", str(tmp_path / "demo"), "--steps", "12"]
-    done = subprocess.run(command, check=False, timeout=280, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "killed; checkpoint-11 is complete" in done.stdout
     assert "trained 12 steps" in done.stdout

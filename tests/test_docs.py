@@ -39,8 +39,6 @@ LEFT = {
 }
 """Blocks that are not run, counted. Each says so in its page, right before it: `<!-- not run: ... -->`."""
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def of(*kinds: str) -> list[Any]:
     return [pytest.param(block, id=str(block)) for block in EVERY if block.kind in kinds]
@@ -96,7 +94,7 @@ def test_a_page_runs_as_it_stands(name: str, prepared: Path, tmp_path: Path):
     given = tmp_path / "nothing" if name == "tutorial.md" else prepared
     (tmp_path / "nothing").mkdir()
     (tmp_path / "here").mkdir()
-    with LocalRanks(1, timeout_s=280, is_forked=True) as rank:
+    with LocalRanks(1, is_forked=True) as rank:
         [ran] = rank.run(run_page, name, str(given), str(tmp_path / "here"), "run")
     assert len(ran) == len([block for block in EVERY if block.page == name and block.kind in ("python", "sh")])
     if name == "tutorial.md":

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples"
 NEEDS = {"trl": "trl", "accelerate": "accelerate"}
 SLOW = ("trl_dpo.py", "trl_sft_lora.py")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.distributed
 
 
 def run(file: str, *arguments: str) -> None:
@@ -41,6 +41,6 @@ def test_example(name: str, tmp_path: Path) -> None:
     pytest.importorskip(NEEDS.get(kind, "torch"))
     if kind in ("trainer", "trl"):
         require_patched_names()
-    with LocalRanks(2, timeout_s=200, is_forked=True) as ranks:
+    with LocalRanks(2, is_forked=True) as ranks:
         ranks.run(run, str(FOLDER / name), "--output", str(tmp_path), "--steps", "4")
     assert any(tmp_path.rglob("*.safetensors"))

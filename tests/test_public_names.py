@@ -39,7 +39,7 @@ def test_a_name_of_another_module_is_an_error_that_names_it():
 
 def test_importing_the_package_brings_nothing_that_is_slow():
     words = "import sys, shardwise; print(sorted({'torch', 'transformers', 'numpy', 'click'} & set(sys.modules)))"
-    found = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True, timeout=60)
+    found = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
 

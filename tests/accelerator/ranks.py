@@ -17,7 +17,7 @@ def simulated_ranks(size: int) -> Iterator[LocalRanks]:
     """Start fresh processes, each with its device, and collectives on both kinds of tensors."""
     given = environment(devices=size, delay_us=DELAY_US)
     with mock.patch.dict(os.environ, given), mock.patch.object(sys, "path", [str(PLUGIN), *sys.path]):
-        ranks = LocalRanks(size, timeout_s=250)
+        ranks = LocalRanks(size)
     with ranks, tempfile.TemporaryDirectory() as folder:
         ranks.run(_join, str(Path(folder) / "store"))
         yield ranks

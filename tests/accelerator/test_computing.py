@@ -14,7 +14,7 @@ from tests.quantized import quantizing
 import shardwise
 from shardwise.execution import device_computing, reading
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.distributed
 
 Fp4, Nf4 = shardwise.options.Fp4, shardwise.options.Nf4
 SMALL = shardwise.options.LoadOptions(budget_bytes=checks.BUDGET_BYTES)

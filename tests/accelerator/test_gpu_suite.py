@@ -4,13 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from tests.accelerator.simulated import environment
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(300)
 def test_gpu_tests_pass_on_the_simulated_accelerator(library):
     """In a process of its own: one that has registered an accelerator has it until it ends."""
     options = ["-q", "-m", "gpu", "-k", "npu", "-p", "no:cacheprovider", "-p", "no:xdist"]

@@ -15,7 +15,7 @@ from tests.training import tiny
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 ALONE = ["shardwise", "train", "--nproc-per-node=2"]
 LAUNCHERS = {

@@ -11,7 +11,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import shardwise
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def flattened(folder: str) -> list[str]:

@@ -14,7 +14,7 @@ from tests.integrations import runs
 from tests.integrations.requirements import require_patched_names
 from tests.quantized import quantizing
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module", params=[2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])

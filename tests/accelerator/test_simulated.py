@@ -16,7 +16,7 @@ from shardwise.integrations.agreed_events import AgreedEvents
 from shardwise.models.quantization import LocalScales, Packing, product
 from shardwise.tensors import Code, Form4
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.distributed
 
 WAITS = ("host_waits", "pageable_to_device", "pageable_to_host")
 

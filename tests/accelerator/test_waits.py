@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 import shardwise
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.distributed
 
 WITHOUT_MASKS = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
 """transformers looks for packed rows in the positions, and waits for the answer, in each forward pass."""

@@ -74,7 +74,6 @@ def test_a_rank_whose_disk_was_full_before_its_end_is_an_error(tmp_path: Path, i
 @old_names
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(400)
 def test_who_holds_less_grows_less(tmp_path: Path) -> None:
     """All arms make one model; memory-efficient ones grow less than plain ones, ours as transformers' own."""
     shape = smaller("qwen3-100m", num_hidden_layers=6, max_window_layers=6, vocab_size=16384)

@@ -17,7 +17,7 @@ from shardwise.checkpoints import write
 from shardwise.execution import Timeouts, distributed_chunks, locked_folder, saving_lock
 from shardwise.options import CheckpointerOptions
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.distributed
 
 QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=60)
 
@@ -108,7 +108,7 @@ def save_for_ever(seat: Seat, folder: str, mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_kills_at_random_moments(tmp_path, mode):
     """What is found is always complete, never older than what was there, and is what one process comes to."""

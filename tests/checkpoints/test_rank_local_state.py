@@ -37,7 +37,7 @@ def test_one_rank_is_refused_the_state_of_two_and_may_begin_anew(
     saved: list[dict[str, Any]], folder: str, tmp_path: Path
 ) -> None:
     assert saved
-    with LocalRanks(1, timeout_s=200, is_forked=True) as one:
+    with LocalRanks(1, is_forked=True) as one:
         [told] = one.run(rank_local.call, "refused", folder)
         kinds = [("AdamW8bit", "bitsandbytes"), ("Adafactor", "torch")]
         [whole] = one.run(rank_local.call, "save_each", str(tmp_path), kinds)
@@ -81,5 +81,5 @@ def test_shards_that_torchao_keeps_in_32_bits_are_reported_and_uneven_ones_refus
 
 @pytest.mark.gpu
 def test_paged_state_comes_back_paged(folder: str) -> None:
-    with LocalRanks(1, timeout_s=300) as one:
+    with LocalRanks(1) as one:
         assert one.run(rank_local.call, "paged", f"{folder}/paged") == [[True, True, True]]

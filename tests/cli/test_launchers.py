@@ -30,7 +30,6 @@ def launched(
     return subprocess.run(
         [sys.executable, "-m", *launcher, "-m", module, "train", *map(str, arguments)],
         check=False,
-        timeout=110,
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -101,9 +101,8 @@ def _run(block: Block, names: dict[str, Any], shell: Literal["run", "leave"]) ->
                 assert result.exit_code == 0, f"{block}:\n{block.code}\n{result.output}"
             return True
         environment = {**os.environ, "PYTHON": sys.executable}
-        done = subprocess.run(
-            ["bash", "-c", _SHELL + block.code], env=environment, capture_output=True, text=True, timeout=300
-        )
+        command = ["bash", "-c", _SHELL + block.code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{block}:\n{block.code}\n{done.stdout}\n{done.stderr}"
         return True
     if block.kind == "json":

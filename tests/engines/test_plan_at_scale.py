@@ -6,6 +6,7 @@ import pytest
 from peft import LoraConfig
 from tests.engines import real_shapes
 from tests.engines.real_shapes import deepseek_v3, in_float8, qwen3_235b
+from tests.support.speed import slowness
 
 from shardwise.layout import MeshShape
 from shardwise.tuning.tunings import Lora
@@ -38,13 +39,12 @@ def test_codes_and_their_scales_are_read_once():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("shapes", [qwen3_235b(), deepseek_v3()], ids=["qwen3-235b", "deepseek-v3"])
 def test_whole_models_on_a_thousand_ranks(shapes):
     mesh = MeshShape.flat(1024)
     start = time.process_time()
     made = forecast_of(shapes, mesh)
-    assert time.process_time() - start < 30
+    assert time.process_time() - start < 30 * slowness()
     assert_sound(made, shapes, mesh)
 
 

@@ -2,7 +2,7 @@
 
 import os
 import socket
-import time
+import threading
 from typing import Any
 from unittest import mock
 
@@ -104,12 +104,12 @@ def first_on_host(with_names: bool = False) -> bool:
 def exit_on(rank: int) -> None:
     if dist.get_rank() == rank:
         os._exit(7)
-    time.sleep(60)
+    threading.Event().wait()
 
 
 def sleep_on(rank: int) -> None:
     if dist.get_rank() == rank:
-        time.sleep(600)
+        threading.Event().wait()
 
 
 def raise_here(rank: int) -> int:

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 
 import pytest
 from tests.execution import faults
@@ -84,7 +83,7 @@ def test_a_fresh_world_answers_by_rank():
 
 
 def test_a_rank_that_raises_is_shown_with_its_traceback():
-    with LocalRanks(2, timeout_s=60, is_forked=True) as ranks:
+    with LocalRanks(2, is_forked=True) as ranks:
         with pytest.raises(RankError, match=r"\[rank 1\] ValueError: not like this") as caught:
             ranks.run(faults.raise_here, 1)
         assert isinstance(caught.value.errors[1], ValueError)
@@ -97,16 +96,14 @@ def test_a_rank_that_raises_is_shown_with_its_traceback():
 def test_a_rank_that_is_lost_ends_the_others(monkeypatch, act):
     """It ends or hangs in a call, or its process has ended between two."""
     monkeypatch.setattr(local_ranks, "_GRACE_S", 1.0)
-    limit_s, told = 100, r"\[rank 1\] .*exit code 7"
+    limit_s, told = local_ranks.LIMIT_S, r"\[rank 1\] .*exit code 7"
     if act is faults.sleep_on:
         limit_s, told = 2, r"\[rank 1\] did not finish in time"
     with LocalRanks(2, timeout_s=limit_s, is_forked=True) as ranks:
         if act is None:
             os.kill(ranks.pid(1), signal.SIGKILL)
-            ranks._processes[1].join(30)
+            ranks._processes[1].join()
             told = r"\[rank 1\] its process ended with exit code -9"
-        start = time.monotonic()
         with pytest.raises(RankError, match=told):
             ranks.run(act or faults.raise_here, 1)
-        assert time.monotonic() - start < 45
         assert not ranks.is_alive

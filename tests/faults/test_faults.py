@@ -10,7 +10,7 @@ from tests.faults.on_ranks import BOUND_S, CALM, QUICK, Blow, assert_all_end_ali
 
 from shardwise.execution import Timeouts
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.distributed
 
 WAYS = {
     "open": ("flat", 3, 0),
@@ -155,7 +155,6 @@ def test_an_interrupted_rank_announces_it(qwen3):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_with_the_patience_that_is_usual(kind, qwen3, plain):
     blow = Blow(kind, "read", 1, after=5)

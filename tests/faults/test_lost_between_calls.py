@@ -88,7 +88,7 @@ def fail_alone(seat: Seat, timeouts: Timeouts, first: str) -> None:
     world.map_reduce(tell, conclude)
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.distributed
 
 NEVER_S = 60.0
 QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=NEVER_S)

@@ -14,6 +14,7 @@ from tests.formats.building import file_with, refusal_of
 from tests.formats.torch_building import Touch, same, saved, values_of
 from tests.support import HttpStore
 from tests.support.memory_storage import MemoryReader
+from tests.support.speed import slowness
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -367,7 +368,7 @@ def test_cuts_within_cuts_end_somewhere() -> None:
     start = time.process_time()
     assert tiling((3000, 3000), [(box, Whole("x")) for box in spiral(3000)]) is None
     assert tiling((1,) * 100_000, [(Box.whole((1,) * 100_000), Whole("x"))]) is None
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 5 * slowness()
 
 
 def test_shapes_and_paths_of_too_many_parts() -> None:
@@ -379,7 +380,7 @@ def test_shapes_and_paths_of_too_many_parts() -> None:
     folder = Written({".".join(path): ((2,), {(0,): torch.ones(2)})})
     folder.metadata.planner_data = {".".join(path): path}
     assert open_checkpoint(folder.reader()).wrapper == ""
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 5 * slowness()
 
 
 def test_chunks_that_are_no_tensors() -> None:

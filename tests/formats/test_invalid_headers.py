@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.formats.building import file_of, file_with, one_line_of, tensor
 from tests.support.memory_storage import MemoryReader
+from tests.support.speed import slowness
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.formats.safetensors_files import MAX_HEADER_BYTES, FileHeader, read_header
@@ -144,7 +145,7 @@ def test_names_of_megabytes_are_cut_in_messages() -> None:
 def test_a_shape_of_a_million_large_sizes_takes_no_time() -> None:
     start = time.process_time()
     assert "2**64 bits" in refusal(file_of({"a": tensor("U8", [2**62] * 1_000_000, 0, 1)}, b"1"))
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 5 * slowness()
 
 
 def test_a_header_that_cannot_be_read_is_a_storage_error() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.formats.building import one_line_of
 from tests.formats.torch_building import Called, Id, Touch, archive, pickled, saved, storage, tensor, torch_file
 from tests.support.memory_storage import MemoryReader
+from tests.support.speed import slowness
 
 from shardwise.errors import FormatError
 from shardwise.formats.pickles import read_pickle
@@ -110,7 +111,7 @@ def test_deep_and_endless_nests_end_soon() -> None:
     for _ in range(60):
         doubling = {"a": doubling, "b": doubling}
     assert "nested too deeply" in refusal(torch_file(doubling))
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 10 * slowness()
 
 
 def test_items_given_to_an_ordered_dict_are_not_lost() -> None:
@@ -174,7 +175,7 @@ def test_a_bomb_is_not_unpacked() -> None:
     content = archive({"data.pkl": b"\0" * 50_000_000}, method=zipfile.ZIP_DEFLATED)
     start = time.process_time()
     assert "is compressed" in refusal(content)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 1 * slowness()
 
 
 def test_a_member_twice() -> None:

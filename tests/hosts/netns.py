@@ -142,7 +142,7 @@ class Hosts:
     def kill(self, host: HostProcess) -> None:
         """End all processes of a host at once."""
         host.process.send_signal(signal.SIGKILL)
-        host.process.wait(10)
+        host.process.wait()
 
     def cut(self) -> None:
         """From now on nothing passes between the hosts, of which neither is told."""
@@ -152,7 +152,7 @@ class Hosts:
         self._ip("-n", self._name, "link", "set", "switch", "up")
 
     def _ip(self, *words: str) -> None:
-        subprocess.run(["ip", *words], check=True, timeout=10)
+        subprocess.run(["ip", *words], check=True)
 
     def _begin(self) -> None:
         self._ip("netns", "add", self._name)
@@ -178,7 +178,7 @@ class Hosts:
             if started.process.poll() is None:
                 self.kill(started)
         for name in (self.host_name(0), self.host_name(1), self._name):
-            subprocess.run(["ip", "netns", "del", name], check=False, timeout=10)
+            subprocess.run(["ip", "netns", "del", name], check=False)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from tests.training import tiny
 
 from shardwise.execution import Timeouts
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 SILENCE_S = Timeouts().heartbeat_timeout_s
 BOUND_S = SILENCE_S + 12

@@ -15,5 +15,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[LocalRanks]:
-    with LocalRanks(1, timeout_s=200, is_forked=True) as found:
+    with LocalRanks(1, is_forked=True) as found:
         yield found

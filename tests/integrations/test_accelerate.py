@@ -256,7 +256,7 @@ def test_an_accelerate_that_lacks_a_name_or_is_not_there_is_one_clear_error():
         "pip install 'shardwise\\[accelerate\\]'": "import sys; sys.modules['accelerate'] = None",
     }.items():
         code = f"{change}\nfrom shardwise.integrations import accelerate\naccelerate().install()"
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert "ConfigError" in found.stderr.splitlines()[-1], found.stderr
         assert re.search(told, found.stderr), found.stderr
 
@@ -327,7 +327,6 @@ main(*sys.argv[1:])
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "fsdp.yaml").write_text(
@@ -346,7 +345,7 @@ def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path):
         *("-m", "shardwise.integrations.accelerated", str(tmp_path / "script.py"), qwen3),
         *(str(tmp_path / "rows.pt"), str(out)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(out.read_text())
     assert found["meta"]

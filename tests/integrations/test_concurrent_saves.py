@@ -10,8 +10,6 @@ from tests.torture.verbs import MARK, NEW, OTHER
 
 KINDS = ["accelerate state", *(["trainer"] if has_trainer() else [])]
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(params=KINDS)
 def here(request: pytest.FixtureRequest) -> Iterator[Stage]:

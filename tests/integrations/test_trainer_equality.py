@@ -10,7 +10,7 @@ from tests.support.local_ranks import LocalRanks
 require_patched_names()
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.distributed
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
@@ -51,5 +51,5 @@ def test_one_that_classifies(two: LocalRanks, folder: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_on_replicas(one: LocalRanks, folder: Path, tmp_path: Path) -> None:
     """Two of two shards each; gradients of micro-batches are put off between replicas only."""
-    with LocalRanks(4, timeout_s=200, is_forked=True) as four:
+    with LocalRanks(4, is_forked=True) as four:
         compared(four, one, Run(str(folder), model="replicas", arguments=EVALUATED), tmp_path)

@@ -22,8 +22,6 @@ from tests.integrations import refusing  # noqa: E402
 
 from shardwise.integrations import for_trainer, trainer_runs  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -36,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2, timeout_s=200, is_forked=True) as ranks:
+    with LocalRanks(2, is_forked=True) as ranks:
         yield ranks
 
 

@@ -13,7 +13,7 @@ from tests.support.local_ranks import LocalRanks
 require_patched_names()
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("place", ["batches", "loss", pytest.param("model", marks=pytest.mark.slow)])
@@ -23,7 +23,7 @@ def test_an_error_of_one_rank_ends_the_others(two: LocalRanks, folder: Path, tmp
     Where it fails within the model, the other one is in a gather by then.
     """
     run = Run(str(folder), arguments={"output_dir": str(tmp_path / "run")})
-    with LocalRanks(2, timeout_s=90, is_forked=True) if place == "model" else nullcontext(two) as ranks:
+    with LocalRanks(2, is_forked=True) if place == "model" else nullcontext(two) as ranks:
         first, second = ranks.run(fail_alone, run, place)
     assert second.error == "ValueError: row 7 is odd"
     assert re.fullmatch(

@@ -12,7 +12,7 @@ pytest.importorskip("trl")
 require_patched_names()
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.distributed
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}

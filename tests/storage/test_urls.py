@@ -155,4 +155,4 @@ def test_local_reads_load_no_network_code(tmp_path: Path) -> None:
         "found = {'obstore', 'huggingface_hub', 'http.client', 'ssl', 'torch', 'pytest'} & set(sys.modules); "
         "assert not found, found"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)

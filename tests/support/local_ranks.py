@@ -20,6 +20,9 @@ from tests.support.fork_server import live_as_rank, start_server
 from shardwise.errors import ShardwiseError
 from shardwise.storage import machine
 
+LIMIT_S = 1000.0
+"""Seconds after which a call counts as hung: less than a test has (pyproject.toml), so that its ranks are named."""
+
 _GRACE_S = 10.0
 """Seconds that the other ranks have to fail by themselves after one has failed."""
 
@@ -46,7 +49,7 @@ class LocalRanks(Closing):
 
     Args:
         size: number of ranks.
-        timeout_s: hard limit of each call; None for no limit.
+        timeout_s: hard limit of each call.
         device: "cpu", or the kind of accelerator ("cuda") that rank ``i`` has the ``i``-th of; its collectives are
             added to gloo's.
         is_forked: fork ranks from one process that has imported what most need. Otherwise each rank is spawned and
@@ -54,7 +57,7 @@ class LocalRanks(Closing):
     """
 
     def __init__(
-        self, size: int, *, timeout_s: float | None = None, device: str = "cpu", is_forked: bool = False
+        self, size: int, *, timeout_s: float = LIMIT_S, device: str = "cpu", is_forked: bool = False
     ) -> None:
         self.size = size
         self.timeout_s = timeout_s
@@ -116,14 +119,13 @@ class LocalRanks(Closing):
 
     def finish(self) -> list[Any]:
         """The values of the call begun, by rank."""
-        deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + self.timeout_s
         values: dict[int, Any] = {}
         failures: dict[int, str] = {}
         errors: dict[int, BaseException] = {}
         pending = dict(enumerate(self._pipes))
         while pending:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = wait(list(pending.values()), timeout=left)
+            ready = wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 for rank in pending:
                     failures[rank] = "did not finish in time; it was ended"
@@ -135,8 +137,7 @@ class LocalRanks(Closing):
                     values[rank] = value
                 else:
                     failures[rank], errors[rank] = value
-                    limit = time.monotonic() + _GRACE_S
-                    deadline = limit if deadline is None else min(deadline, limit)
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
         if failures:
             self.kill()
             raise RankError(failures, errors)
@@ -147,7 +148,7 @@ class LocalRanks(Closing):
             kind, value = pickle.loads(self._pipes[rank].recv_bytes())
             return str(kind), value
         except (EOFError, ConnectionResetError):
-            self._processes[rank].join(timeout=5)
+            self._processes[rank].join(timeout=LIMIT_S)
             code = self._processes[rank].exitcode
             return "failure", (f"its process ended with exit code {code}", ProcessEnded(f"exit code {code}"))
 

@@ -6,24 +6,22 @@ from typing import Any
 from tests.support.local_ranks import LocalRanks
 
 
-def run_world(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, is_forked: bool = False
-) -> list[Any]:
+def run_world(world_size: int, function: Callable[..., Any], *args: Any, is_forked: bool = False) -> list[Any]:
     """Call an importable function on ``world_size`` gloo ranks; its values by rank.
 
-    The ranks are fresh processes that meet through a file, never a port, and are ended after ``timeout_s``. To use
-    one world for many calls, and for ``is_forked``, see :class:`~tests.support.local_ranks.LocalRanks`.
+    The ranks are fresh processes that meet through a file, never a port. To use one world for many calls, and for
+    ``is_forked``, see :class:`~tests.support.local_ranks.LocalRanks`.
 
     Raises:
         RankError: with the traceback of every rank that failed.
     """
-    with LocalRanks(world_size, timeout_s=timeout_s, is_forked=is_forked) as ranks:
+    with LocalRanks(world_size, is_forked=is_forked) as ranks:
         return ranks.run(function, *args)
 
 
 def run_forked(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """The same on ranks that are forked from a process which has imported TRL."""
-    return run_world(world_size, function, *args, timeout_s=400.0, is_forked=True)
+    return run_world(world_size, function, *args, is_forked=True)
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> tuple[str, str]:

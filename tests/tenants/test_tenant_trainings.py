@@ -13,7 +13,7 @@ from tests.tenants.tenants_on_ranks import prepare, train, train_alone, train_un
 
 from shardwise.training.run import TrlOutcome
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ def config(folder: Path, text: str) -> str:
 def test_the_table_is_that_of_the_dataclasses() -> None:
     """In a process of its own: TRL's import takes seconds."""
     command = "from tests.training import key_table; assert key_table.FILE.read_text('utf-8') == key_table.text()"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", command], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", command], check=True)
 
 
 def test_a_file_with_overrides(tmp_path: Path) -> None:
@@ -121,16 +120,17 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
         read_run_config([config(tmp_path, "max_length: 3"), "stray"])
 
 
-def test_a_mistake_is_reported_without_torch_within_a_second(tmp_path: Path) -> None:
+def test_a_mistake_is_reported_at_once(tmp_path: Path) -> None:
+    """Before the imports that take seconds."""
+    slow = ("accelerate", "datasets", "numpy", "peft", "torch", "transformers", "trl")
     code = (
         "import sys\nfrom shardwise.training.run_config import read_run_config\n"
         f"try: read_run_config([{config(tmp_path, 'max_lenght: 3')!r}])\n"
-        "except Exception as error: print(error)\nassert 'torch' not in sys.modules"
+        f"except Exception as error: print(error)\nprint([name for name in {slow} if name in sys.modules])"
     )
-    begun = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "Did you mean max_length?" in done.stdout
-    assert time.monotonic() - begun < 10  # one second on an idle machine
+    assert done.stdout.endswith("[]\n")
 
 
 def test_a_method_that_is_not_supported_is_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.training.on_ranks import by_trl, prepare, train, train_until, write_s
 from shardwise.training.run import get_identity
 from shardwise.training.run_config import read_run_config
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +333,7 @@ def test_of_two_trainings_started_together_in_one_folder_one_is_refused(folder: 
     values["per_device_train_batch_size"] = 1
     refused = []
     with ExitStack() as stack:
-        both = [stack.enter_context(LocalRanks(1, timeout_s=240, is_forked=True)) for _ in range(2)]
+        both = [stack.enter_context(LocalRanks(1, is_forked=True)) for _ in range(2)]
         for ranks, use_peft in zip(both, (True, None), strict=True):
             ranks.start(train, {**values, "use_peft": use_peft})
         for ranks, weights in zip(both, ("adapter_model", "model"), strict=True):
