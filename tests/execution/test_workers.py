@@ -1,5 +1,7 @@
 """Threads that work off a list and leave it together."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -82,3 +84,11 @@ def test_no_worker_is_alive_when_all_is_done(monkeypatch):
     monkeypatch.setattr(threading, "Thread", SlowToEnd)
     WorkerPool(lambda task, buffer: None, [bytearray(8)] * 4).run(range(8))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardwise-worker")]
+
+
+@pytest.mark.slow
+def test_a_forked_process_loads_with_several_threads(tmp_path):
+    """Four threads that are the first to compute replaced the pool of threads that it inherits at once."""
+    command = (sys.executable, "-m", "tests.execution.forked_loads", str(tmp_path), "100")
+    output = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert output.stdout == "0 of 100 have failed\n", output.stderr[-2000:]

@@ -31,7 +31,7 @@ from shardwise.checkpoints.summaries import Agreement, StateSummary, compare_sum
 from shardwise.engines.arguments import check_options, get_hints, require_same_arguments
 from shardwise.errors import ConfigError, StorageError, answer_keywords
 from shardwise.execution.distributed_chunks import ChunkStaging
-from shardwise.execution.memory import gc_disabled
+from shardwise.execution.memory import gc_disabled, renew_thread_pool
 from shardwise.execution.replicas import compare_replicas
 from shardwise.execution.state_values import require_values
 from shardwise.execution.world import Clock, World
@@ -159,6 +159,7 @@ class Checkpointer:
             blocked_s, seconds = time.perf_counter() - start, dict(clock.seconds)
             job = replace(job, report=replace(job.report, blocked_s=blocked_s, seconds=seconds))
             if background is not None:
+                renew_thread_pool()
                 self._in_progress = step, self._executor.submit(write.write_in_background, background, job)
             stack.pop_all()
         return job.report
