@@ -30,6 +30,11 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 T = TypeVar("T")
 
 
+def escape_controls(text: str) -> str:
+    """Return lines with control characters escaped: names in files are untrusted, and terminals obey some."""
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
+
+
 class ShardwiseError(Exception):
     """Base class of shardwise's errors.
 
@@ -38,6 +43,9 @@ class ShardwiseError(Exception):
     """
 
     phase: str = ""
+
+    def __str__(self) -> str:
+        return escape_controls(super().__str__())
 
 
 class CheckpointError(ShardwiseError):

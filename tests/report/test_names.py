@@ -1,5 +1,15 @@
 """Many names in few words."""
 
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.cli.running import RUNNER
+from torch import nn
+
+import shardwise
+from shardwise.cli import main
+from shardwise.errors import KeyMismatchError
+from shardwise.options import Ignore
 from shardwise.report.names import collapse, format_ranks
 
 
@@ -27,3 +37,16 @@ def test_ranks_are_reported_in_few_words_however_many_they_are():
     assert format_ranks(range(1, 1024)) == "1-1023"
     assert format_ranks([0, *range(3, 9), 11, 12]) == "0, 3-8, 11-12"
     assert format_ranks(range(1, 1024, 2)) == "1, 3, 5, 7, 9, 11, 13, 15 and 504 more"
+
+
+def test_control_characters_are_shown_escaped(tmp_path):
+    """Names in files are untrusted, and a terminal obeys some of them."""
+    file = tmp_path / "model.safetensors"
+    save_file({"weight": torch.zeros(2, 2), "bias": torch.zeros(2), "\x1b[2J\x9b": torch.zeros(1)}, file)
+    with pytest.raises(KeyMismatchError) as refused:
+        shardwise.load(nn.Linear(2, 2), file)
+    report = shardwise.load(nn.Linear(2, 2), file, on_unexpected=Ignore())
+    command = RUNNER.invoke(main, ["verify", str(tmp_path / "\x1b[2J\x9b")])
+    for text in (str(refused.value), str(report), command.stderr):
+        assert "\\x1b[2J\\x9b" in text
+        assert all(line.isprintable() for line in text.splitlines())

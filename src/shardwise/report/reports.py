@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.errors import escape_controls
 from shardwise.report.names import describe_trainable, in_bytes, listing
 
 
@@ -30,7 +31,7 @@ class Report:
         for item in sorted(dataclasses.fields(self), key=lambda item: item.name == "seconds"):
             if item.metadata.get("row", True):
                 lines += _rows(item.metadata.get("label", item.name.replace("_", " ")), getattr(self, item.name))
-        return "\n".join(lines)
+        return escape_controls("\n".join(lines))
 
 
 def _rows(name: str, value: Any) -> list[str]:
