@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 from shardwise.bank import state as states
 from shardwise.bank import tenant_facts
 from shardwise.bank.tenant import Tenant, TenantStart
-from shardwise.engines.model_states import set_model_values, stored_values
-from shardwise.engines.pretrained_loading import weights_in
+from shardwise.engines.model_states import exchange_stored_experts, set_model_values, stored_values
+from shardwise.engines.pretrained_loading import read_lora_config, weights_in
 from shardwise.engines.save_plan import AdapterTrainingState
 from shardwise.engines.verifying import require_as_saved
 from shardwise.errors import ConfigError, FormatError
-from shardwise.execution.state_values import StateOptions
+from shardwise.execution.state_values import StateOptions, Values
 from shardwise.execution.world import Clock, World
 from shardwise.formats.peft_adapter import TRAINING_KEY, find_training_file
 from shardwise.formats.safetensors_files import read_header
@@ -40,7 +40,6 @@ from shardwise.models.view import collect_tensors, local_tensor
 from shardwise.planning.load_plan import allows
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.storage.reading import LocalReader
-from shardwise.tuning import peft_compat
 from shardwise.tuning.sites import AdapterOutline, name_in_base, outline_adapter
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
         ConfigError: the adapter is not a LoRA.
     """
     weights_in(Path(folder))
-    config = peft_compat.config_in(os.fspath(folder))
+    config = read_lora_config(Path(folder))
     config.inference_mode = False
     config.init_lora_weights = True  # the matrices are read
     return config
@@ -170,7 +169,9 @@ def _read(world: World, module: nn.Module, folder: Path, file: str, only: Adapte
     """Read all tensors of a file into a module. Collective: yes."""
     options = StateOptions()
     with torch.device("cpu"), torch.no_grad(), ExitStack() as stack:
-        values = stored_values(world, str(folder), file, options, stack)
+        values: Values = stored_values(world, str(folder), file, options, stack)
+        if only is not None:
+            values = exchange_stored_experts(world, module, values, only.adapter, str(folder))
         set_model_values(world, module, values, only=only, tolerance=Tolerance(), options=options, clock=Clock())
 
 

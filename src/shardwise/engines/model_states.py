@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.conversion.expert_factors import TODAYS_VERSION
+from shardwise.conversion.expression import Expression, Stored
 from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.engines.loading import set_value
-from shardwise.errors import FormatError, answer_keywords
+from shardwise.errors import ConfigError, FormatError, answer_keywords
 from shardwise.execution import state_values
 from shardwise.execution.memory import materialize, staging_device
 from shardwise.execution.moving import Traffic, gather
@@ -18,10 +21,11 @@ from shardwise.execution.replicas import equal_on_all, require_alike_models
 from shardwise.execution.staging import upload_buffer
 from shardwise.execution.world import Clock, World
 from shardwise.formats.opening import open_checkpoint
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, read_peft_version
 from shardwise.layout import TensorKind
 from shardwise.models.initialize import Initializers
 from shardwise.models.selection import Selection, names_outside
-from shardwise.models.torch_api import fsdp_params, in_memory
+from shardwise.models.torch_api import from_torch, fsdp_params, in_memory
 from shardwise.models.view import TensorRef, canonical, collect_tensors, require_plain_tensors, without_compile
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import OnDiffering
@@ -29,6 +33,7 @@ from shardwise.planning.matching import OnFault, StateSlot, Tolerance, match
 from shardwise.planning.moves import StateForm
 from shardwise.report.reports import StateReport
 from shardwise.storage.reading import LocalReader
+from shardwise.tuning.lora import exchange_experts
 
 
 def state_report(
@@ -310,6 +315,52 @@ def set_model_state_dict(
             options=options,
             clock=clock,
         )
+
+
+def exchange_stored_experts(
+    world: World, model: nn.Module, values: state_values.Values, adapter: str | None, folder: str
+) -> state_values.Values:
+    """Return the values of a state with factors of stacked experts in the layout of today's PEFT.
+
+    ``adapter`` is the only one that the state has, or None for all of the model. ``folder`` has the config of an
+    adapter, if there is one. Collective: yes.
+
+    Raises:
+        ConfigError: the layout is not known, or ranks hold whole tensors or shards, which are not rearranged.
+    """
+    return world.run_all(_exchange_experts, model, values, adapter, folder)
+
+
+def _exchange_experts(
+    model: Any, values: state_values.Values, adapter: str | None, folder: str
+) -> state_values.Values:
+    config = Path(folder, ADAPTER_CONFIG)
+    version = read_peft_version(config) if config.is_file() else TODAYS_VERSION
+    expressions: Mapping[str, Expression]
+    if isinstance(values, state_values.StoredValues):
+        expressions = values.expressions
+    else:
+        expressions = _describe_matrices(values.tensors)
+    held, exchanged = collect_tensors(model), expressions
+    for name in model.peft_config if adapter is None else [adapter]:
+        exchanged = exchange_experts(model, held, name, exchanged, version, folder)
+    changed = [name for name, item in exchanged.items() if item != expressions[name]]
+    if not changed:
+        return values
+    if not isinstance(values, state_values.StoredValues):
+        raise ConfigError(
+            f"{folder}: {changed[0]} is of a PEFT before 0.19.1, which exchanged the input and the output of "
+            "stacked experts. Save the adapter with save_pretrained, and read that"
+        )
+    return replace(values, expressions=exchanged)
+
+
+def _describe_matrices(tensors: Mapping[str, Any]) -> dict[str, Expression]:
+    return {
+        name: Stored(name, tuple(value.shape), from_torch(value.dtype, name))
+        for name, value in tensors.items()
+        if ".lora_" in name and isinstance(value, torch.Tensor)
+    }
 
 
 def stored_values(

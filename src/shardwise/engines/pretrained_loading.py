@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Unpack, cast, overload
+from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -20,7 +20,7 @@ from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.world import Clock, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import merged_index
-from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft_version
 from shardwise.models import pretrained, wrap
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.wrap import Sharding
@@ -33,6 +33,9 @@ from shardwise.storage.reading import CombinedReader, LocalReader, OpenStorage, 
 from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Adapter, Tuned
 from shardwise.tuning.tunings import Full
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000
@@ -202,7 +205,7 @@ def _with_adapter(
     # Another repository than the base's, with revisions and folders of its own.
     hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="", variant=None)
     folder = arguments.resolve_everywhere(world, given, hub, AdapterFiles())
-    file, config = world.run_all(lambda: (weights_in(folder), peft_compat.config_in(str(folder))))
+    file, config = world.run_all(lambda: (weights_in(folder), read_lora_config(folder)))
     reader = stack.enter_context(world.run_all(LocalReader, folder))
     found, inside = arguments.read_index(world, OpenStorage(reader, file)), stored_prefix(name)
     both = replace(
@@ -341,6 +344,17 @@ def from_pretrained(
         )
         model, report = build_and_load(world, name_or_path, keywords, clock)
     return (model, report) if output_loading_info and report is not None else model
+
+
+def read_lora_config(folder: Path) -> "LoraConfig":
+    """Return the config of the adapter in a folder, with the version of PEFT that the file has.
+
+    Raises:
+        ConfigError: it is not the config of a LoRA, or PEFT cannot read it.
+    """
+    config = peft_compat.config_in(str(folder))
+    config.peft_version = read_peft_version(folder / ADAPTER_CONFIG)
+    return config
 
 
 def stored_prefix(name: str) -> str:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, cast
 
 from shardwise.errors import ConfigError, FormatError
@@ -27,7 +28,7 @@ ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _WITHOUT_EFFECT: Final = frozenset(
     {
         # origin and purpose
-        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
         # targeted modules, which follow from the tensors
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         # training, and the initialization of factors
@@ -60,6 +61,7 @@ class LoraConfig:
     modules_to_save: tuple[str, ...] = ()
     target_parameters: tuple[str, ...] = ()
     ensure_weight_tying: bool = False
+    peft_version: str | None = None
 
     def rank(self, name: str) -> int:
         """Return the rank of the adapter of this module or parameter."""
@@ -140,6 +142,10 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
@@ -152,7 +158,7 @@ def _is_by_pattern(value: object, is_sound: Callable[[object], bool]) -> bool:
     return False
 
 
-_OPTIONAL: Final = ("modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern")
+_OPTIONAL: Final = ("modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern", "peft_version")
 """Fields that may be null."""
 
 _FIELDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
@@ -163,9 +169,20 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "modules_to_save": (_are_names, "a list of names"),
     "target_parameters": (_are_names, "a list of names"),
     "bias": (("none", "all", "lora_only").__contains__, "one of none, all and lora_only"),
+    "peft_version": (_is_text, "a version"),
     **dict.fromkeys(("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying"), (_is_flag, "true or false")),
 }
 """The check of each field that is used, and its description for messages."""
+
+
+def read_peft_version(config: Path) -> str | None:
+    """Return the version of PEFT in an adapter's config, or None if it has none. PEFT would fill in its own.
+
+    Raises:
+        FormatError: the config is invalid.
+    """
+    version = parse_object(config.read_bytes(), what=str(config)).get("peft_version")
+    return None if version is None else str(version)
 
 
 TRAINING_KEY: Final = "shardwise.training"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engines.arguments import check_options, get_hints, get_world
-from shardwise.engines.model_states import set_model_values, stored_values
+from shardwise.engines.model_states import exchange_stored_experts, set_model_values, stored_values
 from shardwise.engines.optimizer_fit import OptimizerTargets
 from shardwise.engines.optimizer_states import optimizer_targets, set_optimizer_values
 from shardwise.errors import answer_keywords
@@ -26,7 +26,7 @@ from shardwise.formats.joining import METADATA
 from shardwise.interchange.accelerate_writing import beside_trained, require_number
 from shardwise.models.optimizer_parsing import ParameterOrder, ParsedState, read, with_names
 from shardwise.models.rebind import label
-from shardwise.models.selection import AdapterOnly, Selection
+from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.models.view import canonical, collect_tensors, without_compile
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import Ignore
@@ -168,6 +168,10 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
     with ExitStack() as stack:
         with clock.phase("agree"):
             values = _read_model_values(world, source, stack)
+            if has_adapters(model):
+                folder = source.path if source.path.is_dir() else source.path.parent
+                chosen = only.adapter if isinstance(only, AdapterOnly) else None
+                values = exchange_stored_experts(world, model, values, chosen, str(folder))
             if isinstance(only, AdapterOnly):
                 # What PEFT saves of the base (embeddings), accelerate leaves out of one file, in which it has
                 # what torch does not know as frozen: buffers, and the second names of tied parameters.

@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.engines.arguments import check_options, get_hints, get_world
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import load_checkpoint
-from shardwise.engines.model_states import set_model_values, stored_values
+from shardwise.engines.model_states import exchange_stored_experts, set_model_values, stored_values
 from shardwise.errors import FormatError, KeyMismatchError, StorageError, answer_keywords
 from shardwise.execution.rename_journal import as_renamed
-from shardwise.execution.state_values import StateOptions, require_same_call
+from shardwise.execution.state_values import StateOptions, Values, require_same_call
 from shardwise.execution.torch_saves import load_plain
 from shardwise.execution.world import Clock, World
 from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, SavedKind
@@ -154,7 +154,8 @@ def _set_model(
         if file is None:
             return read_model(world, model, FilesSource(folder.path, 0, tolerance, options), only, clock)
         with clock.phase("agree"):
-            values = stored_values(world, str(file.parent), file.name, options, stack)
+            values: Values = stored_values(world, str(file.parent), file.name, options, stack)
+            values = exchange_stored_experts(world, model, values, adapter, str(file.parent))
         return set_model_values(world, model, values, only=only, tolerance=tolerance, options=options, clock=clock)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from shardwise.conversion.expert_factors import ExpertFactors, are_exchanged
 from shardwise.conversion.expression import Expression, Shape, Stored
 from shardwise.errors import KeyMismatchError
 from shardwise.formats.peft_adapter import LoraConfig
@@ -41,6 +42,11 @@ class WeightForm(enum.Enum):
     @property
     def is_stacked(self) -> bool:
         return self in (WeightForm.EXPERTS, WeightForm.EXPERT_COLUMNS)
+
+    @property
+    def exchanged(self) -> "WeightForm":
+        """The layout of stacked experts with input and output exchanged."""
+        return WeightForm.EXPERT_COLUMNS if self is WeightForm.EXPERTS else WeightForm.EXPERTS
 
     def factors(self, shape: Shape, rank: int) -> tuple[Shape, Shape]:
         """Return the shapes of (lora_A, lora_B) for a weight of this shape."""
@@ -186,6 +192,8 @@ class _MergePlanner:
     modules: dict[str, None] = field(default_factory=dict)
     sources: dict[tuple[type[Edit], str], str] = field(default_factory=dict)
     """The adapter's key for each kind of edit of a tensor of the base."""
+    are_exchanged: bool = False
+    """Whether factors of stacked experts are those of an earlier PEFT. See [Note: Exchanged factors]."""
 
     def plan(self, what: str) -> MergePlan:
         factors: dict[str, _Matrices] = {}
@@ -195,6 +203,7 @@ class _MergePlanner:
                 self.sort_factor(factors, key, leaf, found)
             elif key in names:
                 self.replace(key, names[key], leaf)
+        self.are_exchanged = are_exchanged(self.expert_factors(factors), self.config.peft_version, what)
         for module, matrices in factors.items():
             self.fold(module, matrices)
         if self.faults:
@@ -245,17 +254,37 @@ class _MergePlanner:
         else:
             self.add(place, module, Replaced(module, leaf), key)
 
+    def expert_factors(self, factors: Mapping[str, _Matrices]) -> list[ExpertFactors]:
+        """Return the shapes of all pairs of factors of stacked experts."""
+        pairs: list[ExpertFactors] = []
+        for name, matrices in factors.items():
+            weight = self.parameter(name)
+            place = self.find(weight) if weight is not None and {"lora_A", "lora_B"} <= matrices.keys() else None
+            if weight is None or place is None or len(place[2]) != 3:
+                continue
+            form = self.find_weight_form(place, is_parameter=True, is_embedding=False)
+            expected = form.factors(place[2], self.config.rank(weight))
+            stored = matrices["lora_A"].shape, matrices["lora_B"].shape
+            pairs.append(ExpertFactors(stored, expected, place[2][0], form is WeightForm.EXPERT_COLUMNS))
+        return pairs
+
+    def parameter(self, name: str) -> str | None:
+        """Return the parameter that factors under this PEFT name belong to, or None for those of a module."""
+        module, depth = _unwrapped(name)
+        parameters = self.targeted(module)
+        return f"{module}.{parameters[-1 - depth]}" if depth < len(parameters) else None
+
     def fold(self, name: str, matrices: _Matrices) -> None:
         """Plan the edits for the factors under this PEFT name."""
         module, depth = _unwrapped(name)
-        parameters = self.targeted(module)
-        if parameters and depth < len(parameters):
-            self.fold_low_rank(module, f"{module}.{parameters[-1 - depth]}", matrices, is_parameter=True)
+        parameter = self.parameter(name)
+        if parameter is not None:
+            self.fold_low_rank(module, parameter, matrices, is_parameter=True)
         elif depth:
             self.fault(
                 "tensors that are not used",
                 f"{', '.join(shown(leaf.key) for leaf in matrices.values())}: target_parameters names "
-                f"{len(parameters)} parameters of {shown(module)}",
+                f"{len(self.targeted(module))} parameters of {shown(module)}",
             )
         else:
             self.fold_low_rank(module, f"{module}.weight", matrices, is_parameter=False)
@@ -324,6 +353,8 @@ class _MergePlanner:
         rank = self.config.rank(named)
         form = self.find_weight_form(place, is_parameter=is_parameter, is_embedding="lora_embedding_A" in matrices)
         shape = place[2]
+        if self.are_exchanged and form.is_stacked:
+            form = form.exchanged
         if (
             len(shape) < 2
             or (form.is_stacked and len(shape) != 3)

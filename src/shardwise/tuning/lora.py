@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.conversion.computed import Bindings
+from shardwise.conversion.expert_factors import ExpertFactors, are_exchanged
 from shardwise.conversion.expression import Expression
 from shardwise.errors import ConfigError, KeyMismatchError
 from shardwise.models.initialize import Additions, RowNorms
@@ -52,9 +53,11 @@ def match_adapter(
     """
     fqns = names_outside(model, held, AdapterOnly(name))
     by_name = {alias: item for item in held for alias in item.names}
-    missing = [f"missing     {key}" for key, fqn in fqns.items() if key not in adapter.tensors and fqn in required]
-    unexpected = [f"unexpected  {key}" for key in adapter.tensors if key not in fqns]
-    found = {key: (by_name[fqns[key]], item) for key, item in adapter.tensors.items() if key in fqns}
+    version, what = adapter.config.peft_version, adapter.directory
+    tensors = exchange_experts(model, held, name, adapter.tensors, version, what)
+    missing = [f"missing     {key}" for key, fqn in fqns.items() if key not in tensors and fqn in required]
+    unexpected = [f"unexpected  {key}" for key in tensors if key not in fqns]
+    found = {key: (by_name[fqns[key]], item) for key, item in tensors.items() if key in fqns}
     mismatched = [
         f"mismatched  {key}: stored {item.shape}, the model has {tuple(own.tensor.shape)}"
         for key, (own, item) in found.items()
@@ -72,6 +75,48 @@ def match_adapter(
             "transformers, or with embeddings, can be merged (shardwise.merge_adapter)"
         )
     return {own.fqn: item for own, item in found.values()}
+
+
+def exchange_experts(
+    model: Any,
+    held: Sequence[TensorRef],
+    name: str,
+    tensors: Mapping[str, Expression],
+    peft_version: str | None,
+    what: str,
+) -> dict[str, Expression]:
+    """Return an adapter's tensors with the factors of stacked experts in today's layout.
+
+    See [Note: Exchanged factors].
+
+    Args:
+        model: PEFT's model, with the adapter's modules.
+        held: its tensors.
+        name: the adapter's name in the model.
+        tensors: by their names in PEFT's files, or in the model.
+        peft_version: of the adapter's config, or None if it has none.
+        what: the adapter, for the error.
+
+    Raises:
+        ConfigError: neither the shapes nor the version tell the layout.
+    """
+    fqns = {id(item.tensor): item.fqn for item in held}
+    stored = {key.replace(f".{name}.", "."): key for key in tensors}
+    pairs: list[tuple[str, str]] = []
+    shapes: list[ExpertFactors] = []
+    for lora_A, lora_B, experts, is_transposed in peft_compat.expert_layers(model, name):
+        one, other = (stored.get(fqns[id(half.weight)].replace(f".{name}.", ".")) for half in (lora_A, lora_B))
+        if one is not None and other is not None:
+            found = tensors[one].shape, tensors[other].shape
+            expected = tuple(lora_A.weight.shape), tuple(lora_B.weight.shape)
+            pairs.append((one, other))
+            shapes.append(ExpertFactors(found, expected, experts, is_transposed))
+    exchanged = dict(tensors)
+    if are_exchanged(shapes, peft_version, what):
+        for (one, other), item in zip(pairs, shapes, strict=True):
+            if item.fits_exchanged:
+                exchanged[one], exchanged[other] = item.exchange(tensors[one], tensors[other])
+    return exchanged
 
 
 def _format_targets(targets: object) -> str:

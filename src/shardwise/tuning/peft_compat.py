@@ -141,6 +141,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
     own.inference_mode = False
     if not is_new:
         own.init_lora_weights = True
+    own.peft_version = peft_version  # whose layout the tensors have from here on
     own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
     # PEFT draws random values that are discarded. The random state is restored.
     quiet = warnings.catch_warnings()
@@ -296,6 +297,14 @@ def magnitude(layer: Any, adapter: str) -> nn.Module | None:
     vectors = layer.lora_magnitude_vector  # an nn.ModuleDict, which has no get
     found: nn.Module | None = vectors[adapter] if adapter in vectors else None  # noqa: SIM401
     return found
+
+
+def expert_layers(model: PeftModel, adapter: str) -> Iterator[tuple[Any, Any, int, bool]]:
+    """Yield (lora_A, lora_B, number of experts, ``is_transposed``) for parameters of stacked experts."""
+    for _, layer in layers(model):
+        if hasattr(layer, "parameter_name") and layer.num_experts > 1 and adapter in layer.lora_A:
+            is_transposed = getattr(layer.get_base_layer(), "is_transposed", False) is True
+            yield layer.lora_A[adapter], layer.lora_B[adapter], layer.num_experts, is_transposed
 
 
 def has_row_norms(layer: Any) -> bool:
