@@ -22,7 +22,7 @@ def save_adapter(
             if "lora_magnitude" in name:
                 parameter.data *= 1.0 + 0.2 * torch.rand(parameter.shape, generator=generator)
             elif "lora_" in name:
-                parameter.data = 0.3 * (torch.rand(parameter.shape, generator=generator) - 0.5)
+                parameter.data.copy_(0.3 * (torch.rand(parameter.shape, generator=generator) - 0.5))
             elif "modules_to_save" in name or (name.endswith("bias") and parameter.requires_grad):
                 parameter.data += 0.1 * torch.rand(parameter.shape, generator=generator)
         tuned.save_pretrained(folder)
@@ -33,8 +33,15 @@ def save_adapter(
 
 def merged_by_peft(base: Path, adapter: Path, *, vocab_size: int | None = None) -> PreTrainedModel:
     """The base, in float32, with the adapter merged."""
+    adapted = adapted_by_peft(base, adapter, vocab_size=vocab_size)
     with zoo.silenced():
-        return PeftModel.from_pretrained(_resized(base, vocab_size), adapter).merge_and_unload()
+        return adapted.merge_and_unload()
+
+
+def adapted_by_peft(base: Path, adapter: Path, *, vocab_size: int | None = None) -> PeftModel:
+    """The base, in float32, with the adapter beside it."""
+    with zoo.silenced():
+        return PeftModel.from_pretrained(_resized(base, vocab_size), adapter)
 
 
 def _resized(base: Path, vocab_size: int | None) -> PreTrainedModel:

@@ -234,12 +234,6 @@ def test_a_head_trained_beside_a_tied_embedding_is_tied_no_more(tied: Path, tmp_
     assert torch.equal(loaded.model.embed_tokens.weight, truth.model.embed_tokens.weight)
 
 
-def test_merging_into_a_tied_tensor_is_reported(tied: Path, tmp_path: Path) -> None:
-    adapter = save_adapter(tied, tmp_path / "adapter", r=4, target_modules=["embed_tokens"])
-    report = merge_adapter(tied, adapter, tmp_path / "out")
-    assert any("lm_head.weight, tied to it, changes too" in note for note in report.notes)
-
-
 # What comes along, and where it goes
 
 

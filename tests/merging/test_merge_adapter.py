@@ -7,8 +7,16 @@ import pytest
 import torch
 from tests import zoo
 from tests.engines.conftest import SMALL
-from tests.merging.adapters import change, merged_by_peft, save_adapter, tensors_of, ulps_apart
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from tests.merging.adapters import adapted_by_peft, change, merged_by_peft, save_adapter, tensors_of, ulps_apart
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from shardwise import KeyMismatchError
 from shardwise.engines.merging_adapter import merge_adapter
@@ -21,6 +29,8 @@ _CONFIGS = {
     "biased": LlamaConfig(**SMALL, attention_bias=True),
     "moe": Qwen3MoeConfig(**SMALL, **_EXPERTS),
     "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=16),
+    "mamba": MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, state_size=4),
+    "bert": BertConfig(**SMALL | {"num_hidden_layers": 1, "tie_word_embeddings": True}, is_decoder=True),
 }
 
 
@@ -45,8 +55,6 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "dora": ("qwen3", {"r": 4, "use_dora": True, "target_modules": ["q_proj", "down_proj"]}, 4),
     "dora of the embedding": ("qwen3", {"r": 4, "use_dora": True, "target_modules": ["embed_tokens"]}, 1),
     "embedding": ("qwen3", {"r": 4, "target_modules": ["embed_tokens", "lm_head"]}, 2),
-    "tied embedding": ("tied", {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}, 3),
-    "tied head": ("tied", {"r": 4, "target_modules": ["lm_head"]}, 1),
     "patterns": (
         "qwen3",
         {
@@ -125,6 +133,34 @@ def test_tied_tensors_are_untied_if_the_adapter_has_both(bases: dict[str, Path],
     change(adapter, lambda tensors: tensors | {key.replace("weight", "modules_to_save.weight"): tensors[key] + 1})
     with pytest.raises(KeyMismatchError, match="are the same tensor, and differ"):
         merge_adapter(bases["tied"], adapter, tmp_path / "other")
+
+
+TIED: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "both": ("tied", ["embed_tokens", "lm_head", "q_proj"], {}),
+    "head": ("tied", ["lm_head"], {"use_dora": True}),
+    "embedding, larger": ("tied", ["embed_tokens"], {"vocab_size": 104}),
+    "head, larger": ("tied", ["lm_head"], {"vocab_size": 104}),
+    "both by PEFT": ("tied", ["embed_tokens"], {"vocab_size": 104, "ensure_weight_tying": True}),
+    "mamba": ("mamba", ["lm_head", "x_proj"], {}),
+    "two ties": ("bert", ["word_embeddings"], {}),
+}
+_FAST = "both", "embedding, larger"
+
+
+@pytest.mark.parametrize(
+    "case", [name if name in _FAST else pytest.param(name, marks=pytest.mark.slow) for name in TIED]
+)
+def test_a_lora_on_a_tied_module_unties_it(case: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    base, targets, config = TIED[case]
+    adapter = save_adapter(bases[base], tmp_path / "adapter", r=4, target_modules=targets, **config)
+    report = merge_adapter(bases[base], adapter, tmp_path / "out")
+    truth = adapted_by_peft(bases[base], adapter, vocab_size=config.get("vocab_size")).eval()
+    with zoo.silenced():
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert found.config.tie_word_embeddings is False
+    assert "is not tied any more: it has its own values" in report.notes[0]
+    inputs = zoo.sample_inputs(found)
+    torch.testing.assert_close(found(**inputs).logits, truth(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
 def compare(truth: torch.nn.Module, out: Path, dtype: torch.dtype) -> None:

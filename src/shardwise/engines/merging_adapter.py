@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
@@ -93,8 +93,9 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
 
 def find_new_vocab_size(lora: _AdapterSource, built: Outline, adapter_name: str) -> int | None:
     """Return the number of tokens of an adapter that was trained with a resized vocabulary, or None."""
-    by_name, rows = built.layout.by_name, {}
-    for key, name in merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name).items():
+    by_name, rows, renamed = built.layout.by_name, {}, model_names(built)
+    for key, bare in merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name).items():
+        name = renamed(bare) or bare
         shape, own = lora.tensors[key].shape, by_name[name].shape if name in by_name else ()
         if own and len(shape) == len(own) and shape[1:] == own[1:] and shape[0] not in (0, own[0]):
             rows[name] = shape[0]
@@ -137,17 +138,28 @@ def require_all_rows(source: offline.OfflineModel, plan: merge_plan.MergePlan, w
             )
 
 
-def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> set[str]:
-    """Return declared ties that an adapter unties: it has values for one of the names only, or two values."""
-    if lora.config.ensure_weight_tying:
-        return set()
+def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> tuple[set[str], dict[str, str]]:
+    """Return the declared ties that are not tied in the output, and those of them that were tied in training.
+
+    The latter are targets with their sources. PEFT adapts modules: with a LoRA on one of two tied modules, the
+    other one has the tensor without it. An adapter also unties a tensor if it has values for one of its names only,
+    or two values. A config can only untie all at once (``tie_word_embeddings``).
+    """
+    renamed = model_names(built)
     names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name)
-    whole = {name: key for key, name in names.items()}
+    whole = {renamed(name) or name: key for key, name in names.items()}
+    modules = merge_plan.adapted_modules(lora.tensors, adapter_name=adapter_name)
+    adapted = {renamed(f"{module}.weight") for module in modules}
     expressions = stored_tensors(lora.executor.index)
-    untied: set[str] = set()
-    for target, origin in pretrained.declared_ties(built.model).items():
+    ties = {
+        target: origin
+        for target, origin in pretrained.declared_ties(built.model).items()
+        if target in built.layout.by_name
+    }
+    separate: set[str] = set()
+    for target, origin in ties.items():
         ours = [name for name in (target, origin) if name in whole]
-        if not ours or target not in built.layout.by_name:
+        if not ours or lora.config.ensure_weight_tying:
             continue
         if len(ours) == 1:
             is_tied = not lora.config.saves_module(ours[0].rpartition(".")[0])
@@ -155,23 +167,33 @@ def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> set[st
             one, other = (expressions[whole[name]] for name in ours)
             is_tied = are_equal(one, other, built.layout.by_name[target].dtype, lora.executor, rank=0, size=1)
         if not is_tied:
-            untied.add(target)
-    return untied
+            separate.add(target)
+    if not separate and adapted.isdisjoint([*ties, *ties.values()]):
+        return set(), {}
+    return set(ties), {target: origin for target, origin in ties.items() if target not in separate}
+
+
+def model_names(built: Outline) -> Callable[[str], str | None]:
+    """Return a function from a tensor's name in a checkpoint to the model's, or to None if the model has none."""
+    names = {name: tensor for tensor in built.layout.saved() for name in tensor.names}
+
+    @cache
+    def renamed(name: str) -> str | None:
+        if name in names:
+            return name
+        return next(iter(assign_keys(built.model, [name], names, built.transforms).plain), None)
+
+    return renamed
 
 
 def merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -> merge_plan.MergeTargets:
     names = {name: tensor for tensor in source.layout.saved() for name in tensor.names}
-
-    @cache
-    def renamed(name: str) -> str | None:
-        return next(iter(assign_keys(source.built.model, [name], names, source.built.transforms).plain), None)
-
     return merge_plan.MergeTargets(
         tensors={name: tensor.shape for name, tensor in names.items() if tensor.fqn in source.expressions},
         keys={key: output.shape for key, output in outputs.items()},
         parameters=parameters_by_module(source.built.model),
         columns=find_transposed_modules(source.built.model),
-        renamed=renamed,
+        renamed=model_names(source.built),
     )
 
 
@@ -211,20 +233,6 @@ def _with_unique_keys(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -
         magnitude = None if edit.magnitude is None else found(edit.magnitude)
         return replace(edit, a=found(edit.a), b=found(edit.b), magnitude=magnitude)
     return replace(edit, leaf=found(edit.leaf))
-
-
-def about_ties(source: offline.OfflineModel, plan: merge_plan.MergePlan) -> list[str]:
-    """Return notes on tied tensors: a merge into one name changes the tensor under its other names, too."""
-    notes: list[str] = []
-    for tensor in source.layout.saved():
-        changed = [name for name in tensor.names if name in plan.tensors]
-        if len(tensor.names) > 1 and changed:
-            others = [name for name in tensor.names if name not in changed]
-            if others:
-                notes.append(f"{', '.join(changed)} is merged, and so {', '.join(others)}, tied to it, changes too")
-            elif any(isinstance(edit, merge_plan.LowRank) for name in changed for edit in plan.tensors[name]):
-                notes.append(f"the deltas of {' and '.join(changed)}, which are tied, are added up")
-    return notes
 
 
 def merge_adapter(
@@ -317,11 +325,8 @@ class _PlannedEdits:
         return config_content(folder, dtype=named, untied=bool(self.source.untied), vocab_size=self.vocab_size)
 
     def notes(self) -> list[str]:
-        """Return notes on ties and on a resized vocabulary."""
-        resized = (
-            [] if self.vocab_size is None else [f"the vocabulary has {self.vocab_size} tokens, as the adapter"]
-        )
-        return [*resized, *about_ties(self.source, self.plan)]
+        """Return notes on a resized vocabulary."""
+        return [] if self.vocab_size is None else [f"the vocabulary has {self.vocab_size} tokens, as the adapter"]
 
     def require_effect(self, folder: Path) -> None:
         """Raises KeyMismatchError if nothing has been changed."""
@@ -351,12 +356,13 @@ def _plan(
     vocab_size = find_new_vocab_size(lora, built, adapter_name)
     if vocab_size is not None:
         built = outline(folder, config, index, options, ResizeVocab(vocab_size))
-    untied = untied_by(lora, built, adapter_name)
+    untied, tied_in_training = untied_by(lora, built, adapter_name)
     source = offline.bind_offline(config, index, built, executor, untied)
     pretrained.record_conversions(built.model, built.transforms)
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
+    plan = plan.with_tied(tied_in_training)
     require_all_rows(source, plan, what)
     joined = merged_index(index, lora.executor.index, ADAPTER)
     both = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)

@@ -187,7 +187,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
             if tied and adapter in layers[name].lora_A:
                 raise ConfigError(
                     f"{name} is tied to {tied[0]}, which a merge would change, too. Take it out of target_modules, "
-                    "or merge the saved adapter with shardwise.merge_adapter, which changes both"
+                    "or merge the saved adapter with shardwise.merge_adapter, which unties them"
                 )
     inside: dict[str, str] = {}
     for name in names:

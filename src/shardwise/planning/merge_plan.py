@@ -11,7 +11,7 @@ in the hub's checkpoint, so the adapter is merged into them when the checkpoint 
 import enum
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from shardwise.conversion.expert_factors import ExpertFactors, are_exchanged
@@ -127,6 +127,24 @@ class MergePlan:
     keys: Mapping[str, tuple[Edit, ...]]
     modules: tuple[str, ...]
 
+    def with_tied(self, ties: Mapping[str, str]) -> "MergePlan":
+        """Return the plan for a model that has separate tensors for ``ties``, target to source.
+
+        They were one tensor when the adapter was trained, so a tensor that it stores for one of the names (that of
+        a larger vocabulary) replaces all of them.
+        """
+        tensors = dict(self.tensors)
+        for source in dict.fromkeys(ties.values()):
+            names = [source, *(target for target, other in ties.items() if other == source)]
+            replacements = {
+                name: [edit for edit in tensors.get(name, ()) if isinstance(edit, Replaced)] for name in names
+            }
+            first = next(filter(None, replacements.values()), [])
+            for name in names:
+                if first and not replacements[name]:
+                    tensors[name] = (*first, *tensors.get(name, ()))
+        return replace(self, tensors=tensors)
+
 
 _Matrices: TypeAlias = dict[str, Stored]
 """The tensors that belong to one module, by their names in PEFT."""
@@ -163,6 +181,14 @@ def names_of_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -
         key: name
         for key, name in names.items()
         if _PREFIX + name not in stored or not any(part in key for part in _OF_A_COPY)
+    }
+
+
+def adapted_modules(stored: Mapping[str, Stored], *, adapter_name: str) -> set[str]:
+    """Return the modules, under the adapter's names, that have factors."""
+    factors = (_FACTOR.fullmatch(key.removeprefix(_PREFIX)) for key in stored)
+    return {
+        _unwrapped(found["module"])[0] for found in factors if found and found["adapter"] in (None, adapter_name)
     }
 
 
@@ -313,11 +339,9 @@ class _MergePlanner:
     def find(self, name: str) -> tuple[dict[str, list[Edit]], str, Shape] | None:
         """Find a tensor by its name or its renamed form. Return its edits, its name there and its shape."""
         targets = self.targets
-        if name not in targets.tensors and (renamed := targets.renamed(name)) in targets.tensors:
-            assert renamed is not None
+        renamed = targets.renamed(name)
+        if renamed is not None and renamed in targets.tensors:
             return self.tensors, renamed, targets.tensors[renamed]
-        if name in targets.tensors:
-            return self.tensors, name, targets.tensors[name]
         if name in targets.keys:
             return self.keys, name, targets.keys[name]
         return None
