@@ -11,11 +11,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
 def save_adapter(
-    base: Path, folder: Path, *, dtype: torch.dtype = torch.float32, vocab_size: int | None = None, **config: Any
+    base: Path | PreTrainedModel,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    vocab_size: int | None = None,
+    **config: Any,
 ) -> Path:
     """A trained adapter: every factor random, what is saved whole somewhat changed."""
     with zoo.silenced():
-        model = _resized(base, vocab_size)
+        model = _resized(base, vocab_size) if isinstance(base, Path) else base
         tuned = get_peft_model(model, LoraConfig(**config))
         generator = torch.Generator().manual_seed(1)
         for name, parameter in tuned.named_parameters():

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from peft import PeftModel
 from tests import zoo
 from tests.engines.conftest import SMALL
 from tests.merging.adapters import adapted_by_peft, change, merged_by_peft, save_adapter, tensors_of, ulps_apart
@@ -161,6 +163,34 @@ def test_a_lora_on_a_tied_module_unties_it(case: str, bases: dict[str, Path], tm
     assert "is not tied any more: it has its own values" in report.notes[0]
     inputs = zoo.sample_inputs(found)
     torch.testing.assert_close(found(**inputs).logits, truth(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        ("SequenceClassification", "SEQ_CLS"),
+        pytest.param("SequenceClassification", None, marks=pytest.mark.slow),
+        pytest.param("TokenClassification", "TOKEN_CLS", marks=pytest.mark.slow),
+    ],
+)
+def test_the_head_of_a_classifier_comes_from_the_adapter(
+    kind: str, task: str | None, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    auto_class = getattr(transformers, f"AutoModelFor{kind}")
+    with zoo.silenced():
+        model = auto_class.from_pretrained(bases["qwen3"], num_labels=3, pad_token_id=0)
+    config = {"target_modules": ["q_proj"], "modules_to_save": ["score"], "task_type": task}
+    adapter = save_adapter(model, tmp_path / "adapter", r=4, **config)
+    overrides = {"pad_token_id": 0}
+    report = merge_adapter(bases["qwen3"], adapter, tmp_path / "out", config_overrides=overrides)
+    assert (report.model_class, report.modules, report.unchanged) == (f"Qwen3For{kind}", 3, ())
+    with zoo.silenced():
+        truth = PeftModel.from_pretrained(auto_class.from_pretrained(bases["qwen3"], num_labels=3), adapter)
+        found = auto_class.from_pretrained(tmp_path / "out").eval()
+    truth.config.pad_token_id = 0
+    assert (found.config.architectures, found.config.num_labels) == ([f"Qwen3For{kind}"], 3)
+    inputs = zoo.sample_inputs(found)
+    torch.testing.assert_close(found(**inputs).logits, truth.eval()(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
 def compare(truth: torch.nn.Module, out: Path, dtype: torch.dtype) -> None:

@@ -1,13 +1,17 @@
 """Merges an adapter into its base: both opened and joined, and every outcome an expression over them."""
 
+import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Final, Unpack
+
+import transformers
+from transformers import PreTrainedModel
 
 from shardwise.conversion.expression import Expression, Stored, rows_stored, stored_key
 from shardwise.engines import offline
@@ -46,6 +50,13 @@ from shardwise.tensors import DType, parse_size
 
 ADAPTER = stored_prefix("merged")
 """What the names of the adapter's files and keys begin with, beside those of the base."""
+
+_TASKS: Final = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
+"""Classes of models with a head, by ``task_type`` in the config of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,45 @@ def find_new_vocab_size(lora: _AdapterSource, built: Outline, adapter_name: str)
         return None
     sizes = {size for name, size in rows.items() if name in vocabulary}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def find_class_with_head(lora: _AdapterSource, built: Outline, adapter_name: str) -> Any:
+    """Return the class of model that an adapter was trained on, if it has a head that the base does not have.
+
+    None if it has none. The adapter's config names the task, or the class.
+    """
+    renamed = model_names(built)
+    names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name).values()
+    if all(renamed(name) is not None for name in names):
+        return None
+    name = _TASKS.get(lora.config.task_type or "") or lora.config.auto_mapping.get("base_model_class")
+    return getattr(transformers, name, None) if isinstance(name, str) else None
+
+
+def find_head(lora: _AdapterSource, built: Outline, adapter_name: str) -> dict[str, str]:
+    """Return the adapter's keys of the tensors that the base does not store, by their names in the model."""
+    names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name)
+    saved = {name for tensor in built.layout.saved() for name in tensor.names}
+    return {name: key for key, name in names.items() if name in saved and not built.bindings.matched.get(name)}
+
+
+def find_num_labels(lora: _AdapterSource, built: Outline, head: Mapping[str, str]) -> int | None:
+    """Return the number of rows of a head, if that is not the number of labels in the config."""
+    expected = built.model.config.num_labels
+    rows = set()
+    for name, key in head.items():
+        shape, stored = built.layout.by_name[name].shape, lora.tensors[key].shape
+        if shape[:1] == (expected,) and shape[1:] == stored[1:]:
+            rows.add(stored[0])
+    return rows.pop() if len(rows) == 1 and rows != {expected} else None
+
+
+def config_fields(model: PreTrainedModel, overrides: Collection[str], *, has_new_head: bool) -> dict[str, object]:
+    """Return the fields of a model's config that the base's does not have: overrides, class and labels."""
+    content = json.loads(model.config.to_json_string(use_diff=False))
+    wanted = [*overrides, *(("id2label", "label2id") if has_new_head else ())]
+    fields = {name: content[name] for name in wanted if name in content}
+    return fields | ({"architectures": [type(model).__name__]} if has_new_head else {})
 
 
 def require_equal_copies(lora: _AdapterSource, adapter_name: str) -> None:
@@ -318,11 +368,19 @@ class _PlannedEdits:
     changed: set[str]
     vocab_size: int | None
     """The number of tokens, if the adapter changes it."""
+    fields: Mapping[str, object]
+    """Further fields of the output's config."""
 
     def config_content(self, folder: Path, dtype: object) -> bytes:
         """Return the output's ``config.json``, made of the base's in ``folder``."""
         named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
-        return config_content(folder, dtype=named, untied=bool(self.source.untied), vocab_size=self.vocab_size)
+        return config_content(
+            folder,
+            dtype=named,
+            untied=bool(self.source.untied),
+            vocab_size=self.vocab_size,
+            fields=self.fields,
+        )
 
     def notes(self) -> list[str]:
         """Return notes on a resized vocabulary."""
@@ -349,6 +407,15 @@ def _plan(
     index = offline.read_index(opened, config)
     executor = offline.create_executor(reader, index)
     built = outline(folder, config, index, options)
+    model_class = None if "model_class" in options else find_class_with_head(lora, built, adapter_name)
+    if model_class is not None:
+        options = {**options, "model_class": model_class}
+        built = outline(folder, config, index, options)
+    head = find_head(lora, built, adapter_name)
+    num_labels = find_num_labels(lora, built, head)
+    if num_labels is not None:
+        config.num_labels = num_labels
+        built = outline(folder, config, index, options)
     is_named = any(f".{adapter_name}." in f"{key}." for key in lora.tensors)
     if adapter_name not in ("default", lora_folder.name) and not is_named:
         raise FormatError(f"{lora_folder}: has no adapter {shown(adapter_name)}. Check adapter_name")
@@ -357,15 +424,18 @@ def _plan(
     if vocab_size is not None:
         built = outline(folder, config, index, options, ResizeVocab(vocab_size))
     untied, tied_in_training = untied_by(lora, built, adapter_name)
-    source = offline.bind_offline(config, index, built, executor, untied)
+    source = offline.bind_offline(config, index, built, executor, untied, provided=head)
+    joined = merged_index(index, lora.executor.index, ADAPTER)
+    expressions = stored_tensors(joined)
+    source.expressions.update({name: expressions[f"{ADAPTER}/{key}"] for name, key in head.items()})
     pretrained.record_conversions(built.model, built.transforms)
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
     plan = plan.with_tied(tied_in_training)
     require_all_rows(source, plan, what)
-    joined = merged_index(index, lora.executor.index, ADAPTER)
     both = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
-    changed: set[str] = set()
-    to_save = TensorsToSave(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
-    return _PlannedEdits(source, plan, to_save, changed, vocab_size)
+    changed = {edit.module for name in head for edit in plan.tensors[name]}
+    fields = config_fields(built.model, options.get("config_overrides", {}), has_new_head=bool(head))
+    to_save = TensorsToSave(merged_tensors(source, outputs, plan, expressions, changed), both)
+    return _PlannedEdits(source, plan, to_save, changed, vocab_size, fields)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from transformers import PreTrainedConfig
@@ -32,7 +33,7 @@ from shardwise.models.revert import Output, revert
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import build_layout, collect_tensors
 from shardwise.planning.load_memory import stored_tensors
-from shardwise.planning.load_plan import Consent, Ignore, LoadPlan, Tie, plan_load
+from shardwise.planning.load_plan import Consent, Ignore, Initialize, LoadPlan, OnMissing, Tie, plan_load
 from shardwise.planning.save_plan import plan_save
 from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.storage.names import shown
@@ -105,10 +106,12 @@ def bind_offline(
     built: Outline,
     executor: ReadExecutor,
     untied: Collection[str] = (),
+    provided: Collection[str] = (),
 ) -> OfflineModel:
     """Bind a checkpoint's tensors to a model on meta, and settle its ties.
 
-    ``untied`` are declared ties that get separate values, although the checkpoint does not store them.
+    ``untied`` are declared ties that get separate values, although the checkpoint does not store them. ``provided``
+    are tensors that the checkpoint lacks, whose expressions the caller adds.
 
     Raises:
         KeyMismatchError: with every tensor that is missing or does not fit. Tensors that the model does not have
@@ -116,7 +119,8 @@ def bind_offline(
     """
     separate = tuple(sorted(_resolve_ties(built, executor, untied)))
     layout = build_layout(collect_tensors(built.model), Origin.INIT_WEIGHTS)
-    consent = Consent("error", "error", Ignore(only=("*",)))
+    missing: OnMissing = Initialize(only=tuple(provided)) if provided else "error"
+    consent = Consent(missing, "error", Ignore(only=("*",)))
     plan = plan_load(index, layout, built.bindings_less_ties(), get_rules(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}
     notes = [
@@ -258,12 +262,19 @@ def _read_code(folder: Path) -> dict[str, bytes]:
     return _files(folder, ("*.py",)) if refers_to_code else {}
 
 
-def config_content(folder: Path, *, dtype: str | None, untied: bool, vocab_size: int | None = None) -> bytes:
+def config_content(
+    folder: Path,
+    *,
+    dtype: str | None,
+    untied: bool,
+    vocab_size: int | None = None,
+    fields: Mapping[str, object] = MappingProxyType({}),
+) -> bytes:
     """Return the output's ``config.json``: its dtype, ties and a new number of tokens, and no quantization.
 
-    It does not name other files of weights (``transformers_weights``).
+    It has ``fields`` in place of the folder's, and names no other files of weights (``transformers_weights``).
     """
-    content = _parsed_config(folder)
+    content = _parsed_config(folder) | dict(fields)
     content.pop("transformers_weights", None)
     sections = [content, *(value for value in content.values() if isinstance(value, dict))]
     for section in sections:

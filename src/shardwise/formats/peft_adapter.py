@@ -28,7 +28,7 @@ ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _WITHOUT_EFFECT: Final = frozenset(
     {
         # origin and purpose
-        *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
+        *("base_model_name_or_path", "revision", "inference_mode"),
         # targeted modules, which follow from the tensors
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         # training, and the initialization of factors
@@ -62,6 +62,8 @@ class LoraConfig:
     target_parameters: tuple[str, ...] = ()
     ensure_weight_tying: bool = False
     peft_version: str | None = None
+    task_type: str | None = None
+    auto_mapping: Mapping[str, Any] = field(default_factory=dict)
 
     def rank(self, name: str) -> int:
         """Return the rank of the adapter of this module or parameter."""
@@ -146,6 +148,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
 def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
@@ -158,7 +164,10 @@ def _is_by_pattern(value: object, is_sound: Callable[[object], bool]) -> bool:
     return False
 
 
-_OPTIONAL: Final = ("modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern", "peft_version")
+_OPTIONAL: Final = (
+    *("modules_to_save", "target_parameters"),
+    *("rank_pattern", "alpha_pattern", "peft_version", "task_type", "auto_mapping"),
+)
 """Fields that may be null."""
 
 _FIELDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
@@ -170,6 +179,8 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "target_parameters": (_are_names, "a list of names"),
     "bias": (("none", "all", "lora_only").__contains__, "one of none, all and lora_only"),
     "peft_version": (_is_text, "a version"),
+    "task_type": (_is_text, "a task"),
+    "auto_mapping": (_is_object, "an object"),
     **dict.fromkeys(("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying"), (_is_flag, "true or false")),
 }
 """The check of each field that is used, and its description for messages."""
