@@ -98,5 +98,5 @@ def test_initializations_that_leave_the_base_alone():
     assert parsed(r=1 << 20).r == 1 << 20
     with pytest.raises(FormatError, match="lora_alpha is inf, not a number"):
         parse_adapter_config(b'{"peft_type": "LORA", "lora_alpha": 1e999}', what="here")
-    found = parsed(task_type="CAUSAL_LM", lora_dropout=0.1, fan_in_fan_out=True, target_modules=["q"])
+    found = parsed(lora_dropout=0.1, fan_in_fan_out=True, target_modules=["q"])
     assert found == LoraConfig(8, 8)

@@ -45,7 +45,7 @@ _MAX_RANK: Final = 1 << 20
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Fields of an adapter's config that affect merged weights, under PEFT's names.
+    """Fields of an adapter's config that affect the merged model, under PEFT's names.
 
     ``target_parameters`` is empty if no parameters were targeted.
     """
