@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.quantized import quantizing
 from tests.quantized.quantizing import E2M1, in_words
 from torch import nn
 
@@ -124,3 +125,138 @@ def test_two_in_a_byte_that_has_a_sign(tmp_path):
 def test_scales_that_are_none(tmp_path, key, value, told):
     with pytest.raises(shardwise.FormatError, match=told):
         loaded(folder_of(tmp_path, nvfp4() | {f"m.{key}": value}, NVFP4), (2, 32))
+
+
+SHAPE = torch.Size((24, 48))
+
+
+def load_layers(
+    folder: Path, layers: dict[str, quantizing.Made], config: dict[str, Any], **files: Any
+) -> list[str]:
+    """Write and load layers by name (``block.layer``). Return the names of those with other numbers."""
+    stored = {f"{name}.{part}": value for name, made in layers.items() for part, value in made.stored.items()}
+    blocks: dict[str, nn.ModuleDict] = {}
+    for name, made in layers.items():
+        block, _, layer = name.partition(".")
+        rows, columns = made.numbers.shape
+        blocks.setdefault(block, nn.ModuleDict())[layer] = nn.Linear(columns, rows, bias=False, device="meta")
+    folder_of(folder, stored, config)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    model = nn.ModuleDict(blocks)
+    shardwise.load(model, folder, options=QUIET)
+    return [
+        name for name, made in layers.items() if not torch.equal(model.get_submodule(name).weight, made.numbers)
+    ]
+
+
+def int8_words(shape: torch.Size, seed: int) -> quantizing.Made:
+    numbers = torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed))
+    scales = torch.rand((shape[0], shape[1] // 16), generator=torch.Generator().manual_seed(seed + 1))
+    stored = {"weight_packed": in_words(numbers, 8), "weight_scale": scales, "weight_shape": torch.tensor(shape)}
+    return quantizing.Made(stored, numbers.float() * scales.repeat_interleave(16, 1))
+
+
+def fp8_squares(shape: torch.Size, seed: int, size: int = 16, *, spread: bool = False) -> quantizing.Made:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
+    counts = [-(-length // size) for length in shape]
+    scales = torch.rand(counts, generator=torch.Generator().manual_seed(seed + 1)) + 0.01
+    numbers = quantizing.by_global_index(values, scales, (size, size))
+    return quantizing.Made(
+        {"weight": values, "weight_scale": scales[:, None, :, None] if spread else scales}, numbers
+    )
+
+
+def group(form: str | None, bits: int, kind: str, strategy: str, *targets: str, **weights: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, **weights}
+    return {"targets": list(targets), "weights": weights, "format": form, "input_activations": None}
+
+
+GROUPS = [
+    group("float-quantized", 8, "float", "channel", "Linear"),
+    group("float-quantized", 8, "float", "block", "re:.*lora_", "a.square", block_structure=[16, 16]),
+    group("pack-quantized", 4, "int", "group", "re:b[.].*", group_size=8),
+    group("pack-quantized", 8, "int", "group", "re:.*", "b.eight", group_size=16),
+    group("nvfp4-pack-quantized", 4, "float", "tensor_group", "re:c.*fp4$", group_size=8),
+    {"targets": ["Attention"], "weights": None, "input_activations": {"num_bits": 8, "type": "float"}},
+]
+
+
+def mixed(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    named = {f"group_{number}": found for number, found in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": named}
+
+
+def test_several_forms_in_one_checkpoint(tmp_path):
+    """What is stored decides, then the closest target of a module, then the shapes."""
+    layers = {
+        "a.rows": quantizing.fp8_rows(SHAPE, 0),
+        "a.square": fp8_squares(SHAPE, 2),
+        "b.four": quantizing.int4_groups(SHAPE, 4),
+        "b.eight": int8_words(SHAPE, 6),
+        "c.fp4": quantizing.nvfp4(SHAPE, 8),
+        "c.eight": int8_words(SHAPE, 10),
+    }
+    assert load_layers(tmp_path, layers, mixed(GROUPS)) == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "told"),
+    [
+        # Nothing names the layer, and 48 columns are 3 groups of 16 and of 22.
+        (
+            [group("pack-quantized", 4, "int", "group", "x", group_size=size) for size in (16, 22)],
+            "fits 2 of the 2",
+        ),
+        ([group("pack-quantized", 4, "int", "group", "x", group_size=size) for size in (8, 48)], "fits 0 of the 2"),
+        ([group("float-quantized", 8, "float", "channel", "re:("), GROUPS[2]], r"the target 're:\('"),
+        ([{**GROUPS[2], "targets": "Linear"}, GROUPS[0]], "with targets 'Linear'"),
+        ([GROUPS[-1], GROUPS[-1]], "compressed-tensors without weights"),
+    ],
+)
+def test_several_forms_that_do_not_say_which(tmp_path, groups, told):
+    layers = {"b.four": quantizing.int4_groups(SHAPE, 0)}
+    layers["b.four"].stored["weight_scale"] = torch.ones(24, 3)
+    with pytest.raises(shardwise.ShardwiseError, match=told):
+        load_layers(tmp_path, layers, mixed(groups))
+
+
+PRODUCER = {"producer": {"name": "modelopt", "version": "0.44.0"}}
+LAYERS = {
+    "a.tensor": {"quant_algo": "FP8"},
+    "a.square": {"quant_algo": "FP8_PB_WO", "group_size": 16},
+    "b": {"quant_algo": "W4A16_NVFP4", "group_size": 8},
+}
+
+
+def tensor_fp8(seed: int) -> quantizing.Made:
+    made = quantizing.fp8_tensor(SHAPE, seed)
+    return quantizing.Made(
+        {"weight": made.stored["weight"], "weight_scale": made.stored["qscale_weight"]}, made.numbers
+    )
+
+
+@pytest.mark.parametrize("is_beside", [False, True], ids=["config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize("kind", ["blocks", "mixed"])
+def test_modelopt(tmp_path, kind, is_beside):
+    """Scales of blocks have four dimensions, and blocks 128 rows and columns, or ``group_size``."""
+    if kind == "blocks":
+        layers = {"a.square": fp8_squares(torch.Size((160, 192)), 0, 128, spread=True)}
+        settings: dict[str, Any] = {"quant_algo": "fp8_pb_wo"}
+    else:
+        layers = {"a.tensor": tensor_fp8(0), "a.square": fp8_squares(SHAPE, 2, spread=True)}
+        layers["b.fp4"] = quantizing.nvfp4(SHAPE, 4, divides=False)
+        settings = {"quant_algo": "MIXED_PRECISION", "quantized_layers": LAYERS}
+    if not is_beside:
+        assert load_layers(tmp_path, layers, {"quant_method": "modelopt", **settings}) == []
+        return
+    beside = {**PRODUCER, "quantization": settings}
+    config = {"quant_method": "modelopt", "quant_algo": settings["quant_algo"], "ignore": []}
+    assert load_layers(tmp_path, layers, config, hf_quant_config=beside) == []
+
+
+def test_modelopt_of_an_unknown_layer(tmp_path):
+    layers = {"a.tensor": tensor_fp8(0)}
+    settings = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.tensor": {"quant_algo": "NVFP4_AWQ"}}}
+    with pytest.raises(shardwise.ConfigError, match="modelopt's NVFP4_AWQ"):
+        load_layers(tmp_path, layers, {"quant_method": "modelopt", **settings})

@@ -14,6 +14,7 @@ from tests.merging.adapters import save_adapter, tensors_of
 from tests.quantized import four_bits, quantizing
 from tests.support.world import run_forked
 from tests.truth import require_equal
+from transformers import BitsAndBytesConfig
 
 import shardwise
 from shardwise.models.quantization import from_transformers
@@ -123,6 +124,16 @@ def test_modules_that_are_not_quantized_are_named(plain):
     assert "lm_head is not quantized: it computes what comes out" in str(report.notes)
     assert model.model.layers[0].mlp.down_proj.weight.is_floating_point()
     assert not model.model.layers[0].mlp.up_proj.weight.is_floating_point()
+
+
+def test_names_of_transformers_may_match_nothing(plain):
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["v_proj", "vision_tower"]
+    )
+    model, report = shardwise.from_pretrained(str(plain), quantization_config=config, output_loading_info=True)
+    assert "names modules that the model does not have: vision_tower" in str(report.notes)
+    assert model.model.layers[0].self_attn.v_proj.weight.is_floating_point()
+    assert not model.model.layers[0].self_attn.q_proj.weight.is_floating_point()
 
 
 def lora(**settings: object) -> shardwise.Lora:

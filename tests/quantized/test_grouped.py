@@ -71,6 +71,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float16) -> torch.Tensor:
 AWQ = {**grouped.AWQ, "group_size": 32}
 GPTQ = {**grouped.GPTQ, "group_size": 32}
 V2 = {**GPTQ, "checkpoint_format": "gptq_v2"}
+AUTO = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "data_type": "int"}
 DYNAMIC = {"-:lm_head": {}, r"+:.*layer": {"bits": 8}, "other": {"group_size": -1}}
 
 
@@ -86,6 +87,11 @@ DYNAMIC = {"-:lm_head": {}, r"+:.*layer": {"bits": 8}, "other": {"group_size": -
         ("gptq_8", {**GPTQ, "dynamic": DYNAMIC}),
         ("gptq_v2", V2),
         ("gptq_carried", GPTQ),
+        ("gptq", AUTO),
+        ("gptq", {**AUTO, "packing_format": "auto_round:auto_gptq"}),
+        ("gptq_v2", {**AUTO, "packing_format": "auto_round"}),
+        ("awq", {**AUTO, "packing_format": "auto_round:auto_awq", "extra_config": {"lm_head": {"bits": 16}}}),
+        ("gptq_8", {**AUTO, "extra_config": {"layer": {"bits": 8}, ".*gate": {"bits": 16, "data_type": "float"}}}),
     ],
 )
 def test_numbers_are_those_of_the_packages(of_packages, tmp_path, name, config, dtype):
@@ -165,6 +171,14 @@ def test_what_does_not_go_together(of_packages, tmp_path, name, change, told):
         ({**GPTQ, "pack_dtype": "int16"}, "GPTQ with pack_dtype='int16'"),
         ({**GPTQ, "dynamic": {"x": {"bits": 2}}}, "GPTQ of bits=2"),
         ({**GPTQ, "dynamic": ["x"]}, "GPTQ with dynamic="),
+        ({**AUTO, "bits": 2}, "auto-round of bits=2"),
+        (
+            {**AUTO, "packing_format": "auto_round:llm_compressor"},
+            "packing_format=auto_round:llm_compressor of int",
+        ),
+        ({**AUTO, "data_type": "mx_fp"}, "packing_format=auto of mx_fp"),
+        ({**AUTO, "rotation_config": {"r1": True}}, "auto-round with rotation_config"),
+        ({**AUTO, "extra_config": ["x"]}, "auto-round with extra_config="),
     ],
 )
 def test_unknown_settings_are_refused(of_packages, tmp_path, config, told):

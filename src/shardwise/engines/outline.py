@@ -107,7 +107,7 @@ def settled(options: Options) -> Options:
             "Leave it out"
         )
     if "quantization_config" in given:
-        found = from_transformers(given.pop("quantization_config"))
+        found = from_transformers(given["quantization_config"])  # stays: transformers' names may match nothing
         if given.setdefault("quantization", found) != found:
             raise ConfigError(
                 f"quantization={given['quantization']} and quantization_config contradict each other. Pass the "
@@ -405,7 +405,14 @@ def convert_four_bit_base(
             f"quantization={_kind(wanted)}: the checkpoint has bytes of {kind}, as saved with names='internal'. "
             "Pass that, or leave it out"
         )
-    return convert_base_to_four_bits(model, bindings, wanted, keeps_experts=keeps_experts, must_match=not is_stored)
+    return convert_base_to_four_bits(
+        model,
+        bindings,
+        wanted,
+        keeps_experts=keeps_experts,
+        must_match=not is_stored,
+        names_must_match=not is_stored and "quantization_config" not in options,
+    )
 
 
 def _kind(quantization: Quantization) -> str:

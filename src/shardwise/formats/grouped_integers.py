@@ -204,3 +204,37 @@ def gptq(config: Mapping[str, Any]) -> contract.QuantizedForm:
     configs = [config, *({**config, **rule} for name, rule in rules.items() if not name.startswith("-:"))]
     sizes = frozenset(_sizes(item, "GPTQ", (4, 8)) for item in configs)
     return _LayersInWords(sizes, in_rows=True, is_less_one=version == "gptq")
+
+
+_AUTO_ROUND: Final = {
+    "auto": (True, True),
+    "auto_round:auto_gptq": (True, True),
+    "auto_round:gptq": (True, True),
+    "auto_round": (True, False),
+    "auto_round:gptqmodel": (True, False),
+    "auto_round:auto_awq": (False, False),
+    "auto_round:awq": (False, False),
+}
+"""Whether words are in rows, and zero points less 1, by ``packing_format`` (``inference/backend.py``)."""
+
+
+def auto_round(config: Mapping[str, Any]) -> contract.QuantizedForm:
+    """Return the form of auto-round's ``quantization_config``, which packs layers as GPTQ or AWQ does.
+
+    Layers in ``extra_config`` have other settings. Those of 16 bits are not packed.
+
+    Raises:
+        ConfigError: the packing or the numbers of bits are not supported.
+    """
+    packing, kind = str(config.get("packing_format", "auto")), str(config.get("data_type", "int"))
+    if packing not in _AUTO_ROUND or kind != "int":
+        raise contract.unknown_form(f"auto-round with packing_format={shown(packing)} of {shown(kind)}")
+    if rotation := [name for name in ("rotation_config", "spinquant_config") if config.get(name)]:
+        raise contract.unknown_form(f"auto-round with {rotation[0]}")
+    in_rows, is_less_one = _AUTO_ROUND[packing]
+    rules = config.get("extra_config") or {}
+    if not isinstance(rules, Mapping) or not all(isinstance(rule, Mapping) for rule in rules.values()):
+        raise contract.unknown_form(f"auto-round with extra_config={shown(repr(rules))}")
+    configs = [config, *({**config, **rule} for rule in rules.values() if rule.get("bits") not in (16, 32))]
+    sizes = frozenset(_sizes(item, "auto-round", (4, 8) if in_rows else (4,)) for item in configs)
+    return _LayersInWords(sizes, in_rows, is_less_one)

@@ -250,6 +250,7 @@ QUANTIZED: Final[dict[str, str]] = {
     "bitsandbytes": "shardwise.formats.coded:bitsandbytes",
     "awq": "shardwise.formats.grouped_integers:awq",
     "gptq": "shardwise.formats.grouped_integers:gptq",
+    "auto-round": "shardwise.formats.grouped_integers:auto_round",
 }
 """The :data:`FormOf` of each ``quant_method``, as ``package.module:name``. Add your own form as a line, and a new
 kind of :class:`~shardwise.formats.contract.Coded` as a line in ``planning.load_memory.NODES``."""
@@ -294,7 +295,11 @@ def dequantized_index(reader: StorageReader, index: contract.CheckpointIndex) ->
     if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):
         return index  # without opening a file
     config = find_quantization_config(_json_in(reader, _CONFIG))
-    if config is None and (content := _json_in(reader, _MODELOPT_CONFIG)):
+    # The config of mixed forms may leave out which layer has which.
+    is_mixed = config is not None and config.get("quant_algo") == "MIXED_PRECISION"
+    if (config is None or (is_mixed and "quantized_layers" not in config)) and (
+        content := _json_in(reader, _MODELOPT_CONFIG)
+    ):
         config = {"quant_method": "modelopt", **content}
     if config is None:
         return index

@@ -8,11 +8,12 @@ for ``weight``. For stacked experts they have the parameter's name with ``_scale
 ``weight_zero_point``, and a group for each column in ``weight_g_idx``. Both are used wherever they are stored.
 """
 
+import contextlib
 import re
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats import contract
@@ -52,36 +53,93 @@ class _WithScales:
     bits: int = 8
     needs: tuple[str, ...] = ()
 
+
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """The forms of a checkpoint. Several are told apart by what is stored, then by ``targets``, then by shapes.
+
+    Attributes:
+        targets: the modules of each form: names (also of modules around them), regexes after "re:", or classes.
+    """
+
+    targets: Mapping[_WithScales, Collection[str]]
+
     @property
     def is_kept(self) -> bool:
-        return self.kind == "mxfp4"
+        return any(form.kind == "mxfp4" for form in self.targets)
 
     def dequantized(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
         extra = {key for key in index.entries if contract.OF_ACTIVATIONS.fullmatch(key)}
         entries = {key: entry for key, entry in index.entries.items() if key not in extra}
         shapes: Mapping[str, tuple[int, ...]] = {}
-        if self.kind == "words":
+        if any(form.kind == "words" for form in self.targets):
             entries = {
                 key: words_as_bytes(entry) if key.endswith(("_packed", f"_{_ZERO_POINT}")) else entry
                 for key, entry in entries.items()
             }
             shapes = _stored_shapes(reader, index)
-        pairing = _Pairing(replace(index, entries=entries), self, shapes, contract.FormatFaults(index.root))
-        pairing.pair()
-        pairing.faults.raise_if_any()
-        read = {
-            item.composition.values.key
-            for item in pairing.composed.values()
-            if isinstance(item.composition, Scaled)
-        }
+        pairings = [_Pairing(entries, form, shapes) for form in self.targets]
+        faults, composed, used = contract.FormatFaults(index.root), dict[str, contract.Composed](), set[str]()
+        for entry in entries.values():
+            candidates = {pairing: pairs for pairing in pairings if (pairs := pairing.find(entry)) is not None}
+            for pairs in candidates.values():
+                used |= pairs.keys
+            try:
+                for pairing, pairs in self._choose(candidates).items():
+                    composed[pairs.key] = pairing.compose(pairs)
+                    used.update(contract.iter_entry_keys(composed[pairs.key].composition))
+            except FormatError as error:
+                faults.add(_FAULTS, str(error))
+        for key in entries:
+            if key not in used and _is_scale(key):
+                faults.add(_FAULTS, f"{shown(key)} is a scale of nothing that is stored")
+        faults.raise_if_any()
+        read = {item.composition.values.key for item in composed.values() if isinstance(item.composition, Scaled)}
         entries = {key: replace(entry, dtype=DType.U8) if key in read else entry for key, entry in entries.items()}
         return replace(
             index,
             entries={key: entries.get(key, entry) for key, entry in index.entries.items()},
-            composed={**index.composed, **pairing.composed},
+            composed={**index.composed, **composed},
             extra=frozenset(extra),
             ignored=(*index.ignored, *sorted(extra)),
         )
+
+    def _choose(self, candidates: "Mapping[_Pairing, _Pairs]") -> "Mapping[_Pairing, _Pairs]":
+        """Return the only one of the forms in which an entry may be stored, or none if there are none.
+
+        Raises:
+            FormatError: there are several.
+        """
+        if len(candidates) < 2:
+            return candidates
+        key = next(iter(candidates.values())).key
+        module = key.removesuffix(".weight")
+        ranks = {pairing: _closest_target(module, self.targets[pairing.form]) for pairing in candidates}
+        closest = {pairing: candidates[pairing] for pairing in candidates if ranks[pairing] == max(ranks.values())}
+        if len(closest) < 2:
+            return closest
+        fitting = {}
+        for pairing, pairs in closest.items():
+            with contextlib.suppress(FormatError):
+                pairing.compose(pairs)
+                fitting[pairing] = pairs
+        if len(fitting) != 1:
+            raise FormatError(
+                f"{shown(key)} fits {len(fitting)} of the {len(closest)} forms that quantization_config has for "
+                f"{shown(module)}"
+            )
+        return fitting
+
+
+def _closest_target(module: str, targets: Collection[str]) -> tuple[int, int]:
+    """Rank the target that names a module most closely, as compressed-tensors does: a name, a regex, a class."""
+    parts = module.split(".")
+    for depth in range(len(parts), 0, -1):
+        if ".".join(parts[:depth]) in targets:
+            return 3, depth
+    if any(re.match(target.removeprefix("re:"), module) for target in targets if target.startswith("re:")):
+        return 2, 0
+    return int(not all(target.startswith("re:") or "." in target for target in targets)), 0
 
 
 def parse_form(config: Mapping[str, Any]) -> contract.QuantizedForm:
@@ -93,25 +151,77 @@ def parse_form(config: Mapping[str, Any]) -> contract.QuantizedForm:
     method = config.get("quant_method")
     match method:
         case "fp8" | "fbgemm_fp8":
-            return _WithScales("float8", _pair(config.get("weight_block_size")))
+            return _Forms({_WithScales("float8", _pair(config.get("weight_block_size"))): ()})
         case "mxfp4":
-            return _WithScales("mxfp4", (32,))
+            return _Forms({_WithScales("mxfp4", (32,)): ()})
         case "compressed-tensors":
             groups = config.get("config_groups")
             if not isinstance(groups, Mapping) or not groups:
                 raise contract.unknown_form("compressed-tensors without config_groups")
-            found = {_parse_group(group, config.get("format")) for group in groups.values()}
-            if len(found) > 1:
-                raise contract.unknown_form("compressed-tensors with several kinds of weights in one checkpoint")
-            return found.pop()
+            targets: dict[_WithScales, set[str]] = {}
+            for group in groups.values():
+                if isinstance(group, Mapping) and group.get("weights") is None and len(groups) > 1:
+                    continue  # activations only
+                form = _parse_group(group, config.get("format"))
+                targets.setdefault(form, set()).update(_parse_targets(group.get("targets") or []))
+            if not targets:
+                raise contract.unknown_form("compressed-tensors without weights")
+            return _Forms(targets)
         case "modelopt":
-            inner = config.get("quantization")
-            settings = config if config.get("quant_algo") or not isinstance(inner, Mapping) else inner
-            algorithm = str(settings.get("quant_algo"))
-            if algorithm not in ("FP8", "NVFP4"):
-                raise contract.unknown_form(f"modelopt's {shown(algorithm)}")
-            return _WithScales("float8") if algorithm == "FP8" else _WithScales("nvfp4", (16,))
+            return _parse_modelopt(config)
     raise contract.unknown_form(f"quant_method {shown(repr(method))}")
+
+
+_MODELOPT: Final = {
+    "FP8": _WithScales("float8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": _WithScales("float8"),
+    "FP8_PB_WO": _WithScales("float8", (128, 128)),
+    "NVFP4": _WithScales("nvfp4", (16,)),
+    "W4A16_NVFP4": _WithScales("nvfp4", (16,)),
+}
+"""Forms of weights by modelopt's ``quant_algo``, with the block sizes that are meant without a ``group_size``."""
+
+
+def _parse_modelopt(config: Mapping[str, Any]) -> _Forms:
+    inner = config.get("quantization")
+    settings = config if config.get("quant_algo") or not isinstance(inner, Mapping) else inner
+    layers = settings.get("quantized_layers")
+    if str(settings.get("quant_algo")).upper() != "MIXED_PRECISION" or not isinstance(layers, Mapping):
+        return _Forms({_parse_algorithm(settings): ()})
+    targets: dict[_WithScales, set[str]] = {}
+    for name, layer in layers.items():
+        form = _parse_algorithm(layer if isinstance(layer, Mapping) else {})
+        targets.setdefault(form, set()).add(name)
+    return _Forms(targets)
+
+
+def _parse_algorithm(settings: Mapping[str, Any]) -> _WithScales:
+    algorithm = str(settings.get("quant_algo"))
+    form = _MODELOPT.get(algorithm.upper())  # modelopt also writes it in lower case
+    if form is None:
+        raise contract.unknown_form(f"modelopt's {shown(algorithm)}")
+    size = settings.get("group_size")
+    if not form.block or size is None:
+        return form
+    return replace(form, block=_group_size(size, "modelopt") * len(form.block))
+
+
+def _group_size(size: object, what: str) -> tuple[int]:
+    if type(size) is not int or size < 1:
+        raise contract.unknown_form(f"{what} with group_size {shown(repr(size))}")
+    return (size,)
+
+
+def _parse_targets(targets: Any) -> list[str]:
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise contract.unknown_form(f"compressed-tensors with targets {shown(repr(targets))}")
+    target: str
+    try:
+        for target in targets:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise contract.unknown_form(f"compressed-tensors with the target {shown(repr(target))}") from error
+    return targets
 
 
 def _parse_group(group: Any, form: object) -> _WithScales:
@@ -121,9 +231,9 @@ def _parse_group(group: Any, form: object) -> _WithScales:
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
     form = group.get("format") or form
     size = weights.get("group_size")
-    block = (size,) if strategy in ("group", "tensor_group") and size is not None else ()
-    if block and (type(size) is not int or size < 1):
-        raise contract.unknown_form(f"compressed-tensors with group_size {shown(repr(size))}")
+    block: tuple[int, ...] = ()
+    if strategy in ("group", "tensor_group") and size is not None:
+        block = _group_size(size, "compressed-tensors")
     needs: tuple[str, ...] = (_ZERO_POINT,) if weights.get("symmetric") is False else ()
     order = weights.get("actorder")
     if order not in (None, False, "weight", "static"):  # with these, columns keep their order
@@ -165,123 +275,104 @@ _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _SCALES_OF_WEIGHTS = ("scale", "qscale_weight")
 _ZERO_POINT, _GROUPS = "zero_point", "g_idx"
 
-_ScaledEntries: TypeAlias = tuple[
-    str, contract.TensorEntry, contract.TensorEntry | None, tuple[contract.TensorEntry, int] | None
-]
-"""A key, its elements, their scales, and the scale of the whole tensor with its power."""
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Entries of a tensor in few bits.
+
+    Attributes:
+        key: of the dequantized tensor.
+        values: its elements.
+        scales: their scales, or None if they are missing.
+        overall: the scale of the whole tensor, and its power.
+    """
+
+    key: str
+    values: contract.TensorEntry
+    scales: contract.TensorEntry | None
+    overall: tuple[contract.TensorEntry, int] | None = None
+
+    @property
+    def keys(self) -> set[str]:
+        entries = [self.values, self.scales, None if self.overall is None else self.overall[0]]
+        return {entry.key for entry in entries if entry is not None}
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Pairing:
-    """Pairs elements with scales. ``shapes`` are the stored shapes of the elements by key."""
+    """Pairs elements with scales in one form. ``shapes`` are the stored shapes of the elements by key."""
 
-    index: contract.CheckpointIndex
+    entries: Mapping[str, contract.TensorEntry]
     form: _WithScales
     shapes: Mapping[str, tuple[int, ...]]
-    faults: contract.FormatFaults
-    composed: dict[str, contract.Composed] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
 
-    def fault(self, fault: str) -> None:
-        self.faults.add(_FAULTS, fault)
-
-    def pair(self) -> None:
-        for entry in self.index.entries.values():
-            if (found := self._scaled_entries(entry)) is not None:
-                key, values, scales, overall = found
-                if (fault := self._find_fault(key, entry)) is not None:
-                    self.used |= set() if scales is None else {scales.key}
-                    self.fault(fault)
-                    continue
-                if scales is None:
-                    self.fault(f"{shown(entry.key)} is stored as {entry.dtype.label}, and has no scale")
-                    continue
-                self._compose(key, values, scales, overall)
-        for entry in self.index.entries.values():
-            if entry.key not in self.used and _is_scale(entry.key):
-                self.fault(f"{shown(entry.key)} is a scale of nothing that is stored")
-
-    def _find_fault(self, key: str, entry: contract.TensorEntry) -> str | None:
-        """Return the fault of an entry of elements, or None."""
-        stored = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and"
-        match self.form.kind:
-            case "words" if entry.dtype is not DType.U8 or not entry.shape:
-                return f"{stored} I32 (or its bytes) with columns is expected"
-            case "mxfp4" if entry.shape[-1:] != (_MX_BYTES,):
-                return f"{stored} blocks of {_MX_BYTES} bytes in the last dimension are expected"
-        if key != entry.key and key in self.index.entries:
-            return f"{shown(key)} is stored as well as {shown(entry.key)}, and one of the two is expected"
-        return None
-
-    def _scaled_entries(self, entry: contract.TensorEntry) -> _ScaledEntries | None:
-        """Return the key of the tensor whose elements an entry has, with its scales, or None."""
-        key, entries = entry.key, self.index.entries
-        if key.endswith(f"_{_ZERO_POINT}"):
+    def find(self, entry: contract.TensorEntry) -> _Pairs | None:
+        """Return an entry of elements with its scales, or None if it has no elements in this form."""
+        key, entries = entry.key, self.entries
+        if key.endswith(f"_{_ZERO_POINT}") or _is_scale(key):
             return None
         match self.form.kind:
             case "mxfp4" if entry.dtype in _BYTES and key.endswith("_blocks"):
                 whole = key.removesuffix("_blocks")
-                return whole, entry, entries.get(f"{whole}_scales"), None
+                return _Pairs(whole, entry, entries.get(f"{whole}_scales"))
             case "float8" | "bytes" if entry.dtype in (_FLOAT8 if self.form.kind == "float8" else (DType.I8,)):
-                return key, entry, self._find_scale(key), None
+                names = contract.companion_names(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
+                return _Pairs(key, entry, next((entries[name] for name in names if name in entries), None))
             case "words" if key.endswith("_packed"):
                 whole = key.removesuffix("_packed")
-                return whole, entry, entries.get(f"{whole}_scale"), None
-            case "nvfp4" if entry.dtype in _BYTES and key.endswith("weight_packed"):
+                return _Pairs(whole, entry, entries.get(f"{whole}_scale"))
+            case "nvfp4" if entry.dtype in _BYTES and key.endswith(("weight_packed", "weight")):
                 whole = key.removesuffix("_packed")
-                return self._entries_with_two_scales(entry, whole, f"{whole}_global_scale", -1)
-            case "nvfp4" if entry.dtype in _BYTES and key.endswith("weight"):
-                return self._entries_with_two_scales(entry, key, f"{key}_scale_2", 1)
+                name, power = (f"{whole}_scale_2", 1) if whole == key else (f"{whole}_global_scale", -1)
+                if name not in entries:
+                    return _Pairs(whole, entry, None)
+                return _Pairs(whole, entry, entries.get(f"{whole}_scale"), (entries[name], power))
         return None
 
-    def _entries_with_two_scales(
-        self, entry: contract.TensorEntry, whole: str, overall: str, power: int
-    ) -> _ScaledEntries:
-        found = self.index.entries.get(overall)
-        if found is None:
-            return whole, entry, None, None
-        return whole, entry, self.index.entries.get(f"{whole}_scale"), (found, power)
+    def _require_elements(self, key: str, entry: contract.TensorEntry) -> None:
+        stored = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and"
+        match self.form.kind:
+            case "words" if entry.dtype is not DType.U8 or not entry.shape:
+                raise FormatError(f"{stored} I32 (or its bytes) with columns is expected")
+            case "mxfp4" if entry.shape[-1:] != (_MX_BYTES,):
+                raise FormatError(f"{stored} blocks of {_MX_BYTES} bytes in the last dimension are expected")
+            case "float8" | "bytes":
+                names = contract.companion_names(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
+                scales = [name for name in names if name in self.entries]
+                if len(scales) > 1:
+                    raise FormatError(f"{shown(key)} has several scales: {', '.join(map(shown, scales))}")
+        if key != entry.key and key in self.entries:
+            raise FormatError(
+                f"{shown(key)} is stored as well as {shown(entry.key)}, and one of the two is expected"
+            )
 
-    def _find_scale(self, key: str) -> contract.TensorEntry | None:
-        names = contract.companion_names(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
-        found = [self.index.entries[name] for name in names if name in self.index.entries]
-        if len(found) > 1:
-            self.fault(f"{shown(key)} has several scales: {', '.join(shown(item.key) for item in found)}")
-        return found[0] if found else None
+    def compose(self, pairs: _Pairs) -> contract.Composed:
+        """Return the dequantized tensor.
 
-    def _compose(
-        self,
-        key: str,
-        values: contract.TensorEntry,
-        scales: contract.TensorEntry,
-        overall: tuple[contract.TensorEntry, int] | None,
-    ) -> None:
-        self.used |= {values.key, scales.key}
-        if overall is not None:
-            self.used.add(overall[0].key)
+        Raises:
+            FormatError: its entries do not match.
+        """
+        key, values, scales, overall = pairs.key, pairs.values, pairs.scales, pairs.overall
+        self._require_elements(key, values)
+        if scales is None:
+            raise FormatError(f"{shown(values.key)} is stored as {values.dtype.label}, and has no scale")
         if scales.dtype not in ((DType.F8_E4M3,) if self.form.kind == "nvfp4" else _SCALE_DTYPES):
-            self.fault(f"{shown(scales.key)}: scales of {scales.dtype.label} are not supported")
-            return
+            raise FormatError(f"{shown(scales.key)}: scales of {scales.dtype.label} are not supported")
         shape, unit = self._shape_and_unit(key, values, scales)
         counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
         if not shape or numel(counts) != numel(scales.shape) or _squeezed(counts) != _squeezed(scales.shape):
             blocks = " x ".join(map(str, unit))
-            self.fault(
+            raise FormatError(
                 f"{shown(scales.key)} has the shape {scales.shape}, and {shown(key)}, {shape} in blocks of "
                 f"{blocks}, needs {counts}"
             )
-            return
         if overall is not None and numel(overall[0].shape) != 1:
-            self.fault(f"{shown(overall[0].key)} has the shape {overall[0].shape}, and one number is expected")
-            return
-        try:
-            self._check_columns(key, values, shape, unit)
-            zeros, groups = self._zeros(key, shape, counts), self._groups(key, shape)
-        except FormatError as error:
-            self.fault(str(error))
-            return
+            raise FormatError(
+                f"{shown(overall[0].key)} has the shape {overall[0].shape}, and one number is expected"
+            )
+        self._check_columns(key, values, shape, unit)
         swaps = self.form.kind == "mxfp4"
-        self.composed[key] = contract.Composed(
+        return contract.Composed(
             DType.F32,
             (*shape[:-2], shape[-1], shape[-2]) if swaps else shape,
             Scaled(
@@ -293,8 +384,8 @@ class _Pairing:
                 scales.dtype is DType.U8,
                 None if overall is None else (contract.Whole(overall[0].key), overall[1]),
                 swaps,
-                zeros,
-                groups,
+                self._zeros(key, shape, counts),
+                self._groups(key, shape),
             ),
         )
 
@@ -302,10 +393,8 @@ class _Pairing:
         """Return the zero points or groups of elements, or None. Only integers and 8-bit floats have them."""
         if self.form.kind in ("mxfp4", "nvfp4"):
             return None
-        found = self.index.entries.get(f"{key}_{name}")
-        if found is not None:
-            self.used.add(found.key)
-        elif name in self.form.needs:
+        found = self.entries.get(f"{key}_{name}")
+        if found is None and name in self.form.needs:
             raise FormatError(f"{shown(key)} has no {shown(key)}_{name}, which quantization_config says there is")
         return found
 

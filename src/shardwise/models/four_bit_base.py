@@ -56,6 +56,7 @@ def _select(
     stored: Mapping[str, tuple[FourBitForm, int]],
     *,
     must_match: bool,
+    names_must_match: bool,
 ) -> SelectedModules:
     """Choose weights of a tied model on meta that can be kept in 4 bits, among those in ``wanted``.
 
@@ -63,7 +64,7 @@ def _select(
     converted. ``stored`` are stacks of experts that are kept as they are stored.
 
     Raises:
-        ConfigError: a name or the whole choice matches nothing, unless ``must_match`` is False.
+        ConfigError: a name matches nothing and ``names_must_match``, or the whole choice does and ``must_match``.
     """
     uses = Counter(
         id(parameter)
@@ -91,7 +92,7 @@ def _select(
         else:
             stacks[shown] = (module, local)
     absent = tuple(pattern for pattern in quantization.skip_modules if pattern not in matched)
-    if must_match and absent:
+    if names_must_match and absent:
         known = ", ".join(pattern for pattern, _ in collapse(sorted({*linear, *stacks, *skip_modules}))[:8])
         raise ConfigError(f"skip_modules={list(absent)!r} matches no linear layer. There are {known}")
     if must_match and not linear and not stacks:
@@ -140,6 +141,7 @@ def convert_base_to_four_bits(
     *,
     keeps_experts: bool = False,
     must_match: bool = True,
+    names_must_match: bool = True,
     config: Mapping[str, Any] | None = None,
 ) -> tuple[Bindings, tuple[str, ...]]:
     """Convert layers of a base on meta to 4 bits. Return the new bindings, and notes for the report.
@@ -149,7 +151,8 @@ def convert_base_to_four_bits(
         bindings: the checkpoint's bindings.
         quantization: form of layers that are not stored in 4 bits.
         keeps_experts: whether experts that are stored in 4 bits are kept so.
-        must_match: whether unmatched names in ``skip_modules`` are an error.
+        must_match: whether it is an error if nothing is converted.
+        names_must_match: whether unmatched names in ``skip_modules`` are an error. Otherwise, a note names them.
         config: the ``quantization_config`` of the model. None for that of ``quantization``.
 
     Raises:
@@ -164,7 +167,7 @@ def convert_base_to_four_bits(
     wanted = forms.keys() | stacks.keys()
     if not wanted and config is None:
         wanted = {name for name, expressions in bindings.matched.items() if expressions}
-    chosen = _select(model, quantization, wanted, stacks, must_match=must_match)
+    chosen = _select(model, quantization, wanted, stacks, must_match=must_match, names_must_match=names_must_match)
     if not chosen.layers and not chosen.stacks:
         return bindings, build_notes(chosen, quantization)
     for name, layer in chosen.layers.items():
@@ -216,7 +219,9 @@ def build_notes(chosen: SelectedModules, quantization: KeptForm) -> tuple[str, .
         for why, members in by_reason.items()
     ]
     if chosen.absent:
-        notes.append(f"llm_int8_skip_modules names modules that the model has not: {', '.join(chosen.absent)}")
+        notes.append(
+            f"llm_int8_skip_modules names modules that the model does not have: {', '.join(chosen.absent)}"
+        )
     return tuple(notes)
 
 
