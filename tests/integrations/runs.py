@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import unittest
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,7 +42,7 @@ class Run:
     Attributes:
         folder: of the model, with an adapter beside it.
         trainer: "trainer", "sft", "dpo", "grpo".
-        model: "whole", "frozen", "lora", "replicated lora", "classes", "vision".
+        model: "whole", "frozen", "lora", "replicated lora", "dropping lora", "copying lora", "classes", "vision".
         by: "shardwise"; "patches": for_trainer alone; "user": as without shardwise.
         arguments: of the training arguments.
         resume: as of ``train``.
@@ -99,6 +101,13 @@ def write(folder: Path) -> Path:
     adapted.save_pretrained(folder / "adapter")
     adapted.peft_config["default"].lora_dropout = 0.3
     adapted.save_pretrained(folder / "dropping")
+    base = AutoModelForCausalLM.from_pretrained(folder / "causal")
+    with torch.no_grad(), warnings.catch_warnings(action="ignore", category=UserWarning):  # of tied embeddings
+        copying = get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+        for parameter in copying.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter).mul_(0.05)
+    copying.save_pretrained(folder / "copying")
     config = AutoModelForCausalLM.from_pretrained(folder / "causal").config
     config.num_labels = 3
     Qwen3ForSequenceClassification(config).save_pretrained(folder / "classes")
@@ -153,7 +162,7 @@ def bring_up(run: Run) -> Any:
         if kind.endswith("lora"):
             from peft import PeftModel
 
-            model = PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
+            model = PeftModel.from_pretrained(model, _adapter(run), is_trainable=True)
         if kind == "frozen":
             model.requires_grad_(False)
             model.model.layers[-1].requires_grad_(True)
@@ -161,8 +170,7 @@ def bring_up(run: Run) -> Any:
     placement = "replicated" if kind.startswith("replicated") else "sharded"
     tuning: Any = shardwise.Full()
     if kind.endswith("lora"):
-        where = folder / ("dropping" if kind.startswith("dropping") else "adapter")
-        tuning = shardwise.ExistingLora(where, placement=placement)
+        tuning = shardwise.ExistingLora(_adapter(run), placement=placement)
     if kind == "frozen":
         tuning = shardwise.Freeze(trainable_layers=1)
     sharding = shardwise.Sharding()
@@ -172,6 +180,12 @@ def bring_up(run: Run) -> Any:
     return for_trainer(
         shardwise.from_pretrained(place, model_class=auto, dtype=torch.float32, tuning=tuning, sharding=sharding)
     )
+
+
+def _adapter(run: Run) -> Path:
+    """Where the adapter is from which a training begins."""
+    kind = run.model.partition(" ")[0]
+    return Path(run.folder) / (kind if kind in ("dropping", "copying") else "adapter")
 
 
 @contextlib.contextmanager
@@ -338,6 +352,12 @@ def caught(run: Run) -> str:
             Path(run.tells).write_text(told)
         return told
     return ""
+
+
+def warned(run: Run) -> tuple[Outcome, list[str]]:
+    """One training, on this rank, and the warnings of shardwise."""
+    with unittest.TestCase().assertLogs("shardwise", "WARNING") as logs:
+        return train(run), logs.output
 
 
 def compared(ours: Any, theirs: Any, run: Run, place: Path, by: str = "shardwise") -> Outcome:

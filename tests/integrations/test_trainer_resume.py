@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.integrations import eight_bits
 from tests.integrations.requirements import require_patched_names
-from tests.integrations.runs import Outcome, Run, caught, require_same, train
+from tests.integrations.runs import Outcome, Run, caught, require_same, train, warned
 from tests.support.files import change_json
 from tests.support.local_ranks import LocalRanks, RankError
 from tests.truth import require_equal
@@ -143,8 +143,10 @@ def test_what_a_checkpoint_is(two: LocalRanks, folder: Path, tmp_path: Path) -> 
     for name, value in adapted.named_parameters():
         if value.requires_grad:
             assert torch.equal(value, alone[0].weights[name]), name
-    more = two.run(train, saving(folder, tmp_path / "alone", model="lora", max_steps=3).but(resume=str(place)))
-    assert more[0].last_step == 3, "the model goes on, with an optimizer of its own"
+    again = saving(folder, tmp_path / "alone", model="lora", max_steps=3).but(resume=str(place))
+    [(more, warnings), _] = two.run(warned, again)
+    assert more.last_step == 3, "the model goes on, with an optimizer of its own"
+    assert "optimizer and the learning-rate schedule start from the beginning" in warnings[0]
 
 
 def test_refused_checkpoints(two: LocalRanks, folder: Path, tmp_path: Path) -> None:

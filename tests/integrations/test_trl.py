@@ -17,6 +17,7 @@ pytestmark = pytest.mark.distributed
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 REPLICATED = pytest.param("replicated lora", marks=pytest.mark.slow)
+COPYING = pytest.param("copying lora", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("model", ["whole", "lora", REPLICATED])
@@ -24,7 +25,7 @@ def test_sft(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, mod
     compared(two, one, Run(str(folder), "sft", model, arguments=EVALUATED), tmp_path)
 
 
-@pytest.mark.parametrize("model", [pytest.param("whole", marks=pytest.mark.slow), "lora", REPLICATED])
+@pytest.mark.parametrize("model", [pytest.param("whole", marks=pytest.mark.slow), "lora", REPLICATED, COPYING])
 def test_dpo(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str) -> None:
     """The reference of a LoRA is a copy of it as it was, which is not nothing here."""
     compared(two, one, Run(str(folder), "dpo", model), tmp_path)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -221,32 +222,49 @@ def train_with(values: dict[str, Any], callback: TrainerCallback) -> TrlOutcome:
         return train(values)[0]
 
 
-def by_trl(values: dict[str, Any]) -> list[float]:
-    """Train by TRL in this process, without shardwise; the losses of all steps."""
-    from trl import SFTTrainer
+def by_trl(values: dict[str, Any], adapter: Path | None = None) -> list[float]:
+    """Train by TRL in this process, without shardwise; the losses of all steps.
 
-    arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
-    model = arguments.model.model_name_or_path
+    A LoRA begins with the stored values of an adapter.
+    """
+    import trl
+    from trl.trainer.utils import get_peft_config
+
+    config = read_run_config(words({**COMMON, **values}))
+    arguments = trl_setup.parse(config)
+    kind = getattr(trl, f"{config.method.upper()}Trainer")
     rows = datasets.load_dataset("json", data_files=values["dataset_name"])["train"]
-    args = arguments.training
-    trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tiny.tokenizer())
-    trainer.train()
+    rewards = {"reward_funcs": letters} if config.method == "grpo" else {}
+    with (
+        mock.patch.object(sys.modules[kind.__module__], "get_peft_model", partial(_with_stored_values, adapter)),
+        mock.patch.object(torch, "multinomial", quantile) if config.method == "grpo" else nullcontext(),
+    ):
+        trainer = kind(
+            model=arguments.model.model_name_or_path,
+            args=arguments.training,
+            train_dataset=rows,
+            processing_class=tiny.tokenizer(),
+            peft_config=get_peft_config(arguments.model),
+            **rewards,
+        )
+        trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _with_stored_values(adapter: Path, *positional: Any, **keywords: Any) -> Any:
+    made = get_peft_model(*positional, **keywords)
+    set_peft_model_state_dict(made, load_peft_weights(str(adapter), device="cpu"))
+    return made
 
 
 def by_script(file: Path, place: Path, adapter: Path | None = None) -> None:
     """Run TRL's script for SFT in this process and a folder. A LoRA begins with stored values."""
     from trl.trainer import sft_trainer
 
-    def with_stored_values(*positional: Any, **keywords: Any) -> Any:
-        made = get_peft_model(*positional, **keywords)
-        set_peft_model_state_dict(made, load_peft_weights(str(adapter), device="cpu"))
-        return made
-
     dist.destroy_process_group()
     place.mkdir()
     os.chdir(place)
-    maker = with_stored_values if adapter else get_peft_model
+    maker = partial(_with_stored_values, adapter) if adapter else get_peft_model
     with (
         mock.patch.object(sft_trainer, "get_peft_model", maker),
         mock.patch.object(sys, "argv", ["sft.py", "--config", str(file)]),

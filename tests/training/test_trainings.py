@@ -57,7 +57,6 @@ def test_the_losses_of_a_full_training_are_those_of_trl(folder: Path, further: d
 
 PREFERENCES = {
     "dpo": {"method": "dpo", "dataset_name": "pairs.jsonl"},
-    "dpo of a LoRA": {"method": "dpo", "dataset_name": "pairs.jsonl", "use_peft": True, "lora_dropout": 0.0},
     "kto": {"method": "kto", "dataset_name": "labels.jsonl"},
     "reward": {"method": "reward", "dataset_name": "pairs.jsonl", "model_name_or_path": "scorer"},
     "grpo": {
@@ -70,11 +69,9 @@ PREFERENCES = {
         "max_length": None,
     },
 }
-PREFERENCES["grpo of a LoRA"] = {**PREFERENCES["grpo"], "beta": 0.1, "use_peft": True, "lora_dropout": 0.0}
 PREFERENCES["reward of a language model"] = PREFERENCES["reward"] | {"model_name_or_path": "model"}
 _SCORER = {"use_peft": True, "lora_task_type": "SEQ_CLS", "lora_dropout": 0.0, "lora_modules_to_save": ["score"]}
 PREFERENCES["reward of a LoRA"] = PREFERENCES["reward of a language model"] | _SCORER
-PREFERENCES["kto of a LoRA"] = {**PREFERENCES["kto"], "use_peft": True, "lora_dropout": 0.0}
 
 
 @pytest.mark.parametrize("kind", sorted(PREFERENCES.keys() - {"grpo"}))  # whose loss is 0: see test_trl.py
@@ -87,6 +84,31 @@ def test_a_method_trains_on_two_ranks_as_on_one(folder: Path, kind: str) -> None
     one, two = losses(1, values), losses(2, values)
     assert len(set(one)) == 3
     assert two == pytest.approx(one, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "further"),
+    [
+        ("dpo", "model", {"lora_modules_to_save": ["embed_tokens"]}),  # which are tied
+        ("kto", "wide", {"lora_modules_to_save": ["embed_tokens", "lm_head"], "shard_adapters": False}),
+        ("grpo", "model", {"lora_modules_to_save": ["embed_tokens"], "beta": 0.1}),
+        ("grpo", "model", {"beta": 0.1}),
+    ],
+)
+def test_the_losses_of_a_new_lora_with_a_reference_are_those_of_trl(
+    folder: Path, kind: str, model: str, further: dict[str, Any]
+) -> None:
+    write_wide(folder)
+    values = keys(folder, **{**PREFERENCES[kind], **further}, use_peft=True, lora_dropout=0.0)
+    values |= {"model_name_or_path": str(folder / model), "lora_target_modules": "all-linear"}
+    values["dataset_name"] = str(folder / values["dataset_name"])
+    values["output_dir"] = str(folder / f"new-{kind}-{len(further)}")
+    adapter = folder / f"initial-{kind}-{len(further)}"
+    run_world(1, on_ranks.initial_adapter, values, str(adapter))
+    theirs = {**values, "per_device_train_batch_size": 4, "output_dir": str(folder / "theirs")}
+    [alone] = run_world(1, by_trl, theirs, adapter)
+    assert len(set(alone)) == 3
+    assert losses(2, values) == pytest.approx(alone, abs=1e-5)
 
 
 def test_grpo_of_a_full_model_trains_on_two_ranks_as_on_one(folder: Path) -> None:
@@ -157,7 +179,7 @@ def test_a_base_in_four_bits(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("further", "message"),
     [
-        ({**PREFERENCES["grpo of a LoRA"], "use_peft": False}, "beta: 0.1 compares with a reference"),
+        ({**PREFERENCES["grpo"], "beta": 0.1}, "beta: 0.1 compares with a reference"),
         ({"load_in_4bit": True}, "load_in_4bit: packed weights are not trained. Set use_peft"),
         ({"dp_replicate_size": 2}, "2 replicas: 2 ranks cannot be divided"),
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
@@ -225,9 +247,16 @@ def test_a_folder_of_another_training_is_left_alone(folder: Path) -> None:
         run_world(1, train, {**values, "use_peft": True})
 
 
-def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(folder: Path) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(folder: Path, streaming: bool) -> None:
+    """A stream of 8 rows is in its second pass after the signal."""
     values = keys(folder, max_steps=5, save_strategy="steps", save_steps=50, gradient_checkpointing=False)
+    for name in ("stopped", "whole"):
+        shutil.rmtree(folder / name, ignore_errors=True)
     values["output_dir"] = str(folder / "stopped")
+    if streaming:
+        rows = tiny.write_chats(folder / "few.jsonl", 8)
+        values |= {"dataset_name": str(rows), "dataset_streaming": True}
     stopped = run_world(2, train_until, {**values, "per_device_train_batch_size": 2}, 3)
     assert {(outcome.has_stopped, outcome.steps) for outcome in stopped} == {(True, 3)}
     assert not list((folder / "stopped").glob("*.safetensors"))

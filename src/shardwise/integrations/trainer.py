@@ -110,6 +110,8 @@ class ShardwiseTrainer(_Trainer):
         self._events = AgreedEvents(self.callback_handler.call_event, world, self)
         vars(self.callback_handler)["call_event"] = self._events
         self._saved_step: int | None = None
+        self._position: folders.StreamPosition | None = None
+        """Where in a stream a training resumes."""
         if isinstance(reference := getattr(self, "ref_model", None), FSDPModule):
             reference.set_reshard_after_forward(True, recurse=False)  # no backward pass frees its root group
         self._on_other_base: OnFault = "error"
@@ -203,11 +205,12 @@ class ShardwiseTrainer(_Trainer):
         with World.current(call="Trainer.train") as world:
             world.require_equal((str(run), requested), "resume_from_checkpoint, or output_dir,")
             source, has_incomplete = world.broadcast(folders.resume_source, run, requested)
-            self._events.best = None
+            self._events.best, self._position = None, None
             if source is not None:
                 header = world.broadcast(folders.read_complete_header, source)
                 world.run_all(self._require_same, header, source)
                 self._events.best = world.broadcast(folders.find_best, source)
+                self._position = world.broadcast(folders.read_position, source)
             if has_incomplete:
                 world.broadcast(folders.remove_left, run)
         self._saved_step, self._on_other_base = None, on_other_base
@@ -325,9 +328,21 @@ class ShardwiseTrainer(_Trainer):
             world.broadcast(self._end_save, run, limit, saving)
 
     def _run_epoch(self, **keywords: Any) -> None:  # type: ignore[override]
-        """Train an epoch, unless the checkpoint that is resumed is of the last step: the Trainer would add one."""
-        if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(**keywords)  # type: ignore[no-untyped-call]
+        """Train an epoch, unless the checkpoint that is resumed is of the last step: the Trainer would add one.
+
+        Of a stream, whose length it does not know, the Trainer takes all steps as the first pass. The pass is that
+        in which the checkpoint was saved, and the earlier ones are left out.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # passes over a stream have no end
+            return
+        if self._position is not None and not compat.has_length(keywords["train_dataloader"]):
+            if keywords["epoch"] < self._position.epoch:
+                return
+            batches = self._position.batches(self.args.gradient_accumulation_steps)
+            skipped = 0 if self.args.ignore_data_skip else batches
+            keywords |= {"epochs_trained": self._position.epoch, "steps_trained_in_current_epoch": skipped}
+        super()._run_epoch(**keywords)  # type: ignore[no-untyped-call]
 
     def _finalize_training(self, trial: Any, *given: Any) -> Any:
         limit = self.args.save_total_limit
@@ -376,7 +391,13 @@ class ShardwiseTrainer(_Trainer):
         with World.current(call="Trainer.train") as world:
             header = world.broadcast(folders.read_header, folder)
         if header.holds == MODEL_ALONE:
-            _log.warning("%s: holds the model alone (save_only_model). The optimizer starts from zero", folder)
+            _log.warning(
+                "%s: holds the model alone (save_only_model). The optimizer and the learning-rate schedule start "
+                "from the beginning, with its warm-up, though steps are counted from %d. Train without "
+                "save_only_model to resume both",
+                folder,
+                header.step,
+            )
             load_trainer_checkpoint(self._trained, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -19,6 +19,7 @@ with KnownNames("transformers", "5.19 to 5.23"):
     from transformers.distributed.fsdp import is_fsdp_managed_module as is_fsdp_managed_module
     from transformers.trainer_callback import CallbackHandler
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
+    from transformers.trainer_utils import has_length as has_length
 
     require_names(PreTrainedModel, "is_distributed_loading_by_transformers _is_distributed_loading_by_transformers")
     require_names(Trainer, "_load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state _load_scaler")

@@ -1,18 +1,23 @@
 """``for_trainer``: attributes that the Hugging Face Trainer and TRL's trainers expect of a sharded model.
 
 [Note: References] DPO, GRPO and other trainers add a second adapter "ref" to a PEFT model and copy the first one's
-values into it, parameter by parameter: ``model.get_parameter(name).data.copy_(value)``. Modules that PEFT adds to a
-sharded model are unsharded on every rank, in no FSDP2 group. They are small and never trained. If the first adapter
-is sharded, its values are DTensors, and copying one into a plain tensor is an error. So for these names
+values into it, parameter by parameter: ``model.get_parameter(name).data.copy_(value)``. An adapter that changes
+nothing yet needs no copy: the reference is the model without it, which is what TRL uses if there is no "ref". So
+``add_adapter`` does not add it, and ``get_parameter`` returns a proxy that takes no value.
+
+Of an adapter that has been trained before there is a copy. Modules that PEFT adds to a sharded model are unsharded
+on every rank, in no FSDP2 group. Matrices are small and never trained. Copies of whole modules
+(``modules_to_save``) begin with the shards of the original, so they get memory for the whole tensor. If the first
+adapter is sharded, its values are DTensors, and copying one into a plain tensor is an error. So for these names
 ``get_parameter`` returns a proxy that gathers the value first. TRL reads all of them in the same order on all
 ranks, so gathering is safe.
 
 [Note: Patches] The Trainer neither moves nor wraps a model that transformers itself has sharded while loading, and
 defers its gradient reduction between micro-batches by FSDP2's own switch. It recognizes such a model by a mark. A
 model of ours has the same properties, so it gets the same mark, and attributes on the instance that override
-methods of its class: ``save_pretrained``, which would gather, and for a sharded adapter ``get_parameter``, by which
-TRL fills the frozen copy that it compares with ([Note: References]). Unsharded parameters whose gradients are
-averaged already get the mark that keeps the Trainer from averaging them.
+methods of its class: ``save_pretrained``, which would gather, and for an adapter ``add_adapter`` and
+``get_parameter``, by which TRL makes the frozen copy that it compares with ([Note: References]). Unsharded
+parameters whose gradients are averaged already get the mark that keeps the Trainer from averaging them.
 """
 
 from __future__ import annotations
@@ -37,18 +42,21 @@ from shardwise.models.gradients import average_replicated_gradients, is_averaged
 from shardwise.models.selection import has_adapters
 from shardwise.models.view import abbreviate, without_compile
 from shardwise.models.wrap import mark_sharded
+from shardwise.tuning import peft_compat
 
 
 class _GatheringProxy:
-    """Proxy of an unsharded parameter that takes the values of a sharded one."""
+    """Proxy of an unsharded parameter that takes the values of a sharded one. Of None it takes no value."""
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    def __init__(self, parameter: nn.Parameter | None) -> None:
         self._parameter = parameter
         self.data = self
 
     @torch.no_grad()
     def copy_(self, values: torch.Tensor) -> None:
         """Collective: yes, over the mesh of ``values``."""
+        if self._parameter is None:
+            return
         whole = values.full_tensor() if isinstance(values, DTensor) else values
         self._parameter.copy_(whole)
 
@@ -58,7 +66,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 _CAST_ADAPTERS = "is_loaded_in_4bit"
 """TRL's trainers cast trained adapters on such a base, which replaces the parameters that FSDP2 manages."""
 
-_REPLACED = ("save_pretrained", "get_parameter", _CAST_ADAPTERS)
+_REPLACED = ("save_pretrained", "add_adapter", "get_parameter", _CAST_ADAPTERS)
 
 
 def for_trainer(model: ModelT) -> ModelT:
@@ -98,7 +106,8 @@ def for_trainer(model: ModelT) -> ModelT:
     attributes["save_pretrained"] = _SavePretrained(model)
     if inner is not model and getattr(model, _CAST_ADAPTERS, False):
         attributes[_CAST_ADAPTERS] = False
-    if has_adapters(model) and mesh is not None:
+    if inner is not model:
+        attributes["add_adapter"] = _AddAdapter(model)
         attributes["get_parameter"] = _GetParameter(model)
     return model
 
@@ -152,16 +161,52 @@ class _SavePretrained:
                 save_adapter(self.model, place, adapter=name)
 
 
+class _AddAdapter:
+    """``add_adapter`` of a model with an adapter, for TRL's reference. An object, as :class:`_GetParameter`."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, adapter_name: str, peft_config: Any, **options: Any) -> None:
+        """Collective: yes, for the reference."""
+        if adapter_name == compat.REFERENCE:
+            with World.current(call="add_adapter") as world:
+                changes = peft_compat.find_changes(self.model, self.model.active_adapter)
+                if not world.all_reduce_object(changes, _is_any_change):
+                    return
+        type(self.model).add_adapter(self.model, adapter_name, peft_config, **options)
+        if adapter_name == compat.REFERENCE:
+            for _, copy in peft_compat.copies(self.model, adapter_name):
+                _allocate_whole(copy)
+
+
+def _is_any_change(ranks: Sequence[Sequence[Sequence[bool]]]) -> bool:
+    """Return whether an adapter changes the model, from ``peft_compat.find_changes`` of all ranks."""
+    layers = zip(*ranks, strict=True)
+    return any(all(any(values) for values in zip(*by_rank, strict=True)) for by_rank in layers)
+
+
+def _allocate_whole(module: nn.Module) -> None:
+    """Replace the sharded parameters of a module by unsharded ones, whose values are not set."""
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                whole = parameter.to_local().new_empty(parameter.shape)
+                setattr(part, name, nn.Parameter(whole, requires_grad=False))
+
+
 class _GetParameter:
     """``get_parameter`` of a model with an adapter. An object, so that a copy of the model has its own."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
 
     def __call__(self, target: str) -> Any:
+        is_reference = f".{compat.REFERENCE}." in target
+        if is_reference and compat.REFERENCE not in self.model.peft_config:
+            return _GatheringProxy(None)
         found = type(self.model).get_parameter(self.model, target)
-        is_reference = f".{compat.REFERENCE}." in target and not isinstance(found, DTensor)
-        return _GatheringProxy(found) if is_reference else found
+        return _GatheringProxy(found) if is_reference and not isinstance(found, DTensor) else found
 
 
 def _inner(model: nn.Module) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -134,6 +135,34 @@ def find_best(source: Path) -> str | None:
     if _FOLDER.fullmatch(beside.name) and get_folder_kind(beside) is FolderKind.COMPLETE:
         return str(beside)
     return recorded if Path(recorded).is_dir() else None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPosition:
+    """Where in a dataset of unknown length a checkpoint was saved.
+
+    Attributes:
+        epoch: passes before.
+        steps: optimizer steps of this pass.
+    """
+
+    epoch: int
+    steps: float
+
+    def batches(self, gradient_accumulation_steps: int) -> int:
+        """Return the number of batches of this pass on a rank."""
+        return math.ceil(round(self.steps * gradient_accumulation_steps, 3))
+
+
+def read_position(source: Path) -> StreamPosition:
+    """Read where in a stream a checkpoint was saved. The Trainer counts ``max_steps`` as one pass.
+
+    Raises:
+        FormatError, StorageError: the Trainer's state in ``source`` cannot be read.
+    """
+    folder = TrainerFolder.open(source)
+    epoch, steps = int(folder.epoch), folder.state.get("max_steps")
+    return StreamPosition(epoch, (folder.epoch - epoch) * steps if type(steps) is int else 0)
 
 
 def get_folder_kind(folder: Path) -> FolderKind:

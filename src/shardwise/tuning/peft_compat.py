@@ -272,6 +272,25 @@ def copies(model: PeftModel, adapter: str) -> Iterator[tuple[nn.Module, nn.Modul
             yield module.original_module, module.modules_to_save[adapter]  # type: ignore[misc,index]
 
 
+def find_changes(model: PeftModel, adapter: str) -> list[list[bool]]:
+    """Return for each layer with an adapter which of its factors are not zero, as far as this rank has them.
+
+    And for each copied parameter whether it differs from the original. The adapter changes the model if all values
+    of a list are true. Trained biases always count, because they stay if adapters are disabled.
+    """
+    changes = [[getattr(model.peft_config[adapter], "bias", "none") != "none"]]
+    for _, layer in layers(model):
+        changes.append([bool(_local(getattr(*factor)).any()) for factor in matrices(layer, adapter)] or [False])
+    for original, copied in copies(model, adapter):
+        for before, after in zip(original.parameters(), copied.parameters(), strict=True):
+            changes.append([not torch.equal(_local(before), _local(after).to(before.dtype))])
+    return changes
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
     """Yield the LoRA layers of a model, by name."""
     from peft.tuners.lora import LoraLayer
