@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests import truth, zoo
 from tests.engines import torch_saves
 from tests.engines.conftest import small_qwen3
@@ -108,6 +108,68 @@ def test_of_two_models_one_is_named_by_key_mapping(tmp_path):
         on_unexpected=shardwise.options.Ignore(("model.*",)),
     )
     assert torch.equal(found.weight, other.weight)
+
+
+def wrapped(key: str, prefix: str, part: str) -> str:
+    """The key of a wrapped model, of which a block is wrapped as well."""
+    return prefix + key.replace(".layers.0.", f".layers.0.{part}")
+
+
+def write_wrapped(folder: Path, source: Path, form: str, prefix: str, part: str) -> None:
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    tensors = {wrapped(key, prefix, part): tensor for key, tensor in tensors_of(source).items()}
+    match form:
+        case "safetensors":
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        case "bin":
+            torch.save(tensors, folder / "pytorch_model.bin")
+        case "dcp":
+            with zoo.silenced():
+                dcp.save({"model": tensors}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "prefix", "part"),
+    [
+        pytest.param("safetensors", "_orig_mod.", "", marks=pytest.mark.slow),
+        ("bin", "_fsdp_wrapped_module.", "_fsdp_wrapped_module._checkpoint_wrapped_module."),
+        ("dcp", "module._orig_mod.", "_checkpoint_wrapped_module."),
+    ],
+)
+def test_names_of_wrappers(tmp_path, mixtral, form, prefix, part):
+    write_wrapped(tmp_path / "saved", mixtral, form, prefix, part)
+    count = len(tensors_of(mixtral))
+    line = (
+        f"{count} keys have the names of wrappers, and are taken without: {prefix}lm_head.weight as lm_head.weight"
+    )
+    merged = shardwise.merge_weights(tmp_path / "saved", tmp_path / "out")
+    truth.require_equal(tensors_of(tmp_path / "out"), tensors_of(mixtral))
+    assert line in merged.notes
+    found, report = shardwise.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    again = shardwise.from_pretrained(tmp_path / "out")
+    assert truth.differences(truth.snapshot(found), truth.snapshot(again)) == []
+    assert line in str(report)
+    if form == "dcp":  # the rest does not depend on it
+        assert line in shardwise.plan(tmp_path / "saved", ranks=1).notes
+        (tmp_path / "saved" / "config.json").unlink()
+        merged = shardwise.merge_weights(tmp_path / "saved", tmp_path / "unknown")
+        truth.require_equal(tensors_of(tmp_path / "unknown"), tensors_of(mixtral))
+        assert line in merged.notes
+
+
+def test_a_model_that_has_the_names_of_wrappers(tmp_path):
+    """Its own names come first, and then those by ``key_mapping``."""
+    model = nn.ModuleDict({"module": nn.Linear(3, 4)})
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    found = nn.ModuleDict({"module": nn.Linear(3, 4, device="meta")})
+    assert shardwise.load(found, tmp_path).notes == ()
+    assert torch.equal(found["module"].weight, model["module"].weight)
+    other = nn.ModuleDict({"body": nn.Linear(3, 4, device="meta")})
+    assert shardwise.load(other, tmp_path, key_mapping={r"^module\.": "body."}).notes == ()
+    assert torch.equal(other["body"].weight, model["module"].weight)
+    with pytest.raises(ConfigError, match=r"key_mapping: '\(' is no valid regex"):
+        shardwise.load(other, tmp_path, key_mapping={"(": ""})
 
 
 # Distributed checkpoints

@@ -230,7 +230,7 @@ def test_an_optimizer_without_a_model_near() -> None:
         ([], "copy .metadata here from the machine of rank 0"),
         (["one", "optimizer_0"], "Pass the folder of the model: {0}/here/one ({0}/here/optimizer_0: an optim"),
         (["../model_0"], "Pass the folder of the model: {0}/model_0"),
-        (["../optimizer_0"], "{0}/optimizer_0: an optimizer's state, without the folder of a model next to it"),
+        (["../optimizer_0"], "copy .metadata here from the machine of rank 0"),
     ],
 )
 def test_without_metadata_other_saves_are_named(tmp_path: Path, saves: list[str], words: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from safetensors.torch import save_file
 from tests import zoo
 from tests.engines import torch_saves
@@ -16,7 +17,8 @@ from tests.truth import require_equal as same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
-from shardwise.errors import ConfigError, FormatError, StorageError
+from shardwise.cli import main
+from shardwise.errors import ConfigError, FormatError, ShardwiseError, StorageError
 from shardwise.execution.saving_lock import LOCK_FILE
 from shardwise.interchange.merging_weights import merge_weights
 from shardwise.storage.writing import LocalWriter
@@ -99,6 +101,26 @@ def test_tensors_of_an_adapter_are_reported_as_no_model(tmp_path: Path) -> None:
     [note] = [note for note in report.notes if "adapter" in note]
     assert note.startswith("2 of 3 tensors are an adapter's")
     assert "adapter's" in str(report)
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_keys_are_renamed_as_in_a_load(has_config: bool, small, tmp_path: Path) -> None:
+    step = copied(small[0], tmp_path)
+    tensors = {f"ema.net.{key}": tensor for key, tensor in small[1].items()}
+    shutil.rmtree(step / "pytorch_model_fsdp_0")
+    save_file(tensors, step / "model.safetensors", metadata={"format": "pt"})
+    if not has_config:
+        (step / "config.json").unlink()
+    renames = [r"--key-mapping", r"^ema\.", "", "--key-mapping", r"^net\.(.+)", r"\1"]
+    ran = CliRunner().invoke(main, ["merge-weights", str(step), str(tmp_path / "out"), *renames])
+    assert ran.exit_code == 0, ran.output
+    same(tensors_of(tmp_path / "out"), small[1])
+    for key_mapping, words in (
+        ({"(": ""}, "is no valid regex"),
+        ({"^.*$": "x"}, "the name x to several keys|missing"),
+    ):
+        with pytest.raises(ShardwiseError, match=words):
+            merge_weights(step, tmp_path / "other", key_mapping=key_mapping)
 
 
 def test_the_names_of_the_base_are_those_of_the_outcome(tmp_path: Path) -> None:
@@ -184,17 +206,30 @@ def test_never_onto_its_own_source(small, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "words"),
+    ("kept", "lacking", "words"),
     [
-        (["pytorch_model_fsdp_0", "optimizer_0"], "lack their .metadata"),
-        (["pytorch_model_fsdp_0"], "lack their .metadata"),
-        ([], "no weights found"),
+        (
+            {"pytorch_model_fsdp_0", "optimizer_0"},
+            {"pytorch_model_fsdp_0", "optimizer_0"},
+            "optimizer_0, pytorch_model_fsdp_0: .*no .metadata",
+        ),
+        (
+            {"pytorch_model_fsdp_0", "optimizer_0"},
+            {"pytorch_model_fsdp_0"},
+            "5: pytorch_model_fsdp_0: there are .distcp files, but no .metadata, .*\ncopy .metadata there",
+        ),
+        ({"pytorch_model_fsdp_0"}, {"pytorch_model_fsdp_0"}, "5: pytorch_model_fsdp_0: .*no .metadata"),
+        ({"optimizer_0"}, set(), "an optimizer's state, without the folder of a model next to it"),
+        (set(), set(), "no weights found"),
     ],
 )
-def test_a_folder_without_metadata_is_explained(kept: list[str], words: str, small, tmp_path: Path) -> None:
+def test_a_folder_without_metadata_is_explained(
+    kept: set[str], lacking: set[str], words: str, small, tmp_path: Path
+) -> None:
     step = copied(small[0], tmp_path)
     for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
-        (step / folder / ".metadata").unlink()
+        if folder in lacking:
+            (step / folder / ".metadata").unlink()
         if folder not in kept:
             shutil.rmtree(step / folder)
     with pytest.raises(FormatError, match=words):

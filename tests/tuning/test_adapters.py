@@ -17,7 +17,7 @@ from tests.tuning.test_tune import COPIES, DORA, EXPERTS, GAUSSIAN, NARROW
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import shardwise
-from shardwise import ConfigError, ExistingLora, FormatError, KeyMismatchError, Lora
+from shardwise import ConfigError, ExistingLora, FormatError, KeyMismatchError, Lora, merge_adapter
 from shardwise.errors import StorageError
 from shardwise.storage.writing import LocalWriter
 
@@ -136,6 +136,40 @@ def test_an_existing_adapter_continues_under_another_name(tied: Path, adapter: P
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     assert len(trained) == len(stored)
     assert all(torch.equal(value, stored[name.replace(".mine", "")]) for name, value in trained.items())
+
+
+@pytest.mark.parametrize(
+    ("prefix", "inner"),
+    [
+        pytest.param("", "_orig_mod.", marks=pytest.mark.slow),
+        pytest.param("_fsdp_wrapped_module.", "", marks=pytest.mark.slow),
+        ("module.", "_orig_mod."),
+    ],
+)
+def test_an_adapter_with_the_names_of_wrappers(tied: Path, adapter: Path, prefix: str, inner: str) -> None:
+    file = adapter / "adapter_model.safetensors"
+    stored = {key: torch.rand_like(value) for key, value in load_file(file).items()}
+    save_file(stored, file)
+    expected = reference.values_of(shardwise.from_pretrained(tied, tuning=ExistingLora(adapter)))
+    merge_adapter(tied, adapter, adapter / "expected")
+    part = "layers.0._checkpoint_wrapped_module."
+    save_file(
+        {
+            prefix + key.replace("model.model.", f"model.{inner}model.").replace("layers.0.", part): value
+            for key, value in stored.items()
+        },
+        file,
+    )
+    (adapter / "adapter_model.fingerprints.json").unlink()
+    model, report = shardwise.from_pretrained(tied, tuning=ExistingLora(adapter), output_loading_info=True)
+    require_equal(reference.values_of(model), expected)
+    assert "keys have the names of wrappers, and are taken without: " in str(report)
+    merged = merge_adapter(tied, adapter, adapter / "out")
+    require_equal(*(load_file(adapter / name / "model.safetensors") for name in ("out", "expected")))
+    assert "keys have the names of wrappers" in str(merged.notes)
+    bank = shardwise.AdapterBank(shardwise.from_pretrained(tied))
+    bank.load("mine", adapter, training_state=False)
+    require_equal(bank.state_dict("mine")["adapter"], stored)
 
 
 def test_an_adapter_of_all_linear_layers_but_some_is_taken_up_again(tied: Path, tmp_path: Path) -> None:

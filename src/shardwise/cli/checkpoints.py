@@ -89,6 +89,13 @@ def merge_adapter_command(base: str, adapter: str, out: str, *, as_json: bool, *
 @click.option("--base", help="A folder, or repository in the hub's cache, with the model's config.json.")
 @click.option("--dtype", help="Dtype of the output: float32, bfloat16, ...  [default: as stored]")
 @click.option(
+    "--key-mapping",
+    nargs=2,
+    multiple=True,
+    metavar="REGEX REPLACEMENT",
+    help="Rename keys of CHECKPOINT before the model's own renames. May be repeated.",
+)
+@click.option(
     "--max-shard-size", default="50GB", show_default=True, help="Maximum size of the tensors of one file."
 )
 @click.option(
@@ -101,7 +108,9 @@ def merge_adapter_command(base: str, adapter: str, out: str, *, as_json: bool, *
 )
 @click.option("--remove-source", is_flag=True, help="Remove CHECKPOINT after OUT has been read back and compared.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def merge_weights_command(checkpoint: str, out: str, *, as_json: bool, **options: Any) -> None:
+def merge_weights_command(
+    checkpoint: str, out: str, *, key_mapping: tuple[tuple[str, str], ...], as_json: bool, **options: Any
+) -> None:
     """Write CHECKPOINT to OUT as safetensors files under the names of the hub.
 
     CHECKPOINT is a folder of torch.distributed.checkpoint, the folder above one (accelerate's, a trainer's
@@ -111,7 +120,7 @@ def merge_weights_command(checkpoint: str, out: str, *, as_json: bool, **options
     """
     from shardwise.interchange.merging_weights import merge_weights
 
-    report = merge_weights(checkpoint, out, **options)
+    report = merge_weights(checkpoint, out, key_mapping=dict(key_mapping), **options)
     print_report(report, as_json=as_json)
 
 

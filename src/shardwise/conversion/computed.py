@@ -436,6 +436,7 @@ class Bindings:
         unmatched: the renamed key, by key, if the model has no tensor of that name.
         errors: a sentence for each conversion that failed, with the names of its results.
         leftover: expressions of unmatched keys, by renamed key. The model may get a tensor of that name later.
+        wrapped: keys that match without what wrappers add to names.
     """
 
     matched: Mapping[str, tuple[Expression, ...]]
@@ -443,3 +444,4 @@ class Bindings:
     unmatched: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, Sequence[str]] = field(default_factory=dict)
     leftover: Mapping[str, Expression] = field(default_factory=dict)
+    wrapped: Sequence[str] = ()

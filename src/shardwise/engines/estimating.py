@@ -18,7 +18,7 @@ from shardwise.engines.pretrained_loading import Located, find
 from shardwise.errors import ConfigError, ShardingError
 from shardwise.execution.memory import gc_disabled
 from shardwise.execution.world import World
-from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex, wrapper_notes
 from shardwise.layout import Activations, MeshShape, ModelLayout, TensorKind, WorldLayout
 from shardwise.models.estimate_layout import predict_layout, trace_activations
 from shardwise.models.initialize import Initializers
@@ -138,7 +138,8 @@ def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
     training = None
     if "tuning" in options:
         training = _training(tuned, world, groups, placement, options)
-    notes = [*tuned.notes, *(f"{name} = {other}: {_STORED_TWICE}" for name, other in twice)]
+    notes = [*wrapper_notes(built.bindings.wrapped), *tuned.notes]
+    notes += [f"{name} = {other}: {_STORED_TWICE}" for name, other in twice]
     if (needed := largest_computation(plan)) > budget_bytes:
         notes.append(f"a conversion needs budget_bytes={needed:,}; a load with {budget_bytes:,} refuses it")
     return Estimate(

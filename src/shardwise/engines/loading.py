@@ -17,6 +17,7 @@ from shardwise.execution.memory import gc_disabled, materialize
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.staging import StagingBuffer, upload_buffer
 from shardwise.execution.world import Clock, World
+from shardwise.formats.contract import wrapper_notes
 from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.models import pretrained, view
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
@@ -143,7 +144,7 @@ def make_report(
         ),
         wrapper=index.wrapper,
         not_loaded=plan.not_loaded(index),
-        notes=(*source.notes, *request.notes),
+        notes=(*source.notes, *wrapper_notes(request.bindings.wrapped), *request.notes),
         trainable_parameters=sum(item.numel for item in trained),
         resized={
             name: (count, plan.layout.by_name[name].shape[0])

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,6 +29,7 @@ from shardwise.errors import ConfigError, FormatError, KeyMismatchError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import TensorsToSave, edited
+from shardwise.formats.contract import without_wrappers
 from shardwise.formats.joining import merged_index
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
@@ -66,6 +67,7 @@ class _AdapterSource:
     config: LoraConfig
     executor: ReadExecutor
     tensors: Mapping[str, Stored]
+    notes: Sequence[str]
 
 
 def adapter_folder(given: Path, adapter_name: str) -> Path:
@@ -94,12 +96,12 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
     config = parse_adapter_config(read_config_file(path), what=str(path))
     file = weights_in(folder)
     reader = stack.enter_context(LocalReader(folder))
-    index = open_checkpoint(reader, weights_name=file)
+    index, notes = without_wrappers(open_checkpoint(reader, weights_name=file))
     executor = offline.create_executor(reader, index)
     tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
     if not tensors:
         raise FormatError(f"{folder / file}: holds no tensors. Save the adapter again")
-    return _AdapterSource(config, executor, tensors)
+    return _AdapterSource(config, executor, tensors, notes)
 
 
 def find_new_vocab_size(lora: _AdapterSource, built: Outline, adapter_name: str) -> int | None:
@@ -438,4 +440,5 @@ def _plan(
     changed = {edit.module for name in head for edit in plan.tensors[name]}
     fields = config_fields(built.model, options.get("config_overrides", {}), has_new_head=bool(head))
     to_save = TensorsToSave(merged_tensors(source, outputs, plan, expressions, changed), both)
+    source.notes += lora.notes
     return _PlannedEdits(source, plan, to_save, changed, vocab_size, fields)

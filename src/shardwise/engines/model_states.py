@@ -20,8 +20,9 @@ from shardwise.execution.moving import Traffic, gather
 from shardwise.execution.replicas import equal_on_all, require_alike_models
 from shardwise.execution.staging import upload_buffer
 from shardwise.execution.world import Clock, World
+from shardwise.formats.contract import without_wrappers
 from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.peft_adapter import ADAPTER_CONFIG, read_peft_version
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft_version
 from shardwise.layout import TensorKind
 from shardwise.models.initialize import Initializers
 from shardwise.models.selection import Selection, names_outside
@@ -375,6 +376,8 @@ def stored_values(
     """
     reader = stack.enter_context(world.run_all(LocalReader, folder))
     index = world.broadcast(open_checkpoint, reader, weights_name=file)
+    if file in ADAPTER_WEIGHTS:
+        index, _ = without_wrappers(index)
     named = world.run_all(by_canonical_keys, stored_tensors(index), index.root)
     return state_values.StoredValues(reader, index, named, options.budget_bytes)
 

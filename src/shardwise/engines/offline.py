@@ -24,7 +24,7 @@ from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import TensorsToSave, stream_out
 from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
-from shardwise.formats.contract import CheckpointIndex, parse_object
+from shardwise.formats.contract import CheckpointIndex, parse_object, wrapper_notes
 from shardwise.formats.opening import dequantized_index, open_checkpoint
 from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import pretrained
@@ -124,6 +124,7 @@ def bind_offline(
     plan = plan_load(index, layout, built.bindings_less_ties(), get_rules(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}
     notes = [
+        *wrapper_notes(built.bindings.wrapped),
         *_list_notes(plan, index),
         *(f"{name} is not tied any more: it has its own values" for name in separate),
     ]

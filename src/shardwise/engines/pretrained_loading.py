@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError, FormatError, RankMismatchError, Storag
 from shardwise.execution.agreement import require_same_settings
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.world import Clock, World
-from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex, without_wrappers
 from shardwise.formats.joining import merged_index
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft_version
 from shardwise.models import pretrained, wrap
@@ -208,9 +208,11 @@ def _with_adapter(
     file, config = world.run_all(lambda: (weights_in(folder), read_lora_config(folder)))
     reader = stack.enter_context(world.run_all(LocalReader, folder))
     found, inside = arguments.read_index(world, OpenStorage(reader, file)), stored_prefix(name)
+    index, notes = without_wrappers(found.index)
     both = replace(
         source,
-        index=merged_index(source.index, found.index, inside),
+        index=merged_index(source.index, index, inside),
+        notes=(*source.notes, *notes),
         reader=CombinedReader(source.reader, reader, inside),
         identities={
             **source.identities,

@@ -16,13 +16,14 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 from shardwise.errors import ConfigError, FormatError, StorageError
+from shardwise.report.names import OF_DDP, plain_key, without_wrapper_parts
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import ByteRange, DType, Strided, coalesce, numel
@@ -185,6 +186,15 @@ _OF_CODES: Final = re.compile(
     r"g_idx|qweight|qzeros|SCB|weight_format|\.(nested_)?absmax|quant_map|quant_state\..+)"
     rf"|{OF_ACTIVATIONS.pattern}"
 )
+
+
+def wrapper_notes(keys: Collection[str]) -> list[str]:
+    """Return the sentence that reports keys that are taken without what wrappers add, if there are any."""
+    if not keys:
+        return []
+    first = min(keys)
+    example = f"{shown(first)} as {shown(plain_key(first))}"
+    return [f"{len(keys)} keys have the names of wrappers, and are taken without: {example}"]
 
 
 def companion_names(key: str, suffixes: tuple[str, ...], of_weights: tuple[str, ...]) -> list[str]:
@@ -384,6 +394,27 @@ def iter_entry_keys(composition: object) -> Iterator[str]:
         case _ if is_dataclass(composition):
             for item in fields(composition):
                 yield from iter_entry_keys(getattr(composition, item.name))
+
+
+def without_wrappers(index: CheckpointIndex) -> tuple[CheckpointIndex, list[str]]:
+    """Return a checkpoint without what wrappers add to its keys, and notes for the report.
+
+    It is unchanged if two keys would be one. ``module.`` is left out if all keys have it.
+    """
+    tensors = index.tensors()
+    keys = {tensor.key: without_wrapper_parts(tensor.key) for tensor in tensors}
+    if all(key.startswith(OF_DDP) for key in keys.values()):
+        keys = {tensor.key: plain_key(tensor.key) for tensor in tensors}
+    wrapped = [key for key, plain in keys.items() if key != plain]
+    if not wrapped or len({*keys.values()}) < len(keys):
+        return index, []
+    return with_keys(index, keys), wrapper_notes(wrapped)
+
+
+def with_keys(index: CheckpointIndex, keys: Mapping[str, str]) -> CheckpointIndex:
+    """Return a checkpoint with other keys, which are given by the present ones of all tensors."""
+    own = {item.key: Composed(item.dtype, item.shape, Whole(item.key)) for item in index.tensors()}
+    return replace(index, composed={keys[key]: index.composed.get(key, item) for key, item in own.items()})
 
 
 def prefixed(composition: T, prefix: str) -> T:

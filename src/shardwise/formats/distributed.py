@@ -326,18 +326,22 @@ class _DistributedFolders(contract.CheckpointFormat):
         chunks = [name for name in names if name.endswith(SUFFIX) and name.count("/") <= 1]
         if not chunks and not joining.distributed_folders(names):
             return None
-        if any("/" not in name for name in chunks):
-            text = (
-                f"{reader.root}: there are {sum('/' not in name for name in chunks)} {SUFFIX} files, but no "
-                f"{joining.METADATA}, which says what is in them and is written last, by rank 0"
-            )
-            remedy = f"copy {joining.METADATA} here from the machine of rank 0, or take a save that was completed"
-        else:
+        complete = {*joining.distributed_folders(names)}
+        folders = sorted({name.rpartition("/")[0] for name in chunks} - complete)
+        if not folders:
             text = f"{reader.root}: no weights found, but folders of torch.distributed.checkpoint"
-            remedy = (
-                f"the folders with {SUFFIX} files lack their {joining.METADATA}: take a save that was completed"
-            )
-        raise FormatError(f"{text}\n{joining.where_models_are(reader, names) or remedy}")
+            raise FormatError(f"{text}\n{joining.where_models_are(reader, names)}")
+        top = [name for name in chunks if "/" not in name]
+        there = f"there are {len(top)}" if top else f"{contract.listed(map(shown, folders))}: there are"
+        text = (
+            f"{reader.root}: {there} {SUFFIX} files, but no {joining.METADATA}, which says what is in them and is "
+            "written last, by rank 0"
+        )
+        remedy = (
+            f"copy {joining.METADATA} {'here' if top else 'there'} from the machine of rank 0, or take a save that "
+            "was completed"
+        )
+        raise FormatError(f"{text}\n{joining.where_models_are(reader, names, only_models=True) or remedy}")
 
     def read(
         self,

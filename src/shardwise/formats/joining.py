@@ -366,15 +366,18 @@ def distributed_folders(names: Iterable[str]) -> list[str]:
     return sorted(folder for folder in found if "/" not in folder)
 
 
-def where_models_are(reader: StorageReader, names: Iterable[str] = ()) -> str:
-    """Return a sentence on the distributed checkpoints in the folder and next to it. Empty if there are none."""
+def where_models_are(reader: StorageReader, names: Iterable[str] = (), *, only_models: bool = False) -> str:
+    """Return a sentence on the distributed checkpoints in the folder and next to it. Empty if there are none.
+
+    With ``only_models`` it is empty as well if all are of optimizers.
+    """
     folders = [f"{reader.root}/{folder}" for folder in distributed_folders(names)] + _siblings(reader)
     optimizers = [folder for folder in folders if fnmatchcase(Path(folder).name, _OPTIMIZER_FOLDERS)]
     models = [folder for folder in folders if folder not in optimizers]
     if models:
         also = f" ({contract.listed(map(shown, optimizers))}: an optimizer's state)" if optimizers else ""
         return f"Pass the folder of the model: {' or '.join(map(shown, models[: contract.LISTED]))}{also}"
-    if optimizers:
+    if optimizers and not only_models:
         return (
             f"{contract.listed(map(shown, optimizers))}: an optimizer's state, without the folder of a "
             "model next to it. That path works for merge_weights (optimizer.bin), and for load_accelerate_optimizer"

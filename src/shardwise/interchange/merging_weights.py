@@ -3,6 +3,7 @@
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -28,14 +29,14 @@ from shardwise.execution.stream_out import TensorsToSave
 from shardwise.execution.torch_saves import Levels, flattened, load_plain, nested
 from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
-from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex, with_keys, without_wrappers
 from shardwise.formats.distributed import LAYOUT, holds_optimizer, open_state, read_metadata
 from shardwise.formats.joining import METADATA
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.torch_files import TorchFileContents, read_torch_file
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
-from shardwise.models.pretrained import assign_keys, progress_bar
+from shardwise.models.pretrained import assign_keys, progress_bar, rename_keys
 from shardwise.models.torch_api import to_torch
 from shardwise.planning.commit_plan import WrittenFiles, get_folder_state, temporary_name
 from shardwise.planning.load_memory import stored_tensors
@@ -97,6 +98,7 @@ def merge_weights(
     *,
     base: str | os.PathLike[str] | None = None,
     dtype: str | None = None,
+    key_mapping: Mapping[str, str] | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     file_format: Format = "safetensors",
     remove_source: bool = False,
@@ -113,6 +115,7 @@ def merge_weights(
         base: a folder, or hub id in the cache, with the model's config. Default: the nearest ``config.json`` in the
             checkpoint's folder and the two above it. Its names are those of the outcome, if it has weights.
         dtype: of the output. By default each tensor keeps its own.
+        key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
         max_shard_size: as in ``"5GB"``: of one file's tensors.
         file_format: ``"bin"`` writes ``pytorch_model.bin``.
         remove_source: remove the checkpoint's files once the outcome has been read back and is the same.
@@ -139,9 +142,9 @@ def merge_weights(
             )
         executor = offline.create_executor(reader, index)
         if is_optimizer:
-            named = optimizer_outputs(reader, index, executor, base=base, dtype=dtype)
+            named = optimizer_outputs(reader, index, executor, (base, dtype, key_mapping))
         else:
-            named = named_outputs(folder, index, executor, base=base, dtype=dtype)
+            named = named_outputs(folder, index, executor, base=base, dtype=dtype, key_mapping=key_mapping or {})
         file_format = "bin" if is_optimizer else file_format
         companions = _companions(named, folder, dtype)
         streamed, files = _write(named, companions, file_format, out, limit)
@@ -339,24 +342,32 @@ def named_outputs(
     *,
     base: str | os.PathLike[str] | None,
     dtype: str | None,
+    key_mapping: Mapping[str, str],
 ) -> NamedOutputs:
     """Return the hub's names if the model is known, otherwise those of the checkpoint, with the reason."""
+    options = _options(dtype, key_mapping)
     config_folder = _config_folder(folder, base)
     if config_folder is None:
-        return _as_named(
-            index,
-            executor,
-            dtype,
-            f"no config.json in or above {folder}. Name the base (--base, base=) for the hub's",
-        )
+        why = f"no config.json in or above {folder}. Name the base (--base, base=) for the hub's"
+        return _as_named(*_with_plain_keys(index, key_mapping), executor, dtype, why)
     try:
-        config = load_config(config_folder, _options(dtype))
-        get_model_class(config_folder, config, _options(dtype))
+        config = load_config(config_folder, options)
+        get_model_class(config_folder, config, options)
     except ConfigError as error:
         if base is not None:
             raise
-        return _as_named(index, executor, dtype, str(error))
-    return _as_on_hub(config_folder, config, index, executor, has_base=base is not None, dtype=dtype)
+        return _as_named(*_with_plain_keys(index, key_mapping), executor, dtype, str(error))
+    return _as_on_hub(config_folder, config, index, executor, has_base=base is not None, options=options)
+
+
+def _with_plain_keys(index: CheckpointIndex, key_mapping: Mapping[str, str]) -> tuple[CheckpointIndex, list[str]]:
+    """Return a checkpoint of an unknown model with renamed keys, and notes."""
+    if key_mapping:
+        keys = rename_keys((item.key for item in index.tensors()), key_mapping)
+        if repeated := [name for name, count in Counter(keys.values()).items() if count > 1]:
+            raise ConfigError(f"key_mapping: gives the name {shown(repeated[0])} to several keys. Name them apart")
+        index = with_keys(index, keys)
+    return without_wrappers(index)
 
 
 def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | None:
@@ -372,12 +383,15 @@ def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | 
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def _as_named(index: CheckpointIndex, executor: ReadExecutor, dtype: str | None, why: str) -> NamedOutputs:
+def _as_named(
+    index: CheckpointIndex, notes: list[str], executor: ReadExecutor, dtype: str | None, why: str
+) -> NamedOutputs:
     """Return every tensor unchanged, under its own name."""
     if dtype is not None:
         raise ConfigError(f"dtype={dtype!r} depends on the model, which is unknown: {why}")
     to_save = TensorsToSave({key: (item.dtype, item) for key, item in stored_tensors(index).items()}, executor)
-    notes = [f"not taken along: {', '.join(map(shown, index.ignored[:5]))}"] if index.ignored else []
+    if index.ignored:
+        notes.append(f"not taken along: {', '.join(map(shown, index.ignored[:5]))}")
     adapted = sum(_OF_AN_ADAPTER in key for key in to_save.by_key)
     if adapted:
         notes.append(
@@ -388,20 +402,22 @@ def _as_named(index: CheckpointIndex, executor: ReadExecutor, dtype: str | None,
 
 
 def optimizer_outputs(
-    reader: StorageReader, index: CheckpointIndex, executor: ReadExecutor, *, base: object, dtype: object
+    reader: StorageReader, index: CheckpointIndex, executor: ReadExecutor, others: tuple[object, ...]
 ) -> NamedOutputs:
     """Return the state of an optimizer in dicts and lists, as it was saved.
 
     Raises:
         ConfigError: another output is requested.
     """
-    if base is not None or dtype is not None:
-        raise ConfigError("the state of an optimizer is written as it is stored. Leave out base and dtype")
+    if any(others):
+        raise ConfigError(
+            "the state of an optimizer is written as it is stored. Leave out base, dtype and key_mapping"
+        )
     metadata = read_metadata(reader)
     skipped = 1 if _is_wrapped(metadata.levels.values()) else 0
     nest = {".".join(path): metadata.levels[path][skipped:] for path in metadata.tensors}
     objects = {way[skipped:]: value for way, value in read_objects(reader, metadata).items()}
-    named = _as_named(index, executor, None, "an optimizer's state")
+    named = _as_named(index, [], executor, None, "an optimizer's state")
     return replace(named, torch_file=OPTIMIZER_FILE, nest=nest, objects=objects)
 
 
@@ -416,8 +432,9 @@ def _is_wrapped(paths: Iterable[Levels]) -> bool:
     )
 
 
-def _options(dtype: str | None) -> ModelOptions:
-    return ModelOptions() if dtype is None else ModelOptions(dtype=dtype)
+def _options(dtype: str | None, key_mapping: Mapping[str, str]) -> ModelOptions:
+    options = ModelOptions(key_mapping=key_mapping)
+    return options if dtype is None else ModelOptions(**options, dtype=dtype)
 
 
 def _as_on_hub(
@@ -427,17 +444,18 @@ def _as_on_hub(
     executor: ReadExecutor,
     *,
     has_base: bool,
-    dtype: str | None,
+    options: ModelOptions,
 ) -> NamedOutputs:
     """Return the model's tensors as the hub has them."""
-    built = outline(folder, config, index, _options(dtype))
+    built = outline(folder, config, index, options)
     source = offline.bind_offline(config, index, built, executor)
-    if dtype is None:
+    if "dtype" not in options:
         source = source.as_stored()
+    of_model = built.transforms[len(options["key_mapping"]) :]  # renames by the caller are not undone
     if has_base and (transforms := _used_for(folder, config, source)):
         pretrained.record_conversions(source.built.model, transforms)
-    elif any(item.was_used() for item in source.built.transforms):
-        pretrained.record_conversions(source.built.model, source.built.transforms)
+    elif any(item.was_used() for item in of_model):
+        pretrained.record_conversions(source.built.model, of_model)
     outputs = source.revert()
     parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
     to_save = TensorsToSave(offline.merged_outputs(source, outputs, source.by_every_name()), executor)

@@ -11,6 +11,7 @@ prefix. In addition, two keys for one tensor, gaps in a list of experts, and con
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,9 +25,10 @@ from transformers.utils import logging as hf_logging
 
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression, Stored, stored_key, substitute
-from shardwise.errors import KnownNames, require_names
+from shardwise.errors import ConfigError, KnownNames, require_names
 from shardwise.layout import ModelLayout
 from shardwise.models.torch_api import original_classes, to_torch
+from shardwise.report.names import plain_key
 
 if TYPE_CHECKING:
     from shardwise.models.tracing import Conversion
@@ -125,12 +127,27 @@ def progress_bar(label: str, total_bytes: int, *, enabled: bool) -> tqdm:
 
 
 def conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | None) -> list[Any]:
-    """Return the renames and converters for a model, those of ``key_mapping`` (regex to replacement) first."""
+    """Return the renames and converters for a model, those of ``key_mapping`` (regex to replacement) first.
+
+    Raises:
+        ConfigError: a key of ``key_mapping`` is no regex.
+    """
     mapping = dict(key_mapping) if key_mapping else None
+    for source in mapping or ():
+        try:
+            re.compile(source)
+        except re.error as error:
+            raise ConfigError(f"key_mapping: {source!r} is no valid regex ({error})") from error
     if isinstance(model, PreTrainedModel):
         with original_classes(model):
             return list(get_model_conversion_mapping(model, mapping))
     return [WeightRenaming(source, target) for source, target in (mapping or {}).items()]
+
+
+def rename_keys(keys: Iterable[str], key_mapping: Mapping[str, str]) -> dict[str, str]:
+    """Return the keys of a checkpoint of an unknown model with their names under ``key_mapping``."""
+    renamings = conversion_transforms(nn.Module(), key_mapping)
+    return {key: rename_source_key(key, renamings, [])[0] for key in keys}
 
 
 def get_model_mapping(auto_class: Any) -> Any:
@@ -232,11 +249,15 @@ def not_initializing() -> contextlib.AbstractContextManager[None]:
 
 @dataclass
 class Assignment:
-    """Keys by name of the model (``plain``), conversions by the name of their first result, and other keys."""
+    """Keys by name of the model (``plain``), conversions by the name of their first result, and other keys.
+
+    ``wrapped`` are those that match without what wrappers add to names.
+    """
 
     plain: dict[str, list[str]] = field(default_factory=dict)
     conversions: dict[str, Conversion] = field(default_factory=dict)
     unmatched: dict[str, str] = field(default_factory=dict)
+    wrapped: list[str] = field(default_factory=list)
 
 
 def assign_keys(
@@ -253,6 +274,9 @@ def assign_keys(
         name, pattern = rename_source_key(key, renamings, converters, prefix, known)
         if name not in names and key in names:
             name, pattern = rename_source_key(key, [], [], prefix, known)
+        if name not in names and (plain := plain_key(key)) != key:
+            name, pattern = rename_source_key(plain, renamings, converters, prefix, known)
+            result.wrapped += [key] if name in names else []
         if name not in names:
             result.unmatched[key] = name
         elif pattern is None:
@@ -316,4 +340,5 @@ def bind(
         unmatched=unmatched,
         errors=faults,
         leftover={name: stored[key] for key, name in assignment.unmatched.items()},
+        wrapped=tuple(assignment.wrapped),
     )

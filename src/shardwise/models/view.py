@@ -15,10 +15,8 @@ from torch.distributed.tensor import DTensor, Placement
 from shardwise.errors import ShardingError
 from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import torch_api
-from shardwise.report.names import few_names
+from shardwise.report.names import few_names, without_wrapper_parts
 from shardwise.tensors import Box, Strided, contiguous_strides
-
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes of every module: registries, hooks, ``training``."""
@@ -26,7 +24,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 def canonical(fqn: str) -> str:
     """Return a name of a tensor or module without wrapper prefixes (compile, activation checkpointing, FSDP1)."""
-    return ".".join(name for name in fqn.split(".") if name not in _WRAPPERS)
+    return without_wrapper_parts(fqn)
 
 
 def without_compile(model: nn.Module) -> nn.Module:

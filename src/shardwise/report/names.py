@@ -1,4 +1,4 @@
-"""Formats lists of tensor names, and numbers of bytes."""
+"""Names of tensors without what wrappers add, lists of names, and numbers of bytes."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -16,6 +16,22 @@ _MOST_RANKS = 8
 
 ALL_RANKS: Final = range(1 << 31)
 """The global rank of each rank of the default group."""
+
+
+WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Parts of names that torch.compile, activation checkpointing and FSDP1 add."""
+
+OF_DDP: Final = "module."
+
+
+def without_wrapper_parts(name: str) -> str:
+    """Return a name without :data:`WRAPPERS`."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def plain_key(key: str) -> str:
+    """Return a key without what wrappers add to it: :data:`WRAPPERS`, and ``module.`` in front (DDP, DeepSpeed)."""
+    return without_wrapper_parts(key).removeprefix(OF_DDP)
 
 
 def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
