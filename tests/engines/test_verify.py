@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tests.engines.conftest import small_qwen3
 from tests.support.files import change_json, flip_bit
@@ -105,6 +106,7 @@ def test_files_that_cannot_be_opened_are_named(saved, spoil, error, named):
     assert result.exit_code == 2
     assert re.search(named, result.output)
     assert "Traceback" not in result.output
+    assert "on_missing" not in result.output  # which is no option of verify
 
 
 def test_without_config_the_coverage_is_unknown(tmp_path):
@@ -112,6 +114,56 @@ def test_without_config_the_coverage_is_unknown(tmp_path):
     report = shardwise.verify(tmp_path)
     assert (report.model_class, report.compared) == ("", 2)
     assert "coverage    not known" in str(report)
+
+
+def test_tensors_that_the_model_does_not_have_are_listed(tmp_path):
+    """As those of MTP layers, which merges carry along."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shardwise.save(small_qwen3(), base)
+    file, more = base / "model.safetensors", {"model.layers.9.eh_proj.weight": torch.ones(2, 2)}
+    save_file({**load_file(file), **more}, file, metadata={"format": "pt"})
+    report = shardwise.verify(base)
+    assert (report.unexpected, report.is_sound) == (tuple(more), True)
+    assert "all that Qwen3ForCausalLM needs, and 1 more, such as model.layers.9.eh_proj.weight" in str(report)
+    model = get_peft_model(small_qwen3(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(adapter)
+    shutil.copy(base / "config.json", adapter)
+    assert "an adapter" in shardwise.verify(adapter).holds
+    shardwise.merge_adapter(base, adapter, tmp_path / "merged")
+    shardwise.merge_weights(base, tmp_path / "moved", remove_source=True)
+    for name in ("merged", "moved"):
+        report = shardwise.verify(tmp_path / name)
+        assert (report.unexpected, report.is_sound, report.compared) == (tuple(more), True, report.tensors)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"auto_map": {"AutoModel": "own.Own"}, "architectures": ["Own"]}, "contains its own model code"),
+        ({"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}, "contains custom code|its own"),
+        ({"architectures": ["NobodysModel"]}, "names NobodysModel"),
+        ({"model_type": "nobodys"}, "nobodys"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm'"),
+    ],
+)
+def test_of_a_model_that_is_not_known_only_files_are_verified(tmp_path, config, reason):
+    shardwise.save(small_qwen3(), tmp_path)
+    change_json(tmp_path / "config.json", **config)
+    report = shardwise.verify(tmp_path)
+    assert report.is_sound
+    assert re.search(f"coverage    not known: .*({reason})", str(report), re.DOTALL)
+    assert "Pass" not in report.unknown
+
+
+def test_the_file_that_a_config_names_is_verified(tmp_path):
+    shardwise.save(small_qwen3(), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    save_file({"model.norm.weight": torch.ones(2)}, tmp_path / "stray.safetensors")
+    with pytest.raises(shardwise.FormatError, match="model.norm.weight"):
+        shardwise.verify(tmp_path)
+    change_json(tmp_path / "config.json", transformers_weights="other.safetensors")
+    assert shardwise.verify(tmp_path).tensors == len(small_qwen3().state_dict())
+    assert shardwise.verify(tmp_path / "other.safetensors").model_class == "Qwen3ForCausalLM"
 
 
 def test_files_of_other_programs_are_not_compared(saved):
@@ -242,8 +294,6 @@ def test_a_damaged_config_is_one_error_that_names_its_folder(saved, content):
 
 @pytest.mark.parametrize("stored", ["adapter_model.safetensors", "adapter_config.json"])
 def test_an_adapter_is_verified(tmp_path, stored):
-    from peft import LoraConfig, get_peft_model
-
     model = get_peft_model(small_qwen3(), LoraConfig(r=4, target_modules=["q_proj"]))
     shardwise.save_adapter(model, tmp_path)
     report = shardwise.verify(tmp_path)

@@ -5,21 +5,30 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from shardwise.engines.estimating import plan
-from shardwise.errors import FormatError
+import torch
+
+from shardwise.engines.load_plan import get_rules
+from shardwise.engines.outline import outline, prepare_for_training
+from shardwise.engines.pretrained_loading import find
+from shardwise.errors import ConfigError, FormatError, KeyMismatchError
 from shardwise.execution.memory import WorkerPool
+from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
-from shardwise.formats.opening import open_checkpoint
+from shardwise.formats.opening import open_checkpoint, read_object
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, find_training_file, is_training_file
+from shardwise.layout import Origin
+from shardwise.models.view import build_layout, collect_tensors
 from shardwise.planning import fingerprints
 from shardwise.planning.fingerprints import MODULUS, RecordedSave, fingerprint
+from shardwise.planning.load_plan import Consent, Ignore, plan_load
 from shardwise.planning.save_plan import ADAPTER, MODEL
 from shardwise.report.save_reports import ReopenReport
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.names import shown
+from shardwise.storage.names import HubOptions, shown
 from shardwise.storage.reading import open_storage
 
 _VERIFIED_BYTES = 8 << 20
@@ -30,11 +39,11 @@ _SHOWN = 8
 def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
     """Reopen a model or an adapter, and compare it with the record of its save.
 
-    The headers and the index must agree, every tensor that the model of ``config.json`` needs must be there, and
-    the fingerprints of the tensors' bytes must be those in ``model.fingerprints.json``, which ``save`` writes (of
-    an adapter ``adapter_model.fingerprints.json``), as must the digests of headers, of the record itself and of an
-    adapter's config. The second check is skipped without a config, the third without recorded checksums. Other
-    small files that differ from the record are reported as changed.
+    The headers and the index must agree, every tensor that the model of ``config.json`` needs must be there (others
+    are reported), and the fingerprints of the tensors' bytes must be those in ``model.fingerprints.json``, which
+    ``save`` writes (of an adapter ``adapter_model.fingerprints.json``), as must the digests of headers, of the
+    record itself and of an adapter's config. The second check is skipped without a config of a known model, the
+    third without recorded checksums. Other small files that differ from the record are reported as changed.
 
     Collective: no. Memory: a few blocks of 8 MiB.
 
@@ -44,20 +53,25 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
         StorageError: bytes could not be read.
     """
     start = time.perf_counter()
-    with open_storage(directory).reader as reader:
-        adapter = _adapter_in(reader)
+    opened = open_storage(directory)
+    with opened.reader as reader:
+        adapter = _adapter_in(reader) if opened.file is None else None
         training = None if adapter is None else find_training_file(reader, adapter)
-        index = open_checkpoint(reader, weights_name=adapter, extra_files=[training] if training else [])
-        model_class = ""
-        if _CONFIG_FILE in reader.list():
-            model_class = plan(directory, ranks=1, device="cpu").model_class
+        config = read_object(reader, _CONFIG_FILE) if adapter is None else {}
+        named = opened.file or adapter or config.get("transformers_weights")
+        index = open_checkpoint(reader, weights_name=named, extra_files=[training] if training else [])
+        coverage = _Coverage("there is no config.json")
+        if adapter is None and _CONFIG_FILE in reader.list():
+            coverage = _find_coverage(directory, config)
         found = _compare_files(reader, index)
     return ReopenReport(
         checkpoint=index.root,
         files=len(index.files),
         tensors=len(index.entries),
         nbytes=index.nbytes,
-        model_class=model_class,
+        model_class=coverage.model_class,
+        unknown=coverage.unknown,
+        unexpected=coverage.unexpected,
         compared=found.compared,
         damaged=found.damaged,
         damaged_files=found.damaged_files,
@@ -65,6 +79,43 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
         holds="an adapter of PEFT; a load checks whether it fits its base" if adapter else "",
         changed=found.changed,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Coverage:
+    """The class whose tensors are all there, with the keys of others, or the reason why no class is known."""
+
+    unknown: str = ""
+    model_class: str = ""
+    unexpected: tuple[str, ...] = ()
+
+
+def _find_coverage(directory: str | os.PathLike[str], config: Mapping[str, object]) -> _Coverage:
+    """Match the tensors of a folder with the model of its config, without running code that is stored there.
+
+    Raises:
+        ConfigError: the config is no JSON object.
+        KeyMismatchError: the model needs other tensors.
+    """
+    with ExitStack() as stack:
+        try:
+            found = find(World(0, 1), directory, {"hub": HubOptions(local_files_only=True)}, stack)
+            stack.enter_context(torch.device("cpu"))
+            built = outline(found.directory, found.config, found.index, {})
+            # Declared ties that are stored twice are taken to be equal.
+            built.equal_ties = frozenset(name for name, _ in built.ties_stored_twice())
+            tuned = prepare_for_training(built, set(), {}, adapters={}, casts_to=None)
+        except ConfigError as error:
+            if not config:
+                raise
+            return _Coverage(str(error).partition(". ")[0])  # without what to pass to a load
+        layout = build_layout(collect_tensors(tuned.model), Origin.INIT_WEIGHTS)
+        consent = Consent(unexpected=Ignore())
+        try:
+            plan = plan_load(found.index, layout, tuned.bindings, get_rules(built.model), consent, remedies={})
+        except KeyMismatchError as error:
+            raise KeyMismatchError(f"{error}\nDownload or save it again, or the config of this model") from None
+    return _Coverage("", type(built.model).__name__, tuple(map(shown, plan.unexpected_keys)))
 
 
 def _adapter_in(reader: StorageReader) -> str | None:

@@ -294,11 +294,11 @@ def dequantized_index(reader: StorageReader, index: contract.CheckpointIndex) ->
     """
     if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):
         return index  # without opening a file
-    config = find_quantization_config(_json_in(reader, _CONFIG))
+    config = find_quantization_config(read_object(reader, _CONFIG))
     # The config of mixed forms may leave out which layer has which.
     is_mixed = config is not None and config.get("quant_algo") == "MIXED_PRECISION"
     if (config is None or (is_mixed and "quantized_layers" not in config)) and (
-        content := _json_in(reader, _MODELOPT_CONFIG)
+        content := read_object(reader, _MODELOPT_CONFIG)
     ):
         config = {"quant_method": "modelopt", **content}
     if config is None:
@@ -306,7 +306,7 @@ def dequantized_index(reader: StorageReader, index: contract.CheckpointIndex) ->
     return replace(find_form(config).dequantized(reader, index), quantized=str(config.get("quant_method")))
 
 
-def _json_in(reader: StorageReader, name: str) -> dict[str, Any]:
+def read_object(reader: StorageReader, name: str) -> dict[str, Any]:
     """Return the content of a small JSON file, or an empty dict if it is missing or invalid."""
     if not contract.is_there(reader, name) or not 0 < (nbytes := reader.size(name)) <= _MAX_CONFIG_BYTES:
         return {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from shardwise.conversion.computed import Bindings, computes
 from shardwise.conversion.expression import Expression, iter_leaves, stored_key, stored_leaves
@@ -26,7 +26,7 @@ from shardwise.tensors import DType, casts_safely
 _CODES = (DType.F8_E4M3, DType.F8_E5M2, DType.I8, DType.U8)
 
 
-_REMEDIES = {
+REMEDIES: Final = {
     "mismatched": "on_mismatched=Initialize(only=...) for tensors that may be initialized",
     "missing": "on_missing=Initialize(only=...) for the missing ones",
     "unexpected": "on_unexpected=Ignore(only=...) for keys that may be left unread",
@@ -208,17 +208,18 @@ def plan_load(
     rules: ModelRules,
     consent: Consent,
     base_names: Mapping[str, str] = MappingProxyType({}),
+    remedies: Mapping[str, str] = REMEDIES,
 ) -> LoadPlan:
     """Determine the fill of every tensor.
 
     ``base_names`` maps tensors to the names to which ``rules`` and ``consent`` apply, if these differ from their
-    own names.
+    own names. ``remedies`` are the advice of the error, by kind of fault.
 
     Raises:
         KeyMismatchError: there are missing, unexpected, mismatched, ambiguous or uncomputable tensors. The error
             lists all of them.
     """
-    return _LoadPlanner(index, layout, bindings, rules, consent, base_names).plan()
+    return _LoadPlanner(index, layout, bindings, rules, consent, base_names, remedies).plan()
 
 
 @dataclass
@@ -231,6 +232,7 @@ class _LoadPlanner:
     rules: ModelRules
     consent: Consent
     base_names: Mapping[str, str]
+    remedies: Mapping[str, str]
     fills: dict[str, Fill] = field(default_factory=dict)
     duplicates: dict[str, tuple[Expression, ...]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -265,9 +267,9 @@ class _LoadPlanner:
                 self.fills[alias] = Tie(tensor.fqn)
         self.check_unexpected()
         if self.faults:
-            ordered = {kind: self.faults[kind] for kind in _REMEDIES if kind in self.faults}
+            ordered = {kind: self.faults[kind] for kind in REMEDIES if kind in self.faults}
             head = f"the checkpoint {self.index.root} does not fit the model"
-            raise KeyMismatchError(describe_faults(head, ordered, _REMEDIES))
+            raise KeyMismatchError(describe_faults(head, ordered, self.remedies))
         return LoadPlan(
             layout=self.layout,
             fills=self.fills,

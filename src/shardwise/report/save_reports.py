@@ -265,7 +265,9 @@ class ReopenReport(Report):
         files: of weights.
         tensors: in them.
         nbytes: of these tensors.
-        model_class: class whose tensors are all present, without others, or "" without a config.
+        model_class: class whose tensors are all present, or "" if it is not known.
+        unknown: the reason why it is not.
+        unexpected: keys of tensors that this class does not have.
         compared: number of tensors with a recorded fingerprint. For a training checkpoint, runs of bytes: chunks of
             tensors, values, and the bytes between them.
         damaged: those with another fingerprint now.
@@ -288,6 +290,8 @@ class ReopenReport(Report):
     holds: str = ""
     changed: tuple[str, ...] = hidden(default=())
     damaged_files: tuple[str, ...] = row("damaged", default=())
+    unknown: str = hidden(default="")
+    unexpected: tuple[str, ...] = hidden(default=())
 
     @property
     def is_sound(self) -> bool:
@@ -304,9 +308,11 @@ class ReopenReport(Report):
         if self.holds:
             yield f"  holds       {self.holds}"
         elif self.model_class:
-            yield f"  coverage    all that {self.model_class} needs, and nothing else"
+            count = len(self.unexpected)
+            others = f"{count} more, such as {self.unexpected[0]}" if count else "nothing else"
+            yield f"  coverage    all that {self.model_class} needs, and {others}"
         else:
-            yield "  coverage    not known: there is no config.json"
+            yield f"  coverage    not known: {self.unknown}"
         if self.compared:
             verdict = "DAMAGED" if self.damaged else "equal to what was saved"
             equal = self.compared - len(self.damaged)
