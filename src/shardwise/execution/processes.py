@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -154,6 +155,8 @@ def _call(rank: int, size: int, folder: str, function: RankFunction, args: Seque
     """Join the other ranks, call the function, and write its outcome to a file in ``folder``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: sent when the parent ends
+    # A spawned process would spawn its own children, too: data workers start as they do under other launchers.
+    multiprocessing.set_start_method(None, force=True)
     with surviving_console():
         outcome = _call_in_group(rank, size, folder, function, args)
     Path(folder, f"{rank}.new").write_bytes(encode(outcome))
