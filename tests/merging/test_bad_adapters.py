@@ -14,6 +14,7 @@ from tests.merging.adapters import change, merged_by_peft, save_adapter, tensors
 from tests.support.files import contents
 from transformers import AutoModelForCausalLM
 
+from shardwise import untrusted
 from shardwise.engines.merging_adapter import merge_adapter
 from shardwise.errors import ConfigError, FormatError, KeyMismatchError, ShardwiseError, StorageError
 from shardwise.storage.writing import LocalWriter
@@ -121,6 +122,15 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[ShardwiseError], str]] = {
     "an alpha that is none": ({"lora_alpha": "x"}, FormatError, "lora_alpha"),
     "dora without magnitudes": ({"use_dora": True}, KeyMismatchError, "lora_magnitude_vector of"),
 }
+
+
+def test_patterns_that_take_too_long_are_refused(base: Path, adapter: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(untrusted, "_MATCHING_S", 1)
+    file = adapter / "adapter_config.json"
+    patterns = {"alpha_pattern": {"q_proj": 4, r"((\w|\.)+)+!": 4}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | patterns))
+    with pytest.raises(ConfigError, match="alpha_pattern='.*!': takes more than 1 seconds to match with 4 names"):
+        merge_adapter(base, adapter, tmp_path / "out")
 
 
 @pytest.mark.parametrize("case", CONFIGS)

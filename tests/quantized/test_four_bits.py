@@ -12,6 +12,7 @@ from tests import zoo
 from tests.engines.conftest import small_qwen3
 from tests.merging.adapters import save_adapter, tensors_of
 from tests.quantized import four_bits, quantizing
+from tests.support.files import change_json
 from tests.support.world import run_forked
 from tests.truth import require_equal
 from transformers import BitsAndBytesConfig
@@ -171,6 +172,16 @@ NO_CONFIG = [
 def test_unsupported_quantization_is_refused(plain, keywords, told):
     with pytest.raises(shardwise.ConfigError, match=told):
         shardwise.from_pretrained(str(plain), **keywords)
+
+
+@pytest.mark.slow
+def test_a_pattern_of_a_checkpoint_that_takes_too_long_is_refused(plain, tmp_path):
+    shutil.copytree(plain, tmp_path / "model")
+    skipped = {"llm_int8_skip_modules": [r"((\w|\.)+)+!"]}
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, **skipped}
+    change_json(tmp_path / "model/config.json", quantization_config=config)
+    with pytest.raises(shardwise.ConfigError, match="skip_modules='.*!': takes more than 2 seconds"):
+        shardwise.from_pretrained(tmp_path / "model")
 
 
 def test_invalid_settings_are_refused():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import shardwise
 from shardwise.errors import ConfigError
 from shardwise.training import run_config
 from shardwise.training.run_config import METHODS, OWN_KEYS, get_keys, read_run_config
@@ -118,6 +119,21 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
         read_run_config([str(tmp_path / "x.yaml")])
     with pytest.raises(ConfigError, match="stray: is not a key"):
         read_run_config([config(tmp_path, "max_length: 3"), "stray"])
+
+
+def test_aliases_that_expand_without_end_are_refused(tmp_path: Path) -> None:
+    """Of lists, of merged mappings, and of one that contains itself."""
+    lists = [f"- &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
+    merged = [f"- &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 30)]
+    for bomb in (["- &a0 [x]", *lists], ["- &a0 {x: 1}", *merged], ["- &a [*a]"]):
+        file = config(tmp_path, "\n".join(["datasets:", *bomb]))
+        with pytest.raises(ConfigError, match="config.yaml: is not valid YAML. its aliases expand to more than"):
+            read_run_config([file])
+        with pytest.raises(ConfigError, match="config.yaml: .* cannot be read .its aliases expand to more than"):
+            shardwise.Sharding.from_accelerate(file)
+    defaults = "datasets:\n- &first {path: a, split: train}\n- {<<: *first, path: b}"
+    second = read_run_config([config(tmp_path, defaults)]).values["datasets"][1]
+    assert second == {"path": "b", "split": "train"}
 
 
 def test_a_mistake_is_reported_at_once(tmp_path: Path) -> None:

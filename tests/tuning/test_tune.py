@@ -1,6 +1,7 @@
 """Full, freeze and LoRA tuning, against transformers and PEFT in one process."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import GPT2Config, Qwen3ForSequenceClassification
 from transformers.models.auto import modeling_auto
 
 import shardwise
-from shardwise import ConfigError, Freeze, Full, Lora
+from shardwise import ConfigError, Freeze, Full, Lora, untrusted
 
 ALL_LINEAR = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 NARROW = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_alpha=3, use_rslora=True)
@@ -309,6 +310,44 @@ def test_tunings_refuse_invalid_settings() -> None:
 def test_an_error_is_the_same_on_every_rank(tied: Path, worlds: Worlds) -> None:
     keywords = {"tuning": Lora(LoraConfig(target_modules=["q_prj"]))}
     require_same_error(worlds(2).run(on_ranks.error_of, str(tied), keywords), "ConfigError")
+
+
+ENDLESS = r"((\w|\.)+)+!"
+"""A regular expression that takes hours to find that it does not match the names of modules."""
+
+PATTERNS_OF_FIELDS: dict[str, Any] = {
+    "target_modules": ENDLESS,
+    "exclude_modules": ENDLESS,
+    "rank_pattern": {"q_proj": 2, ENDLESS: 4},
+    "alpha_pattern": {ENDLESS: 4},
+    "modules_to_save": [ENDLESS],
+    "layers_pattern": [ENDLESS],
+}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        name if name == "target_modules" else pytest.param(name, marks=pytest.mark.slow)
+        for name in PATTERNS_OF_FIELDS
+    ],
+)
+def test_patterns_that_take_too_long_are_refused(field: str, tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(untrusted, "_MATCHING_S", 1)
+    settings = {"target_modules": ["q_proj"], "layers_to_transform": [0], field: PATTERNS_OF_FIELDS[field]}
+    if isinstance(settings["target_modules"], str):
+        del settings["layers_to_transform"]
+    tuning = Lora(LoraConfig(**settings))
+    with pytest.raises(
+        ConfigError, match=rf"^{field}='{re.escape(repr(ENDLESS)[1:-1])}': takes more than 1 seconds"
+    ):
+        shardwise.from_pretrained(tied, tuning=tuning)
+
+
+@pytest.mark.slow
+def test_a_pattern_that_takes_too_long_is_refused_on_every_rank(tied: Path, worlds: Worlds) -> None:
+    keywords = {"tuning": Lora(LoraConfig(target_modules=ENDLESS))}
+    require_same_error(worlds(2).run(on_ranks.error_of, str(tied), keywords), "ConfigError", "takes more than")
 
 
 def test_ranks_with_other_tunings_are_distinguished(tied: Path, worlds: Worlds) -> None:

@@ -48,6 +48,7 @@ from shardwise.storage.reading import CombinedReader, LocalReader, open_storage
 from shardwise.storage.remote import resolve
 from shardwise.storage.writing import LocalWriter
 from shardwise.tensors import DType, parse_size
+from shardwise.untrusted import require_quick_patterns
 
 ADAPTER = stored_prefix("merged")
 """What the names of the adapter's files and keys begin with, beside those of the base."""
@@ -433,6 +434,7 @@ def _plan(
     pretrained.record_conversions(built.model, built.transforms)
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
+    require_quick_patterns(lora.config.patterns(), merge_plan.adapted_names(lora.config, lora.tensors))
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
     plan = plan.with_tied(tied_in_training)
     require_all_rows(source, plan, what)

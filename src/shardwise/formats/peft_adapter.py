@@ -21,6 +21,7 @@ from shardwise.formats.contract import parse_object
 from shardwise.formats.safetensors_files import FileHeader, read_header
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
+from shardwise.untrusted import Pattern
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
@@ -64,6 +65,11 @@ class LoraConfig:
     peft_version: str | None = None
     task_type: str | None = None
     auto_mapping: Mapping[str, Any] = field(default_factory=dict)
+
+    def patterns(self) -> list[Pattern]:
+        """Return the regular expressions that names are matched with."""
+        options = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
+        return [Pattern(option, text, _whole_name(text)) for option, found in options.items() for text in found]
 
     def rank(self, name: str) -> int:
         """Return the rank of the adapter of this module or parameter."""

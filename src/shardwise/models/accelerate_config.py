@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardwise.errors import ConfigError, nearest
 from shardwise.models.policies import UNUSED_BY_FSDP2, Classes, MinSize, WrapPolicy
+from shardwise.untrusted import parse_yaml
 
 _MAX_BYTES = 1_000_000
 _MAX_DIGITS = 9
@@ -80,7 +81,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
         if path.stat().st_size > _MAX_BYTES:
             raise ConfigError(f"{path}: has {path.stat().st_size:,} bytes, more than any configuration")
         text = path.read_text("utf-8")
-        value: object = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        value: object = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
     except OSError as error:
         raise ConfigError(f"{path}: the configuration cannot be read ({error.strerror or error})") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:

@@ -28,6 +28,7 @@ from shardwise.models.quantization import (
 from shardwise.models.torch_api import from_torch, get_parameters, original_class
 from shardwise.report.names import collapse
 from shardwise.tensors import Code, DType, FourBitForm
+from shardwise.untrusted import Pattern, require_quick_patterns
 
 _ROUTERS = (".gate", ".router")
 
@@ -75,7 +76,10 @@ def _select(
     stacks: dict[str, tuple[nn.Module, str]] = {}
     skip_modules: dict[str, str] = {}
     matched: set[str] = set()
-    for names, module, local, why in _candidates(model, quantization, stored):
+    candidates = [*_candidates(model, quantization, stored)]
+    patterns = [Pattern("skip_modules", text, _regex(text)) for text in quantization.skip_modules]
+    require_quick_patterns(patterns, [name for names, *_ in candidates for name in names])
+    for names, module, local, why in candidates:
         named = [pattern for pattern in quantization.skip_modules if any(_matches(pattern, name) for name in names)]
         matched.update(named)
         shown = names[-1]
@@ -128,10 +132,14 @@ def _candidates(
 def _matches(pattern: str, name: str) -> bool:
     """Match a module's name like ``should_convert_module`` of transformers."""
     try:
-        found = re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", name)
+        found = re.match(_regex(pattern), name)
     except re.error as error:
         raise ConfigError(f"skip_modules={pattern!r}: is neither a name nor a valid regex ({error})") from error
     return found is not None or name.endswith(pattern)
+
+
+def _regex(pattern: str) -> str:
+    return rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))"
 
 
 def convert_base_to_four_bits(

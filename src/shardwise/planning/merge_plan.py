@@ -169,6 +169,15 @@ def plan_merge(
     return _MergePlanner(config, stored, targets, adapter_name).plan(what)
 
 
+def adapted_names(config: LoraConfig, stored: Mapping[str, Stored]) -> set[str]:
+    """Return names of modules with factors, and of their targeted parameters: the config's patterns match these."""
+    factors = [found for key in stored if (found := _FACTOR.fullmatch(key.removeprefix(_PREFIX)))]
+    modules = {_unwrapped(found["module"])[0] for found in factors}
+    targets = [item.rpartition(".") for item in config.target_parameters]
+    parameters = {f"{module}.{name}" for module in modules for owner, _, name in targets if module.endswith(owner)}
+    return modules | parameters
+
+
 def names_of_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
     """Return the model's names of tensors that are not factors, by their keys.
 

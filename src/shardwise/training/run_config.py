@@ -21,6 +21,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import yaml
 
 from shardwise.errors import ConfigError
+from shardwise.untrusted import parse_yaml
 
 TrainMethod: TypeAlias = Literal["sft", "dpo", "kto", "grpo", "reward"]
 METHODS: Final[tuple[TrainMethod, ...]] = get_args(TrainMethod)
@@ -263,7 +264,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or is not a mapping.
     """
     try:
-        found = yaml.safe_load(file.read_text("utf-8"))
+        found = parse_yaml(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read, {error.strerror}. Check the path") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a date or a number
@@ -275,7 +276,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 def _parse_value(key: str, text: str) -> Any:
     """Parse a value of the command line. YAML reads ``no`` as False, which is a string for ``save_strategy``."""
-    value = yaml.safe_load(text)
+    value = parse_yaml(text)
     types = _types_of(key)
     return text if isinstance(value, bool) and types and "bool" not in types else value
 

@@ -19,6 +19,7 @@ from shardwise.models.initialize import Additions, RowNorms
 from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.models.view import TensorRef, collect_tensors
 from shardwise.tuning import peft_compat
+from shardwise.untrusted import require_quick_patterns
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -180,10 +181,12 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, *, is_new: b
     """Return PEFT's model around the base.
 
     Raises:
-        ConfigError: nothing matches, or the config of a new adapter has a name that does not.
+        ConfigError: nothing matches, the config of a new adapter has a name that does not, or a pattern takes too
+            long.
     """
     modules = [module_name for module_name, _ in base.named_modules()]
     parameters = [parameter_name for parameter_name, _ in base.named_parameters()]
+    require_quick_patterns(peft_compat.patterns(config), [*modules, *parameters])
     try:
         model = peft_compat.inject(base, config, name, is_new=is_new)
     except ConfigError:  # if a name is wrong, suggest the nearest

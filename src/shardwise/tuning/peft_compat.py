@@ -27,6 +27,7 @@ from shardwise.errors import ConfigError, KnownNames, require_names
 from shardwise.models import pretrained
 from shardwise.models.four_bit_layers import is_in_four_bits, patched_shapes
 from shardwise.models.torch_api import original_class
+from shardwise.untrusted import Pattern
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -149,7 +150,15 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
         warnings.simplefilter("ignore")  # rejected before, or in the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
-        except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError, re.error) as error:
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+            NotImplementedError,
+            RuntimeError,
+            OverflowError,
+            re.error,
+        ) as error:
             raise ConfigError(f"{type(base).__name__}: PEFT cannot add this LoRA, {error}") from error
     own.init_lora_weights = config.init_lora_weights
     if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
@@ -163,6 +172,25 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
     tuner._unload_and_optionally_merge = partial(_unloaded, tuner)
     model.train(base.training)
     return model
+
+
+_PATTERNS = {
+    **dict.fromkeys(("target_modules", "exclude_modules"), "%s"),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), r"(.*\.)?(%s)$"),
+    "modules_to_save": r"(^|.*\.)%s($|\..*)",
+    "layers_pattern": r"(?:^|.*?\.)%s\.(?P<idx>\d+)\.",
+}
+"""Regular expressions that PEFT makes of what a config has, by its field. Lists of targets are names."""
+
+
+def patterns(config: LoraConfig) -> Iterator[Pattern]:
+    """Yield the regular expressions that PEFT will match with names of modules and parameters."""
+    for field, form in _PATTERNS.items():
+        value: str | Iterable[str] = getattr(config, field) or ()
+        if isinstance(value, str):
+            yield Pattern(field, value, form % value)
+        elif form != "%s":
+            yield from (Pattern(field, text, form % text) for text in value)
 
 
 def _is_packed(layer: Any) -> bool:
