@@ -248,6 +248,14 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
             r"target_modules: 'k_proj' is there, and PEFT does not adapt it",
         ),
         (Lora(LoraConfig(target_modules=["q_proj"], rank_pattern={"(": 4})), r"PEFT cannot add .* unterminated"),
+        (
+            Lora(LoraConfig(target_modules=["q_proj"], rank_pattern={"q{9999999999}": 4})),
+            r"PEFT cannot add .* large",
+        ),
+        (
+            Lora(LoraConfig(target_modules=["q_proj"], layers_to_transform=[0], layers_pattern=5)),
+            r"PEFT cannot add",
+        ),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")), r"'pissa': changes the base"),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="orthogonal")), r"needs full weights"),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights=False, use_dora=True)), r"with use_dora"),

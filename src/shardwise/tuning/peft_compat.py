@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -150,15 +149,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
         warnings.simplefilter("ignore")  # rejected before, or in the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
-        except (
-            ValueError,
-            TypeError,
-            AttributeError,
-            NotImplementedError,
-            RuntimeError,
-            OverflowError,
-            re.error,
-        ) as error:
+        except Exception as error:  # the config is untrusted, and errors are of many kinds
             raise ConfigError(f"{type(base).__name__}: PEFT cannot add this LoRA, {error}") from error
     own.init_lora_weights = config.init_lora_weights
     if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
@@ -186,11 +177,12 @@ _PATTERNS = {
 def patterns(config: LoraConfig) -> Iterator[Pattern]:
     """Yield the regular expressions that PEFT will match with names of modules and parameters."""
     for field, form in _PATTERNS.items():
-        value: str | Iterable[str] = getattr(config, field) or ()
-        if isinstance(value, str):
-            yield Pattern(field, value, form % value)
-        elif form != "%s":
-            yield from (Pattern(field, text, form % text) for text in value)
+        value: object = getattr(config, field)
+        if form == "%s" or isinstance(value, str):
+            texts: Iterable[object] = [value]
+        else:
+            texts = value if isinstance(value, Iterable) else ()
+        yield from (Pattern(field, text, form % text) for text in texts if isinstance(text, str))
 
 
 def _is_packed(layer: Any) -> bool:
