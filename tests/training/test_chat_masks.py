@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -200,6 +201,71 @@ def test_answers_are_the_text_of_the_template_at_their_turns(name: str) -> None:
         assert len(made) == 1 or kind == "calls, then more" or name in REWRITING.get(kind, ()), kind
 
 
+def call(number: int, name: str = "weather") -> Message:
+    arguments = {"city": f"argument{number}", "days": number}
+    return {"id": f"12345678{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(number: int, name: str = "weather") -> Message:
+    return {"role": "tool", "name": name, "tool_call_id": f"12345678{number}", "content": f"result{number}"}
+
+
+EMBEDDED = [{"name": "weather", "response": {"value": "result1"}}]
+ASKED: Message = user("question1")
+PARTS: dict[str, list[Message]] = {
+    "two calls": [
+        ASKED,
+        assistant(None, tool_calls=[call(1), call(2)]),
+        result(1),
+        result(2),
+        assistant("answer3"),
+    ],
+    "calls beside content": [
+        *(ASKED, assistant("answer1", tool_calls=[call(1)]), result(1)),
+        *(assistant("answer2", tool_calls=[call(2)]), result(2), assistant("answer3")),
+    ],
+    "results in the answer": [
+        *(ASKED, assistant("answer1", tool_calls=[call(1)], tool_responses=EMBEDDED)),
+        *(user("question2"), assistant("answer2")),
+    ],
+}
+"""Rows whose parts are all different words."""
+LEFT_OUT = {
+    "two calls": {
+        "gptoss": r"leaves out messages\[1\].tool_calls\[1\]",
+        "llama3_1": "single",
+        "llama3_2": "single",
+    },
+    "calls beside content": dict.fromkeys(
+        ("gptoss", "llama3_1", "llama3_2", "muse_glimmer"), r"leaves out messages\[1\].content"
+    ),
+    "results in the answer": {"gemma4_v2": "tool_responses cannot be told from the answer"},
+}
+"""Templates that do not write such rows, and what is said of it."""
+
+
+@pytest.mark.parametrize("kind", sorted(PARTS))
+def test_parts_of_the_assistant_are_trained_once_and_no_others(kind: str) -> None:
+    messages = PARTS[kind]
+    written = [message for message in messages if message["role"] == "assistant"]
+    expected = sorted(
+        [message["content"] for message in written if message["content"]]
+        + [each["function"]["arguments"]["city"] for message in written for each in message.get("tool_calls", ())]
+    )
+    for name in sorted({*trl_templates.names()} - WITHOUT_TOOLS - {"lfm2"}):
+        template = trl_templates.text(name)
+        reason = LEFT_OUT[kind].get(name)
+        if kind == "results in the answer" and "tool_responses" not in template:
+            reason = "does not use 'tool_responses'"
+        if reason is not None:
+            with pytest.raises(ChatError, match=reason):
+                masks(template)(messages, TOOLS)
+            continue
+        made = masks(template)(messages, TOOLS)
+        text = "".join(run for example in made for run in runs(example, trl_templates.tokenizer(template)))
+        assert sorted(re.findall(r"(?:answer|argument|result|question)\d", text)) == expected, (name, text)
+
+
 HANDED = (ASSISTANT, TOOL_ENDED, "<|start|>assistant", "\n", "<think>\n\n</think>\n\n", "<think>\n", "<think>", "")
 """What training templates mark, though the prompt for an answer ends with it, so that no model has to write it."""
 KEEPING = {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"}
@@ -295,8 +361,34 @@ def test_an_assistant_message_of_weight_0_is_context() -> None:
     assert trained("qwen2_5", user("Hi"), assistant("No.", weight=0), user("And?"), assistant("Yes.")) == wanted
 
 
-def test_a_template_that_leaves_out_an_answer_is_an_error() -> None:
-    with pytest.raises(ChatError, match=r"leaves out messages\[1\]\.content"):
-        masks("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}")(
-            [user("Hi"), assistant("Ho.")]
-        )
+ALL = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role ~ ':' ~ (m.content or '') }}"
+    "{% for c in m.tool_calls or () %}{{ c.function.name ~ ':' ~ c.function.arguments | tojson ~ '!' }}{% endfor %}"
+    "{{ '<eos>' }}{% endfor %}{{ 'assistant:' if add_generation_prompt }}"
+)
+"""A template that writes everything."""
+
+
+@pytest.mark.parametrize(
+    ("part", "edited", "named"),
+    [
+        (
+            "(m.content or '')",
+            "(m.content if m.role == 'user' else '')",
+            r"messages\[0\]\.content",
+        ),  # of the system
+        ("(m.content or '')", "(m.content if m.role != 'tool' else '')", r"messages\[3\]\.content"),
+        ("(m.content or '')", "(m.content if m.role != 'assistant' else '')", r"messages\[5\]\.content"),
+        ("m.tool_calls or ()", "(m.tool_calls or ())[:1]", r"messages\[2\]\.tool_calls\[1\]"),
+        ("m.tool_calls or ()", "(m.tool_calls or ())[1:]", r"messages\[2\]\.tool_calls\[0\]"),
+        ("c.function.arguments", "dict(city=c.function.arguments.city)", r"tool_calls\[0\]\.arguments\.days"),
+        (" ~ ':' ~ c.function.arguments | tojson", "", r"messages\[2\]\.tool_calls\[0\]\.arguments"),
+        ("tools | tojson", "'tools'", r"tools\[0\]"),
+    ],
+)
+def test_a_template_that_leaves_out_a_part_of_a_row_is_an_error(part: str, edited: str, named: str) -> None:
+    messages = [{"role": "system", "content": "Be kind."}, *PARTS["two calls"]]
+    [whole] = masks(ALL)(messages, TOOLS)
+    assert sum(whole["assistant_masks"])
+    with pytest.raises(ChatError, match=f"leaves out .*{named}"):
+        masks(ALL.replace(part, edited))(messages, TOOLS)

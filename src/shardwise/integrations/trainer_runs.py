@@ -139,7 +139,7 @@ def find_best(source: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """Where in a dataset of unknown length a checkpoint was saved.
+    """Position in a dataset of unknown length, of a checkpoint.
 
     Attributes:
         epoch: passes before.

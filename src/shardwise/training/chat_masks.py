@@ -13,6 +13,10 @@ versions of 31 templates, compared byte by byte. This module finds the assistant
   which is not part of the answer. A message without one (GLM) is ended by the token that starts the next message,
   because the model stops there.
 - A template with ``{% generation %}`` marks defines the tokens itself.
+- Results of tools inside of an answer (``tool_responses`` of Gemma 4) are not part of it.
+
+Every part of a row has to be rendered, and every part of an answer to be trained on. Templates write arguments and
+results of tools in many ways, so a part that is not there as text is rendered if the text changes with it.
 
 Templates may render an answer differently once more messages follow (most reasoning models drop earlier reasoning).
 Training on that rendering would train the model to skip its reasoning. Answers whose rendering is still a prefix of
@@ -23,7 +27,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -58,9 +62,9 @@ class _AssistantTurn:
         return self.text[: self.spans[-1][1]].rstrip() if self.spans else self.text
 
     @property
-    def said(self) -> str:
-        """The answer from its first to its last character."""
-        return self.rendering[self.spans[0][0] :] if self.spans else ""
+    def trained(self) -> str:
+        """The text that is trained on."""
+        return "".join(self.text[start:end] for start, end in self.spans)
 
 
 @dataclass(slots=True)
@@ -108,12 +112,36 @@ class _RenderableChat:
             raise ChatError(f"chat template: {error}. Change the row, or set chat_template_path") from error
         return str(texts[0]), [(start, end) for start, end in (spans[0] if spans else ())]
 
+    def trainable(self, messages: Sequence[ChatMessage]) -> str:
+        """Render messages, and return what the template marks, or everything if it has no marks."""
+        if not self.has_marks:
+            return self.attempt(messages) or ""
+        try:
+            marked = self.marked(messages)
+        except ChatError:
+            return ""
+        return "".join(marked.text[start:end] for start, end in marked.spans)
+
+    def depends_on(self, index: int, message: ChatMessage) -> bool:
+        """Return whether the chat, or the prompt for the next answer, changes with another message at ``index``."""
+        others = [*self.messages[:index], message, *self.messages[index + 1 :]]
+        if self.attempt(others) != self.text:
+            return True
+        roles = [one["role"] for one in self.messages]
+        stop = roles.index("assistant", index) if "assistant" in roles[index:] else len(roles)
+        return self.attempt(others[:stop], prompt=True) != self.attempt(self.messages[:stop], prompt=True)
+
     def attempt(self, messages: Sequence[ChatMessage], *, prompt: bool = False) -> str | None:
         """Render messages. None if the template rejects them."""
         try:
             return self.render(messages, prompt=prompt)
         except ChatError:
             return None
+
+    @property
+    def tool_names(self) -> list[str]:
+        """Names of the functions that the assistant may call."""
+        return [str(tool.get("function", tool).get("name", "")) for tool in self.variables.get("tools") or ()]
 
     @cached_property
     def text(self) -> str:
@@ -175,7 +203,7 @@ class AssistantMasks:
             if messages[index]["role"] != "assistant" or messages[index].get("weight") == 0:
                 continue
             answer = self._answer(chat, index)
-            _require_complete(chat.messages[index], answer.said, f"messages[{index}]")
+            _require_complete(chat, index, answer.trained)
             candidates = (one for one in (examples[-1], examples[0]) if one.text.startswith(answer.rendering))
             example = next(candidates, None)
             if example is None:
@@ -192,7 +220,7 @@ class AssistantMasks:
         template = str(self._tokenizer.get_chat_template(tools=variables["tools"]))
         for name, is_used in (
             ("tools", variables["tools"] is not None),
-            ("tool_calls", any(message.get("tool_calls") for message in messages)),
+            *((key, any(message.get(key) for message in messages)) for key in ("tool_calls", "tool_responses")),
         ):
             if is_used and name not in template:
                 raise ChatError(f"chat template: does not use {name!r}, which the row has. Set chat_template_path")
@@ -200,8 +228,9 @@ class AssistantMasks:
         for form in _forms(messages):
             chat = _RenderableChat(template, self._tokenizer.special_tokens_map, form, variables)
             try:
-                for index, message in enumerate(form):
-                    _require_rendered(message, chat.text, f"messages[{index}]")
+                for index in range(len(form)):
+                    _require_rendered(chat, index)
+                _require_tools(chat)
                 return chat
             except ChatError as error:
                 first = first or error
@@ -211,11 +240,15 @@ class AssistantMasks:
     def _answer(self, chat: _RenderableChat, index: int) -> _AssistantTurn:
         """The assistant message at ``index`` as the model has to generate it at its turn."""
         before, message = chat.messages[:index], chat.messages[index]
+        if message.get("tool_responses"):
+            return self._answer_around_results(chat, index)
         through = [*before, message]
         prompt = chat.attempt(before, prompt=True)
         if chat.has_marks:
             marked = chat.marked(through)
             start = 0 if prompt is None else _common(prompt, marked.text)
+            if prompt is not None and start < len(prompt):
+                start = max(start, _context_end(chat, index, marked.text))
             end = self._end(chat, index, marked.text, start)
             return _AssistantTurn(
                 marked.text, [(first, min(last, end)) for first, last in marked.spans if last > start]
@@ -226,13 +259,33 @@ class AssistantMasks:
         else:
             start = self._start(chat, index, text, prompt)
         end = self._end(chat, index, text, start)
-        if prompt is not None and _lacks_system(before, text, prompt):
+        if prompt is not None and _lacks_context(chat, before, text[:start], prompt):
             # Mistral's templates render a system message only if the chat ends with a user message.
             text, start, end = prompt + text[start:end], len(prompt), len(prompt) + end - start
         if text[start:end].endswith(self._special):
             return _AssistantTurn(text, [(start, end)])
         opening = self._opening(chat, "tool" if message.get("tool_calls") else "user")
         return _AssistantTurn(text[:end] + opening, [(start, end + len(opening))])
+
+    def _answer_around_results(self, chat: _RenderableChat, index: int) -> _AssistantTurn:
+        """The calls of a message with ``tool_responses``, and what it says after these.
+
+        Raises:
+            ChatError: the template writes them in another order.
+        """
+        before, message = chat.messages[:index], chat.messages[index]
+        calls = {key: value for key, value in message.items() if key not in ("content", "tool_responses")}
+        calling = self._answer(replace(chat, messages=[*before, calls]), index)
+        called = chat.attempt([*before, {**calls, "tool_responses": message["tool_responses"]}]) or ""
+        text = chat.render([*before, message])
+        if not called.startswith(calling.rendering) or not text.startswith(called):
+            raise ChatError(
+                f"chat template: messages[{index}].tool_responses cannot be told from the answer. Write them as "
+                "messages with the role 'tool'"
+            )
+        end = self._end(chat, index, text, len(called))
+        answered = [(len(called), end)] if text[len(called) : end].strip() else []
+        return _AssistantTurn(text, [*calling.spans, *answered])
 
     def _end(self, chat: _RenderableChat, index: int, text: str, start: int) -> int:
         """The end of an answer that is the last message of ``text``, without the end of the whole chat."""
@@ -259,14 +312,17 @@ class AssistantMasks:
         if text.startswith(previous):
             return min(changed, _common(text, prompt))
         # The messages before are rendered differently: look for the prompt's own part, or its beginning.
+        context_end = _context_end(chat, index, text)
+        if context_end <= (shared := _common(text, prompt)):  # only what ended the message before is
+            return min(changed, shared)
         header = prompt[len(previous) :]
         for size in range(len(header), 0, -1):
             found = text.rfind(header[:size], 0, changed)
-            if found >= 0:
+            if found >= 0 and found + size >= context_end:
                 return found + size
         for size in range(len(prompt) if not header else 0, 0, -1):
             found = text.rfind(prompt[-size:], 0, changed)
-            if found >= 0:
+            if found >= 0 and found + size >= context_end:
                 return found + size
         return changed
 
@@ -322,6 +378,26 @@ def _common(one: str, other: str) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
     return low
+
+
+def _context_end(chat: _RenderableChat, index: int, text: str) -> int:
+    """The end in ``text`` of what the messages before an answer say, from the last one of a user on.
+
+    A template may write a message behind later ones, as Gemma 4 does with content beside calls of tools.
+    """
+    before = chat.messages[:index]
+    users = [place for place, message in enumerate(before) if message["role"] == "user"]
+    end = 0
+    for place in range(users[-1] if users else 0, index):
+        message = before[place]
+        if not message.get("content"):
+            continue
+        for other in ("x", "y"):
+            changed = {**message, "content": _like(message["content"], other)}
+            whole = chat.attempt([*before[:place], changed, *chat.messages[place + 1 : index + 1]])
+            if whole is not None:
+                end = max(end, len(text) - _common(text[::-1], whole[::-1]))
+    return end
 
 
 # Forms of messages
@@ -381,24 +457,38 @@ def _normalize_call(call: Mapping[str, Any], form: type) -> Mapping[str, Any]:
 def _with_content(message: ChatMessage, content: str) -> ChatMessage:
     """An answer with another content, and neither reasoning nor tool calls."""
     kept = {key: value for key, value in message.items() if key not in (*_REASONING, "tool_calls")}
-    is_list = isinstance(message.get("content"), list)
-    return {**kept, "content": [{"type": "text", "text": content}] if is_list else content}
+    return {**kept, "content": _like(message.get("content"), content)}
+
+
+def _like(content: Any, text: str) -> Any:
+    """A content with another text, in the same form."""
+    return [{"type": "text", "text": text}] if isinstance(content, list) else text
 
 
 # Completeness
 
 
-def _lacks_system(messages: Sequence[ChatMessage], text: str, prompt: str) -> bool:
-    """Return whether a system message is in the prompt for an answer, but not in the text with the answer."""
-    contents = (message.get("content") for message in messages if message["role"] == "system")
-    return any(isinstance(one, str) and one in prompt and one not in text for one in contents)
+def _lacks_context(chat: _RenderableChat, before: Sequence[ChatMessage], text: str, prompt: str) -> bool:
+    """Return whether a system message or a tool is in the prompt for an answer, but not in the text before it."""
+    contents = [message.get("content") for message in before if message["role"] == "system"]
+    return any(isinstance(one, str) and one in prompt and one not in text for one in (*contents, *chat.tool_names))
 
 
-def _require_rendered(message: ChatMessage, text: str, name: str) -> None:
-    """Check that a text has the content and the tool calls of a message, and none of it as Python or nested JSON.
+def _require_tools(chat: _RenderableChat) -> None:
+    """Check that the prompt for the first answer has the names of all tools."""
+    first = next((index for index, message in enumerate(chat.messages) if message["role"] == "assistant"), 0)
+    prompt = chat.attempt(chat.messages[:first], prompt=True) or chat.text
+    for number, name in enumerate(chat.tool_names):
+        if name not in prompt:
+            raise _left_out(f"tools[{number}]")
+
+
+def _require_rendered(chat: _RenderableChat, index: int) -> None:
+    """Check that a chat has the content, the tool calls and their results, and none as Python or nested JSON.
 
     Reasoning may be missing: most templates drop it from earlier messages.
     """
+    message, text, name = chat.messages[index], chat.text, f"messages[{index}]"
     content = message.get("content")
     if isinstance(content, list):
         if str(content) in text or json.dumps(content, ensure_ascii=False) in text:
@@ -406,22 +496,30 @@ def _require_rendered(message: ChatMessage, text: str, name: str) -> None:
         texts = [str(item.get("text", "")) for item in content]
     else:
         texts = [line for line in (content or "").split("</think>")[-1].splitlines() if line.strip()]
-        texts = [] if message["role"] in ("tool", "system") or not texts else [max(texts, key=len)]
+        texts = [max(texts, key=len)] if texts else []
     if not all(_has(text, one) for one in texts):
-        raise _left_out(f"{name}.content")
+        # Templates write results of tools as JSON, and a system message into the prompt for the last answer.
+        is_context = message["role"] in ("tool", "system", "developer")
+        other = _like(content, "x" if content != "x" else "y")
+        if not is_context or not chat.depends_on(index, {**message, "content": other}):
+            raise _left_out(f"{name}.content")
+    rest = {key: value for key, value in message.items() if key != "tool_responses"}
+    if message.get("tool_responses") and not chat.depends_on(index, rest):
+        raise _left_out(f"{name}.tool_responses")
     for number, call in enumerate(message.get("tool_calls", ())):
         arguments = call["function"]["arguments"]
         is_written = call["function"]["name"] in text
         if isinstance(arguments, dict):
-            is_written &= not (arguments and str(arguments) in text) and all(key in text for key in arguments)
+            is_written &= not (arguments and str(arguments) in text)
         else:
             is_written &= json.dumps(arguments, ensure_ascii=False) not in text
         if not is_written:
             raise _left_out(f"{name}.tool_calls[{number}]")
 
 
-def _require_complete(message: ChatMessage, answer: str, name: str) -> None:
-    """Check that the trained text contains the reasoning and the content of a message."""
+def _require_complete(chat: _RenderableChat, index: int, answer: str) -> None:
+    """Check that the trained text of an answer contains its reasoning, its content and its tool calls."""
+    message, name = chat.messages[index], f"messages[{index}]"
     reasoning = message.get("reasoning_content")
     if isinstance(reasoning, str) and not _has(answer, reasoning):
         raise _left_out(f"{name}.reasoning_content")
@@ -429,6 +527,30 @@ def _require_complete(message: ChatMessage, answer: str, name: str) -> None:
     texts = [item["text"] for item in content] if isinstance(content, list) else content.split("</think>")
     if not all(_has(answer, text.removeprefix("<think>")) for text in texts):
         raise _left_out(f"{name}.content")
+    calls = message.get("tool_calls") or []
+    through = chat.trainable([*chat.messages[:index], message]) if calls else ""
+    for number, call in enumerate(calls):
+        for part, fewer in _without_parts(call, answer):
+            others = [*calls[:number], *fewer, *calls[number + 1 :]]
+            if chat.trainable([*chat.messages[:index], {**message, "tool_calls": others}]) == through:
+                raise _left_out(f"{name}.tool_calls[{number}]{part}")
+
+
+def _without_parts(call: Mapping[str, Any], answer: str) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Yield the name of each part of a call, and what is left without it.
+
+    The parts are the call, its arguments, and each of these whose name is not in the answer.
+    """
+    yield "", []
+    arguments = call["function"]["arguments"]
+    values = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    without: dict[str, dict[str, Any]] = {".arguments": {}} if values else {}
+    for key in values:
+        if key not in answer:
+            without[f".arguments.{key}"] = {other: value for other, value in values.items() if other != key}
+    for part, fewer in without.items():
+        form = json.dumps(fewer, ensure_ascii=False) if isinstance(arguments, str) else fewer
+        yield part, [{**call, "function": {**call["function"], "arguments": form}}]
 
 
 def _has(text: str, piece: str) -> bool:
