@@ -107,10 +107,8 @@ def messages_of(*names: str) -> str:
 
 
 def test_chunks_one_level_down_without_metadata() -> None:
-    message = messages_of("model/__0_0.distcp")
-    assert "no weights found, but folders of torch.distributed.checkpoint" in message
-    assert "the folders with .distcp files lack their .metadata" in message
-    assert "lack their" not in messages_of("a/model/__0_0.distcp")
+    assert "model: there are .distcp files, but no .metadata" in messages_of("model/__0_0.distcp")
+    assert "no weights found" in messages_of("a/model/__0_0.distcp")
 
 
 def test_files_of_ranks_are_not_called_files_of_models() -> None:
