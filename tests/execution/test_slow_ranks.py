@@ -45,6 +45,9 @@ def test_in_a_collective_ranks_with_work_of_their_own_are_named():
     assert waits_for(0, STEPPING, {1: slow}).endswith("for 10 s, at loss (own.py:3)")
     assert waits_for(0, slow, {1: slow}) == ""  # a long step of all
     assert waits_for(0, READING, {1: READING}) == ""
+    receiving = replace(STEPPING, busy="the next batch")  # from a first rank that reads for all
+    assert waits_for(1, receiving, {0: READING}).startswith("rank 0, which has been busy with the next batch")
+    assert waits_for(0, READING, {1: receiving}) == ""
     assert (
         waits_for(2, STEPPING, {0: replace(STEPPING, waits_for="rank 1, which sleeps")}) == "rank 1, which sleeps"
     )

@@ -142,15 +142,16 @@ def find_wait(
             absent = [first] if first in others else []
         if absent:
             return waited_s, _describe(absent, others)
-    if own.meetings or own.busy or not own.phase or own.phase_s < WARN_S:
+    is_stuck = own.is_in_collective and own.place_s >= WARN_S
+    if own.meetings or not own.phase or own.phase_s < WARN_S or (own.busy and not is_stuck):
         return 0.0, ""
     # The main thread may be in a collective of torch. If others are busy, it is, or soon will be.
-    is_stuck = own.is_in_collective and own.place_s >= WARN_S
     slow = [
         other
         for other, status in others.items()
         if status.phase_s >= WARN_S
-        and (status.busy or (is_stuck and not status.meetings and not status.is_in_collective))
+        and not status.is_in_collective
+        and (status.busy or (is_stuck and not status.meetings))
     ]
     if slow:
         return own.phase_s, _describe(slow, others)

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Final, NoReturn
 
 from shardwise.execution.failure_detection import describe_wait
+from shardwise.observing import main_thread_work
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
@@ -101,9 +102,16 @@ class StopRequest:
                 if not numbers:
                     return
                 self._note(numbers[0])
-            elif time.monotonic() - self._made_s > _PATIENCE_S and (wait := describe_wait()):
-                _log.error("stopped while waiting for %s. Earlier checkpoints are complete", wait)
-                self._end_now(self.number or signal.SIGTERM)
+            elif time.monotonic() - self._made_s > _PATIENCE_S:
+                self._end_wait()
+
+    def _end_wait(self) -> None:
+        """End the process if it has waited for another rank for long. In a save it waits: that is what was asked."""
+        phases, *_ = main_thread_work()
+        wait = describe_wait()
+        if wait and ", " not in phases:
+            _log.error("stopped while waiting for %s. Earlier checkpoints are complete", wait)
+            self._end_now(self.number or signal.SIGTERM)
 
     def leave(self) -> None:
         """Note that the main thread has left the block."""
