@@ -106,7 +106,7 @@ class StopRequest:
                 self._end_wait()
 
     def _end_wait(self) -> None:
-        """End the process if it has waited for another rank for long. In a save it waits: that is what was asked."""
+        """End the process if it has waited for another rank for long. In a save it waits on, as was asked."""
         phases, *_ = main_thread_work()
         wait = describe_wait()
         if wait and ", " not in phases:
