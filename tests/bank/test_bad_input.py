@@ -369,7 +369,7 @@ def killed(seat: Seat, base: str) -> dict[str, Any]:
 @pytest.mark.distributed
 def test_a_rank_that_is_killed_in_a_pass_is_named(base):
     with Doomed(2) as world:
-        outcome = world.run(killed, str(base), limit_s=60)
+        outcome = world.run(killed, str(base))
     found = outcome.ends[0].value
     assert found["told"].startswith("RankLostError: rank 1 (host ")
     assert "is lost: its process has ended" in found["told"]

@@ -214,7 +214,7 @@ def step_with(seat: Seat, base: str, how: str) -> dict[str, Any]:
 @pytest.mark.distributed
 def test_a_rank_that_is_killed_in_a_step_is_named(base):
     with Doomed(2) as world:
-        outcome = world.run(step_with, str(base), "killed", limit_s=60)
+        outcome = world.run(step_with, str(base), "killed")
     told = outcome.ends[0].value["told"]
     assert told.startswith("RankLostError: rank 1 (host ")
     assert "is lost: its process has ended" in told
@@ -224,6 +224,6 @@ def test_a_rank_that_is_killed_in_a_step_is_named(base):
 def test_a_rank_that_fails_in_a_step_has_its_own_error(base):
     """Also where the others, and the store with them, are gone as soon as they have it."""
     with Doomed(2, meet=through_rank_0) as world:
-        outcome = world.run(step_with, str(base), "the store goes", limit_s=60)
+        outcome = world.run(step_with, str(base), "the store goes")
     wanted = ["CheckpointError: rank 1: ValueError: struck"] * 2
     assert [end.value["told"] for _, end in sorted(outcome.ends.items())] == wanted

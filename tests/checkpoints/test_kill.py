@@ -9,17 +9,15 @@ from pathlib import Path
 import pytest
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
-from tests.faults.fault_injection import Doomed, Seat
+from tests.faults.fault_injection import PATIENT, Doomed, Seat
 
 import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints import write
-from shardwise.execution import Timeouts, distributed_chunks, locked_folder, saving_lock
+from shardwise.execution import distributed_chunks, locked_folder, saving_lock
 from shardwise.options import CheckpointerOptions
 
 pytestmark = pytest.mark.distributed
-
-QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=60)
 
 STAGES = {
     "begin": (locked_folder, "new_save_id", 0),
@@ -34,7 +32,7 @@ STAGES = {
 
 def struck(seat: Seat, folder: str, at: str, mode: str) -> list[int]:
     """Train and save; at the third checkpoint a rank is killed in the middle."""
-    options = CheckpointerOptions(timeouts=QUICK)
+    options = CheckpointerOptions(timeouts=PATIENT)
     training = Training()
     checkpointer = Checkpointer(folder, mode=mode, keep=2, options=options)
     for step in (1, 2):
@@ -70,13 +68,12 @@ ALL = [
 def test_a_rank_that_is_killed_loses_nothing_committed(worlds, tmp_path, at, mode):
     """Four ranks, one killed in the middle of a save; two go on; then three."""
     with Doomed(4) as world:
-        outcome = world.run(struck, str(tmp_path), at, mode, limit_s=40)
+        outcome = world.run(struck, str(tmp_path), at, mode)
         rank = STAGES[at][2]
         assert sorted(outcome.ends) == [other for other in range(4) if other != rank]
         ((kind, text),) = set(outcome.errors().values())
         assert kind == "RankLostError"
         assert f"rank {rank} " in text
-        assert outcome.seconds() < 15
     last = 3 if at == "remove" else 2
     alone = Training()
     alone.step(last)
@@ -98,11 +95,11 @@ def test_a_rank_that_is_killed_loses_nothing_committed(worlds, tmp_path, at, mod
 def save_for_ever(seat: Seat, folder: str, mode: str) -> None:
     """Train and save until killed."""
     training = Training()
-    checkpointer = Checkpointer(folder, mode=mode, keep=2, options=CheckpointerOptions(timeouts=QUICK))
+    checkpointer = Checkpointer(folder, mode=mode, keep=2, options=CheckpointerOptions(timeouts=PATIENT))
     if checkpointer.latest() is not None:
         checkpointer.restore(training.state)
-    seat.tell()
     while True:
+        seat.tell()
         training.step()
         checkpointer.save(training.data.at, training.state)
 
@@ -119,8 +116,7 @@ def test_kills_at_random_moments(tmp_path, mode):
         assert number < 200, f"only {newest} steps were committed"
         with Doomed(draw.choice((2, 3))) as world:
             world.start(save_for_ever, str(tmp_path), mode)
-            world.wait_for_blow()
-            time.sleep(draw.uniform(0.0, 0.4 + number / 100))  # a busy machine comes to its saves late
+            world.wait_for_moment(draw)
             for rank in draw.choice([(0,), (1,), (0, 1)]):
                 os.kill(world.outcome.pids[rank], signal.SIGKILL)
             time.sleep(draw.uniform(0.0, 0.1))

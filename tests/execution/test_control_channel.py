@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, RankMismatchError
-from shardwise.execution import Timeouts, control_channel
+from shardwise.execution import Timeouts, control_channel, failure_detection
 from shardwise.execution.control_channel import ControlChannel
 from shardwise.execution.failure_detection import get_detector, heartbeat_keys
 from shardwise.execution.outcomes import decode, encode
@@ -35,14 +35,56 @@ def meet(line: ControlChannel, message: bytes) -> list[bytes]:
     return result
 
 
+PATIENT = Timeouts(heartbeat_interval_s=0.05, heartbeat_timeout_s=3600, join_timeout_s=3600)
+"""Nobody waits as long."""
+
 QUICK = Timeouts(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.6, join_timeout_s=1.5)
+"""By a clock that a test sets."""
+
+
+class SetClock:
+    """The clock of detectors and channels, which stands still until it is put forward."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(max(seconds, 0.005))
+
+    def put_forward(self, seconds: float, *lines: ControlChannel) -> None:
+        """Return when these lines have looked for others, before and afterwards."""
+        wait_for_looks(*lines)
+        self.now_s += seconds
+        wait_for_looks(*lines)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = SetClock()
+    monkeypatch.setattr(failure_detection, "time", found)
+    monkeypatch.setattr(control_channel, "time", found)
+    return found
+
+
+def wait_for_looks(*lines: ControlChannel) -> None:
+    """Until the detectors of these lines, which come to a call, have begun to look at others, and have done so."""
+    for line in lines:
+        while line not in line._detector.watchers:
+            time.sleep(0.005)
+        keys, key = heartbeat_keys(line._store), f"beat/{line.rank}"
+        last = int(keys.get([key])[0]) + 2  # the look after the first one may have begun before
+        while int(keys.get([key])[0]) < last:
+            time.sleep(0.005)
 
 
 class Ranks:
     """Lines of ranks in this process."""
 
     def __init__(
-        self, size: int, timeouts: Timeouts = QUICK, store: Any = None, without: int | None = None
+        self, size: int, timeouts: Timeouts = PATIENT, store: Any = None, without: int | None = None
     ) -> None:
         self.store = store or dist.HashStore()
         here = [rank for rank in range(size) if rank != without]
@@ -94,14 +136,14 @@ def test_a_failure_cuts_the_work_before_the_next_meeting_only():
         meet(line, b"")
         if line.rank == 1:
             line.interrupt()
-            cut_seen.wait(5)
+            cut_seen.wait()
         else:
             while not line.is_interrupted:
                 time.sleep(0.01)
             cut_seen.set()
         before = line.is_interrupted
         meet(line, b"")
-        time.sleep(4 * QUICK.heartbeat_interval_s)
+        wait_for_looks(line)
         return before, line.is_interrupted
 
     with Ranks(2) as ranks:
@@ -120,7 +162,7 @@ def test_ranks_in_different_calls_are_reported_and_meet_in_the_next(rounds, late
     def call(rank: int, turn: int) -> Any:
         if rank == late:
             time.sleep(0.02)
-        line = ControlChannel(store, "test", rank, range(3), QUICK, rounds[turn][rank])
+        line = ControlChannel(store, "test", rank, range(3), PATIENT, rounds[turn][rank])
         try:
             return meet(line, bytes([turn]))
         except Exception as error:
@@ -161,69 +203,59 @@ def sign(store: Any, rank: int, place: ProcessId, beat: str = "7") -> None:
 
 @pytest.mark.parametrize("gone", [0, 2])
 def test_a_rank_whose_process_ended_between_calls_is_named_at_once(gone):
-    timeouts = Timeouts(heartbeat_interval_s=0.05, heartbeat_timeout_s=20, join_timeout_s=30)
     store, place = dist.HashStore(), ended()
     sign(store, gone, place)
-    with Ranks(3, timeouts, store=store, without=gone) as ranks:
-        start = time.monotonic()
+    with Ranks(3, store=store, without=gone) as ranks:
         one, other = ranks.each(lambda line: meet(line, b""))
-        assert time.monotonic() - start < 5
     assert str(one) == str(other)
     assert f"rank {gone} ({place}) is lost: its process has ended" in str(one)
 
 
-def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops():
+def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops(clock):
     """Not before: for as long as it beats it may be busy."""
     away = replace(ProcessId.here(), host="afar", pid_namespace="another kernel's")
-    timeouts = replace(QUICK, join_timeout_s=60)
     store = dist.HashStore()
     sign(store, 1, away)
-    with Ranks(2, timeouts, store=store, without=1) as ranks:
-        stop = threading.Event()
-
-        def beat() -> None:
-            beats = 0
-            while not stop.wait(0.05):
-                beats += 1
-                sign(store, 1, away, str(beats))
-
-        beating = threading.Thread(target=beat)
-        beating.start()
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(ranks.each, lambda line: meet(line, b""))
-            time.sleep(3 * QUICK.heartbeat_timeout_s)
-            assert not waiting.done()
-            stop.set()
-            beating.join()
-            start = time.monotonic()
-            (error,) = waiting.result(timeout=20)
-    assert time.monotonic() - start < 4 * QUICK.heartbeat_timeout_s
+    with Ranks(2, replace(QUICK, join_timeout_s=60), store, without=1) as ranks, ThreadPoolExecutor(1) as pool:
+        (line,) = ranks.lines
+        waiting = pool.submit(ranks.each, lambda line: meet(line, b""))
+        for beats in range(6):
+            sign(store, 1, away, str(beats))
+            clock.put_forward(0.9 * QUICK.heartbeat_timeout_s, line)
+            assert line.loss() is None
+        clock.put_forward(0.2 * QUICK.heartbeat_timeout_s, line)
+        (error,) = waiting.result()
     assert f"rank 1 (host afar, process {away.pid}) is lost: no sign of life" in str(error)
 
 
-def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses():
+def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses(clock):
     """A library may not let other threads run."""
     store = dist.HashStore()
     sign(store, 1, ProcessId.here())
-    with Ranks(2, store=store, without=1) as ranks:
-        (error,) = ranks.each(lambda line: meet(line, b""))
+    with Ranks(2, QUICK, store, without=1) as ranks, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks.each, lambda line: meet(line, b""))
+        for _ in range(2):
+            clock.put_forward(1.1 * QUICK.heartbeat_timeout_s, *ranks.lines)
+            assert ranks.lines[0].loss() is None
+        clock.put_forward(QUICK.heartbeat_timeout_s, *ranks.lines)
+        (error,) = waiting.result()
     assert "rank 1 has not reached " in str(error)
 
 
 def test_a_heartbeat_continues_until_its_store_or_its_process_ends(tmp_path):
     program = """if True:
         import sys, torch.distributed as dist
-        from shardwise.execution.control_channel import get_detector
+        from shardwise.execution import failure_detection
+        failure_detection._JOIN_S = None
         store = dist.FileStore(sys.argv[1], 9)
-        get_detector(store, 5)
+        failure_detection.get_detector(store, 5)
     """
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "store")], check=True)
     store = dist.FileStore(str(tmp_path / "store"), 9)
     assert heartbeat_keys(store).get(["beat/5"]) == [b"ended"]
     thread = get_detector(store, 3)._thread
     del store
-    thread.join(5)
-    assert not thread.is_alive()
+    thread.join()
 
 
 def test_invalid_timeouts_are_refused():
@@ -236,48 +268,48 @@ class CutStore:
 
     def __init__(self, store: Any) -> None:
         self.store = store
-        self.link = threading.Event()
+        self.link, self.is_missed = threading.Event(), threading.Event()
         self.link.set()
 
     def clone(self) -> CutStore:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        self.link.wait()
+        if not self.link.is_set():
+            self.is_missed.set()
+            self.link.wait()
         return getattr(self.store, name)
 
 
-def test_a_rank_at_work_finds_out_without_the_store_that_it_is_cut_off(monkeypatch):
+def test_a_rank_at_work_finds_out_without_the_store_that_it_is_cut_off(monkeypatch, clock):
     monkeypatch.setattr(ProcessId, "is_running", lambda _: False)
     store = CutStore(dist.HashStore())
     stores = (store.store, store)
     lines = [ControlChannel(own, "test", rank, range(2), QUICK, "a call") for rank, own in enumerate(stores)]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda line: meet(line, b""), lines))
-    time.sleep(2 * QUICK.heartbeat_timeout_s)
+    for _ in range(4):
+        clock.put_forward(0.9 * QUICK.heartbeat_timeout_s, *lines)
     assert [line.loss() for line in lines] == [None, None]
-    start = time.monotonic()
     store.link.clear()
-    times = {}
-    while len(times) < 2 and time.monotonic() - start < 10 * QUICK.heartbeat_timeout_s:
-        for line in lines:
-            if (lost := line.loss()) and line.rank not in times:
-                times[line.rank] = (time.monotonic() - start, str(lost))
-        time.sleep(0.01)
+    store.is_missed.wait()
+    clock.put_forward(0.9 * QUICK.heartbeat_timeout_s, lines[0])
+    assert [line.loss() for line in lines] == [None, None]
+    clock.put_forward(0.2 * QUICK.heartbeat_timeout_s, lines[0])
+    assert "rank 1 (host" in str(lines[0].loss())
+    assert lines[1].loss() is None
+    clock.put_forward(0.2 * QUICK.heartbeat_timeout_s, lines[0])
+    assert "the store through which the ranks meet has not answered" in str(lines[1].loss())
     store.link.set()
     for line in lines:
         line.close()
-    assert len(times) == 2
-    for rank in range(2):
-        least_s = QUICK.heartbeat_timeout_s - QUICK.heartbeat_interval_s
-        assert least_s < times[rank][0] < 3 * QUICK.heartbeat_timeout_s
-    assert "rank 1 (host" in times[0][1]
-    assert "the store through which the ranks meet has not answered" in times[1][1]
 
 
-def test_a_rank_that_has_made_no_call_is_logged_by_waiting_ranks(monkeypatch, caplog):
-    monkeypatch.setattr(control_channel, "WARN_S", 0.2)
-    with Ranks(3, without=2) as ranks:
-        ranks.each(lambda line: meet(line, b""))
+def test_a_rank_that_has_made_no_call_is_logged_by_waiting_ranks(clock, caplog):
+    with Ranks(3, without=2) as ranks, ThreadPoolExecutor(1) as pool:
+        pool.submit(ranks.each, lambda line: meet(line, b""))
+        clock.put_forward(control_channel.WARN_S + 1, *ranks.lines)
+        for line in ranks.lines:
+            line.close()
     (told,) = [record.getMessage() for record in caplog.records]
     assert told == "waiting for rank 2 of 3 at one store"

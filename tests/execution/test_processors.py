@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 
 import pytest
 import torch
@@ -44,15 +43,16 @@ def test_no_more_than_the_quota_compute_and_tokenize(monkeypatch):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_load_computes_on_no_more_threads(count, tmp_path, monkeypatch):
     reference.save_tiny(tmp_path, dtype=torch.bfloat16, hidden_size=128, intermediate_size=192, head_dim=64)
-    real, seen = four_bit.quantize_rows, set()
+    real, seen, meeting = four_bit.quantize_rows, set(), threading.Barrier(count)
 
-    def slowly(*arguments):
-        seen.add(threading.current_thread())
-        time.sleep(0.01)
+    def quantize_rows(*arguments):
+        if threading.current_thread() not in seen:
+            seen.add(threading.current_thread())
+            meeting.wait()
         return real(*arguments)
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
-    monkeypatch.setattr(four_bit, "quantize_rows", slowly)
+    monkeypatch.setattr(four_bit, "quantize_rows", quantize_rows)
     options = shardwise.options.LoadOptions(progress=False)
     quantization = shardwise.options.Nf4()
     shardwise.from_pretrained(str(tmp_path), quantization=quantization, dtype=torch.bfloat16, options=options)

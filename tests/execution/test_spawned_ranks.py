@@ -1,13 +1,13 @@
 """Ranks that the command line starts: outcomes, accelerators, and their end with the process that started them."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +25,6 @@ from shardwise.execution.processes import (
     select_accelerator,
     this_device,
 )
-
-T = TypeVar("T")
 
 
 @pytest.fixture
@@ -62,18 +60,20 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path):
         f"run_spawned(2, goes_on, {str(tmp_path)!r})\n"
     )
     with subprocess.Popen([sys.executable, "-c", program]) as starter:
-        ranks = within(60, lambda: len(found := os.listdir(tmp_path)) == 2 and [int(name) for name in found])
-        starter.kill()
-    within(20, lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
-
-
-def within(seconds: float, found: Callable[[], T]) -> T:
-    """What is found, once there is something."""
-    end = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return value
+        try:
+            while len(os.listdir(tmp_path)) < 2:
+                assert starter.poll() is None
+                time.sleep(0.05)
+        finally:
+            starter.kill()
+    ranks = [int(name) for name in os.listdir(tmp_path)]
+    try:
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+            time.sleep(0.05)
+    except BaseException:  # the test's limit
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+        raise
 
 
 @pytest.fixture

@@ -28,12 +28,14 @@ def test_the_first_error_ends_the_work_and_is_raised():
     def carry_out(task: int, tool: None) -> None:
         if task == 5:
             raise OSError("gone")
-        time.sleep(0.002)
+        while task > 5 and not pool._stop:  # of the other worker
+            time.sleep(0.001)
         done.append(task)
 
+    pool = WorkerPool(carry_out, [None, None], nothing)
     with pytest.raises(OSError, match="gone"):
-        WorkerPool(carry_out, [None, None], nothing).run(list(range(1000)))
-    assert len(done) < 100
+        pool.run(list(range(1000)))
+    assert set(done) <= {0, 1, 2, 3, 4, 6}
 
 
 def test_a_reason_to_leave_is_noticed_although_a_worker_hangs():
@@ -42,17 +44,15 @@ def test_a_reason_to_leave_is_noticed_although_a_worker_hangs():
     def check() -> None:
         raise RuntimeError("another rank failed")
 
-    start = time.monotonic()
     with pytest.raises(RuntimeError, match="another rank"):
-        WorkerPool(lambda task, tool: release.wait(20), [None], check).run([1])
-    assert time.monotonic() - start < 5
+        WorkerPool(lambda task, tool: release.wait(), [None], check).run([1])
     release.set()
 
 
 def test_a_function_runs_during_a_block_which_ends_with_its_error():
     entered = threading.Event()
     with in_background(entered.set):
-        assert entered.wait(20)
+        entered.wait()
 
     def fail() -> None:
         raise OSError("gone")

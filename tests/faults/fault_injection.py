@@ -2,6 +2,10 @@
 
 What befalls a rank ends its world, so that every test needs one of its own. They are forked from a process that has
 everything imported, which takes milliseconds, and meet through a file.
+
+[Note: A silence] A rank that is stopped is lost after a silence. Here that takes an hour, longer than any test, by
+clocks of the ranks that go forward when a test says so, each after its rank has seen the others' heartbeats. So no
+rank is lost because it is slow, or the one that waits for it.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import contextlib
 import fcntl
 import gc
 import os
+import random
 import signal
 import tempfile
 import time
@@ -17,40 +22,43 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.closing import Closing
 from tests.support.fork_server import start_server
+from tests.support.local_ranks import LIMIT_S
+
+from shardwise.execution import Timeouts, failure_detection
 
 _IN_MEMORY = Path("/dev/shm")
+
+PATIENT = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3600, join_timeout_s=3600)
+"""Nobody waits as long: who ends has been told, or has noticed. See [Note: A silence]."""
+
+_SILENCE_S = 4000.0
+"""By which a clock goes forward: longer than a rank may be silent, and shorter than the store may be."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a rank's call ended: the error's type and text ("" for none) or a value, and when."""
+    """How a rank's call ended: the error's type and text ("" for none) or a value."""
 
     error: str
     text: str
     value: Any
-    at_s: float
 
 
 @dataclass
 class Outcome:
-    """What became of a world. ``struck_at_s`` is None when nothing befell it."""
+    """What became of a world, and whether something befell it."""
 
     ends: dict[int, End] = field(default_factory=dict)
     pids: list[int] = field(default_factory=list)
-    struck_at_s: float | None = None
-    started_at_s: float = 0.0
+    is_struck: bool = False
 
-    def errors(self, *, without: int | None = None) -> dict[int, tuple[str, str]]:
-        return {rank: (end.error, end.text) for rank, end in self.ends.items() if rank != without}
-
-    def seconds(self, *, without: int | None = None) -> float:
-        """From the blow to the last rank's end."""
-        assert self.struck_at_s is not None, f"nothing befell this world: {self.errors()}"
-        return max(end.at_s for rank, end in self.ends.items() if rank != without) - self.struck_at_s
+    def errors(self) -> dict[int, tuple[str, str]]:
+        return {rank: (end.error, end.text) for rank, end in self.ends.items()}
 
 
 @dataclass(slots=True)
@@ -63,15 +71,28 @@ class Seat:
     rank: int
     size: int
     pipe: Connection
+    folder: Path
     leaves: bool = False
 
     def tell(self) -> None:
-        self.pipe.send(("struck", time.monotonic()))
+        self.pipe.send(("struck", None))
 
     def wait_to_be_stopped(self) -> None:
         """Tell, and go on only after having been stopped and continued."""
-        self.pipe.send(("stop me", time.monotonic()))
+        self.pipe.send(("stop me", None))
         self.pipe.recv()
+
+    def wait_for_others(self, what: str) -> None:
+        """Until each of them has "looked" at the others, has felt a "silence", or has "ended" its call."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        while not all(Path(self.folder, f"{what}-{rank}").exists() for rank in others):
+            time.sleep(0.005)
+
+    def be_silent(self) -> None:
+        """Return after a silence, in the calls that the others are in."""
+        self.wait_for_others("looked")
+        Path(self.folder, "silence").touch()
+        self.wait_for_others("silence")
 
 
 Meet = Callable[[Path, int, int], Any]
@@ -114,7 +135,6 @@ class Doomed(Closing):
         self._stopped: list[int] = []
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        self.outcome.started_at_s = time.monotonic()
         for rank in range(self.size):
             ours, theirs = start_server().Pipe()
             process = start_server().Process(
@@ -126,9 +146,9 @@ class Doomed(Closing):
             self._processes.append(process)
         self.outcome.pids = [process.pid for process in self._processes]
 
-    def finish(self, *, limit_s: float) -> Outcome:
-        """Wait until every rank has ended or is stopped; those that have not in time are missing in ``ends``."""
-        deadline = time.monotonic() + limit_s
+    def finish(self) -> Outcome:
+        """Wait until every rank has ended or is stopped; those that hang are missing in ``ends``."""
+        deadline = time.monotonic() + LIMIT_S
         gone: set[int] = set()
         while pending := {
             self._pipes[rank]: rank
@@ -150,18 +170,25 @@ class Doomed(Closing):
                 elif kind == "stop me":
                     self.stop(rank)
                 else:
-                    self.outcome.struck_at_s = value
+                    self.outcome.is_struck = True
         return self.outcome
 
     def wait_for_blow(self) -> None:
-        """Until every rank has told that it is about to be struck."""
+        """Until every rank has told, once more, that it is about to be struck."""
         for pipe in self._pipes:
-            kind, self.outcome.struck_at_s = pipe.recv()
+            kind, _ = pipe.recv()
             assert kind == "struck"
 
-    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 40.0) -> Outcome:
+    def wait_for_moment(self, draw: random.Random) -> None:
+        """Until some moment in the work of ranks that tell before each part of it, however long that takes."""
+        for _ in range(draw.randint(1, 5)):
+            start = time.monotonic()
+            self.wait_for_blow()
+        time.sleep(draw.uniform(0.0, time.monotonic() - start))
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Outcome:
         self.start(function, *args)
-        return self.finish(limit_s=limit_s)
+        return self.finish()
 
     def stop(self, rank: int) -> None:
         """SIGSTOP, at a moment when the rank does not hold the lock of the file through which all meet."""
@@ -173,7 +200,9 @@ class Doomed(Closing):
             while _states_of_threads(self.outcome.pids[rank]) != {"T"}:
                 time.sleep(0.001)
         self._stopped.append(rank)
-        self.outcome.struck_at_s = time.monotonic()
+        self.outcome.is_struck = True
+        holds_store = self._meet is through_rank_0 and rank == 0
+        (self.folder / ("silence of the store" if holds_store else "silence")).touch()
 
     def go_on(self, rank: int) -> None:
         """SIGCONT."""
@@ -198,6 +227,30 @@ def _states_of_threads(pid: int) -> set[str]:
     return {stat.read_text().rpartition(")")[2].split()[0] for stat in stats}
 
 
+def _go_forward(seat: Seat) -> None:
+    """Give the detector of this process a clock that goes forward after a silence. See [Note: A silence]."""
+    update = failure_detection.Detector.update
+    forward_s = 0.0
+
+    def monotonic() -> float:
+        nonlocal forward_s
+        if (seat.folder / "silence of the store").exists():  # which nobody can look into
+            forward_s += _SILENCE_S
+        return time.monotonic() + forward_s
+
+    def update_and_go_forward(self: Any, *args: Any) -> None:
+        nonlocal forward_s
+        is_silent = (seat.folder / "silence").exists()
+        update(self, *args)
+        Path(seat.folder, f"looked-{seat.rank}").touch()
+        if is_silent and not forward_s and any(watcher.timeouts == PATIENT for watcher in self.watchers):
+            forward_s = _SILENCE_S
+            Path(seat.folder, f"silence-{seat.rank}").touch()
+
+    failure_detection.time = SimpleNamespace(**{**vars(time), "monotonic": monotonic})  # type: ignore[assignment]
+    failure_detection.Detector.update = update_and_go_forward  # type: ignore[method-assign]
+
+
 def _live(
     rank: int, size: int, folder: Path, meet: Meet, pipe: Connection, function: Callable[..., Any], args: Any
 ) -> None:
@@ -208,14 +261,16 @@ def _live(
     quieten()
     gc.freeze()
     dist.init_process_group("gloo", store=meet(folder, rank, size), rank=rank, world_size=size)
-    seat = Seat(rank, size, pipe)
+    seat = Seat(rank, size, pipe, folder)
+    _go_forward(seat)
     error = text = ""
     value = None
     try:
         value = function(seat, *args)
     except BaseException as caught:
         error, text = type(caught).__name__, str(caught)
-    pipe.send(("end", End(error, text, value, time.monotonic())))
+    pipe.send(("end", End(error, text, value)))
+    Path(folder, f"ended-{rank}").touch()
     if seat.leaves:
         os._exit(1)
     with contextlib.suppress(EOFError):

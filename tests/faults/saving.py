@@ -62,12 +62,12 @@ def save_apart(seat: Seat, folder: str, timeouts: Timeouts) -> None:
 def save_one_after_another(
     seat: Seat, folder: str, seeds: tuple[int, ...], sizes: tuple[str, ...], timeouts: Timeouts
 ) -> None:
-    """Save for ever, after having told that it begins: to be killed at any moment."""
+    """Save for ever, and tell before each save: to be killed at any moment."""
     options = shardwise.options.SaveOptions(timeouts=timeouts, progress=False)
     models = [sharded(seed) for seed in seeds]
-    seat.tell()
     while True:
         for model, size in itertools.product(models, sizes):
+            seat.tell()
             shardwise.save(model, folder, max_shard_size=size, options=options)
 
 

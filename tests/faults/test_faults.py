@@ -1,12 +1,15 @@
-"""Whatever befalls one rank, at whatever stage: the others end soon, with one error that says what happened."""
+"""Whatever befalls one rank, at whatever stage: the others end, with one error that says what happened.
+
+They end soon, which takes no measurement: nothing that they could wait for comes before the test counts as hung.
+"""
 
 import itertools
 import socket
 
 import pytest
 from tests.faults import on_ranks
-from tests.faults.fault_injection import Doomed, through_rank_0
-from tests.faults.on_ranks import BOUND_S, CALM, QUICK, Blow, assert_all_end_alike, falling
+from tests.faults.fault_injection import PATIENT, Doomed, through_rank_0
+from tests.faults.on_ranks import Blow, assert_all_end_alike, falling
 
 from shardwise.execution import Timeouts
 
@@ -58,12 +61,11 @@ def checkpoint_of(blow, qwen3, plain):
 def fall(blow, qwen3, plain):
     way, size, _ = WAYS[blow.stage]
     with Doomed(size) as world:
-        timeouts = CALM if blow.kind == "raise" else QUICK
-        outcome = world.run(on_ranks.load, checkpoint_of(blow, qwen3, plain), way, timeouts, blow)
+        outcome = world.run(on_ranks.load, checkpoint_of(blow, qwen3, plain), way, PATIENT, blow)
         assert_all_end_alike(blow, outcome, size, found_by_one={"headers"})
         if blow.kind == "stop":
             world.go_on(blow.rank)
-            end = world.finish(limit_s=10).ends[blow.rank]
+            end = world.finish().ends[blow.rank]
             assert (end.error, end.text) == next(iter(outcome.errors().values()))
 
 
@@ -86,24 +88,22 @@ def assert_nothing_befell(outcome, size):
 def test_a_storage_that_stalls_ends_no_rank(qwen3):
     """The rank's beats go on while it waits, however long."""
     with Doomed(3) as world:
-        outcome = world.run(on_ranks.load_stalled, qwen3, QUICK, 1, 2 * QUICK.heartbeat_timeout_s)
+        outcome = world.run(on_ranks.load_stalled, qwen3, 1)
     assert_nothing_befell(outcome, 3)
-    assert max(end.at_s for end in outcome.ends.values()) - outcome.started_at_s > 2 * QUICK.heartbeat_timeout_s
 
 
 @pytest.mark.parametrize("busy", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_that_comes_late_is_waited_for(busy, plain):
     """It may be busy with something else for longer than a silence."""
     with Doomed(3) as world:
-        outcome = world.run(on_ranks.load_busy, plain, QUICK, busy, 1.5 * QUICK.heartbeat_timeout_s)
+        outcome = world.run(on_ranks.load_busy, plain, busy)
     assert_nothing_befell(outcome, 3)
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_was_configured(plain):
-    timeouts = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=3.0)
     with Doomed(3) as world:
-        outcome = world.run(on_ranks.load_busy, plain, timeouts, 2, 6.0)
+        outcome = world.run(on_ranks.load_too_late, plain, 2)
     late = outcome.ends.pop(2)
     assert late.error == "RankLostError"
     assert len(set(outcome.errors().values())) == 1
@@ -117,20 +117,19 @@ def test_the_store_may_die_with_rank_0(kind, told, qwen3):
     """Without a launcher that holds it, the store is in the process of rank 0."""
     blow = Blow(kind, "plan", 0)
     with Doomed(3, meet=through_rank_0) as world:
-        outcome = world.run(on_ranks.load, qwen3, "flat", QUICK, blow)
+        outcome = world.run(on_ranks.load, qwen3, "flat", PATIENT, blow)
     assert sorted(outcome.ends) == [1, 2]
     ((error, text),) = set(outcome.errors().values())
     assert error == "RankLostError"
     assert f"the store through which the ranks meet {told}" in text
     assert "rank 0" in text
-    assert outcome.seconds() < BOUND_S
 
 
 def test_the_holder_of_the_store_stays_until_the_others_know(qwen3):
     """Rank 0 is the first to know that rank 1 is lost, and its process may end with its call."""
     blow = Blow("kill", "plan", 1)
     with Doomed(3, meet=through_rank_0) as world:
-        outcome = world.run(on_ranks.load_and_end, qwen3, QUICK, blow)
+        outcome = world.run(on_ranks.load_and_end, qwen3, PATIENT, blow)
     assert_all_end_alike(blow, outcome, 3)
 
 
@@ -138,20 +137,19 @@ def test_the_holder_of_the_store_stays_until_the_others_know(qwen3):
 def test_a_program_ends_though_a_collective_was_left(kind, plain):
     blow = Blow(kind, "send", 1)
     with Doomed(3) as world:
-        outcome = world.run(on_ranks.load_and_leave, plain, "whole", QUICK, blow)
+        outcome = world.run(on_ranks.load_and_leave, plain, "whole", PATIENT, blow)
     assert_all_end_alike(blow, outcome, 3)
 
 
 def test_an_interrupted_rank_announces_it(qwen3):
     """Ctrl-C on one machine: nobody has to wait for a silence."""
     with Doomed(3) as world:
-        outcome = world.run(on_ranks.load, qwen3, "flat", CALM, Blow("interrupt", "plan", 1))
+        outcome = world.run(on_ranks.load, qwen3, "flat", PATIENT, Blow("interrupt", "plan", 1))
     assert outcome.ends.pop(1).error == "KeyboardInterrupt"
     ((error, text),) = set(outcome.errors().values())
     assert error == "RankLostError"
     assert f"rank 1 (host {socket.gethostname()}, process {outcome.pids[1]}) has left the call" in text
     assert "KeyboardInterrupt" in text
-    assert outcome.seconds() < BOUND_S
 
 
 @pytest.mark.slow
@@ -159,5 +157,5 @@ def test_an_interrupted_rank_announces_it(qwen3):
 def test_with_the_patience_that_is_usual(kind, qwen3, plain):
     blow = Blow(kind, "read", 1, after=5)
     with Doomed(3) as world:
-        outcome = world.run(on_ranks.load, qwen3, "flat", Timeouts(), blow, limit_s=60)
-        assert_all_end_alike(blow, outcome, 3, bound_s=30)
+        outcome = world.run(on_ranks.load, qwen3, "flat", Timeouts(), blow)
+        assert_all_end_alike(blow, outcome, 3)

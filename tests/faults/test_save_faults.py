@@ -8,8 +8,8 @@ import time
 
 import pytest
 from tests.faults import saving
-from tests.faults.fault_injection import Doomed, through_rank_0
-from tests.faults.on_ranks import CALM, QUICK, Blow, assert_all_end_alike, falling
+from tests.faults.fault_injection import PATIENT, Doomed, through_rank_0
+from tests.faults.on_ranks import Blow, assert_all_end_alike, falling
 from tests.faults.saving import ONE_FILE, SEVERAL_FILES, is_model, litter
 
 import shardwise
@@ -72,8 +72,7 @@ def fall(blow, folder):
         old_size, new_size = new_size, old_size
     shardwise.save(saving.Blocks(OLD), folder, max_shard_size=old_size)
     with Doomed(RANKS) as world:
-        timeouts = CALM if blow.kind == "raise" else QUICK
-        outcome = world.run(saving.save, str(folder), NEW, new_size, timeouts, blow)
+        outcome = world.run(saving.save, str(folder), NEW, new_size, PATIENT, blow)
         assert_all_end_alike(blow, outcome, RANKS, found_by_one=ON_RANK_0)
         assert is_model(folder, NEW if blow.stage in COMMITTED else OLD)
         if blow.kind == "stop":
@@ -92,7 +91,7 @@ def go_on(blow, world, folder):
         with pytest.raises(shardwise.StorageError, match=f"process {world.outcome.pids[0]} on"):
             shardwise.save(saving.Blocks(NEXT), folder)
     world.go_on(blow.rank)
-    end = world.finish(limit_s=10).ends[blow.rank]
+    end = world.finish().ends[blow.rank]
     assert (end.error, end.text) == next(iter(errors.values()))
     assert is_model(folder, NEW if blow.stage in ENDS_COMMITTED else OLD)
 
@@ -120,7 +119,7 @@ def test_a_save_that_is_interrupted_leaves_no_mark(rank, tmp_path):
     folder = tmp_path / "saved"
     shardwise.save(saving.Blocks(OLD), folder)
     with Doomed(RANKS) as world:
-        outcome = world.run(saving.save, str(folder), NEW, SEVERAL_FILES, CALM, Blow("interrupt", "write", rank))
+        outcome = world.run(saving.save, str(folder), NEW, SEVERAL_FILES, PATIENT, Blow("interrupt", "write", rank))
         assert outcome.ends.pop(rank).error == "KeyboardInterrupt"
         ((error, text),) = set(outcome.errors().values())
         assert error == "RankLostError"
@@ -134,7 +133,7 @@ def test_the_store_may_die_with_rank_0(tmp_path):
     shardwise.save(saving.Blocks(OLD), tmp_path)
     blow = Blow("kill", "write", 0, after=2)
     with Doomed(RANKS, meet=through_rank_0) as world:
-        outcome = world.run(saving.save, str(tmp_path), NEW, SEVERAL_FILES, QUICK, blow)
+        outcome = world.run(saving.save, str(tmp_path), NEW, SEVERAL_FILES, PATIENT, blow)
         assert sorted(outcome.ends) == [1, 2]
         ((error, text),) = set(outcome.errors().values())
         assert (error, "the store through which the ranks meet is gone" in text) == ("RankLostError", True)
@@ -146,7 +145,7 @@ def test_the_store_may_die_with_rank_0(tmp_path):
 def test_ranks_that_do_not_see_one_folder_are_reported(tmp_path):
     """A folder on a disk that every machine has for itself."""
     with Doomed(2) as world:
-        outcome = world.run(saving.save_apart, str(tmp_path), CALM)
+        outcome = world.run(saving.save_apart, str(tmp_path), PATIENT)
     ((error, text),) = set(outcome.errors().values())
     assert error == "StorageError"
     assert f"rank 1: {tmp_path}/1: shardwise.saving" in text
@@ -167,9 +166,8 @@ def test_kills_at_random_moments(tmp_path):
     for number in range(KILLS):
         sizes = [ONE_FILE, SEVERAL_FILES]
         with Doomed(2) as world:
-            world.start(saving.save_one_after_another, str(tmp_path), (NEW, OLD), tuple(sizes), CALM)
-            world.wait_for_blow()
-            time.sleep(draw.uniform(0.0, 0.4))
+            world.start(saving.save_one_after_another, str(tmp_path), (NEW, OLD), tuple(sizes), PATIENT)
+            world.wait_for_moment(draw)
             for rank in draw.choice([(0,), (1,), (0, 1), (0, 1)]):
                 os.kill(world.outcome.pids[rank], signal.SIGKILL)
             time.sleep(draw.uniform(0.0, 0.1))
