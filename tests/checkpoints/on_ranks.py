@@ -92,7 +92,7 @@ def train_while_it_is_written(folder: str, steps: int) -> tuple[dict[str, Any], 
     original = write.write_and_commit
 
     def late(*args: Any) -> Any:
-        assert may_write.wait(30)
+        may_write.wait()
         return original(*args)
 
     with mock.patch.object(write, "write_and_commit", late), Checkpointer(folder, mode="async") as checkpointer:
@@ -458,6 +458,7 @@ def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
     with (
         mock.patch("shardwise.execution.saving_lock.RENEWAL_S", 0.1),
         mock.patch("shardwise.execution.saving_lock._POLL_S", 0.01),
+        mock.patch("shardwise.execution.saving_lock._MAX_MISSED", 10**6 if is_renewed else 3),
     ):
         Path(folder).mkdir(exist_ok=True)
         with open_writer(folder) as writer:
@@ -468,6 +469,7 @@ def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
                 held = LockedFolder(writer, "theirs")
             if not is_renewed:
                 held._ended.set()
+                held._thread.join()
             error = attempt(lambda: Checkpointer(folder).save(1, Training().state))
             held.release()
     return error

@@ -210,6 +210,7 @@ class TestMark:
         assert MARK not in content(saved)
 
     def test_that_is_filled_just_now(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(saving_lock, "_WRITTEN_S", 3600)
         (tmp_path / MARK).write_text("")
         looks = []
 

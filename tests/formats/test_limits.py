@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.formats.building import refusal_of
 from tests.formats.test_distributed import Written
 from tests.formats.torch_building import Called, storage, torch_file
+from tests.support.local_ranks import LIMIT_S
 from tests.support.memory_storage import MemoryReader
 
 from shardwise.formats.contract import each
@@ -88,7 +89,7 @@ def test_where_a_read_is_a_wait_many_are_at_once() -> None:
     meeting = threading.Barrier(3)  # broken where fewer than three are there together
 
     def meet(item: int) -> int:
-        meeting.wait(20)
+        meeting.wait(LIMIT_S)
         return item * item
 
     assert each(memory(is_remote=True), meet, range(6)) == [0, 1, 4, 9, 16, 25]

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from tests.storage.conftest import raising
 from tests.support.files import open_descriptors
+from tests.support.local_ranks import LIMIT_S
 
 from shardwise.errors import StorageError
 from shardwise.storage import reading
@@ -163,7 +164,7 @@ def test_a_descriptor_in_use_survives_eviction_and_close(tmp_path: Path, monkeyp
     def slow(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         if threading.current_thread() is not threading.main_thread():
             started.set()
-            assert go_on.wait(10)
+            assert go_on.wait(LIMIT_S)
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", slow)
@@ -171,12 +172,12 @@ def test_a_descriptor_in_use_survives_eviction_and_close(tmp_path: Path, monkeyp
     reader = LocalReader(tmp_path, max_open_files=1)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(reader.read, names[0], 0, 100)
-        assert started.wait(10)
+        started.wait()
         for name in names[1:]:
             reader.read(name, 0, 100)  # evicts what is idle
         reader.close()
         go_on.set()
-        assert reading.result(10) == bytes(100)
+        assert reading.result() == bytes(100)
     assert open_descriptors() == before
 
 

@@ -25,23 +25,20 @@ def test_a_name_is_all_there_is_without_proc(monkeypatch, tmp_path) -> None:  # 
 
 
 def test_a_process_is_known_by_its_birth_until_it_ends() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     try:
         started = machine.process_start_time(process.pid)
         assert started == machine.process_start_time(process.pid) != ""
         assert started != machine.process_start_time(1)
         assert not machine.is_stopped(process.pid)
         os.kill(process.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + 10
-        while not machine.is_stopped(process.pid) and time.monotonic() < deadline:
+        while not machine.is_stopped(process.pid):
             time.sleep(0.01)
-        assert machine.is_stopped(process.pid)
         assert machine.process_start_time(process.pid) == started
     finally:
         process.kill()
-    while machine.process_start_time(process.pid) and time.monotonic() < deadline + 10:
+    while machine.process_start_time(process.pid):  # although nobody has waited for it yet
         time.sleep(0.01)
-    assert machine.process_start_time(process.pid) == ""  # although nobody has waited for it yet
     process.wait()
     assert machine.process_start_time(process.pid) == ""
     assert not machine.is_stopped(process.pid)

@@ -4,6 +4,7 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from tests.support import HttpStore
 from tests.support.http_store import Disturbance, IgnoreRange, Redirect, Reset, Shift, Stall, Status, Truncate
+from tests.support.local_ranks import LIMIT_S
 
 from shardwise.errors import ConfigError, StorageError
 from shardwise.storage.contract import OBJECT_STORE
@@ -22,9 +24,12 @@ _WAITS = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(mi
 QUICK: dict[str, Any] = {"retry_config": {"max_retries": 3, "backoff": _WAITS}}
 
 
+FILES = {"a": CONTENT, "sub/b": b"other", "empty": b""}
+
+
 @pytest.fixture
 def store() -> Iterator[HttpStore]:
-    with HttpStore({"a": CONTENT, "sub/b": b"other", "empty": b""}) as store:
+    with HttpStore(FILES) as store:
         yield store
 
 
@@ -38,17 +43,26 @@ def refusal(reader: RemoteReader, start: int = 100, stop: int = 5000) -> Storage
     return caught.value
 
 
-def patience_for(fault: Disturbance) -> dict[str, str]:
-    """Long enough for a machine that is busy with other things, but where waiting is what is tested."""
-    return {"read_timeout": "250ms"} if isinstance(fault, Stall) else {}
+def patiences(fault: Disturbance) -> Iterator[tuple[dict[str, str], AbstractContextManager[None]]]:
+    """Timeouts of clients, and what a failure with them is worth.
+
+    Where waiting is what is tested they are short. Too short, perhaps, for answers of a busy machine: then the next
+    one is tried.
+    """
+    if isinstance(fault, Stall):
+        for read_timeout in ("250ms", "3s"):
+            yield {"read_timeout": read_timeout}, suppress(AssertionError, StorageError)
+        yield {"read_timeout": "30s"}, nullcontext()
+    else:
+        yield {}, nullcontext()
 
 
 @pytest.mark.parametrize(
     "fault",
     [
         *[Status(code) for code in (408, 429, 500, 502, 503, 504)],
-        Stall(30, after_bytes=100),
-        Stall(30),
+        Stall(LIMIT_S, after_bytes=100),
+        Stall(LIMIT_S),
         Truncate(100),
         Truncate(0),
         Reset(0),
@@ -57,13 +71,15 @@ def patience_for(fault: Disturbance) -> dict[str, str]:
     ],
     ids=str,
 )
-def test_transient_errors_are_retried(store: HttpStore, fault: Disturbance) -> None:
-    with reader_of(store, **patience_for(fault)) as reader:
-        assert reader.size("a") == NBYTES
-        store.inject(fault, times=2)
-        assert reader.read("a", 100, 5000) == CONTENT[100:5000]
-        assert (reader.reads, reader.bytes_read) == (1, 4900)
-    assert store.counters.requests == 4
+def test_transient_errors_are_retried(fault: Disturbance) -> None:
+    for client, outcome in patiences(fault):
+        with outcome, HttpStore(FILES) as store, reader_of(store, **client) as reader:
+            assert reader.size("a") == NBYTES
+            store.inject(fault, times=2)
+            assert reader.read("a", 100, 5000) == CONTENT[100:5000]
+            assert (reader.reads, reader.bytes_read) == (1, 4900)
+            assert store.counters.requests == 4
+            break
 
 
 def test_looking_at_a_file_is_tried_again_too(store: HttpStore) -> None:
@@ -79,18 +95,20 @@ def test_a_connection_that_the_server_ended_while_idle_is_no_failure(store: Http
         assert reader.read("a", 0, 10) == CONTENT[:10]
 
 
-@pytest.mark.parametrize("fault", [Status(500), Status(429), Stall(30, 10), Truncate(17), Reset(0)], ids=str)
-def test_errors_that_last_are_reported(store: HttpStore, fault: Disturbance) -> None:
-    with reader_of(store, **patience_for(fault)) as reader:
-        reader.size("a")
-        store.inject(fault)
-        error = refusal(reader)
+@pytest.mark.parametrize("fault", [Status(500), Status(429), Stall(LIMIT_S, 10), Truncate(17), Reset(0)], ids=str)
+def test_errors_that_last_are_reported(fault: Disturbance) -> None:
+    for client, outcome in patiences(fault):
+        with outcome, HttpStore(FILES) as store, reader_of(store, **client) as reader:
+            reader.size("a")
+            store.inject(fault)
+            error = refusal(reader)
+            assert store.counters.requests == 5
+            break
     assert re.match(
         rf"a in {store.url}: reading bytes 100\.\.5000 failed, .*Check the URL, the network", str(error)
     )
     assert type(error.__cause__) is OSError
     assert "Debug" not in str(error)
-    assert store.counters.requests == 5
 
 
 @pytest.mark.parametrize(
@@ -187,11 +205,11 @@ def test_requests_in_flight_are_bounded_however_many_threads_read() -> None:
     ):
         results = list(pool.map(lambda _: reader.read("a", 0, NBYTES), range(12)))
     assert results == [CONTENT] * 12
-    assert store.counters.most_at_once < 6  # one may count for a moment after its last byte was received
+    assert store.counters.most_at_once <= 3
 
 
 def test_a_closed_reader_begins_no_more_requests(store: HttpStore) -> None:
-    store.inject(Stall(0.2))
+    store.inject(Stall(LIMIT_S))
     reader = RemoteReader(store.url, policy=replace(OBJECT_STORE, concurrency=1))
     reader.size("a")
     with ThreadPoolExecutor(3) as pool:
@@ -199,7 +217,8 @@ def test_a_closed_reader_begins_no_more_requests(store: HttpStore) -> None:
         while store.counters.requests < 2:
             threading.Event().wait(0.005)
         reader.close()
-        refused = [isinstance(each.exception(10), StorageError) for each in reading]
+        store.go_on.set()
+        refused = [isinstance(each.exception(), StorageError) for each in reading]
     assert sum(refused) == 2
 
 

@@ -37,7 +37,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Send so many bytes of the body, then nothing for a while, then the rest."""
+    """Send so many bytes of the body, then nothing for a while, or until ``go_on`` of the store, then the rest."""
 
     seconds: float
     after_bytes: int = 0
@@ -93,7 +93,7 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class Counters:
-    """What a store has done so far: requests, and the most that were served at once."""
+    """What a store has done so far: requests, and the most that waited for their answers to begin at once."""
 
     requests: int = 0
     most_at_once: int = 0
@@ -163,7 +163,7 @@ class HttpStore(Closing):
         self.log: list[ServedRequest] = []
         """The requests answered so far."""
         self.counters = Counters()
-        self.closing = threading.Event()
+        self.closing, self.go_on = threading.Event(), threading.Event()
         self._files = dict(files) if isinstance(files, Mapping) else os.path.abspath(os.fspath(files))
         self._lock = threading.Lock()
         self._injections: list[_Injection] = []
@@ -197,6 +197,7 @@ class HttpStore(Closing):
         """End all connections; closing twice is fine."""
         if not self.closing.is_set():
             self.closing.set()
+            self.go_on.set()
             self._server.shutdown()
             self._thread.join()
             self.hang_up()
@@ -281,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
         file = unquote(_SERVER.sub("/", self.path).partition("?")[0]).removeprefix("/")
         with store.counted():
             time.sleep(store.latency_s)
-            self._answer(file, store.fault_for(file))
+        self._answer(file, store.fault_for(file))
 
     do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
 
@@ -347,7 +348,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._reset()
             case Stall(seconds, after_bytes):
                 self._send(body[:after_bytes])
-                self.server.store.closing.wait(seconds)
+                self.server.store.go_on.wait(seconds)
                 self._send(body[after_bytes:])
             case _:
                 self._send(body)
