@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +18,10 @@ class Ended:
     Attributes:
         error: its error, as text.
         step: the steps that were taken.
-        at: when, by the machine's clock.
     """
 
     error: str
     step: int
-    at: float
 
 
 def fail_alone(run: Run, place: str) -> Ended:
@@ -36,10 +35,12 @@ def fail_alone(run: Run, place: str) -> Ended:
         try:
             trainer.train()
         except Exception as error:
-            ended = Ended(f"{type(error).__name__}: {error}", trainer.state.global_step, time.time())
-            if place == "model":
-                time.sleep(20)  # it lives on
-            return ended
+            first_end = Path(run.arguments["output_dir"], "first rank has ended")
+            if rank() == 0:
+                first_end.touch()
+            while not first_end.exists():  # it lives on
+                time.sleep(0.05)
+            return Ended(f"{type(error).__name__}: {error}", trainer.state.global_step)
         finally:
             left = [name for name in ("get_batch_samples", "compute_loss") if name in vars(trainer)]
             assert left == (["compute_loss"] if rank() == 1 and place == "loss" else [])

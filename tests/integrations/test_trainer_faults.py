@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.parametrize("place", ["batches", "loss", pytest.param("model", marks=pytest.mark.slow)])
 def test_an_error_of_one_rank_ends_the_others(two: LocalRanks, folder: Path, tmp_path: Path, place: str) -> None:
-    """Both processes live on, so that no broken connection could end the wait; and both go on to train.
+    """The one that fails lives on until the other has ended, which no broken connection does; both go on to train.
 
     Where it fails within the model, the other one is in a gather by then.
     """
@@ -31,6 +31,5 @@ def test_an_error_of_one_rank_ends_the_others(two: LocalRanks, folder: Path, tmp
         first.error,
     )
     assert place == "model" or (first.step, second.step) == (1, 1)
-    assert abs(first.at - second.at) < 15
     if place == "batches":
         assert [outcome.last_step for outcome in two.run(train, run)] == [4, 4]

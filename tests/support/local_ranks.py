@@ -23,7 +23,7 @@ from shardwise.storage import machine
 LIMIT_S = 1000.0
 """Seconds after which a call counts as hung: less than a test has (pyproject.toml), so that its ranks are named."""
 
-_GRACE_S = 10.0
+_GRACE_S = 100.0
 """Seconds that the other ranks have to fail by themselves after one has failed."""
 
 

@@ -6,6 +6,7 @@ import runpy
 import shutil
 import signal
 import sys
+import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -157,6 +158,23 @@ def error_without_record(values: dict[str, Any], step: int) -> str:
     except ShardwiseError as error:
         return str(error)
     return ""
+
+
+def train_until_refused(values: dict[str, Any], refused: str) -> tuple[TrlOutcome, list[float]]:
+    """Train on this rank, with no step before another training is refused. One that is refused writes a file."""
+    train_by_transformers = transformers.Trainer.train
+
+    def wait(*positional: Any, **keywords: Any) -> Any:
+        while not Path(refused).exists():
+            time.sleep(0.01)
+        return train_by_transformers(*positional, **keywords)
+
+    try:
+        with mock.patch.object(transformers.Trainer, "train", wait):
+            return train(values)
+    except Exception:
+        Path(refused).touch()
+        raise
 
 
 def first_row(values: dict[str, Any]) -> tuple[bool, dict[str, list[int]]]:
