@@ -31,6 +31,24 @@ def test_dpo(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, mod
     compared(two, one, Run(str(folder), "dpo", model), tmp_path)
 
 
+@pytest.mark.parametrize("changed", ["", "lora_B", "modules_to_save"])
+def test_only_an_adapter_that_changes_the_model_is_copied_for_the_reference(folder: Path, changed: str) -> None:
+    import torch
+    from peft import LoraConfig
+
+    import shardwise
+    from shardwise.integrations import for_trainer
+
+    config = LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    model = for_trainer(shardwise.from_pretrained(folder / "causal", tuning=shardwise.Lora(config)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if changed and changed in name:
+                parameter += 1
+    model.add_adapter("ref", model.peft_config["default"])
+    assert ("ref" in model.peft_config) == bool(changed)
+
+
 @pytest.mark.slow
 def test_dpo_of_trl_itself(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:
     compared(two, one, Run(str(folder), "dpo", "lora"), tmp_path, by="patches")

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tests.support.local_ranks import RankError
 from tests.support.world import run_forked as run_world
 from tests.tenants.tenants_on_ranks import prepare, train, train_alone, train_until, values
+from tests.training import tiny
 
 from shardwise.training.run import TrlOutcome
 
@@ -112,6 +113,13 @@ def test_a_row_that_is_too_long_for_a_pass_and_an_unknown_token_are_named(folder
         run_world(1, train, {**values(folder, "refused", 1), "tokens_per_pass": 32})
     with pytest.raises(RankError, match="eos_token: <end> is not in the vocabulary"):
         run_world(1, train, {**values(folder, "refused", 1), "eos_token": "<end>"})
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([f"<{number}>" for number in range(10)])
+    tokenizer.save_pretrained(folder / "words")
+    given = {**values(folder, "refused", 1), "tokenizer_name_or_path": str(folder / "words")}
+    given["tenants"]["bob"]["dataset_name"] = str(tiny.write_rows(folder / "w.jsonl", tiny.chat("Hi", "<9>")))
+    with pytest.raises(RankError, match=r"tenants\.bob: the dataset, or its chat template, uses '<9>'"):
+        run_world(1, train, given)
 
 
 def test_a_folder_with_another_base_or_adapter_is_left_alone(folder: Path, whole: dict[str, list[float]]) -> None:

@@ -46,6 +46,7 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
     [
         ("lerning_rate: 1.0", r"lerning_rate: is not a key of sft. Did you mean learning_rate\?"),
         ("max_length: 3.7", r"max_length: 3.7 is a float. Expected int or null"),
+        ("save_strategy: no", r"save_strategy: False is a bool. Expected str. Put it in quotes, as in 'no'"),
         ("packing: 'yes'", r"packing: 'yes' is a str. Expected bool"),
         ("learning_rate: fast", r"learning_rate: 'fast' is a str. Expected float"),
         ("lr_scheduler_type: cosin", r"lr_scheduler_type: 'cosin' is not a choice. Did you mean cosine\?"),
@@ -110,6 +111,14 @@ def test_new_keys_of_sections_are_keys_and_those_of_the_changelog() -> None:
         else:
             assert old not in known
         assert new is None or known & set(re.findall(r"\w+", new)), new
+
+
+def test_keys_that_are_refused_are_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "train.md").read_text("utf-8")
+    source = Path(run_config.__file__).with_name("setup.py").read_text("utf-8")
+    keys = {*re.findall(r'ConfigError\(\s*f?"(\w+): ', source), *run_config._REJECTED, "precompute_ref_log_probs"}
+    assert len(keys) > 15
+    assert [key for key in sorted(keys) if not re.search(rf"\b{key}\b", page)] == []
 
 
 def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:

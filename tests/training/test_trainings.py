@@ -109,6 +109,9 @@ def test_the_losses_of_a_new_lora_with_a_reference_are_those_of_trl(
     [alone] = run_world(1, by_trl, theirs, adapter)
     assert len(set(alone)) == 3
     assert losses(2, values) == pytest.approx(alone, abs=1e-5)
+    card = (folder / f"new-{kind}-{len(further)}-2" / "README.md").read_text("utf-8")
+    assert "library_name: peft" in card
+    assert f"fine-tuned version of `{folder / model}`" in card
 
 
 def test_grpo_of_a_full_model_trains_on_two_ranks_as_on_one(folder: Path) -> None:
@@ -188,7 +191,14 @@ def test_a_base_in_four_bits(folder: Path) -> None:
         ({"dataset_name": "images.jsonl"}, "images: training on images is not supported"),
         ({"model_name_or_path": "padded"}, "pad_token: has the id 269, and the model has embeddings for 0 to 259"),
         ({"report_to": "wandb"}, "sft: SFTTrainer cannot be created, WandbCallback requires wandb"),
-        ({"dataset_name": "nulls.jsonl"}, "the dataset cannot be prepared, AttributeError"),
+        ({"dataset_name": "nulls.jsonl"}, "row 2 of the dataset: text: is null"),
+        ({"dataset_name": "nulls.jsonl", "dataset_streaming": True}, "row 2 of the dataset: text: is null"),
+        ({"dataset_name": "long.jsonl", "max_length": 16}, "max_length: 16 leaves no row of train with a token"),
+        ({"dataset_name": "words.jsonl"}, "uses '<9>'. The tokenizer gives it the id 268, and the model has embed"),
+        (
+            {"dataset_name": "words.jsonl", "dataset_streaming": True},
+            "uses '<9>'. The tokenizer gives it the id 268",
+        ),
         ({"optim": "adamw_torch_8bit"}, "optim: adamw_torch_8bit cannot be created, You need to have `torchao"),
     ],
 )
@@ -197,13 +207,18 @@ def test_invalid_configurations_are_one_error_on_all_ranks(
 ) -> None:
     tiny.write_rows(folder / "images.jsonl", {**tiny.chat("Hi", "Ho"), "images": ["a.png"]})
     tiny.write_rows(folder / "nulls.jsonl", {"text": "Hi"}, {"text": None})
+    tiny.write_rows(folder / "long.jsonl", *[{"prompt": "Hi " * 9, "completion": "Ho"} for _ in range(4)])
+    tiny.write_rows(folder / "words.jsonl", {"text": "Hi"}, {"text": "Hi <9>"})
     tiny.write_model(folder / "padded")
     padded = tiny.tokenizer()
     padded.add_tokens([f"<{number}>" for number in range(10)])
+    padded.save_pretrained(folder / "words")
     padded.add_special_tokens({"pad_token": "<pad>"})
     padded.save_pretrained(folder / "padded")
     further = {key: str(folder / text) if (folder / str(text)).exists() else text for key, text in further.items()}
     values = keys(folder, **further, output_dir=str(folder / "refused"))
+    if "words" in further.get("dataset_name", ""):
+        values["tokenizer_name_or_path"] = str(folder / "words")
     with pytest.raises(RankError, match=message) as told:
         run_world(2, on_ranks.train, {**values, "per_device_train_batch_size": 2})
     assert str(told.value).count(message) >= 2

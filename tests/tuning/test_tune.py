@@ -274,6 +274,13 @@ def test_unmatched_and_unsupported_tunings_are_refused(tuning: Any, message: str
         shardwise.from_pretrained(tied, tuning=tuning)
 
 
+def test_dropout_is_refused_on_experts_by_their_former_names(experts: Path) -> None:
+    names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=2, target_modules=names, lora_dropout=0.05)
+    with pytest.raises(ConfigError, match=r"PEFT cannot add this LoRA, .* Set lora_dropout=0\.0"):
+        shardwise.from_pretrained(experts, tuning=Lora(config))
+
+
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "mllama"])
 def test_layers_are_those_of_the_language_model(model_type: str, tmp_path: Path) -> None:
     class_name = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]

@@ -369,6 +369,20 @@ class ShardwiseTrainer(_Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def create_model_card(self, *positional: Any, **keywords: Any) -> None:
+        """Create the card like the Trainer. It names a base in a local folder, too, and PEFT of an adapter."""
+        super().create_model_card(*positional, **keywords)
+        if not self.is_world_process_zero():
+            return
+        model: Any = self._trained
+        card = self._run / "README.md"
+        name = getattr(model.config, "_name_or_path", "")
+        if name and card.is_file():
+            text = card.read_text("utf-8").replace("[None](https://huggingface.co/None)", f"`{name}`")
+            card.write_text(text, "utf-8")
+        if hasattr(model, "create_or_update_model_card"):
+            model.create_or_update_model_card(str(self._run))
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         failure = _catch(super()._save, output_dir, state_dict)
         with World.current(call="Trainer.save_model") as world:

@@ -62,13 +62,21 @@ def first_local_rank_first(local_rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def preparing_together(trainer: type, local_rank: int) -> Iterator[None]:
+def preparing_together(
+    trainer: type, local_rank: int, rows: Sequence[AnyDataset | None], text_field: str
+) -> Iterator[None]:
     """Have a class of TRL prepare datasets within the block on the first rank of each node first.
 
     TRL does so, too, but has the other ranks wait for a first one that has failed. Collective: yes.
 
+    Args:
+        trainer: the class.
+        local_rank: of this process on its node.
+        rows: the datasets.
+        text_field: the column of rows that are text alone.
+
     Raises:
-        ConfigError: the same on every rank, if a row cannot be prepared.
+        ConfigError: the same on every rank, if a row cannot be prepared. It names the row if that is malformed.
     """
 
     @contextmanager
@@ -76,7 +84,12 @@ def preparing_together(trainer: type, local_rank: int) -> Iterator[None]:
         with first_local_rank_first(local_rank):
             try:
                 yield
+            except ShardwiseError:
+                raise
             except Exception as error:  # of datasets, pyarrow, Jinja: any
+                for dataset in rows:
+                    if isinstance(dataset, datasets.Dataset):
+                        _require_usable_rows(dataset, text_field)
                 why = redacted(f"{type(error).__name__}: {error}", "", {})
                 raise ConfigError(f"the dataset cannot be prepared, {why}. Check its rows") from error
 
@@ -212,6 +225,101 @@ def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_pro
         ConfigError: naming the row whose chat cannot be used.
     """
     return _mapped(found, partial(_tokenized, AssistantMasks(tokenizer)), num_proc)
+
+
+def checked_as_read(found: AnyDataset, text_field: str) -> AnyDataset:
+    """Have a streamed dataset name a malformed row when it is read. Others are returned unchanged."""
+    if isinstance(found, datasets.Dataset):
+        return found
+    check = partial(_require_usable, _text_columns(found, text_field))
+    checked: AnyDataset = found.map(check, with_indices=True, features=found.features)
+    return checked
+
+
+def _require_usable_rows(found: datasets.Dataset, text_field: str) -> None:
+    columns = _text_columns(found, text_field)
+    for index, row in enumerate(found.select_columns(columns)):
+        _require_usable(columns, row, index)
+
+
+def _text_columns(found: AnyDataset, text_field: str) -> list[str]:
+    """Return the columns with text or messages that the first row has, or all if it has none."""
+    first: Mapping[str, Any] = next(iter(found))
+    names = [text_field, "messages", "prompt", "completion", "chosen", "rejected"]
+    columns = [name for name in names if name in first]
+    return [name for name in columns if first[name] is not None] or columns
+
+
+def _require_usable(columns: Sequence[str], row: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """Return a row with text, or messages with text, in these columns.
+
+    Raises:
+        ConfigError: naming the row and the column.
+    """
+    try:
+        for name in columns:
+            value = row[name]
+            if value is None:
+                raise MalformedRowError(f"{name}: is null. Write text, or remove the row")
+            if isinstance(value, str):
+                continue
+            for number, message in enumerate(_turns(name, value)):
+                _require_message(message, f"{name}[{number}]")
+                if message.get("content") is None and not message.get("tool_calls"):
+                    raise MalformedRowError(f"{name}[{number}].content: is null. Write text, or remove the row")
+    except MalformedRowError as error:
+        raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
+    return row
+
+
+def require_trainable_rows(found: AnyDataset, split: str, max_length: int | None) -> None:
+    """Check that rows are left of a prepared dataset.
+
+    TRL drops those of which nothing to train on is left after truncation.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if next(iter(found), None) is None:
+        if max_length is None:
+            raise ConfigError(f"{split}: no row has a token to train on. Check its rows")
+        raise ConfigError(
+            f"max_length: {max_length} leaves no row of {split} with a token to train on. Raise it, or shorten the "
+            "prompts"
+        )
+
+
+def with_embedded_tokens(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> AnyDataset:
+    """Check that all tokens of a prepared dataset have embeddings. A streamed one is checked when it is read.
+
+    Raises:
+        ConfigError: naming a word of the tokenizer that has none.
+    """
+    words = {token: word for word, token in tokenizer.get_vocab().items() if token >= num_embeddings}
+    columns = [name for name in get_column_names(found) if name.endswith("ids")]
+    if not words or not columns:
+        return found
+    if isinstance(found, datasets.IterableDataset):
+        checked: AnyDataset = found.map(partial(_require_embedded, words, columns, num_embeddings))
+        return checked
+    for batch in found.select_columns(columns).iter(1000):
+        highest = {name: [max(ids, default=0) for ids in batch[name]] for name in columns}
+        _require_embedded(words, columns, num_embeddings, highest)
+    return found
+
+
+def _require_embedded(
+    words: Mapping[int, str], columns: Sequence[str], num_embeddings: int, row: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Check the tokens of one row, or the highest token of each of several."""
+    token = max(max(row[name], default=0) for name in columns)
+    if token >= num_embeddings:
+        raise ConfigError(
+            f"the dataset, or its chat template, uses {words.get(token)!r}. The tokenizer gives it the id {token}, "
+            f"and the model has embeddings for 0 to {num_embeddings - 1}. Use the tokenizer of the model, or save "
+            "the model with its vocabulary resized (resize_vocab)"
+        )
+    return row
 
 
 def is_conversational(found: AnyDataset) -> bool:

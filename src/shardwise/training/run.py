@@ -106,6 +106,9 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
             with World.current(call="train") as world:
                 world.broadcast(record.require)
             trainer.save_model(str(output))
+            if arguments.model.use_peft:  # as PEFT does when it saves an adapter
+                with World.current(call="train") as world:
+                    world.broadcast(trainer.create_model_card, model_name=output.name)
             require_finite_loss(state, output)
             if arguments.training.push_to_hub:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))

@@ -303,6 +303,8 @@ def load_data(
         is_masked = is_masked and (_lacks_masks(processor) or any(map(dataset_loading.has_weights, datasets)))
         if is_masked and is_conversational(next(iter(datasets[0]))):
             datasets = [dataset_loading.with_masks(dataset, processor, num_proc=num_proc) for dataset in datasets]
+        if "input_ids" not in dataset_loading.get_column_names(datasets[0]):
+            datasets = [dataset_loading.checked_as_read(dataset, _text_field(training)) for dataset in datasets]
     train, test = datasets[0], datasets[1] if len(datasets) > 1 else None
     if is_masked and "input_ids" in dataset_loading.get_column_names(train):
         training.assistant_only_loss = False  # TRL would require marks in the chat template
@@ -320,6 +322,10 @@ def _lacks_masks(processor: Any) -> bool:
     except ValueError:
         return True
     return False
+
+
+def _text_field(training: Any) -> str:
+    return getattr(training, "dataset_text_field", "text")
 
 
 def make_trainer(
@@ -348,7 +354,7 @@ def make_trainer(
     patience = arguments.own["early_stopping_patience"]
     failure, made = None, None
     try:
-        with dataset_loading.preparing_together(base, local_rank):
+        with dataset_loading.preparing_together(base, local_rank, data, _text_field(arguments.training)):
             made = kind(
                 model=model,
                 args=arguments.training,
@@ -367,7 +373,25 @@ def make_trainer(
         failure.__cause__ = error
     with World.current(call="train") as world:
         world.run_all(raise_if_any, failure)
+        world.run_all(_require_trainable_data, made, arguments)
     return made
+
+
+def _require_trainable_data(trainer: Any, arguments: TrlArguments) -> None:
+    """Check that TRL has left rows to train and to evaluate on, whose tokens have embeddings.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    num_embeddings = int(trainer.model.get_input_embeddings().weight.shape[0])
+    script, max_length = arguments.script, getattr(arguments.training, "max_length", None)
+    splits = {"train_dataset": script.dataset_train_split, "eval_dataset": script.dataset_test_split}
+    for attribute, split in splits.items():
+        if (dataset := getattr(trainer, attribute)) is not None:
+            dataset_loading.require_trainable_rows(dataset, split, max_length)
+            embedded = dataset_loading.with_embedded_tokens(dataset, tokenizer, num_embeddings)
+            setattr(trainer, attribute, embedded)
 
 
 def tokens_seen(trainer: Any) -> int:

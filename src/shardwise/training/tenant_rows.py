@@ -54,7 +54,8 @@ def tokenized(
         ConfigError: a dataset or a row cannot be used.
     """
     train, test = trl_setup.load_data(arguments, "sft", processor, local_rank)
-    with preparing_together(sft_trainer.SFTTrainer, local_rank):
+    field = arguments.training.dataset_text_field
+    with preparing_together(sft_trainer.SFTTrainer, local_rank, (train, test), field):
         return _prepared(train, arguments, processor), test and _prepared(test, arguments, processor)
 
 

@@ -28,6 +28,7 @@ from shardwise.execution.world import World
 from shardwise.storage.writing import open_writer
 from shardwise.training import run
 from shardwise.training import setup as trl_setup
+from shardwise.training.dataset_loading import with_embedded_tokens
 from shardwise.training.rank_comparison import effective_settings, require_same_rows, require_same_run
 from shardwise.training.run_config import RunConfig
 from shardwise.training.tenant_config import read_tenants
@@ -110,6 +111,13 @@ def _joined(
         keywords = {**(first.training.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
         model.train()
+    embeddings: Any = model.get_input_embeddings()
+    tokenizer = getattr(processor, "tokenizer", processor)
+    for name, parts in rows.items():
+        with _named(name):
+            for part in parts:
+                if part is not None:
+                    with_embedded_tokens(part.rows, tokenizer, int(embeddings.weight.shape[0]))
     bank = AdapterBank(model, pad_to=_PAD_TO)
     budget = TokenBudget(tokens_per_pass, _PAD_TO, bank.max_length)
     shared = SharedBank(World.current(call="train"), bank, budget, processor, record)

@@ -189,7 +189,10 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, *, is_new: b
     require_quick_patterns(peft_compat.patterns(config), [*modules, *parameters])
     try:
         model = peft_compat.inject(base, config, name, is_new=is_new)
-    except ConfigError:  # if a name is wrong, suggest the nearest
+    except ConfigError as error:
+        if "lora_dropout" in str(error):  # of parameters, as which PEFT has found names of experts
+            raise
+        # If a name is wrong, suggest the nearest.
         everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
         _require_all_matched(config, config, everything, modules, parameters)
         raise

@@ -150,7 +150,8 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
         except Exception as error:  # the config is untrusted, and errors are of many kinds
-            raise ConfigError(f"{type(base).__name__}: PEFT cannot add this LoRA, {error}") from error
+            remedy = " Set lora_dropout=0.0" if "lora_dropout" in str(error) else ""
+            raise ConfigError(f"{type(base).__name__}: PEFT cannot add this LoRA, {error}{remedy}") from error
     own.init_lora_weights = config.init_lora_weights
     if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
         # It calls the model's forward directly, which bypasses FSDP2's hooks.
