@@ -135,6 +135,9 @@ def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:
     assert peft_compat.has_row_norms(layer)
     rows = torch.tensor([[3.0, 4.0]])
     assert peft_compat.row_norms(rows).tolist() == [5]
+    patterned = peft_compat.lora_config(r=2, rank_pattern={"q_proj": 4}, alpha_pattern={"layers.0.k_proj": 3})
+    assert peft_compat.rank_and_alpha(patterned, "layers.0.q_proj") == (4, 8)
+    assert peft_compat.rank_and_alpha(patterned, "layers.0.k_proj") == (2, 3)
 
 
 def test_fused_experts(mixtral: transformers.PreTrainedModel) -> None:

@@ -21,7 +21,7 @@ from shardwise.bank.files import (
     collect_training_state,
     find_training,
     outlined,
-    read_adapter_config,
+    read_adapter,
     read_tenant,
     with_lent_tensors,
     without_embeddings,
@@ -419,12 +419,12 @@ class AdapterBank:
         world, permissions = self._world, {"on_other_base": on_other_base, "on_not_finite": on_not_finite}
         require_same_arguments(world, _comparable, name, training_state=training_state, **permissions)
         found = world.broadcast(find_training, Path(directory), training_state=training_state)
-        config = world.run_all(read_adapter_config, directory)
+        adapter = world.run_all(read_adapter, self._model, directory)
         options: Any = keywords if isinstance(found, tenants.TenantStart) else {**found.facts.options(), **keywords}
-        tenant = self._create_equal(name, config, options, is_new=False)
+        tenant = self._create_equal(name, adapter.config, options, is_new=False)
         base = tenant_facts.identify_base(world, self._model)
         targets = world.run_all(states.restore_targets, tenant, found, base, on_other_base)
-        read_tenant(world, self._model, tenant, Path(directory), found, targets, on_other_base)
+        read_tenant(world, self._model, tenant, adapter, found, targets, on_other_base)
         what = os.fspath(directory)
         started = world.run_all(states.restore, tenant, what, found, targets, base, on_other_base, on_not_finite)
         self._admit(tenant)

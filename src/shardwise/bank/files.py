@@ -13,6 +13,7 @@ import copy
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,19 @@ from transformers import PreTrainedModel
 from shardwise.bank import state as states
 from shardwise.bank import tenant_facts
 from shardwise.bank.tenant import Tenant, TenantStart
-from shardwise.engines.model_states import exchange_stored_experts, set_model_values, stored_values
+from shardwise.engines.model_states import (
+    by_canonical_keys,
+    exchange_stored_experts,
+    set_model_values,
+    stored_values,
+)
 from shardwise.engines.pretrained_loading import read_lora_config, weights_in
 from shardwise.engines.save_plan import AdapterTrainingState
 from shardwise.engines.verifying import require_as_saved
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.state_values import StateOptions, Values
 from shardwise.execution.world import Clock, World
+from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import TRAINING_KEY, find_training_file
 from shardwise.formats.safetensors_files import read_header
 from shardwise.layout import TensorKind
@@ -37,9 +44,12 @@ from shardwise.models.build import build_on_meta
 from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.models.torch_api import original_class
 from shardwise.models.view import collect_tensors, local_tensor
+from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import allows
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.storage.reading import LocalReader
+from shardwise.tuning.earlier import rename_adapter
+from shardwise.tuning.lora import Adapter
 from shardwise.tuning.sites import AdapterOutline, name_in_base, outline_adapter
 
 if TYPE_CHECKING:
@@ -48,23 +58,30 @@ if TYPE_CHECKING:
 
 def outlined(model: PreTrainedModel, config: LoraConfig, *, is_new: bool) -> AdapterOutline:
     """Return the outline of the adapter that PEFT would add to a model, from a model of its class on meta."""
+    return outline_adapter(_build(model), config, is_new=is_new)
+
+
+def _build(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of the same class on meta."""
     kind: Any = original_class(model)
-    base = build_on_meta(kind, copy.deepcopy(model.config), torch.float32, Path())
-    return outline_adapter(base, config, is_new=is_new)
+    return build_on_meta(kind, copy.deepcopy(model.config), torch.float32, Path())
 
 
-def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
-    """Return the config of an adapter in a folder.
+def read_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Adapter:
+    """Return the config and the headers of an adapter in a folder, with the names of a model's modules.
 
     Raises:
         FormatError: the folder has no adapter.
         ConfigError: the adapter is not a LoRA.
+        KeyMismatchError: matrices of single experts cannot be fused.
     """
-    weights_in(Path(folder))
-    config = read_lora_config(Path(folder))
+    place = Path(folder)
+    file, config = weights_in(place), read_lora_config(place)
     config.inference_mode = False
     config.init_lora_weights = True  # the matrices are read
-    return config
+    with LocalReader(place) as reader:
+        tensors = by_canonical_keys(stored_tensors(open_checkpoint(reader, weights_name=file)), str(place))
+    return rename_adapter(_build(model), Adapter(str(place), config, tensors))
 
 
 def with_lent_tensors(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
@@ -145,7 +162,7 @@ def read_tenant(
     world: World,
     model: PreTrainedModel,
     tenant: Tenant,
-    folder: Path,
+    adapter: Adapter,
     found: states.StoredTraining | TenantStart,
     targets: Mapping[str, torch.Tensor],
     on_other_base: OnFault,
@@ -157,21 +174,25 @@ def read_tenant(
         KeyMismatchError: the stored tensors do not match the config.
         FormatError, StorageError, RankMismatchError, RankLostError: as for a load.
     """
+    folder = Path(adapter.directory)
     whole, scratch = world.run_all(_with_scratch, model, tenant)
-    _read(world, whole, folder, world.run_all(weights_in, folder), AdapterOnly())
+    _read(world, whole, folder, world.run_all(weights_in, folder), adapter)
     if not allows(on_other_base, "values"):
         world.run_all(_require_same_values, folder, scratch)
     if isinstance(found, states.StoredTraining):
         _read(world, world.run_all(_as_module, targets), folder, Path(found.what).name, None)
 
 
-def _read(world: World, module: nn.Module, folder: Path, file: str, only: AdapterOnly | None) -> None:
-    """Read all tensors of a file into a module. Collective: yes."""
+def _read(world: World, module: nn.Module, folder: Path, file: str, adapter: Adapter | None) -> None:
+    """Read all tensors of a file, which may be an adapter's, into a module. Collective: yes."""
     options = StateOptions()
     with torch.device("cpu"), torch.no_grad(), ExitStack() as stack:
-        values: Values = stored_values(world, str(folder), file, options, stack)
-        if only is not None:
-            values = exchange_stored_experts(world, module, values, only.adapter, str(folder))
+        stored = stored_values(world, str(folder), file, options, stack)
+        values: Values = stored
+        if adapter is not None:
+            renamed = replace(stored, expressions=adapter.tensors)
+            values = exchange_stored_experts(world, module, renamed, AdapterOnly().adapter, str(folder))
+        only = None if adapter is None else AdapterOnly()
         set_model_values(world, module, values, only=only, tolerance=Tolerance(), options=options, clock=Clock())
 
 

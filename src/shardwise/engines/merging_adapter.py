@@ -1,5 +1,6 @@
 """Merges an adapter into its base: both opened and joined, and every outcome an expression over them."""
 
+import copy
 import json
 import os
 import time
@@ -13,7 +14,7 @@ from typing import Any, Final, Unpack
 import transformers
 from transformers import PreTrainedModel
 
-from shardwise.conversion.expression import Expression, Stored, rows_stored, stored_key
+from shardwise.conversion.expression import Expression, Stored, rows_stored, stored_leaves, substitute
 from shardwise.engines import offline
 from shardwise.engines.offline import (
     config_content,
@@ -36,7 +37,7 @@ from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_ada
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.build import ResizeVocab, vocabulary_tensors
-from shardwise.models.pretrained import assign_keys
+from shardwise.models.former_names import LowRankPair, fuse_experts, match_former_names
 from shardwise.models.revert import Output
 from shardwise.models.selection import find_transposed_modules, parameters_by_module
 from shardwise.models.view import collect_tensors
@@ -229,12 +230,13 @@ def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> tuple[
 def model_names(built: Outline) -> Callable[[str], str | None]:
     """Return a function from a tensor's name in a checkpoint to the model's, or to None if the model has none."""
     names = {name: tensor for tensor in built.layout.saved() for name in tensor.names}
+    transforms = copy.deepcopy(
+        built.transforms
+    )  # they record that they are used, which decides how files are written
 
     @cache
     def renamed(name: str) -> str | None:
-        if name in names:
-            return name
-        return next(iter(assign_keys(built.model, [name], names, built.transforms).plain), None)
+        return match_former_names(built.model, [name], names, transforms).plain.get(name)
 
     return renamed
 
@@ -248,6 +250,38 @@ def merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -
         columns=find_transposed_modules(source.built.model),
         renamed=model_names(source.built),
     )
+
+
+def fuse_single_experts(
+    source: offline.OfflineModel, outputs: Mapping[str, Output], lora: _AdapterSource, adapter_name: str
+) -> tuple[dict[str, merge_plan.Edit], set[str]]:
+    """Return the edits of fused experts by an adapter of single ones, and the adapter's keys that they use.
+
+    If the checkpoint stores experts one by one, there are none: each is merged into its own tensor.
+
+    Raises:
+        KeyMismatchError: the adapter does not have all parts of a tensor, or in several ranks or scalings.
+    """
+    layout = source.layout
+    names = {name: tensor for tensor in layout.saved() for name in tensor.names}
+    keys = {
+        f"{module}.weight": {key.rpartition(".lora_")[2].partition(".")[0]: key for key in found}
+        for module, found in merge_plan.adapted_modules(lora.tensors, adapter_name=adapter_name).items()
+    }
+    plain = [name for name, found in keys.items() if name not in outputs and found.keys() == {"A", "B"}]
+    matched = match_former_names(source.built.model, plain, names, source.built.transforms)
+    pairs = {}
+    for name in matched.former.values():
+        module, found = name.removesuffix(".weight"), keys[name]
+        pairs[name] = LowRankPair(lora.tensors[found["A"]], lora.tensors[found["B"]], lora.config.scaling(module))
+    fused = fuse_experts(source.built.model, layout, matched, pairs, what=str(lora.executor.reader.root))
+    columns = find_transposed_modules(source.built.model)
+    edits: dict[str, merge_plan.Edit] = {}
+    for name, pair in fused.items():
+        is_transposed = name.rpartition(".")[0] in columns
+        form = merge_plan.WeightForm.EXPERT_COLUMNS if is_transposed else merge_plan.WeightForm.EXPERTS
+        edits[name] = merge_plan.LowRank(name, form, pair.r, pair.scaling, pair.lora_A, pair.lora_B)
+    return edits, {key for name in pairs for key in keys[name].values()}
 
 
 def merged_tensors(
@@ -277,10 +311,8 @@ def merged_tensors(
 def _with_unique_keys(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_plan.Edit:
     """Return an edit with keys of leaves that are unique among those of the base."""
 
-    def found(leaf: Expression) -> Expression:
-        key = stored_key(leaf)
-        assert key is not None
-        return joined[f"{ADAPTER}/{key}"]
+    def found(tensor: Expression) -> Expression:
+        return substitute(tensor, {leaf.key: joined[f"{ADAPTER}/{leaf.key}"] for leaf in stored_leaves(tensor)})
 
     if isinstance(edit, merge_plan.LowRank):
         magnitude = None if edit.magnitude is None else found(edit.magnitude)
@@ -435,8 +467,10 @@ def _plan(
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     require_quick_patterns(lora.config.patterns(), merge_plan.adapted_names(lora.config, lora.tensors))
-    plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
-    plan = plan.with_tied(tied_in_training)
+    of_experts, used = fuse_single_experts(source, outputs, lora, adapter_name)
+    others = {key: leaf for key, leaf in lora.tensors.items() if key not in used}
+    plan = merge_plan.plan_merge(lora.config, others, targets, adapter_name=adapter_name, what=what)
+    plan = plan.with_edits(of_experts).with_tied(tied_in_training)
     require_all_rows(source, plan, what)
     both = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed = {edit.module for name in head for edit in plan.tensors[name]}

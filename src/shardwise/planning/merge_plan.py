@@ -127,6 +127,12 @@ class MergePlan:
     keys: Mapping[str, tuple[Edit, ...]]
     modules: tuple[str, ...]
 
+    def with_edits(self, edits: Mapping[str, Edit]) -> "MergePlan":
+        """Return the plan with one more edit of each of these tensors."""
+        tensors = {**self.tensors, **{name: (*self.tensors.get(name, ()), edit) for name, edit in edits.items()}}
+        modules = dict.fromkeys([*self.modules, *(edit.module for edit in edits.values())])
+        return replace(self, tensors=tensors, modules=tuple(modules))
+
     def with_tied(self, ties: Mapping[str, str]) -> "MergePlan":
         """Return the plan for a model that has separate tensors for ``ties``, target to source.
 
@@ -193,12 +199,14 @@ def names_of_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -
     }
 
 
-def adapted_modules(stored: Mapping[str, Stored], *, adapter_name: str) -> set[str]:
-    """Return the modules, under the adapter's names, that have factors."""
-    factors = (_FACTOR.fullmatch(key.removeprefix(_PREFIX)) for key in stored)
-    return {
-        _unwrapped(found["module"])[0] for found in factors if found and found["adapter"] in (None, adapter_name)
-    }
+def adapted_modules(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, list[str]]:
+    """Return the keys of the factors of each module, under the adapter's names."""
+    keys: dict[str, list[str]] = {}
+    for key in stored:
+        found = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
+        if found and found["adapter"] in (None, adapter_name):
+            keys.setdefault(_unwrapped(found["module"])[0], []).append(key)
+    return keys
 
 
 def repeated_copies(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:

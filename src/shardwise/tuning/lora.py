@@ -30,11 +30,12 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in a folder: its config, and its tensors by the keys of its file."""
+    """An adapter in a folder: its config, its tensors by the keys of its file, and notes for the report."""
 
     directory: str
     config: LoraConfig
     tensors: Mapping[str, Expression]
+    notes: tuple[str, ...] = ()
 
 
 def match_adapter(
@@ -72,8 +73,8 @@ def match_adapter(
             f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config says that it belongs "
             f"to {config.base_model_name_or_path or 'a base it does not name'}, with r={config.r} and "
             f"target_modules={_format_targets(config.target_modules)}. Take that base, the config it was "
-            "trained with, and resize_vocab if its vocabulary was resized. An adapter with names of an older "
-            "transformers, or with embeddings, can be merged (shardwise.merge_adapter)"
+            "trained with, and resize_vocab if its vocabulary was resized. An adapter with embeddings can be "
+            "merged (shardwise.merge_adapter)"
         )
     return {own.fqn: item for own, item in found.values()}
 
@@ -174,6 +175,7 @@ def with_lora(
             },
         ),
         additions=replace(additions, base=base, base_names=base_names, copies=copied),
+        notes=adapter.notes if adapter is not None else (),
     )
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -137,15 +138,19 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
     from peft import get_peft_model
 
     _require_names()
-    own = copy.deepcopy(config)
+    own: Any = copy.deepcopy(config)
     own.inference_mode = False
     if not is_new:
         own.init_lora_weights = True
     own.peft_version = peft_version  # whose layout the tensors have from here on
     own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
     # PEFT draws random values that are discarded. The random state is restored.
+    names = dict(base.named_modules())
+    explicit = own.target_modules if isinstance(own.target_modules, set | list) else ()
+    is_explicit = not is_new and bool(explicit) and all(name in names for name in explicit)
     quiet = warnings.catch_warnings()
-    with quiet, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), patched_shapes(base):
+    unconverted = _without_conversion() if is_explicit else nullcontext()
+    with quiet, unconverted, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), patched_shapes(base):
         warnings.simplefilter("ignore")  # rejected before, or in the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
@@ -153,6 +158,8 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
             remedy = " Set lora_dropout=0.0" if "lora_dropout" in str(error) else ""
             raise ConfigError(f"{type(base).__name__}: PEFT cannot add this LoRA, {error}{remedy}") from error
     own.init_lora_weights = config.init_lora_weights
+    if is_explicit:
+        own.target_modules = set(explicit)  # of which PEFT keeps the shortest ends that tell them apart
     if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
         # It calls the model's forward directly, which bypasses FSDP2's hooks.
         model.base_model.forward = partial(_called, model.base_model)  # a nested function could not be pickled
@@ -184,6 +191,23 @@ def patterns(config: LoraConfig) -> Iterator[Pattern]:
         else:
             texts = value if isinstance(value, Iterable) else ()
         yield from (Pattern(field, text, form % text) for text in texts if isinstance(text, str))
+
+
+@contextmanager
+def _without_conversion() -> Iterator[None]:
+    """Keep PEFT from replacing names of modules in a config that are names of experts in transformers 4.
+
+    It replaces the names of shared experts, and of the layers of dense blocks, too.
+    """
+    with KnownNames("peft", "0.20 or 0.21"):
+        from peft.utils import transformers_weight_conversion as conversion
+
+        original = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_args, **_keywords: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = original
 
 
 def _is_packed(layer: Any) -> bool:
@@ -337,6 +361,22 @@ def magnitude(layer: Any, adapter: str) -> nn.Module | None:
     vectors = layer.lora_magnitude_vector  # an nn.ModuleDict, which has no get
     found: nn.Module | None = vectors[adapter] if adapter in vectors else None  # noqa: SIM401
     return found
+
+
+def rank_and_alpha(config: LoraConfig, module: str) -> tuple[int, float]:
+    """Return ``r`` and ``lora_alpha`` of a module, which patterns may give it."""
+    from peft.utils.other import get_pattern_key
+
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    rank: int = ranks.get(get_pattern_key(list(ranks), module), config.r)
+    alpha: float = alphas.get(get_pattern_key(list(alphas), module), config.lora_alpha)
+    return rank, alpha
+
+
+def scaling(config: LoraConfig, module: str, rank: int) -> float:
+    """Return the factor of ``lora_B @ lora_A`` for a module whose matrices have this rank."""
+    _, alpha = rank_and_alpha(config, module)
+    return alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
 def expert_layers(model: PeftModel, adapter: str) -> Iterator[tuple[Any, Any, int, bool]]:

@@ -20,6 +20,7 @@ from shardwise.models.torch_api import get_parameters
 from shardwise.models.view import collect_tensors
 from shardwise.models.wrap import TrainedDtype, get_trained_dtype
 from shardwise.tuning import lora, peft_compat
+from shardwise.tuning.earlier import rename_adapter
 from shardwise.tuning.lora import Adapter, Tuned, matches, near
 
 if TYPE_CHECKING:
@@ -141,6 +142,9 @@ class _LoraTuning(Tuning):
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
         found, config = adapters.get(self.adapter), self._config(adapters)
+        if found is not None:
+            found = rename_adapter(base, found)
+            config = found.config
         peft_compat.require_supported(config, is_new=found is None)
         made = lora.with_lora(base, bindings, config, self.adapter, found, is_new=found is None)
         return lora.replicated(made) if self.placement == "replicated" else made

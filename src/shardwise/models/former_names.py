@@ -1,0 +1,184 @@
+"""Former names of a model's tensors, and single experts that are fused today.
+
+An adapter has the names of the model that it was trained on. Those of earlier versions of transformers are mapped
+like the keys of a checkpoint, by its renames and converters. The names of a text model are also those of the text
+part of a vision-language model, which no rename covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from shardwise.conversion.computed import Computed, ComputedBlock, copies
+from shardwise.conversion.expression import Expression, Stored, concat, reshape, stack
+from shardwise.errors import KeyMismatchError
+from shardwise.layout import ModelLayout
+from shardwise.models import pretrained
+from shardwise.models.pretrained import assign_keys
+from shardwise.models.torch_api import to_torch
+from shardwise.models.tracing import Conversion, trace_conversions
+from shardwise.tensors import Box, DType, Strided
+
+
+@dataclass
+class MatchedNames:
+    """Today's names by former ones, and the conversions of the others.
+
+    The keys of conversions are names that transformers knows, each with its former name in ``former``.
+    """
+
+    plain: dict[str, str] = field(default_factory=dict)
+    conversions: list[Conversion] = field(default_factory=list)
+    former: dict[str, str] = field(default_factory=dict)
+
+
+def match_former_names(
+    model: PreTrainedModel, former: Sequence[str], names: Mapping[str, object], transforms: Sequence[Any]
+) -> MatchedNames:
+    """Match names of tensors with those of a model. ``names`` are the tensors that the model saves."""
+    matched = MatchedNames({name: name for name in former if name in names})
+    prefix = _text_prefix(model)
+    unmatched = [name for name in former if name not in names]
+    for known in (
+        {name: name for name in unmatched},
+        {f"{prefix}.{name.partition('.')[2]}": name for name in unmatched} if prefix else {},
+    ):
+        waiting = [name for name, old in known.items() if old in unmatched]
+        assigned = assign_keys(model, waiting, names, transforms)
+        matched.plain |= {known[name]: new for new, keys in assigned.plain.items() for name in keys}
+        matched.conversions += assigned.conversions.values()
+        matched.former |= {name: known[name] for item in assigned.conversions.values() for name in item.keys}
+        unmatched = [known[name] for name in assigned.unmatched]
+    return matched
+
+
+def _text_prefix(model: PreTrainedModel) -> str | None:
+    """Return the name of the text part in a model that has other parts."""
+    decoder = model.get_decoder() if pretrained.has_other_models(model) else model
+    return next((name for name, module in model.named_modules() if module is decoder and name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankPair:
+    """``lora_A`` (r, in) and ``lora_B`` (out, r) of a layer, with the factor of their product."""
+
+    lora_A: Expression
+    lora_B: Expression
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPair:
+    """``lora_A`` (experts * r, in) and ``lora_B`` (out, r * experts) of a parameter of stacked experts."""
+
+    lora_A: Expression
+    lora_B: Expression
+    r: int
+    scaling: float
+
+
+def fuse_experts(
+    model: PreTrainedModel,
+    layout: ModelLayout,
+    matched: MatchedNames,
+    pairs: Mapping[str, LowRankPair],
+    *,
+    what: str,
+) -> dict[str, FusedPair]:
+    """Return the matrices of stacked experts, by parameter, made of those of single experts.
+
+    Each layer that a parameter consists of (gate and up of an expert) has ranks of its own, so ``lora_B`` is zero
+    where the rows of one meet the ranks of another.
+
+    Args:
+        model: the model on meta.
+        layout: its tensors.
+        matched: the names of the experts' weights, with their conversions.
+        pairs: the matrices by former name of the weight.
+        what: the adapter, for the error.
+
+    Raises:
+        KeyMismatchError: a parameter's layers are not all adapted, or differ in rank or scaling. The message has
+            all such parameters.
+    """
+    leaves = {
+        name: Stored(name, (pairs[old].lora_B.shape[0], pairs[old].lora_A.shape[1]), pairs[old].lora_A.dtype)
+        for name, old in matched.former.items()
+    }
+    fused: dict[str, FusedPair] = {}
+    faults: list[str] = []
+    transposed = {name for name, module in model.named_modules() if getattr(module, "is_transposed", False) is True}
+
+    def get_dtype(name: str) -> torch.dtype:
+        return to_torch(layout.by_name[name].dtype)
+
+    for conversion, made, why in trace_conversions(model, layout, leaves, get_dtype, matched.conversions):
+        for name, expression in made.items():
+            parts = {old: pairs[matched.former[old]] for old in conversion.keys}
+            pair = _fuse(expression, parts, is_transposed=name.rpartition(".")[0] in transposed)
+            is_whole = expression.shape == layout.by_name[name].shape
+            if pair is None or not is_whole:
+                why = f"{name}: the adapter has not all of its layers, or in several ranks or scalings"
+            else:
+                fused[name] = pair
+        if why:
+            faults.append(why)
+    if faults:
+        listed = "\n  ".join(faults)
+        raise KeyMismatchError(
+            f"{what}: its matrices of single experts do not fit the model's, which are fused\n  {listed}\n"
+            "Merge it into a base that stores experts one by one"
+        )
+    return fused
+
+
+def _fuse(weight: Expression, pairs: Mapping[str, LowRankPair], *, is_transposed: bool) -> FusedPair | None:
+    """Fuse pairs whose products are parts of a weight: rows of one expert each. None if they are not."""
+    if len(weight.shape) != 3 or len({pair.scaling for pair in pairs.values()}) != 1:
+        return None
+    experts, rows, columns = weight.shape
+    by_row: dict[int, dict[int, LowRankPair]] = {}  # by first row in an expert, and by expert
+    for copy in copies(weight, Box.whole(weight.shape)):
+        shape = copy.leaf.shape
+        expert, start = divmod(copy.target.offset, rows * columns)
+        strides = (1, columns) if is_transposed else (columns, 1)
+        into = Strided(copy.target.offset, shape, strides)
+        if copies(copy.leaf, Box.whole(shape), into) != [copy] or start % strides[0]:
+            return None
+        by_row.setdefault(start // strides[0], {})[expert] = pairs[copy.leaf.key]
+    parts = [by_row[row] for row in sorted(by_row)]
+    if any({pair.lora_A.shape for pair in part.values()} != {part[0].lora_A.shape} for part in parts):
+        return None
+    dtype, ranks = parts[0][0].lora_A.dtype, [part[0].lora_A.shape[0] for part in parts]
+    lora_A = concat([part[expert].lora_A for expert in range(experts) for part in parts], 0)
+    blocks = []
+    for number, part in enumerate(parts):
+        height = part[0].lora_B.shape[0]
+        own = stack([part[expert].lora_B for expert in range(experts)], 2)  # (rows, ranks, experts)
+        zeros = [_zeros((height, rank, experts), dtype) for rank in ranks]
+        blocks.append(concat([*zeros[:number], own, *zeros[number + 1 :]], 1))
+    lora_B = concat(blocks, 0)
+    r = sum(ranks)
+    return FusedPair(lora_A, reshape(lora_B, (lora_B.shape[0], r * experts)), r, parts[0][0].scaling)
+
+
+def _zeros(shape: tuple[int, ...], dtype: DType) -> Expression:
+    return Computed(_Zeros(dtype), "zeros", shape, dtype, ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Zeros:
+    dtype: DType
+    label: str = "zeros"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
+        for box in wanted["zeros"]:
+            yield ComputedBlock((), {"zeros": box}, box.numel * self.dtype.itemsize)
+
+    def evaluate(self, block: ComputedBlock, _values: Sequence[Any]) -> Mapping[str, Any]:
+        return {"zeros": torch.zeros(block.outputs["zeros"].sizes, dtype=to_torch(self.dtype))}
