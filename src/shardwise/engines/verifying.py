@@ -28,7 +28,7 @@ from shardwise.planning.load_plan import Consent, Ignore, plan_load
 from shardwise.planning.save_plan import ADAPTER, MODEL
 from shardwise.report.save_reports import ReopenReport
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.names import HubOptions, shown
+from shardwise.storage.names import shown
 from shardwise.storage.reading import open_storage
 
 _VERIFIED_BYTES = 8 << 20
@@ -99,7 +99,7 @@ def _find_coverage(directory: str | os.PathLike[str], config: Mapping[str, objec
     """
     with ExitStack() as stack:
         try:
-            found = find(World(0, 1), directory, {"hub": HubOptions(local_files_only=True)}, stack)
+            found = find(World(0, 1), directory, {}, stack)
             stack.enter_context(torch.device("cpu"))
             built = outline(found.directory, found.config, found.index, {})
             # Declared ties that are stored twice are taken to be equal.

@@ -142,10 +142,9 @@ def merge_weights(
             )
         executor = offline.create_executor(reader, index)
         if is_optimizer:
-            named = optimizer_outputs(reader, index, executor, (base, dtype, key_mapping))
+            named, file_format = optimizer_outputs(reader, index, executor, (base, dtype, key_mapping)), "bin"
         else:
             named = named_outputs(folder, index, executor, base=base, dtype=dtype, key_mapping=key_mapping or {})
-        file_format = "bin" if is_optimizer else file_format
         companions = _companions(named, folder, dtype)
         streamed, files = _write(named, companions, file_format, out, limit)
         if named.folder is not None:
