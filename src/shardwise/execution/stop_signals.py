@@ -94,14 +94,11 @@ class StopRequest:
         self._make(number)
 
     def receive(self, wakeups: socket.socket) -> None:
-        """Receive the numbers of signals, until the socket's other end is closed. Runs on a thread of its own."""
-        while True:
+        """Receive the numbers of signals until the main thread leaves the block. Runs on a thread of its own."""
+        while not self._has_left.is_set():
             is_waiting = self.is_made and self._number_now is None
             if select.select([wakeups], [], [], 1.0 if is_waiting else None)[0]:
-                numbers = wakeups.recv(1)
-                if not numbers:
-                    return
-                self._note(numbers[0])
+                self._note(wakeups.recv(1)[0])
             elif time.monotonic() - self._made_s > _PATIENCE_S:
                 self._end_wait()
 
@@ -197,6 +194,7 @@ def stopping_on_signals() -> Iterator[StopRequest]:
             is_late = request.is_made and number != signal.SIGINT
             signal.signal(number, signal.SIG_IGN if is_late else handler)
         signal.set_wakeup_fd(fd)
-        sender.close()
+        sender.send(b"\0")  # closing it would not wake the thread: children of this process have it, too
         receiver.join()
+        sender.close()
         wakeups.close()
