@@ -99,9 +99,9 @@ def _find_coverage(directory: str | os.PathLike[str], config: Mapping[str, objec
     """
     with ExitStack() as stack:
         try:
-            found = find(World(0, 1), directory, {}, stack)
+            located = find(World(0, 1), directory, {}, stack)
             stack.enter_context(torch.device("cpu"))
-            built = outline(found.directory, found.config, found.index, {})
+            built = outline(located.directory, located.config, located.index, {})
             # Declared ties that are stored twice are taken to be equal.
             built.equal_ties = frozenset(name for name, _ in built.ties_stored_twice())
             tuned = prepare_for_training(built, set(), {}, adapters={}, casts_to=None)
@@ -112,7 +112,7 @@ def _find_coverage(directory: str | os.PathLike[str], config: Mapping[str, objec
         layout = build_layout(collect_tensors(tuned.model), Origin.INIT_WEIGHTS)
         consent = Consent(unexpected=Ignore())
         try:
-            plan = plan_load(found.index, layout, tuned.bindings, get_rules(built.model), consent, remedies={})
+            plan = plan_load(located.index, layout, tuned.bindings, get_rules(built.model), consent, remedies={})
         except KeyMismatchError as error:
             raise KeyMismatchError(f"{error}\nDownload or save it again, or the config of this model") from None
     return _Coverage("", type(built.model).__name__, tuple(map(shown, plan.unexpected_keys)))

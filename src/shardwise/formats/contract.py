@@ -413,8 +413,8 @@ def without_wrappers(index: CheckpointIndex) -> tuple[CheckpointIndex, list[str]
 
 def with_keys(index: CheckpointIndex, keys: Mapping[str, str]) -> CheckpointIndex:
     """Return a checkpoint with other keys, which are given by the present ones of all tensors."""
-    own = {item.key: Composed(item.dtype, item.shape, Whole(item.key)) for item in index.tensors()}
-    return replace(index, composed={keys[key]: index.composed.get(key, item) for key, item in own.items()})
+    tensors = {item.key: Composed(item.dtype, item.shape, Whole(item.key)) for item in index.tensors()}
+    return replace(index, composed={keys[key]: index.composed.get(key, item) for key, item in tensors.items()})
 
 
 def prefixed(composition: T, prefix: str) -> T:
