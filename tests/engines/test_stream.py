@@ -119,7 +119,7 @@ def leave_after(name: str, counts: list[int | None], how: str) -> tuple[str, str
     """A loop that every rank leaves, by a break or an exception, after so many tensors; how the call ended."""
     model = sharded(name, "flat")
     count = counts[dist.get_rank()]
-    timeouts = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=30, join_timeout_s=60)
+    timeouts = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3600, join_timeout_s=3600)
     options = StreamOptions(bucket_bytes=1 << 14, timeouts=timeouts)
     seen = 0
     try:

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from tests.support.local_ranks import LIMIT_S
+
 from shardwise.execution import control_channel
 from shardwise.execution import world as world_module
-
-LIMIT_S = 100.0
 
 
 @dataclass

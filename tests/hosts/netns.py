@@ -11,9 +11,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.support.local_ranks import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,19 +55,19 @@ class HostProcess:
     process: subprocess.Popen[bytes]
     output: Path
 
-    def wait(self, timeout_s: float) -> int:
-        """Its exit code. Raises an AssertionError with what it has written where it goes on."""
+    def wait(self) -> int:
+        """Its exit code. Raises an AssertionError with what it has written where it hangs."""
         try:
-            return self.process.wait(timeout_s)
+            return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired as late:
-            raise AssertionError(f"it goes on after {timeout_s} s:\n{self.text()}") from late
+            raise AssertionError(f"it hangs:\n{self.text()}") from late
 
-    def wait_for(self, words: str, times: int = 1, timeout_s: float = 120.0) -> None:
+    def wait_for(self, words: str, times: int = 1) -> None:
         """Until it has written them so often."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + LIMIT_S
         while self.text().count(words) < times:
             assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.text()}"
-            assert time.monotonic() < deadline, f"no {words!r} after {timeout_s} s:\n{self.text()}"
+            assert time.monotonic() < deadline, f"it has not written {words!r}:\n{self.text()}"
             time.sleep(0.05)
 
     def text(self) -> str:
@@ -190,9 +192,3 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
         yield hosts
     finally:
         hosts._end()
-
-
-def ended(processes: Sequence[HostProcess], timeout_s: float) -> list[int]:
-    """The exit codes of all, which have ended by then."""
-    deadline = time.monotonic() + timeout_s
-    return [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]

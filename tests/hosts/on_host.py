@@ -12,15 +12,16 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 
-LATE_S = 8.0
-
 
 def main(folder: Path) -> None:
-    """Rank 1 is late for the first call; ``folder`` is one for both hosts, but for ``disk`` in it."""
-    bring_up, save = shardwise.from_pretrained, shardwise.save  # imported before rank 1 is late
+    """Rank 1 comes to the first call when rank 0 has written that it waits.
+
+    ``folder`` is one for both hosts, but for ``disk`` in it.
+    """
+    bring_up, save = shardwise.from_pretrained, shardwise.save
     dist.init_process_group("gloo")
-    if dist.get_rank() == 1:
-        time.sleep(LATE_S)
+    while dist.get_rank() == 1 and "waiting for rank 1" not in Path(folder, "output0").read_text():
+        time.sleep(0.05)
     model = bring_up(str(folder / "model"))
     tell("loaded", lambda: digest(model))
     tell("saved to one folder", lambda: save(model, str(folder / "saved")) and "")

@@ -12,8 +12,7 @@ from typing import Any
 
 from tests.support.crashes import Called, EffectLog, Failed, Killed, Returned, recorded
 from tests.support.fork_server import start_server
-
-_LIMIT_S = 60.0
+from tests.support.local_ranks import LIMIT_S
 
 TO_THE_END = 0
 """Where to hold who is not to be held."""
@@ -74,7 +73,7 @@ class Actor:
         """Wait until it is held, or has ended."""
         if self.error is not None:
             return False
-        if not self._pipe.poll(_LIMIT_S):
+        if not self._pipe.poll(LIMIT_S):
             raise AssertionError(f"{self.part}: neither came to effect {self.hold_before} nor to its end")
         kind, value = self._pipe.recv()
         if kind == "end":

@@ -34,7 +34,7 @@ def target(store: str, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(36000)
 @pytest.mark.parametrize(("kind", "store"), CASES, ids=[f"{kind} on {store}" for kind, store in CASES])
 def test_two_hundred_kills_lose_nothing(kind: str, store: str, target: str, tmp_path: Path, seed: int) -> None:
     tally = kill_again_and_again(kind, target, str(tmp_path / "log"), kills=KILLS, seed=seed)

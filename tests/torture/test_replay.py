@@ -111,7 +111,7 @@ ALL: dict[str, Scene] = {
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(3600)  # a merge is taken over hundreds of times
+@pytest.mark.timeout(36000)  # a merge is taken over hundreds of times
 @everywhere
 @pytest.mark.parametrize("scene", ALL)
 def test_every_moment(scene: str, verb: str, store: str) -> None:
