@@ -1,5 +1,6 @@
 """``merge_adapter`` against PEFT's own ``merge_and_unload``."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,9 @@ def test_tied_tensors_are_untied_if_the_adapter_has_both(bases: dict[str, Path],
     assert torch.equal(found["lm_head.weight"], stored[key])
     assert torch.equal(found["model.embed_tokens.weight"], stored["base_model.model.model.embed_tokens.weight"])
     assert report.notes[0] == "lm_head.weight is not tied any more: it has its own values"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    wanted = json.loads((bases["tied"] / "config.json").read_text())
+    assert config == wanted | {"tie_word_embeddings": False, "vocab_size": 104}
     change(adapter, lambda tensors: tensors | {key.replace("weight", "modules_to_save.weight"): tensors[key] + 1})
     with pytest.raises(KeyMismatchError, match="are the same tensor, and differ"):
         merge_adapter(bases["tied"], adapter, tmp_path / "other")

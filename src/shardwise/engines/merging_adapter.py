@@ -138,8 +138,10 @@ def find_class_with_head(lora: _AdapterSource, built: Outline, adapter_name: str
 def find_head(lora: _AdapterSource, built: Outline, adapter_name: str) -> dict[str, str]:
     """Return the adapter's keys of the tensors that the base does not store, by their names in the model."""
     names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name)
-    saved = {name for tensor in built.layout.saved() for name in tensor.names}
-    return {name: key for key, name in names.items() if name in saved and not built.bindings.matched.get(name)}
+    ties = pretrained.declared_ties(built.model)
+    stored = {*built.bindings.matched, *ties, *ties.values()}
+    absent = {name for tensor in built.layout.saved() for name in tensor.names} - stored
+    return {name: key for key, name in names.items() if name in absent}
 
 
 def find_num_labels(lora: _AdapterSource, built: Outline, head: Mapping[str, str]) -> int | None:

@@ -42,19 +42,26 @@ def match_former_names(
 ) -> MatchedNames:
     """Match names of tensors with those of a model. ``names`` are the tensors that the model saves."""
     matched = MatchedNames({name: name for name in former if name in names})
-    prefix = _text_prefix(model)
-    unmatched = [name for name in former if name not in names]
-    for known in (
-        {name: name for name in unmatched},
-        {f"{prefix}.{name.partition('.')[2]}": name for name in unmatched} if prefix else {},
-    ):
-        waiting = [name for name, old in known.items() if old in unmatched]
-        assigned = assign_keys(model, waiting, names, transforms)
-        matched.plain |= {known[name]: new for new, keys in assigned.plain.items() for name in keys}
-        matched.conversions += assigned.conversions.values()
-        matched.former |= {name: known[name] for item in assigned.conversions.values() for name in item.keys}
-        unmatched = [known[name] for name in assigned.unmatched]
+    unmatched = _match(model, {name: name for name in former if name not in names}, names, transforms, matched)
+    if unmatched and (prefix := _text_prefix(model)) is not None:
+        in_text = {f"{prefix}.{name.partition('.')[2]}": name for name in unmatched}
+        _match(model, in_text, names, transforms, matched)
     return matched
+
+
+def _match(
+    model: PreTrainedModel,
+    known: Mapping[str, str],
+    names: Mapping[str, object],
+    transforms: Sequence[Any],
+    matched: MatchedNames,
+) -> list[str]:
+    """Add names that transformers knows. ``known`` has the former names by them. Return those of the others."""
+    assigned = assign_keys(model, list(known), names, transforms)
+    matched.plain.update({known[key]: name for name, keys in assigned.plain.items() for key in keys})
+    matched.conversions.extend(assigned.conversions.values())
+    matched.former.update({key: known[key] for item in assigned.conversions.values() for key in item.keys})
+    return [known[key] for key in assigned.unmatched]
 
 
 def _text_prefix(model: PreTrainedModel) -> str | None:
@@ -168,11 +175,11 @@ def _fuse(weight: Expression, pairs: Mapping[str, LowRankPair], *, is_transposed
 
 
 def _zeros(shape: tuple[int, ...], dtype: DType) -> Expression:
-    return Computed(_Zeros(dtype), "zeros", shape, dtype, ())
+    return Computed(_ZeroBlocks(dtype), "zeros", shape, dtype, ())
 
 
 @dataclass(frozen=True, slots=True)
-class _Zeros:
+class _ZeroBlocks:
     dtype: DType
     label: str = "zeros"
 
