@@ -242,6 +242,21 @@ def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses(cl
     assert "rank 1 has not reached " in str(error)
 
 
+class LateToBegin(threading.Thread):
+    def run(self) -> None:
+        if self.name.startswith("shardwise-heartbeat"):
+            time.sleep(0.1)
+        super().run()
+
+
+def test_a_rank_that_has_come_to_a_call_has_a_heartbeat(monkeypatch):
+    """Otherwise it would not be missed if it were killed at once."""
+    monkeypatch.setattr(threading, "Thread", LateToBegin)
+    with Ranks(2) as ranks:
+        ranks.lines[1].join()
+        assert heartbeat_keys(ranks.store).has("beat/1")
+
+
 def test_a_heartbeat_continues_until_its_store_or_its_process_ends(tmp_path):
     program = """if True:
         import sys, torch.distributed as dist

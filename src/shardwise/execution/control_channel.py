@@ -211,6 +211,7 @@ class ControlChannel:
     def _join(self) -> KeyStore:
         number = KeyStore(self._store, self._name).add(f"calls/{self.rank}", 1)
         keys = KeyStore(self._store, f"{self._name}/call{number}")
+        self._detector.begun.wait()  # a rank that is here, and has never had a heartbeat, would not be missed
         keys.set(f"here/{self.rank}", b"")
         own = f"rank {self.global_ranks[self.rank]} is in {self._call}"
         first = keys.set_default("call", own)

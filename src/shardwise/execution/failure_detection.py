@@ -114,6 +114,7 @@ class Detector:
 
     Attributes:
         answered_s: when the store answered last, by the monotonic clock.
+        begun: set after the first heartbeat, or when there will be none.
         error: the exception that ended the heartbeat thread, if any.
         heartbeats: those of the watched processes, by rank among all that use the store.
         meetings: those in which this rank waits, by their keys.
@@ -124,6 +125,7 @@ class Detector:
     def __init__(self, store: Any, rank: int) -> None:
         self.pid = os.getpid()
         self.answered_s = time.monotonic()
+        self.begun = threading.Event()
         self.error: Exception | None = None
         self.heartbeats: dict[int, Heartbeat] = {}
         self.meetings: dict[str, Meeting] = {}
@@ -179,6 +181,7 @@ class Detector:
                 elapsed_s, sent_s = time.monotonic() - sent_s, time.monotonic()
                 status = RankStatus.here(dict(self.meetings), status, elapsed_s, self.waits_for)
                 keys.set(f"beat/{self._rank}", f"{count} {status.to_json()}".encode())
+                self.begun.set()
                 for watcher in tuple(self.watchers):
                     watcher.watch(store)
                 self._name_slow_ranks(status)
@@ -189,6 +192,8 @@ class Detector:
                 keys.set(f"beat/{self._rank}", _ENDED)
         except Exception as error:  # the store is gone, or a watcher failed
             self.error = error
+        finally:
+            self.begun.set()
 
     def _name_slow_ranks(self, own: RankStatus) -> None:
         """Log which rank this one has been waiting for, after ten seconds and then every minute."""
