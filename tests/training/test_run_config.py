@@ -46,7 +46,7 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
     [
         ("lerning_rate: 1.0", r"lerning_rate: is not a key of sft. Did you mean learning_rate\?"),
         ("max_length: 3.7", r"max_length: 3.7 is a float. Expected int or null"),
-        ("save_strategy: no", r"save_strategy: False is a bool. Expected str. Put it in quotes, as in 'no'"),
+        ("save_strategy: no", r"save_strategy: False is a bool. Expected str. Write 'no' in quotes"),
         ("packing: 'yes'", r"packing: 'yes' is a str. Expected bool"),
         ("learning_rate: fast", r"learning_rate: 'fast' is a str. Expected float"),
         ("lr_scheduler_type: cosin", r"lr_scheduler_type: 'cosin' is not a choice. Did you mean cosine\?"),

@@ -275,7 +275,7 @@ def test_unmatched_and_unsupported_tunings_are_refused(tuning: Any, message: str
 
 
 def test_dropout_is_refused_on_experts_by_their_former_names(experts: Path) -> None:
-    names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    names = ["q_proj", "w1", "w2", "w3"]
     config = LoraConfig(r=2, target_modules=names, lora_dropout=0.05)
     with pytest.raises(ConfigError, match=r"PEFT cannot add this LoRA, .* Set lora_dropout=0\.0"):
         shardwise.from_pretrained(experts, tuning=Lora(config))

@@ -216,8 +216,8 @@ def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> 
     )
     if not fits:
         expected = " or ".join(name for name in types if name != "null") + (" or null" if "null" in types else "")
-        # YAML 1.1 reads no, off, yes and on as booleans
-        remedy = ". Put it in quotes, as in 'no'" if kind == "bool" and {"str", "list"} & {*types} else ""
+        # YAML 1.1 reads no as False.
+        remedy = ". Write 'no' in quotes" if value is False and "no" in specs[key].get("choices", ()) else ""
         yield f"{_format_value(value)} is a {kind}. Expected {expected}{remedy}"
     elif {"int", "float"} & {*types} and kind in ("int", "float", "str"):
         yield from _number_faults(key, value)
