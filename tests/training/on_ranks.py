@@ -1,6 +1,7 @@
 """Trainings of ``shardwise train`` on ranks, and by TRL alone; sent to processes by name."""
 
 import json
+import logging
 import os
 import runpy
 import shutil
@@ -25,11 +26,13 @@ from transformers import (
     CLIPImageProcessorPil,
     LlavaProcessor,
     Qwen3ForCausalLM,
+    Qwen3Model,
     TrainerCallback,
 )
 
 from shardwise.cli.train import train_on_rank, without_token
 from shardwise.errors import ShardwiseError
+from shardwise.execution import slow_ranks
 from shardwise.training import setup as trl_setup
 from shardwise.training.run import TrlOutcome
 from shardwise.training.run_config import read_run_config
@@ -143,6 +146,48 @@ def train_on_own_rows(values: dict[str, Any], second: str) -> None:
 
     with mock.patch.object(datasets, "load_dataset", load_own):
         train(values)
+
+
+def warnings_of_a_slow_rank(values: dict[str, Any], kind: str, warned: str) -> list[str]:
+    """Train, where the second rank takes long in its second step, until the first one has said that it waits."""
+
+    class Warned(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+            if "has been waiting for" in messages[-1]:
+                Path(warned).touch()
+
+    class Slow(TrainerCallback):
+        def on_train_begin(self, *_: Any, train_dataloader: Any, **__: Any) -> None:
+            if kind == "collator":
+                train_dataloader.base_dataloader.collate_fn = self.call(train_dataloader.base_dataloader.collate_fn)
+
+        def on_log(self, *positional: Any, **_: Any) -> None:
+            if kind == "tracker" and positional[1].global_step == 2:
+                self.wait()
+
+        def call(self, original: Any) -> Any:
+            steps = iter(range(1, 99))
+
+            def call(*positional: Any, **keywords: Any) -> Any:
+                if next(steps) == 2:
+                    self.wait()
+                return original(*positional, **keywords)
+
+            return call
+
+        def wait(self) -> None:
+            while dist.get_rank() == 1 and not Path(warned).exists():
+                time.sleep(0.01)
+
+    messages: list[str] = []
+    slow, handler = Slow(), Warned(logging.WARNING)
+    logging.getLogger("shardwise").addHandler(handler)
+    forward = slow.call(Qwen3Model.forward) if kind == "model" else Qwen3Model.forward
+    with mock.patch.object(slow_ranks, "WARN_S", 1.0), mock.patch.object(Qwen3Model, "forward", forward):
+        train_with(values, slow)
+    logging.getLogger("shardwise").removeHandler(handler)
+    return messages
 
 
 def error_without_record(values: dict[str, Any], step: int) -> str:

@@ -322,6 +322,22 @@ def test_ranks_with_other_settings_or_rows_are_refused(folder: Path) -> None:
     run_world(2, on_ranks.train_on_own_rows, values, str(folder / "same.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "doing"),
+    [
+        ("tracker", "busy with the callbacks of on_log"),
+        ("collator", "busy with the next batch"),
+        ("model", "in the phase 'train'"),
+    ],
+)
+def test_a_rank_that_takes_long_is_named_by_the_one_that_waits(folder: Path, kind: str, doing: str) -> None:
+    values = keys(folder, output_dir=str(folder / f"slow-{kind}"), per_device_train_batch_size=2)
+    told, _ = run_world(2, on_ranks.warnings_of_a_slow_rank, values, kind, str(folder / f"warned-{kind}"))
+    [text, *_] = [text for text in told if "has been waiting for" in text]
+    assert text.startswith("rank 0 has been waiting for ")
+    assert f"for rank 1, which has been {doing} for " in text
+
+
 def test_a_run_without_its_record_ends_and_a_copy_says_what_is_missing(folder: Path) -> None:
     values = keys(folder, max_steps=3, save_strategy="steps", save_steps=2, gradient_checkpointing=False)
     values |= {"output_dir": str(folder / "removed"), "per_device_train_batch_size": 4}
