@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -264,6 +265,16 @@ def test_parts_of_the_assistant_are_trained_once_and_no_others(kind: str) -> Non
         made = masks(template)(messages, TOOLS)
         text = "".join(run for example in made for run in runs(example, trl_templates.tokenizer(template)))
         assert sorted(re.findall(r"(?:answer|argument|result|question)\d", text)) == expected, (name, text)
+
+
+def test_calls_that_a_training_template_of_trl_leaves_out_are_an_error() -> None:
+    without_calls = ("deepseek_r1_distill", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl")
+    left_out = {**dict.fromkeys(without_calls, "tool_calls[0]"), "gptoss": "tool_calls[1]"}
+    messages = [{**message, "content": message["content"] or ""} for message in PARTS["two calls"]]
+    for name in [name for name in trl_templates.names() if trl_templates.has(f"{name}_training")]:
+        named = re.escape(f"leaves out messages[1].{left_out.get(name)}")
+        with pytest.raises(ChatError, match=named) if name in left_out else nullcontext():
+            masks(trl_templates.text(f"{name}_training")).require_calls(messages, TOOLS)
 
 
 HANDED = (ASSISTANT, TOOL_ENDED, "<|start|>assistant", "\n", "<think>\n\n</think>\n\n", "<think>\n", "<think>", "")

@@ -229,3 +229,14 @@ def test_a_row_whose_chat_cannot_be_used_is_named(row: dict[str, Any], message: 
     number = 2 if "messages" in row else 1
     with pytest.raises(ConfigError, match=f"row {number} of the dataset: {message}"):
         dataset_loading.with_masks(rows, tiny.tokenizer(tiny.UNMARKED), num_proc=None)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_row_with_a_call_that_the_marks_of_a_template_leave_out_is_named(streaming: bool) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"n": 1}}}
+    rows = [tiny.chat("Hi", "Ho"), tiny.chat("Hi", "Ho")]
+    rows[1]["messages"][1]["tool_calls"] = [call]  # type: ignore[index]
+    found: Any = datasets.Dataset.from_list(rows)
+    found = found.to_iterable_dataset() if streaming else found
+    with pytest.raises(ConfigError, match=r"row 2 of the dataset: .* leaves out messages\[1\].tool_calls\[0\]"):
+        list(dataset_loading.with_rendered_calls(found, tiny.tokenizer(), tiny.MARKED))

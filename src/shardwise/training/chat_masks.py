@@ -213,6 +213,30 @@ class AssistantMasks:
         trained = [one for one in examples if one.spans] or examples[:1]
         return [self._tokenize(one) for one in reversed(trained)]
 
+    def require_calls(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Check that every tool call of a chat is trained on, where TRL masks it by the template's own marks.
+
+        Raises:
+            ChatError: the template leaves one out.
+        """
+        variables = {**(variables or {}), "tools": list(tools) if tools else None}
+        template = str(self._tokenizer.get_chat_template(tools=variables["tools"]))
+        chat = _RenderableChat(template, self._tokenizer.special_tokens_map, messages, variables)
+        whole = chat.trainable(messages)
+        if not whole:  # the template rejects the row, as TRL will find out
+            return
+        for index, message in enumerate(messages):
+            calls = message.get("tool_calls") or []
+            for number in range(len(calls)):
+                fewer = {**message, "tool_calls": [*calls[:number], *calls[number + 1 :]]}
+                if chat.trainable([*messages[:index], fewer, *messages[index + 1 :]]) == whole:
+                    raise _left_out(f"messages[{index}].tool_calls[{number}]")
+
     # Rendering
 
     def _chat(self, messages: Sequence[ChatMessage], variables: Mapping[str, Any]) -> _RenderableChat:

@@ -227,6 +227,34 @@ def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_pro
     return _mapped(found, partial(_tokenized, AssistantMasks(tokenizer)), num_proc)
 
 
+def with_rendered_calls(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, template: str) -> AnyDataset:
+    """Check that a template whose marks TRL uses leaves out no tool call. A streamed dataset is checked when read.
+
+    Raises:
+        ConfigError: naming the row.
+    """
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    check = partial(_require_rendered_calls, AssistantMasks(tokenizer))
+    if isinstance(found, datasets.IterableDataset):
+        checked: AnyDataset = found.map(check, with_indices=True, features=found.features)
+        return checked
+    for index, row in enumerate(found):
+        check(row, index)
+    return found
+
+
+def _require_rendered_calls(masks: AssistantMasks, row: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    try:
+        chat = to_messages(row)
+        messages = chat.get("messages") or [*_turns("prompt", chat.get("prompt", [])), *chat.get("completion", [])]
+        if any(message.get("tool_calls") for message in messages):
+            masks.require_calls(messages, chat.get("tools"), chat.get("chat_template_kwargs"))
+    except (MalformedRowError, ChatError) as error:
+        raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
+    return row
+
+
 def checked_as_read(found: AnyDataset, text_field: str) -> AnyDataset:
     """Have a streamed dataset name a malformed row when it is read. Others are returned unchanged."""
     if isinstance(found, datasets.Dataset):

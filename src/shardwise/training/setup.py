@@ -300,13 +300,18 @@ def load_data(
         datasets = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
         if images := {"image", "images"} & set(get_dataset_column_names(datasets[0])):
             raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column")
-        is_masked = is_masked and (_lacks_masks(processor) or any(map(dataset_loading.has_weights, datasets)))
-        if is_masked and is_conversational(next(iter(datasets[0]))):
+        needs_masks = is_masked and (_lacks_masks(processor) or any(map(dataset_loading.has_weights, datasets)))
+        is_chat = is_conversational(next(iter(datasets[0])))
+        if needs_masks and is_chat:
             datasets = [dataset_loading.with_masks(dataset, processor, num_proc=num_proc) for dataset in datasets]
+        elif is_masked and is_chat and getattr(processor, "chat_template", None):
+            tokenizer = getattr(processor, "tokenizer", processor)
+            template = get_training_chat_template(processor) or processor.chat_template  # None if it has marks
+            datasets = [dataset_loading.with_rendered_calls(dataset, tokenizer, template) for dataset in datasets]
         if "input_ids" not in dataset_loading.get_column_names(datasets[0]):
             datasets = [dataset_loading.checked_as_read(dataset, _text_field(training)) for dataset in datasets]
     train, test = datasets[0], datasets[1] if len(datasets) > 1 else None
-    if is_masked and "input_ids" in dataset_loading.get_column_names(train):
+    if needs_masks and "input_ids" in dataset_loading.get_column_names(train):
         training.assistant_only_loss = False  # TRL would require marks in the chat template
     return train, test
 
