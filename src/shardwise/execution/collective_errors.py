@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import RankLostError, ShardwiseError, TrainingError
-from shardwise.execution.control_channel import ControlChannel
+from shardwise.execution.control_channel import ADVICE_ON_WAITS, ControlChannel
+from shardwise.execution.failure_detection import describe_wait
 
 if TYPE_CHECKING:
     from shardwise.execution.world import World
@@ -73,6 +74,7 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
         raise
     except Exception as error:
         is_out, is_broken = is_out_of_memory(error), is_collective_error(error)
+        slow = describe_wait() if is_broken else ""  # now, because the wait is over
         cause = _out_of_memory(error) if is_out else f"{type(error).__name__}: {error}"
         kind = TrainingError if is_out else RankLostError
         if channel is None:
@@ -88,6 +90,8 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
                 raise type(lost)(f"{where()}: {lost}") from error
         else:
             channel.abort(cause, kind)
+        if slow:
+            raise RankLostError(f"{where()}: waited in a collective for {slow}. {ADVICE_ON_WAITS}") from error
         raise
 
 

@@ -50,6 +50,9 @@ _VERDICT_FRACTION = 0.25
 _STORE_FACTOR = 1.25
 """The store is lost when it has not answered for this many timeouts."""
 
+ADVICE_ON_WAITS = "Find out what it does, or raise the timeout of the process group (ddp_timeout)"
+"""What to do if a rank that lives was not waited for any longer."""
+
 WARN_S, WARN_AGAIN_S = 5.0, 30.0
 """Seconds after which a rank that has made no call yet is logged, and logged again."""
 
@@ -335,8 +338,7 @@ class ControlChannel:
         waited_s = 0.0 if meeting is None else time.monotonic() - meeting.since_s
         if self._verdict is None and waited_s > self.timeouts.meeting_timeout_s:
             slow = self._detector.waits_for or "another rank"
-            advice = "Find out what it does, or raise the timeout of the process group (ddp_timeout)"
-            self._announce(keys, RankLostError(f"waited for {waited_s:.0f} s for {slow}. {advice}"))
+            self._announce(keys, RankLostError(f"waited for {waited_s:.0f} s for {slow}. {ADVICE_ON_WAITS}"))
 
     def _find_absent(self, keys: KeyStore, unknown: list[int]) -> None:
         now = time.monotonic()
