@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tests import zoo
@@ -107,6 +108,38 @@ def test_faults_in_options_are_named_without_torch():
 
 def test_a_folder_without_a_model_exits_with_2(tmp_path):
     assert str(tmp_path) in refusal(str(tmp_path), "--ranks=2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"hidden_size": -1},
+            "cannot be built from Qwen3Config: RuntimeError: .* negative dimension -1: .64, -1.. ",
+        ),
+        (
+            {"hidden_size": 1 << 62},
+            "cannot be built from Qwen3Config: RuntimeError: .* overflowed .*4611686018427387904",
+        ),
+        ({"hidden_size": 16.5}, "no usable config in .*'hidden_size' expected int, got float"),
+        ({"vocab_size": 10**9}, r"does not fit the model\n .*model has \(1000000000, 16\)"),
+        ({"num_attention_heads": 0}, "cannot be built from Qwen3Config: ZeroDivisionError: "),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and no model has more than 10,000"),
+        ({"num_labels": 1 << 62}, "num_labels is 4611686018427387904, and no model has more than 1,000,000"),
+        ({"head_dim": 10**9}, "Qwen3ForCausalLM: its buffers take 3.73 GiB, more than the weights"),
+        ({"rope_parameters": {"rope_type": "none"}}, "cannot be built from Qwen3Config: KeyError: 'none'"),
+        ({"hidden_act": "none"}, "cannot be built from Qwen3Config: KeyError: 'none'"),
+        ({"architectures": 5}, "has architectures 5. Write a list of names"),
+        ({"dtype": 5}, "dtype=5 is not 'auto' or a floating dtype"),
+    ],
+)
+def test_a_config_with_absurd_values_exits_with_2(checkpoint, tmp_path, changes, message):
+    for file in Path(checkpoint).glob("*.safetensors*"):
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads(Path(checkpoint, "config.json").read_text())
+    del config["layer_types"]  # one for each layer
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    assert re.match(rf"error: .*{message}", refusal(str(tmp_path), "--ranks=2"), re.DOTALL)
 
 
 def test_the_number_of_ranks_is_required(checkpoint):

@@ -106,9 +106,10 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
     if not is_url(name_or_path):
         given = {**options, "hub": replace(options["hub"], local_files_only=True)}
     with ExitStack() as stack:
-        found = find(World(0, 1), name_or_path, given, stack)
+        world = World(0, 1)
+        found = find(world, name_or_path, given, stack)
         stack.enter_context(torch.device("cpu"))
-        return estimate(found, mesh, options)
+        return world.run_all(estimate, found, mesh, options)
 
 
 @gc_disabled()

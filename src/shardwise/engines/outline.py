@@ -32,10 +32,13 @@ from shardwise.models.view import build_layout, collect_tensors
 from shardwise.models.wrap import Sharding, TrainedDtype, require_trainable_dtype
 from shardwise.planning.load_memory import extra_tensors, stored_tensors
 from shardwise.planning.load_plan import Consent, OnMissing, OnUnexpected
+from shardwise.report.names import in_bytes
 from shardwise.storage.names import HubOptions
 from shardwise.tensors import DType
 from shardwise.tuning.lora import Adapter, Tuned
 from shardwise.tuning.tunings import ExistingLora, Freeze, Full, Lora, Tuning, tune
+
+_SMALL_BUFFERS_BYTES = 1 << 30
 
 
 class ModelOptions(TypedDict, total=False):
@@ -253,6 +256,12 @@ def outline(
     named = index.metadata.get("dtype") if index.layout.startswith("indexed") else None
     dtype = build.resolve_dtype(options.get("dtype", "auto"), config, _dtypes_in_order(index), named)
     model = build.build_on_meta(model_class, config, dtype, _folder(directory))
+    nbytes = sum(buffer.nbytes for buffer in model.buffers())
+    if nbytes > max(_SMALL_BUFFERS_BYTES, index.nbytes):  # they are computed, by plans as well
+        raise ConfigError(
+            f"{model_class.__name__}: its buffers take {in_bytes(nbytes)}, more than the weights in {directory}. "
+            "Check its config"
+        )
     transforms = pretrained.conversion_transforms(model, options.get("key_mapping"))
     return build_outline(model, index, dtype, transforms, resize)
 

@@ -1,10 +1,12 @@
 """Construction of a transformers model on meta, and transformers' own functions that load one."""
 
 import contextlib
+import json
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import transformers
@@ -47,16 +49,41 @@ def read_config(
             "model's there or, in Python, pass config= (a distributed checkpoint has none of its own)"
         )
     try:
+        _require_moderate(json.loads((directory / "config.json").read_text("utf-8")))
         own: Any = _config_class(model_class)
         keywords = {**overrides} if own else {**overrides, "trust_remote_code": trust_remote_code}
         config, unused = (own or AutoConfig).from_pretrained(directory, return_unused_kwargs=True, **keywords)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"no usable config in {directory}: {error}") from error
+    except Exception as error:  # the content is untrusted, and errors are of many kinds
+        cause = " ".join(str(error).split()).removesuffix(".")
+        raise ConfigError(f"no usable config in {directory}: {cause}. Check config.json") from error
     if unused:
         raise ConfigError(
             f"{type(config).__name__} has no {', '.join(sorted(unused))}. Check the keyword arguments"
         )
     return cast(PreTrainedConfig, config)
+
+
+_COUNTS: Final = re.compile(r".*(?:layers?|blocks|depths?|experts|codebooks|(labels))")
+_MOST: Final = 10_000
+_MOST_LABELS: Final = 1_000_000
+
+
+def _require_moderate(content: object, name: str = "") -> None:
+    """Check numbers of layers, experts and labels, of each of which transformers makes a list or a module.
+
+    Raises:
+        ValueError: there are more than of any model.
+    """
+    if isinstance(content, dict):
+        for key, value in content.items():
+            _require_moderate(value, key)
+    elif isinstance(content, list):
+        for value in content:
+            _require_moderate(value, name)
+    elif isinstance(content, int) and (count := _COUNTS.fullmatch(name)):
+        most = _MOST_LABELS if count[1] else _MOST
+        if content > most:
+            raise ValueError(f"{name} is {content}, and no model has more than {most:,}")
 
 
 def resolve_class(
@@ -93,7 +120,9 @@ def _config_class(model_class: Any) -> type[PreTrainedConfig] | None:
 def _class_from_config(
     config: PreTrainedConfig, directory: Path, *, trust_remote_code: bool
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    names = config.architectures or []
+    names: object = config.architectures or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"the config in {directory} has architectures {names!r:.80}. Write a list of names")
     auto_map = getattr(config, "auto_map", None) or {}
     own = next(
         (auto_map[auto] for auto in ("AutoModelForCausalLM", "AutoModel", *auto_map) if auto in auto_map), None
@@ -129,10 +158,11 @@ def resolve_dtype(
     if dtype == "auto":
         floats = (to_torch(each) for each in stored if each.kind == "float" and each.bits >= 16)
         found = getattr(config, "dtype", None) or named or next(floats, torch.get_default_dtype())
+    wanted = found
     if isinstance(found, str):
         found = getattr(torch, found, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"dtype={dtype!r} is not 'auto' or a floating dtype of torch")
+        raise ConfigError(f"dtype={wanted!r} is not 'auto' or a floating dtype of torch")
     config.dtype = found
     for key in config.sub_configs:
         sub_config = getattr(config, key, None)
@@ -156,9 +186,10 @@ def build_on_meta(
                 stack.enter_context(context)
             model = model_class(config)
             patch_output_recorders(model)
-    except (AttributeError, TypeError, ValueError, ImportError) as error:
+    except Exception as error:  # of a model's own code, for values that are untrusted
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(".")
         raise ConfigError(
-            f"{model_class.__name__} cannot be built from {type(config).__name__}: {error}"
+            f"{model_class.__name__} cannot be built from {type(config).__name__}: {cause}. Check its config"
         ) from error
     model.eval()
     if model.can_generate():

@@ -433,6 +433,8 @@ def local_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tup
     ``splits`` are (placement, size of the mesh axis, coordinate on it) for each axis that splits the dimension, in
     the order of the mesh.
     """
+    if not splits:
+        return ((0, size),) if size else ()
     if len(splits) == 1:
         placement, chunks, coordinate = splits[0]
         return _all_runs(size, placement, chunks)[coordinate]
@@ -445,6 +447,10 @@ def local_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tup
 @lru_cache(maxsize=1024)
 def _all_runs(size: int, placement: Placement, chunks: int) -> tuple[tuple[Run, ...], ...]:
     """Return the runs at every coordinate. A plan for a thousand ranks needs all of them."""
+    if not isinstance(placement, _StridedShard):  # pieces in order, however many indices there are
+        sizes = [len(piece) for piece in _split(torch.empty(size, device="meta"), placement, chunks)]
+        starts = itertools.accumulate(sizes, initial=0)
+        return tuple(((start, count),) if count else () for start, count in zip(starts, sizes, strict=False))
     return tuple(_runs(indices) for indices in _split(torch.arange(size, device="cpu"), placement, chunks))
 
 
