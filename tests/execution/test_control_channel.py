@@ -75,8 +75,8 @@ def wait_for_looks(*lines: ControlChannel) -> None:
         while line not in line._detector.watchers:
             time.sleep(0.005)
         keys, key = heartbeat_keys(line._store), f"beat/{line.rank}"
-        last = int(keys.get([key])[0]) + 2  # the look after the first one may have begun before
-        while int(keys.get([key])[0]) < last:
+        last = int(keys.get([key])[0].split()[0]) + 2  # the look after the first one may have begun before
+        while int(keys.get([key])[0].split()[0]) < last:
             time.sleep(0.005)
 
 

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 from shardwise.execution.slow_ranks import WARN_AGAIN_S, Meeting, RankStatus, find_wait
@@ -204,9 +205,9 @@ class Detector:
             self._warn_at = 0.0
         elif now >= self._warn_at:
             self._warn_at = now + WARN_AGAIN_S
-            since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
-            text = f"rank {self._rank} has been waiting for {waited_s:.0f} s, since {since}, for {self.waits_for}"
-            _log.warning("%s", text)
+            since = datetime.now() - timedelta(seconds=waited_s)
+            text = f"rank {self._rank} has been waiting for {waited_s:.0f} s, since {since:%H:%M:%S}"
+            _log.warning("%s, for %s", text, self.waits_for)
 
 
 _detectors: weakref.WeakKeyDictionary[Any, dict[int, Detector]] = weakref.WeakKeyDictionary()
