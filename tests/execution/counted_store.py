@@ -122,6 +122,10 @@ class _Deaf:
 
     error, heartbeats, watchers, unanswered_s = None, {}, set(), 0.0
     begun = SimpleNamespace(wait=lambda: None)
+    waits_for = ""
+
+    def __init__(self) -> None:
+        self.meetings: dict[str, Any] = {}
 
     def add(self, *_: object) -> None: ...
 

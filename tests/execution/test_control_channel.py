@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, RankMismatchError
-from shardwise.execution import Timeouts, control_channel, failure_detection
+from shardwise.execution import Timeouts, control_channel, failure_detection, slow_ranks
 from shardwise.execution.control_channel import ControlChannel
 from shardwise.execution.failure_detection import get_detector, heartbeat_keys
 from shardwise.execution.outcomes import decode, encode
@@ -66,6 +66,7 @@ def clock(monkeypatch):
     found = SetClock()
     monkeypatch.setattr(failure_detection, "time", found)
     monkeypatch.setattr(control_channel, "time", found)
+    monkeypatch.setattr(slow_ranks, "time", found)
     return found
 
 

@@ -281,7 +281,7 @@ class ControlChannel:
             yield
         finally:
             self._meeting = None
-            del self._detector.meetings[key]
+            self._detector.meetings.pop(key, None)
 
     def _polls(self, keys: KeyStore) -> Iterator[None]:
         """Yield before each poll of the caller, the less often the longer it takes. Raise a verdict."""

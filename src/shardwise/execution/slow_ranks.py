@@ -137,7 +137,8 @@ def find_wait(
         if rank == first:
             absent = [member for member in members if member in others and key not in others[member].meetings]
         elif first in others and key in others[first].meetings:
-            return waited_s, others[first].waits_for  # it knows who is missing
+            wait = others[first].waits_for  # it knows who is missing, and may not know yet that this rank has come
+            return waited_s, "" if _names(rank, wait) else wait
         else:
             absent = [first] if first in others else []
         if absent:
@@ -157,7 +158,11 @@ def find_wait(
         return own.phase_s, _describe(slow, others)
     # What the first rank waits for, unless it is this rank, also in a meeting to which this one has yet to come.
     relayed = [status.waits_for for status in others.values() if rank and not status.meetings]
-    return own.phase_s, next((wait for wait in relayed if not wait.startswith(f"rank {rank},")), "")
+    return own.phase_s, next((wait for wait in relayed if not _names(rank, wait)), "")
+
+
+def _names(rank: int, wait: str) -> bool:
+    return wait.startswith(f"rank {rank},")
 
 
 def _describe(ranks: Sequence[int], others: Mapping[int, RankStatus]) -> str:
