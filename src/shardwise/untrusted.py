@@ -58,6 +58,8 @@ def require_quick_patterns(patterns: Iterable[Pattern], names: Collection[str]) 
     command = [sys.executable, "-I", "-S", "-c", _MATCH, str(_MATCHING_S)]
     content = json.dumps([[*slow], [*names]])
     done = subprocess.run(command, input=content, capture_output=True, encoding="ascii", check=False)
+    if not done.stdout:
+        done.check_returncode()
     if done.returncode:
         last = slow[json.loads(done.stdout.splitlines()[-1])]
         raise ConfigError(
