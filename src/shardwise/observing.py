@@ -13,7 +13,7 @@ _OBSERVERS: list[Callable[[str | None], None]] = []
 
 
 class _MainThread:
-    """What the main thread does, which other threads read."""
+    """Phases and work of the main thread, for other threads to read."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []

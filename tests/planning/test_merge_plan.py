@@ -38,7 +38,12 @@ TARGETS = MergeTargets(
     keys={"experts.0.w1.weight": (4, 6)},
     parameters={"experts": ("gate_up", "down"), "turned": ("up",), "q": ("weight", "bias")},
     columns=frozenset({"conv", "turned"}),
-    renamed={"old.weight": "q.weight", "old.bias": "q.bias", "moe.down": "experts.down"}.get,
+    renamed={
+        **{name: name for name in TENSORS},
+        "old.weight": "q.weight",
+        "old.bias": "q.bias",
+        "moe.down": "experts.down",
+    }.get,
 )
 
 

@@ -36,6 +36,7 @@ from shardwise.engines.verifying import require_as_saved
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.state_values import StateOptions, Values
 from shardwise.execution.world import Clock, World
+from shardwise.formats.contract import without_wrappers
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import TRAINING_KEY, find_training_file
 from shardwise.formats.safetensors_files import read_header
@@ -80,7 +81,8 @@ def read_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Adap
     config.inference_mode = False
     config.init_lora_weights = True  # the matrices are read
     with LocalReader(place) as reader:
-        tensors = by_canonical_keys(stored_tensors(open_checkpoint(reader, weights_name=file)), str(place))
+        index, _ = without_wrappers(open_checkpoint(reader, weights_name=file))
+    tensors = by_canonical_keys(stored_tensors(index), str(place))
     return rename_adapter(_build(model), Adapter(str(place), config, tensors))
 
 

@@ -232,9 +232,8 @@ def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> tuple[
 def model_names(built: Outline) -> Callable[[str], str | None]:
     """Return a function from a tensor's name in a checkpoint to the model's, or to None if the model has none."""
     names = {name: tensor for tensor in built.layout.saved() for name in tensor.names}
-    transforms = copy.deepcopy(
-        built.transforms
-    )  # they record that they are used, which decides how files are written
+    # Transforms record that they are used, which decides how files are written.
+    transforms = copy.deepcopy(built.transforms)
 
     @cache
     def renamed(name: str) -> str | None:

@@ -96,7 +96,7 @@ class Heartbeat:
 
     @property
     def status(self) -> RankStatus | None:
-        """What the process did when it was sent. None once it has ended."""
+        """Status of the process when it was sent. None once it has ended."""
         text = self.value.decode().partition(" ")[2]
         return RankStatus.from_json(text) if text else None
 

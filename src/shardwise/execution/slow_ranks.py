@@ -36,7 +36,7 @@ _COLLECTIVE_DEPTH: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What a rank does, when its heartbeat is sent.
+    """State of a rank when its heartbeat is sent.
 
     Attributes:
         meetings: seconds since it came to the meetings in which it waits, by their keys.

@@ -103,15 +103,7 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
             is_signaled = world.all_reduce_object(request.is_made, any)
         has_stopped = is_signaled and state.global_step < state.max_steps
         if not has_stopped:
-            with World.current(call="train") as world:
-                world.broadcast(record.require)
-            trainer.save_model(str(output))
-            if arguments.model.use_peft:  # as PEFT does when it saves an adapter
-                with World.current(call="train") as world:
-                    world.broadcast(trainer.create_model_card, model_name=output.name)
-            require_finite_loss(state, output)
-            if arguments.training.push_to_hub:
-                trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
+            save_model(trainer, arguments, output, record)
         peak = peak_line(_estimated_bytes(config, world.size))
         tokens = trl_setup.tokens_seen(trainer) - progress.first_token
         summary = summary_lines(state, progress.first_step, done.metrics["train_runtime"], tokens, peak)
@@ -125,6 +117,24 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         tuple(state.log_history),
         tuple(summary),
     )
+
+
+def save_model(trainer: Any, arguments: trl_setup.TrlArguments, output: Path, record: TrainingRecord) -> None:
+    """Save the model of a finished training, and push it to the hub on request. Collective: yes.
+
+    Raises:
+        StorageError: the record of the training was removed.
+        TrainingError: the loss has not been finite to the end. The model is saved all the same.
+    """
+    with World.current(call="train") as world:
+        world.broadcast(record.require)
+    trainer.save_model(str(output))
+    if arguments.model.use_peft:  # as PEFT does when it saves an adapter
+        with World.current(call="train") as world:
+            world.broadcast(trainer.create_model_card, model_name=output.name)
+    require_finite_loss(trainer.state, output)
+    if arguments.training.push_to_hub:
+        trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
 
 
 def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
@@ -158,7 +168,7 @@ def get_identity(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY
 @contextmanager
 def locked_output(
     output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*.safetensors",)
-) -> Iterator[RunRecord]:
+) -> Iterator[TrainingRecord]:
     """Lock an output folder within the block, and record its training there. Collective: yes.
 
     Args:
@@ -176,14 +186,14 @@ def locked_output(
         with locked_by_first_rank(world, folder) as saving:
             world.broadcast(_record, output, identity, weights)
             try:
-                yield RunRecord(folder / _RUN_FILE)
+                yield TrainingRecord(folder / _RUN_FILE)
             finally:
                 if world.rank == 0:
                     saving.locked.release()
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord:
+class TrainingRecord:
     """The record of a training in its output folder, without which its checkpoints do not resume."""
 
     file: Path
@@ -254,7 +264,7 @@ class RunCallback(TrainerCallback):
         record: of the training.
     """
 
-    def __init__(self, request: StopRequest, record: RunRecord) -> None:
+    def __init__(self, request: StopRequest, record: TrainingRecord) -> None:
         self.first_step = 0
         """Steps of the checkpoint that is resumed."""
         self.first_token = 0

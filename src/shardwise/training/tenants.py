@@ -92,7 +92,7 @@ def _joined(
     processor: Any,
     tokens_per_pass: int,
     local_rank: int,
-    record: run.RunRecord,
+    record: run.TrainingRecord,
 ) -> list[TenantTraining]:
     """Read the rows of all tenants, load the base, and add the tenants to a bank. Collective: yes.
 
@@ -219,7 +219,7 @@ class SharedBank:
     bank: AdapterBank
     budget: TokenBudget
     processor: Any
-    record: run.RunRecord
+    record: run.TrainingRecord
 
 
 class TenantTraining:
