@@ -87,7 +87,7 @@ class Ranks:
     def __init__(
         self, size: int, timeouts: Timeouts = PATIENT, store: Any = None, without: int | None = None
     ) -> None:
-        self.store = store or dist.HashStore()
+        self.store, self._is_own_store = store or dist.HashStore(), store is None
         here = [rank for rank in range(size) if rank != without]
         self.lines = [ControlChannel(self.store, "test", rank, range(size), timeouts, "a call") for rank in here]
 
@@ -97,6 +97,8 @@ class Ranks:
     def __exit__(self, *error: object) -> None:
         for line in self.lines:
             line.close()
+            if self._is_own_store:  # else other ranks use it. Its heartbeats would go on for ever.
+                line._detector.end()
 
     def each(self, function: Callable[[ControlChannel], Any]) -> list[Any]:
         """The function's value or error, by rank, all running at once."""

@@ -17,7 +17,7 @@ from shardwise.observing import busy_with, main_thread_work, phase
 KEY = "call/1"
 MEETING = Meeting(0.0, (2, 3, 4))
 WAITING = RankStatus({KEY: WARN_S}, "train", WARN_S)
-STEPPING = RankStatus(phase="train", phase_s=WARN_S, place="all_reduce", place_s=WARN_S, is_in_collective=True)
+STEPPING = RankStatus(phase="train", phase_s=WARN_S)
 READING = RankStatus(phase="train", phase_s=14, busy="the next batch")
 COMPUTING = RankStatus(phase="load, read", phase_s=12)
 
@@ -41,13 +41,8 @@ def test_the_other_ranks_of_a_meeting_name_the_first_one_or_whom_it_names():
 
 def test_in_a_collective_ranks_with_work_of_their_own_are_named():
     assert waits_for(0, STEPPING, {1: READING, 2: STEPPING}).startswith("rank 1, which has been busy")
-    slow = replace(STEPPING, is_in_collective=False, place="loss (own.py:3)")
-    assert waits_for(0, STEPPING, {1: slow}).endswith("for 10 s, at loss (own.py:3)")
-    assert waits_for(0, slow, {1: slow}) == ""  # a long step of all
+    assert waits_for(0, STEPPING, {1: STEPPING}) == ""  # a long step of all
     assert waits_for(0, READING, {1: READING}) == ""
-    receiving = replace(STEPPING, busy="the next batch")  # from a first rank that reads for all
-    assert waits_for(1, receiving, {0: READING}).startswith("rank 0, which has been busy with the next batch")
-    assert waits_for(0, READING, {1: receiving}) == ""
     assert (
         waits_for(2, STEPPING, {0: replace(STEPPING, waits_for="rank 1, which sleeps")}) == "rank 1, which sleeps"
     )

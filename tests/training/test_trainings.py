@@ -327,7 +327,6 @@ def test_ranks_with_other_settings_or_rows_are_refused(folder: Path) -> None:
     [
         ("tracker", "busy with the callbacks of on_log"),
         ("collator", "busy with the next batch"),
-        ("model", "in the phase 'train'"),
     ],
 )
 def test_a_rank_that_takes_long_is_named_by_the_one_that_waits(folder: Path, kind: str, doing: str) -> None:

@@ -175,12 +175,11 @@ class Detector:
         try:
             store: Any = self._store()
             store = store.clone() if hasattr(store, "clone") else store
-            keys, count, status, sent_s = heartbeat_keys(store), 0, RankStatus(), time.monotonic()
+            keys, count = heartbeat_keys(store), 0
             keys.set(f"process/{self._rank}", json.dumps(asdict(ProcessId.here())).encode())
             while self._store() is not None and not self._has_ended:
                 count += 1
-                elapsed_s, sent_s = time.monotonic() - sent_s, time.monotonic()
-                status = RankStatus.here(dict(self.meetings), status, elapsed_s, self.waits_for)
+                status = RankStatus.here(dict(self.meetings), self.waits_for)
                 keys.set(f"beat/{self._rank}", f"{count} {status.to_json()}".encode())
                 self.begun.set()
                 for watcher in tuple(self.watchers):

@@ -7,19 +7,17 @@ result.
 
 A rank waits in a meeting, whose key its heartbeat has, or in a collective of torch, which says nothing of who is
 missing. There, the ranks waited for are those that are busy with work of their own
-(:func:`~shardwise.observing.busy_with`: the next batch, callbacks, reward functions), or, on CPUs, those whose main
-thread is in no collective. On an accelerator, the main thread waits elsewhere, and is not known to.
+(:func:`~shardwise.observing.busy_with`: the next batch, callbacks, reward functions). A rank that is stuck in the
+model is not told from those that wait for it: ``sys._current_frames`` would tell, and can deadlock with other
+threads.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from shardwise.observing import main_thread_work
@@ -29,9 +27,6 @@ WARN_S: Final = 10.0
 """Seconds of waiting for a rank that lives after which it is named."""
 
 WARN_AGAIN_S: Final = 60.0
-
-_COLLECTIVE_DEPTH: Final = 3
-"""Innermost calls of a thread in a collective, one of which is of ``torch.distributed``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +38,6 @@ class RankStatus:
         phase: the phases of its main thread, outermost first, "" for none.
         phase_s: seconds since the main thread entered or left a phase, or work below.
         busy: work of the main thread on which others may wait, "" for none.
-        place: function and line of the main thread.
-        place_s: seconds since it came there, as far as heartbeats have seen.
-        is_in_collective: whether that is a collective of torch.
         waits_for: description of the ranks that it waits for, "" for none.
     """
 
@@ -53,23 +45,15 @@ class RankStatus:
     phase: str = ""
     phase_s: float = 0.0
     busy: str = ""
-    place: str = ""
-    place_s: float = 0.0
-    is_in_collective: bool = False
     waits_for: str = ""
 
     @classmethod
-    def here(
-        cls, meetings: Mapping[str, Meeting], before: RankStatus, elapsed_s: float, waits_for: str
-    ) -> RankStatus:
-        """Return the status of this process, ``elapsed_s`` seconds after the one ``before``."""
+    def here(cls, meetings: Mapping[str, Meeting], waits_for: str) -> RankStatus:
+        """Return the status of this process."""
         now = time.monotonic()
         phase, busy, changed_s = main_thread_work()
         seconds = {key: round(now - meeting.since_s, 1) for key, meeting in meetings.items()}
-        place, is_in_collective = _main_thread_place()
-        place_s = round(before.place_s + elapsed_s, 1) if place == before.place else 0.0
-        phase_s = round(now - changed_s, 1)
-        return cls(seconds, phase, phase_s, busy, place, place_s, is_in_collective, waits_for)
+        return cls(seconds, phase, round(now - changed_s, 1), busy, waits_for)
 
     @classmethod
     def from_json(cls, text: str) -> RankStatus:
@@ -87,20 +71,7 @@ class RankStatus:
             doing = f"has been in the phase {self.phase!r}"
         else:
             doing = "has been in no call of shardwise"
-        place = f", at {self.place}" if self.place_s >= WARN_S / 2 else ""
-        return f"rank {rank}, which {doing} for {self.phase_s:.0f} s{place}"
-
-
-def _main_thread_place() -> tuple[str, bool]:
-    """Return where the main thread is, and whether that is a collective of torch."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
-        return "", False
-    place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-    callers = [frame]
-    while callers[-1].f_back is not None and len(callers) < _COLLECTIVE_DEPTH:
-        callers.append(callers[-1].f_back)
-    return place, any("/torch/distributed/" in caller.f_code.co_filename for caller in callers)
+        return f"rank {rank}, which {doing} for {self.phase_s:.0f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +114,10 @@ def find_wait(
             absent = [first] if first in others else []
         if absent:
             return waited_s, _describe(absent, others)
-    is_stuck = own.is_in_collective and own.place_s >= WARN_S
-    if own.meetings or not own.phase or own.phase_s < WARN_S or (own.busy and not is_stuck):
+    if own.meetings or own.busy or not own.phase or own.phase_s < WARN_S:
         return 0.0, ""
     # The main thread may be in a collective of torch. If others are busy, it is, or soon will be.
-    slow = [
-        other
-        for other, status in others.items()
-        if status.phase_s >= WARN_S
-        and not status.is_in_collective
-        and (status.busy or (is_stuck and not status.meetings))
-    ]
+    slow = [other for other, status in others.items() if status.busy and status.phase_s >= WARN_S]
     if slow:
         return own.phase_s, _describe(slow, others)
     # What the first rank waits for, unless it is this rank, also in a meeting to which this one has yet to come.

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 from unittest.mock import patch
 
 import torch.distributed as dist
+from accelerate.data_loader import DataLoaderDispatcher
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -249,7 +250,9 @@ class ShardwiseTrainer(_Trainer):
         Raises:
             RankMismatchError: a rank has fewer batches: its rows, or its settings, are others.
         """
-        with busy_with("the next batch"):
+        # A stream is read by the first rank, which sends its batches to the others.
+        is_sent = world.rank > 0 and isinstance(self.callback_handler.train_dataloader, DataLoaderDispatcher)
+        with busy_with("" if is_sent else "the next batch"):
             batches = list(islice(epoch_iterator, num_batches))
         # Full steps send nothing, so that the meeting stays small.
         short = len(batches) if len(batches) < num_batches else None
