@@ -36,6 +36,7 @@ from shardwise.execution.stop_signals import (
     STOP_SIGNALS,
     StoppedNowError,
     acknowledge_stop,
+    ignore_stop_signals,
     raise_signal,
 )
 from shardwise.storage import machine
@@ -268,6 +269,9 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
     get_detector(default_store(), dist.get_rank())
     try_collectives()
     values = [function(*args)]
+    # Before any rank can end: a launcher ends all others once one has ended with a code other than 0, and each is to
+    # end with its own.
+    ignore_stop_signals()
     if dist.is_initialized():
         with World.current(call="run_launched") as world:
             values = world.all_gather_object(values[0])

@@ -56,6 +56,14 @@ def acknowledge_stop() -> None:
         os.write(2, b"finishing the current step, then saving. Press Ctrl-C again to stop now\n")
 
 
+def ignore_stop_signals() -> None:
+    """Ignore stop signals but Ctrl-C from now on, in a process that is about to end."""
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_IGN)
+
+
 class StoppedNowError(SystemExit):
     """A signal ends this process at once. The exit code is that of shells, 128 and the signal."""
 
