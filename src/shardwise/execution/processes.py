@@ -269,8 +269,8 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
     get_detector(default_store(), dist.get_rank())
     try_collectives()
     values = [function(*args)]
-    # Before any rank can end: a launcher ends all others once one has ended with a code other than 0, and each is to
-    # end with its own.
+    # Before any rank can end: a launcher ends all others once one has ended with a code other than 0, and each is
+    # to end with its own.
     ignore_stop_signals()
     if dist.is_initialized():
         with World.current(call="run_launched") as world:
