@@ -352,7 +352,7 @@ def test_a_run_without_its_record_ends_and_a_copy_says_what_is_missing(folder: P
     shutil.copytree(folder / "original", folder / "copy", dirs_exist_ok=True)
     [(outcome, _)] = run_world(1, train, values)
     assert outcome.steps == 4
-    assert outcome.summary[0].startswith("trained 1 steps after step 3 in ")
+    assert outcome.summary[0].startswith("trained 1 step after step 3 in ")
 
 
 def test_a_loss_that_is_not_finite_is_shown_and_an_error_at_the_end(folder: Path) -> None:

@@ -101,10 +101,10 @@ class ControlChannel:
 
     def store_loss(self) -> RankLostError | None:
         """Return the error of a store that is gone, or that does not answer."""
-        error, silent_s = self._detector.error, self._detector.unanswered_s
-        if error is None and silent_s < _STORE_FACTOR * self.timeouts.heartbeat_timeout_s:
+        error, limit_s = self._detector.error, _STORE_FACTOR * self.timeouts.heartbeat_timeout_s
+        if error is None and self._detector.unanswered_s < limit_s:
             return None
-        fault = "is gone" if error is not None else f"has not answered for {silent_s:.0f} s"
+        fault = "is gone" if error is not None else f"has not answered for {limit_s:.0f} s"  # equal on all ranks
         lost = RankLostError(
             f"the store through which the ranks meet {fault}. The process that holds it (the launcher, or rank 0) "
             "has ended, is stopped, or cannot be reached. Check its output"

@@ -373,8 +373,9 @@ def summary_lines(state: TrainerState, first_step: int, seconds: float, tokens: 
     """
     losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
     evaluated = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
+    steps = state.global_step - first_step
     resumed = f" after step {first_step}" if first_step else ""
-    lines = [f"trained {state.global_step - first_step} steps{resumed} in {seconds:.1f} s"]
+    lines = [f"trained {steps} step{'s' * (steps != 1)}{resumed} in {seconds:.1f} s"]
     if losses:
         lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}, best {min_finite(losses):.4f}")
     if evaluated:
