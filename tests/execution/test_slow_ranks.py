@@ -2,13 +2,14 @@
 
 import logging
 import threading
+import time
 from dataclasses import replace
 
 import torch.distributed as dist
 from tests.execution.test_control_channel import QUICK, Ranks, meet
 
 from shardwise.errors import RankLostError
-from shardwise.execution import Timeouts, slow_ranks
+from shardwise.execution import Timeouts, failure_detection, slow_ranks
 from shardwise.execution.slow_ranks import WARN_S, Meeting, RankStatus, find_wait
 from shardwise.execution.world import World
 from shardwise.models import torch_api
@@ -80,6 +81,24 @@ def test_a_rank_that_lives_is_named_and_not_waited_for_longer_than_the_timeout(m
     assert "s for rank 1, which" in str(found[0])
     assert "ddp_timeout" in str(found[0])
     assert "rank 0 has been waiting for" in caplog.text
+
+
+def test_a_meeting_that_ends_while_slow_ranks_are_looked_for_ends_no_heartbeat(monkeypatch):
+    store = dist.HashStore()
+    detector = failure_detection.Detector(store, 0)
+    monkeypatch.setattr(slow_ranks, "WARN_S", 0.0)
+
+    class Leaves:
+        def watch(self, _store: object) -> None:
+            detector.meetings.clear()
+
+    detector.meetings[KEY] = Meeting(0.0, (0, 1))
+    detector.add(leaves := Leaves(), 0.01)
+    while detector.meetings:
+        time.sleep(0.01)
+    detector.watchers.discard(leaves)
+    detector.end()
+    assert detector.error is None
 
 
 def test_a_timeout_of_the_process_group_holds_for_meetings(tmp_path):

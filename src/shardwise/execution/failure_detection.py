@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -179,12 +179,13 @@ class Detector:
             keys.set(f"process/{self._rank}", json.dumps(asdict(ProcessId.here())).encode())
             while self._store() is not None and not self._has_ended:
                 count += 1
-                status = RankStatus.here(dict(self.meetings), self.waits_for)
+                meetings = dict(self.meetings)  # once: other threads come and leave in between
+                status = RankStatus.here(meetings, self.waits_for)
                 keys.set(f"beat/{self._rank}", f"{count} {status.to_json()}".encode())
                 self.begun.set()
                 for watcher in tuple(self.watchers):
                     watcher.watch(store)
-                self._name_slow_ranks(status)
+                self._name_slow_ranks(status, meetings)
                 self.answered_s = time.monotonic()
                 self._awake.wait(self._interval_s)
                 self._awake.clear()
@@ -195,10 +196,10 @@ class Detector:
         finally:
             self.begun.set()
 
-    def _name_slow_ranks(self, own: RankStatus) -> None:
+    def _name_slow_ranks(self, own: RankStatus, meetings: Mapping[str, Meeting]) -> None:
         """Log which rank this one has been waiting for, after ten seconds and then every minute."""
         others = {rank: status for rank, beat in self.heartbeats.items() if (status := beat.status) is not None}
-        waited_s, self.waits_for = find_wait(self._rank, own, dict(self.meetings), others)
+        waited_s, self.waits_for = find_wait(self._rank, own, meetings, others)
         now = time.monotonic()
         if not self.waits_for:
             self._warn_at = 0.0
