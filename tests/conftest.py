@@ -38,6 +38,7 @@ except ConfigError:  # its Trainer does not support sharded models
         "cli/test_train.py",
         "integrations/test_larger_meshes.py",
         "tenants/test_tenant_*.py",
+        "training/test_chat_masks.py",
         "training/test_commands.py",
         "training/test_tra*.py",
     ]

