@@ -129,7 +129,7 @@ def test_a_folder_without_a_model_exits_with_2(tmp_path):
         ({"head_dim": 10**9}, "Qwen3ForCausalLM: its buffers take 3.73 GiB, more than the weights"),
         ({"rope_parameters": {"rope_type": "none"}}, "cannot be built from Qwen3Config: KeyError: 'none'"),
         ({"hidden_act": "none"}, "cannot be built from Qwen3Config: KeyError: 'none'"),
-        ({"architectures": 5}, "(has architectures 5. Write a list of names|'architectures' expected a list, got int)"),
+        ({"architectures": 5}, "(has architectures 5. Write a list|.architectures. expected a list, got int)"),
         ({"dtype": 5}, "dtype=5 is not 'auto' or a floating dtype"),
     ],
 )
