@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 
 # Read by Hugging Face's libraries when they are first imported, and inherited by spawned workers.
@@ -30,6 +31,7 @@ from tests.quiet import quieten
 from tests.support.local_ranks import LocalRanks
 
 from shardwise.errors import ConfigError, require_version
+from shardwise.execution.stop_signals import RELAYED, STOP_SIGNALS
 
 try:
     require_version("transformers", "5.19")
@@ -127,6 +129,20 @@ def _threads_of(process: int) -> int:
         return len(os.listdir(f"/proc/{process}/task"))
     except OSError:
         return 0
+
+
+@pytest.fixture
+def terminal_signals() -> Iterator[None]:
+    """Dispositions of signals as in a terminal, whatever started the tests, for this process and its children.
+
+    ``nohup`` ignores SIGHUP; a shell ignores SIGINT for commands in the background.
+    """
+    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, RELAYED)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -95,6 +95,7 @@ WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
         (2, signal.SIGTERM, "pipe", TWO_LORAS),
     ],
 )
+@pytest.mark.usefixtures("terminal_signals")
 def test_a_stop_saves_whatever_becomes_of_the_console(tmp_path, ranks, number, console, further):
     """The signal goes to the process group, so it reaches each rank directly, too."""
     tiny.write_model(tmp_path / "model")

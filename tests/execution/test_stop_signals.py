@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -17,15 +17,7 @@ from shardwise.execution.stop_signals import (
     stopping_on_signals,
 )
 
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """Handlers as in a terminal: a shell ignores SIGINT for commands in the background."""
-    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, RELAYED)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("terminal_signals")
 
 
 def until(condition: Callable[[], bool]) -> None:
