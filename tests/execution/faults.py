@@ -3,6 +3,8 @@
 import os
 import socket
 import threading
+import traceback
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -11,8 +13,8 @@ import torch.distributed as dist
 from tests.support.world import attempt
 from torch import nn
 
-from shardwise.engines.arguments import require_same_arguments
-from shardwise.errors import FormatError, StorageError
+from shardwise.engines.arguments import comparing_arguments
+from shardwise.errors import CheckpointError, FormatError, StorageError
 from shardwise.execution.agreement import require_same_settings
 from shardwise.execution.audit import require_equal_buffers
 from shardwise.execution.collective_errors import translate_collective_errors
@@ -24,33 +26,134 @@ from shardwise.storage import machine
 
 
 def raise_on(ranks: tuple[int, ...], same: bool) -> tuple[str, str]:
-    world = World.current()
+    def call() -> None:
+        world = World.current()
+        with world.collective("write"):
+            if world.rank in ranks:
+                raise StorageError("the disk is gone" if same else f"disk {world.rank} is gone")
 
-    def phase() -> int:
-        if world.rank in ranks:
-            raise StorageError("the disk is gone" if same else f"disk {world.rank} is gone")
-        return world.rank
-
-    return attempt(world.run_all, phase)
+    return attempt(call)
 
 
 def first_fails() -> tuple[str, str, list[int]]:
     """The first rank's failure is everybody's, and the ranks are in step afterwards."""
     world = World.current()
 
-    def read() -> int:
-        assert world.rank == 0
-        raise FormatError("the header lies")
+    def read() -> None:
+        with world.broadcast("read headers"):
+            if world.rank == 0:
+                raise FormatError("the header lies")
 
-    return *attempt(world.broadcast, read), world.all_gather_object(world.rank)
+    return *attempt(read), world.all_gather_object(world.rank)
 
 
 def first_shares() -> Any:
-    return World.current().broadcast(lambda: {"rank": dist.get_rank()})
+    world = World.current()
+    with world.broadcast("choose") as exchange:
+        if world.rank == 0:
+            exchange.local = {"rank": dist.get_rank()}
+    return exchange.result
 
 
 def foreign_error() -> tuple[str, str]:
-    return attempt(World.current().run_all, lambda: {}["absent"])
+    return attempt(in_block, World.current(), lambda: {}["absent"])
+
+
+def in_block(world: World, function: Callable[..., Any], *args: Any) -> Any:
+    with world.collective("work"):
+        return function(*args)
+
+
+def leave_early() -> tuple[list[Any], list[Any]]:
+    """Blocks that a rank leaves by ``return`` and ``continue`` are exchanges all the same."""
+    world = World.current()
+
+    def by_return() -> Any:
+        with world.all_gather("describe") as exchange:
+            exchange.local = world.rank
+            if world.rank == 1:
+                return exchange
+            exchange.local = "last"
+        return exchange
+
+    told = []
+    for number in range(2):
+        with world.all_gather("count") as exchange:
+            if world.rank == number:
+                continue
+            exchange.local = number
+        told.append(exchange.result)
+    return by_return().result, told
+
+
+def fail_nested(inner: bool) -> tuple[str, str, list[int]]:
+    """Rank 1 fails within an inner block, or within the outer one where the others are in the inner one."""
+    world = World.current()
+
+    def nest() -> None:
+        with world.collective("save"):
+            if world.rank == 1 and not inner:
+                raise StorageError("gone")
+            with world.collective("write"):
+                if world.rank == 1:
+                    raise StorageError("gone")
+
+    return *attempt(nest), world.all_gather_object(world.rank)
+
+
+def in_threads() -> list[list[Any]]:
+    """Blocks of two worlds of the same ranks, each in a thread of its own."""
+    told: list[list[Any]] = [[], []]
+
+    def work(place: int) -> None:
+        with World.current(purpose=f"/{place}") as world:
+            for number in range(20):
+                with world.all_gather("count") as exchange:
+                    exchange.local = (place, number, world.rank)
+                told[place].append(exchange.result)
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def interrupted(error: type[BaseException]) -> tuple[str, str]:
+    """Ctrl-C on rank 1, in a block."""
+
+    def call() -> None:
+        with World.current(call="save") as world, world.collective("write"):
+            if world.rank == 1:
+                raise error
+
+    try:
+        return attempt(call)
+    except BaseException as raised:
+        return type(raised).__name__, ""
+
+
+def lines_of_the_cause() -> list[str]:
+    """The functions in the trace of an error on the rank that has failed."""
+    world = World.current()
+    try:
+        with world.collective("divide"):
+            if world.rank == 1:
+                print(1 // (world.size - 2))
+    except CheckpointError as error:
+        cause = error.__cause__
+        return [] if cause is None else [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+    return ["no error"]
+
+
+def unpicklable() -> tuple[str, str]:
+    def call() -> None:
+        world = World.current()
+        with world.all_gather("describe") as exchange:
+            exchange.local = threading.Lock() if world.rank == 1 else None
+
+    return attempt(call)
 
 
 def out_of_memory() -> tuple[str, str]:
@@ -81,17 +184,23 @@ def subgroup_errors() -> list[str]:
         odd = "odd" if world.rank == 1 else "even"
         model, first_only, last_only = nn.Linear(world.rank + 1, 1), nn.Module(), nn.Module()
         (last_only if world.rank else first_only).register_buffer("table", torch.ones(1), persistent=False)
-        facts = world.all_gather(metadata_by_name, {"w": model.weight})
+        with world.all_gather("describe tensors") as exchange:
+            exchange.local = metadata_by_name({"w": model.weight})
         calls = (
             (world.require_equal, odd, "the number"),
-            (require_same_arguments, world, lambda: {"dtype": odd}),
+            (with_arguments, world, {"dtype": odd}),
             (require_same_settings, world, {"size": odd}),
-            (world.run_all, held_by_rank, facts, world.global_ranks),
+            (in_block, world, held_by_rank, exchange.result, world.global_ranks),
             (require_alike_models, world, collect_tensors(model), ()),
             (require_equal_buffers, world, collect_tensors(first_only)),
             (require_equal_buffers, world, collect_tensors(last_only)),
         )
         return [attempt(*call)[1] for call in calls]
+
+
+def with_arguments(world: World, arguments: dict[str, str]) -> None:
+    with comparing_arguments(world) as exchange:
+        exchange.local = arguments
 
 
 def first_on_host(with_names: bool = False) -> bool:
@@ -131,7 +240,8 @@ def fail_in_a_step() -> tuple[str, str, list[str]]:
     """The message, the step and the notes of an error that one rank raises in a phase of a call."""
     with World.current(call="load") as world, Clock().phase("read"):
         try:
-            world.run_all(gone_on, 1)
+            with world.collective("open files"):
+                gone_on(1)
         except StorageError as error:
             return str(error), error.phase, error.__notes__
     return "", "", []

@@ -107,15 +107,16 @@ def test_many_that_fail_or_differ_are_reported_in_few_words(size):
     def call(rank: int) -> list[str]:
         texts = []
         with World.current(timeouts=CALM) as world:
-            for way in (
-                lambda: world.run_all(fail),
-                lambda: world.all_gather(fail),
-                lambda: world.require_equal(rank >= 3, "the number"),
-                lambda: world.require_equal(rank % 2, "the number"),
-            ):
+            for block in (world.collective, world.all_gather):
                 try:
-                    way()
-                except (StorageError, RankMismatchError) as error:
+                    with block("write"):
+                        fail()
+                except StorageError as error:
+                    texts.append(str(error))
+            for value in (rank >= 3, rank % 2):
+                try:
+                    world.require_equal(value, "the number")
+                except RankMismatchError as error:
                     texts.append(str(error))
         return texts
 
@@ -140,7 +141,9 @@ def test_an_answer_larger_than_torch_s_store_takes_comes_through():
 
         def tell(rank: int) -> bool:
             with World.current(timeouts=Timeouts(heartbeat_timeout_s=600)) as world:
-                return world.all_gather_object(told[rank]) == told and world.broadcast(lambda: 7) == 7
+                with world.broadcast("choose") as exchange:
+                    exchange.local = 7 if rank == 0 else None
+                return world.all_gather_object(told[rank]) == told and exchange.result == 7
 
         assert ranks.each(tell) == [True] * len(told)
 
@@ -159,7 +162,8 @@ def test_an_error_of_reduce_fun_is_raised_on_all_ranks_which_stay_synchronized()
         with World.current(timeouts=CALM) as world:
             for tell in (lambda: rank, lambda: fail(rank)):
                 try:
-                    world.map_reduce(tell, conclude)
+                    with world.all_reduce("count", conclude) as exchange:
+                        exchange.local = tell()
                 except (RankMismatchError, StorageError) as error:
                     found.append(str(error))
             found.append(world.all_gather_object(rank))

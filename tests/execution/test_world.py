@@ -1,5 +1,6 @@
 """Ranks that act together, fail together, and are ended when they do not."""
 
+import inspect
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ from tests.execution import faults
 from tests.support import local_ranks, run_world
 from tests.support.local_ranks import LocalRanks, RankError
 
-from shardwise.errors import StorageError
+from shardwise.errors import CheckpointError, StorageError
 from shardwise.execution.world import World
 
 pytestmark = pytest.mark.distributed
@@ -66,7 +67,8 @@ def test_one_rank_of_a_machine_is_the_first(worlds):
 
 
 def test_an_error_has_the_step_in_which_its_rank_was(worlds):
-    expected = ("rank 1: gone", "load, read", ["The ranks were in this phase: load, read"])
+    phase = "load, read, open files"
+    expected = ("rank 1: gone", phase, [f"The ranks were in this phase: {phase}"])
     assert worlds(3).run(faults.fail_in_a_step) == [expected] * 3
 
 
@@ -74,8 +76,64 @@ def test_one_process_is_a_world_without_a_group():
     world = World.current()
     assert (world.rank, world.size) == (0, 1)
     assert world.all_gather_object("x") == ["x"]
-    with pytest.raises(StorageError, match="gone"):
-        world.run_all(lambda: (_ for _ in ()).throw(StorageError("gone")))
+    raised = StorageError("gone")
+    with pytest.raises(StorageError) as caught, world.collective("write"):
+        raise raised
+    assert caught.value is raised
+    with pytest.raises(CheckpointError, match="KeyError: 'absent'"), world.collective("look up"):
+        print({}["absent"])
+    with pytest.raises(KeyboardInterrupt), world.collective("write"):
+        raise KeyboardInterrupt
+    with world.gather("count") as exchange:
+        exchange.local = 3
+    assert exchange.result == [3]
+
+
+def test_a_block_that_is_left_early_is_an_exchange(worlds):
+    described = ["last", 1, "last"]
+    without_first, without_second = [None, 0, 0], [1, None, 1]
+    told = [[without_second], [without_first], [without_first, without_second]]
+    assert worlds(3).run(faults.leave_early) == [(described, one) for one in told]
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_an_error_in_nested_blocks_is_raised_once_on_all_ranks(worlds, inner):
+    assert worlds(3).run(faults.fail_nested, inner) == [("StorageError", "rank 1: gone", [0, 1, 2])] * 3
+
+
+def test_blocks_in_threads(worlds):
+    told = [[[(place, number, rank) for rank in (0, 1)] for number in range(20)] for place in (0, 1)]
+    assert worlds(2).run(faults.in_threads) == [told] * 2
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_in_a_block_ends_the_call_of_the_others(worlds, kind):
+    (lost, text), mine = worlds(2).run(faults.interrupted, kind)
+    assert mine == (kind.__name__, "")
+    assert lost == "RankLostError"
+    assert re.search(rf"rank 1 .*has left the call: {kind.__name__}", text)
+
+
+def test_the_trace_of_a_failed_rank_shows_the_lines_of_its_caller(worlds):
+    assert worlds(2).run(faults.lines_of_the_cause) == [[], ["lines_of_the_cause"]]
+
+
+def test_a_value_that_cannot_be_sent_is_an_error_on_all_ranks(worlds):
+    one, other = worlds(2).run(faults.unpicklable)
+    assert one == other
+    assert one[0] == "CheckpointError"
+    assert "rank 1: TypeError: cannot pickle" in one[1]
+
+
+def test_no_method_takes_a_function_but_a_pure_reduction():
+    taken = {
+        name
+        for method in vars(World).values()
+        if inspect.isfunction(method) and not method.__name__.startswith("_")
+        for name, annotation in inspect.get_annotations(method).items()
+        if "Callable" in str(annotation)
+    }
+    assert taken == {"reduce_fun"}
 
 
 def test_a_fresh_world_answers_by_rank():

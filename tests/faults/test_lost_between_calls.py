@@ -74,21 +74,19 @@ def fail_alone(seat: Seat, timeouts: Timeouts, first: str) -> None:
     seat.leaves = seat.rank == 0
     world = World.current(timeouts=timeouts)
 
-    def tell() -> int:
-        if seat.rank == 1:
-            seat.tell()
-            raise shardwise.StorageError("struck")
-        return seat.rank
-
     def conclude(said: list[int]) -> int:
         raise AssertionError(said)
 
-    world.run_all(lambda: None)
+    with world.collective("begin"):
+        pass
     if seat.rank == 1:
         control_channel._FIRST_POLL_S = control_channel._LAST_POLL_S = 0.5
     if seat.rank == 0 and first == "untold":
         Failure.among = lambda *_: os._exit(1)  # type: ignore[method-assign, assignment]
-    world.map_reduce(tell, conclude)
+    with world.all_reduce("count", conclude):
+        if seat.rank == 1:
+            seat.tell()
+            raise shardwise.StorageError("struck")
 
 
 pytestmark = pytest.mark.distributed

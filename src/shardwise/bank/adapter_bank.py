@@ -30,7 +30,7 @@ from shardwise.bank.routing import ActiveRouting, SiteHooks
 from shardwise.bank.rows import RowTensors
 from shardwise.bank.stepping import step_and_mark
 from shardwise.checkpoints.header import compute_digest
-from shardwise.engines.arguments import check_options, get_world, require_same_arguments
+from shardwise.engines.arguments import check_options, comparing_arguments, get_world
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
 from shardwise.engines.saving import execute_save
 from shardwise.errors import ConfigError, unknown_keyword
@@ -79,8 +79,10 @@ class AdapterBank:
 
     def __init__(self, model: nn.Module, *, backend: BackendChoice = "auto", pad_to: int = 64) -> None:
         self._world = World.current(call="an AdapterBank")
-        self._model = self._world.run_all(rows.require_base, model, self._world.size)
-        require_same_arguments(self._world, _comparable_options, backend, pad_to)
+        with self._world.collective("check the base"):
+            self._model = rows.require_base(model, self._world.size)
+        with comparing_arguments(self._world) as exchange:
+            exchange.local = _comparable_options(backend, pad_to)
         self._tenants: dict[str, tenants.Tenant] = {}
         self._switch = ActiveRouting()
         self._hooks = SiteHooks(self._model, self._switch)
@@ -124,7 +126,8 @@ class AdapterBank:
         self, name: str, config: LoraConfig, keywords: TenantKeywords, *, is_new: bool
     ) -> tenants.Tenant:
         """Return a new tenant, equal on all ranks and not registered yet. Collective: yes."""
-        tenant = self._world.run_all(self._new, name, config, keywords, is_new=is_new)
+        with self._world.collective("build the adapter"):
+            tenant = self._new(name, config, keywords, is_new=is_new)
         optimizer, schedule, options = tenant.optimizer, tenant.schedule, tenant.options
         kinds = [type(each).__qualname__ for each in (optimizer, schedule)]
         numbers = [options.max_grad_norm, options.gradient_accumulation_steps, options.seed, options.reduction]
@@ -223,7 +226,8 @@ class AdapterBank:
         return self._step_all(names, {})
 
     def _step_all(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, tenants.TenantStep]:
-        require_same_arguments(self._world, self._comparable_steps, names, changes)
+        with comparing_arguments(self._world) as exchange:
+            exchange.local = self._comparable_steps(names, changes)
         names = list(dict.fromkeys(names))
         stepping = [self._require_full(name) for name in names]
         for tenant in stepping:
@@ -284,9 +288,12 @@ class AdapterBank:
         It is equal on every rank, and loads on any number of ranks. Collective: yes (small exchanges, and an
         all-reduce of the gradient if a window is open).
         """
-        self._world.require_equal(self._world.run_all(self._tenant, name).name, "the name of the tenant")
+        with self._world.collective("find the adapter"):
+            tenant = self._tenant(name)
+        self._world.require_equal(tenant.name, "the name of the tenant")
         base = tenant_facts.identify_base(self._world, self._model)
-        return self._world.run_all(states.copied_state, self._tenant(name), base)
+        with self._world.collective("copy the state"):
+            return states.copied_state(tenant, base)
 
     def load_state_dict(
         self,
@@ -316,15 +323,22 @@ class AdapterBank:
             RankMismatchError: ranks pass different values. The tenant is unchanged.
         """
         what, world = f"the state of {name!r}", self._world
-        world.run_all(check_options, _HINTS, {"on_other_base": on_other_base, "on_not_finite": on_not_finite})
-        tenant = world.run_all(self._renewed, name)
-        matrices = world.run_all(without_embeddings, self._model, tenant, state)
-        found = world.run_all(states.parse_state, tenant, what, matrices)
-        world.require_equal(world.run_all(compute_digest, dict(state)), f"the state that {name!r} is given")
+        with world.collective("check the options"):
+            check_options(_HINTS, {"on_other_base": on_other_base, "on_not_finite": on_not_finite})
+        with world.collective("renew the adapter"):
+            tenant = self._renewed(name)
+        with world.collective("remove embeddings"):
+            matrices = without_embeddings(self._model, tenant, state)
+        with world.collective("parse the state"):
+            found = states.parse_state(tenant, what, matrices)
+            digest = compute_digest(dict(state))
+        world.require_equal(digest, f"the state that {name!r} is given")
         base = tenant_facts.identify_base(world, self._model)
-        targets = world.run_all(states.restore_targets, tenant, found, base, on_other_base)
+        with world.collective("find the tensors to restore"):
+            targets = states.restore_targets(tenant, found, base, on_other_base)
         states.copy_values(tenant, state, targets)
-        started = world.run_all(states.restore, tenant, what, found, targets, base, on_other_base, on_not_finite)
+        with world.collective("restore the state"):
+            started = states.restore(tenant, what, found, targets, base, on_other_base, on_not_finite)
         self._tenants[name] = tenant
         return started
 
@@ -365,14 +379,19 @@ class AdapterBank:
                 hold the files.
             RankMismatchError, FormatError, StorageError, RankLostError: as for ``save_adapter``.
         """
-        require_same_arguments(self._world, _comparable, name, training_state=training_state)
-        tenant = self._world.run_all(self._tenant, name)
-        whole = self._world.run_all(with_lent_tensors, self._model, tenant)
-        cast = self._world.run_all(resolved_dtype, dtype)
+        with comparing_arguments(self._world) as exchange:
+            exchange.local = _comparable(name, training_state=training_state)
+        with self._world.collective("find the adapter"):
+            tenant = self._tenant(name)
+        with self._world.collective("lend tensors"):
+            whole = with_lent_tensors(self._model, tenant)
+        with self._world.collective("resolve the dtype"):
+            cast = resolved_dtype(dtype)
         training = None
         if training_state:
             base = tenant_facts.identify_base(self._world, self._model)
-            training = self._world.run_all(collect_training_state, tenant, base, cast)
+            with self._world.collective("collect the training state"):
+                training = collect_training_state(tenant, base, cast)
         request = SaveRequest(whole, directory, PeftNames(), cast, tokenizer=tokenizer, training=training)
         with get_world(options, "AdapterBank.save") as world:
             return execute_save(world, request, "first_rank", options, Clock(), verify=verify)
@@ -417,16 +436,23 @@ class AdapterBank:
                 base, optimizer or schedule. The message has the differences.
         """
         world, permissions = self._world, {"on_other_base": on_other_base, "on_not_finite": on_not_finite}
-        require_same_arguments(world, _comparable, name, training_state=training_state, **permissions)
-        found = world.broadcast(find_training, Path(directory), training_state=training_state)
-        adapter = world.run_all(read_adapter, self._model, directory)
+        with comparing_arguments(world) as exchange:
+            exchange.local = _comparable(name, training_state=training_state, **permissions)
+        with world.broadcast("find the training state") as exchange:
+            if world.rank == 0:
+                exchange.local = find_training(Path(directory), training_state=training_state)
+        found = exchange.result
+        with world.collective("read the adapter"):
+            adapter = read_adapter(self._model, directory)
         options: Any = keywords if isinstance(found, tenants.TenantStart) else {**found.facts.options(), **keywords}
         tenant = self._create_equal(name, adapter.config, options, is_new=False)
         base = tenant_facts.identify_base(world, self._model)
-        targets = world.run_all(states.restore_targets, tenant, found, base, on_other_base)
+        with world.collective("find the tensors to restore"):
+            targets = states.restore_targets(tenant, found, base, on_other_base)
         read_tenant(world, self._model, tenant, adapter, found, targets, on_other_base)
         what = os.fspath(directory)
-        started = world.run_all(states.restore, tenant, what, found, targets, base, on_other_base, on_not_finite)
+        with world.collective("restore the state"):
+            started = states.restore(tenant, what, found, targets, base, on_other_base, on_not_finite)
         self._admit(tenant)
         return started
 

@@ -144,7 +144,10 @@ class RowCall:
         try:
             with in_step(base.world, root, base.recover) as resync:
                 own = self._train if is_training else self._evaluate
-                return base.world.map_reduce(resync.run, _summed, own)
+                with base.world.all_reduce("compute the pass", _summed) as exchange:
+                    exchange.local = resync.run(own)
+                summed: tuple[dict[int, float], int] = exchange.result
+                return summed
         except BaseException as error:
             base.recover()
             if isinstance(error, ShardwiseError):
@@ -221,7 +224,9 @@ def open_call(
         ConfigError, RankMismatchError: the same on every rank.
     """
     call = RowCall(base)
-    call.agreed = base.world.map_reduce(call.check, combine_counts, batches, tenants, is_training=is_training)
+    with base.world.all_reduce("check the arguments", combine_counts) as exchange:
+        exchange.local = call.check(batches, tenants, is_training=is_training)
+    call.agreed = exchange.result
     return call
 
 

@@ -177,12 +177,17 @@ def read_tenant(
         FormatError, StorageError, RankMismatchError, RankLostError: as for a load.
     """
     folder = Path(adapter.directory)
-    whole, scratch = world.run_all(_with_scratch, model, tenant)
-    _read(world, whole, folder, world.run_all(weights_in, folder), adapter)
+    with world.collective("create scratch tensors"):
+        whole, scratch = _with_scratch(model, tenant)
+        weights = weights_in(folder)
+    _read(world, whole, folder, weights, adapter)
     if not allows(on_other_base, "values"):
-        world.run_all(_require_same_values, folder, scratch)
+        with world.collective("compare values"):
+            _require_same_values(folder, scratch)
     if isinstance(found, states.StoredTraining):
-        _read(world, world.run_all(_as_module, targets), folder, Path(found.what).name, None)
+        with world.collective("name the tensors"):
+            module = _as_module(targets)
+        _read(world, module, folder, Path(found.what).name, None)
 
 
 def _read(world: World, module: nn.Module, folder: Path, file: str, adapter: Adapter | None) -> None:

@@ -33,7 +33,8 @@ def step_and_mark(world: World, tenants: Sequence[Tenant], scales: Sequence[floa
         ShardwiseError: the same on every rank.
     """
     try:
-        return world.run_all(step_together, world, tenants, scales)
+        with world.collective("step the optimizers"):
+            return step_together(world, tenants, scales)
     except RankLostError:
         raise
     except ShardwiseError as error:

@@ -93,8 +93,11 @@ class TenantState:
 
 def identify_base(world: World, model: PreTrainedModel) -> dict[str, str]:
     """Return the identity of a base. Collective: yes (two small exchanges)."""
-    samples = world.run_all(lambda: bases.BaseSamples.select(model, bases.select_base(collect_tensors(model), {})))
-    identity = world.map_reduce(samples.fingerprints, samples.identity)
+    with world.collective("select tensors"):
+        samples = bases.BaseSamples.select(model, bases.select_base(collect_tensors(model), {}))
+    with world.all_reduce("compute fingerprints", samples.identity) as exchange:
+        exchange.local = samples.fingerprints()
+    identity = exchange.result
     shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
     return {
         "name": str(getattr(model, "name_or_path", "") or ""),

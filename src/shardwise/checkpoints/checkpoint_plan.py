@@ -58,15 +58,19 @@ class CheckpointPlan:
 
 def plan_checkpoint(world: World, collected: CollectedState) -> CheckpointPlan:
     """Plan the writes of all ranks. Collective: yes."""
-    tensors, memory = collected.by_key, world.run_all(collected.memory)
-    by_rank = world.all_gather(metadata_by_name, tensors)
-    plan = world.run_all(
-        plan_tensors, collected.tensors, by_rank, collected.buffers, collected.alias_keys, world.global_ranks
-    )
+    tensors = collected.by_key
+    with world.all_gather("describe tensors") as exchange:
+        memory = collected.memory()
+        exchange.local = metadata_by_name(tensors)
+    by_rank = exchange.result
+    with world.collective("plan the tensors"):
+        plan = plan_tensors(collected.tensors, by_rank, collected.buffers, collected.alias_keys, world.global_ranks)
     boxes = {key: tuple(metadata[key].boxes for metadata in by_rank) for key in tensors}
     common = in_common(boxes, world.rank)
     local = {key: local_tensor(tensor) for key, tensor in tensors.items()}
-    chunks = world.run_all(chunk_views, plan.by_rank[world.rank], tensors, local)
-    replicated = world.run_all(Replicas.among, tensors, common, collected.buffers)
+    with world.collective("plan the chunks"):
+        chunks = chunk_views(plan.by_rank[world.rank], tensors, local)
+    with world.collective("compare values"):
+        replicated = Replicas.among(tensors, common, collected.buffers)
     ranks = (world.rank, *world.global_ranks)
     return CheckpointPlan(collected, memory, ranks, plan, chunks, common, replicated)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,7 +15,7 @@ import torch
 
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
-from shardwise.checkpoints.base_identity import base_config
+from shardwise.checkpoints.base_identity import BaseSamples, base_config
 from shardwise.checkpoints.checkpoint_plan import CheckpointPlan, plan_checkpoint
 from shardwise.checkpoints.header import CheckpointHeader
 from shardwise.checkpoints.state import (
@@ -28,7 +29,7 @@ from shardwise.checkpoints.state import (
     describe_selection,
 )
 from shardwise.checkpoints.summaries import Agreement, StateSummary, compare_summaries, require_same_calls
-from shardwise.engines.arguments import check_options, get_hints, require_same_arguments
+from shardwise.engines.arguments import check_options, comparing_arguments, get_hints
 from shardwise.errors import ConfigError, StorageError, answer_keywords
 from shardwise.execution.distributed_chunks import ChunkStaging
 from shardwise.execution.memory import gc_disabled, renew_thread_pool
@@ -111,12 +112,20 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, in order. Collective: yes."""
         with self._world("steps") as world:
-            return world.broadcast(folder.steps_in, self._root)
+            with world.broadcast("list the checkpoints") as exchange:
+                if world.rank == 0:
+                    exchange.local = folder.steps_in(self._root)
+            result: list[int] = exchange.result
+            return result
 
     def latest(self) -> int | None:
         """Return the newest step whose checkpoint has no missing or truncated file, or None. Collective: yes."""
         with self._world("latest") as world:
-            return world.broadcast(folder.find_latest, self._root)
+            with world.broadcast("find the latest checkpoint") as exchange:
+                if world.rank == 0:
+                    exchange.local = folder.find_latest(self._root)
+            step: int | None = exchange.result
+            return step
 
     @torch.no_grad()
     def save(self, step: int, state: TrainState) -> CheckpointReport:
@@ -225,12 +234,17 @@ class Checkpointer:
         given = {"on_missing": on_missing, "on_unexpected": on_unexpected}
         given |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
         with self._world("restore") as world:
-            world.run_all(check_options, get_hints(Checkpointer.restore), given)
-            world.run_all(_require_state, state)
+            with world.collective("check the options"):
+                check_options(get_hints(Checkpointer.restore), given)
+            with world.collective("check the state"):
+                _require_state(state)
             call = repr((step, tolerance, self._only))
             world.require_equal(call, "the list of arguments (step, only, on_...)")
             report = restoring.restore(world, self._root, state, step, self._only, tolerance, self._options)
-            self._newest = world.broadcast(folder.find_latest, self._root)
+            with world.broadcast("find the latest checkpoint") as exchange:
+                if world.rank == 0:
+                    exchange.local = folder.find_latest(self._root)
+            self._newest = exchange.result
         return report
 
     def discard_after(self, step: int) -> list[int]:
@@ -245,9 +259,16 @@ class Checkpointer:
         """
         self.wait()
         with self._world("discard_after") as world:
-            require_same_arguments(world, _comparable_step, step)
-            removed = world.broadcast(folder.remove_after, self._root, step)
-            self._newest = world.broadcast(folder.find_latest, self._root)
+            with comparing_arguments(world) as exchange:
+                exchange.local = _comparable_step(step)
+            with world.broadcast("remove later checkpoints") as exchange:
+                if world.rank == 0:
+                    exchange.local = folder.remove_after(self._root, step)
+            removed: list[int] = exchange.result
+            with world.broadcast("find the latest checkpoint") as exchange:
+                if world.rank == 0:
+                    exchange.local = folder.find_latest(self._root)
+            self._newest = exchange.result
         return removed
 
     def close(self) -> None:
@@ -291,7 +312,8 @@ class Checkpointer:
         with clock.phase("plan"), gc_disabled():
             if self._plan is None or mismatched is None:
                 self._plan = plan_checkpoint(world, collected)
-                world.run_all(self._stage, clock, contents, self._plan)
+                with world.collective("stage the state"):
+                    self._stage(clock, contents, self._plan)
             plan = self._plan.tensors
         with clock.phase("compare"):
             differing = compare_replicas(world, contents.replicas, self._on_differing_buffers, mismatched)
@@ -333,20 +355,21 @@ class Checkpointer:
 
     def _collect(self, world: World, clock: Clock, step: int, state: TrainState) -> tuple[StateContents, Agreement]:
         """Check the call, collect this rank's state, and compare it with that of all ranks. Collective: yes."""
-        found: list[StateContents] = []
+        with world.all_reduce("collect the state") as exchange:
+            contents = self._contents(world, clock, step, state)
+            exchange.local = contents.summary
+            # The first rank samples the base that it has collected itself, so that ranks meet once.
+            exchange.reduce_fun = partial(self._compare, world, step, contents.base)
+        return contents, exchange.result
 
-        def collect() -> StateSummary:
-            found.append(self._contents(world, clock, step, state))
-            return found[0].summary
-
-        def compare(summaries: Sequence[StateSummary]) -> Agreement:
-            require_same_calls(world, summaries)
-            _comparable_step(step)
-            write.require_after(self._root, step, self._newest)
-            return compare_summaries(world, found[0].base, summaries)
-
-        agreement = world.map_reduce(collect, compare)
-        return found[0], agreement
+    def _compare(
+        self, world: World, step: int, base: BaseSamples | None, summaries: Sequence[StateSummary]
+    ) -> Agreement:
+        """Check the call, and compare what the ranks have collected. Collective: no (on the first rank)."""
+        require_same_calls(world, summaries)
+        _comparable_step(step)
+        write.require_after(self._root, step, self._newest)
+        return compare_summaries(world, base, summaries)
 
     @gc_disabled()
     def _contents(self, world: World, clock: Clock, step: int, state: TrainState) -> StateContents:

@@ -28,7 +28,7 @@ from shardwise.checkpoints.state import (
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression
 from shardwise.engines.arguments import OpenSource
-from shardwise.engines.load_plan import Load, LoadOptions, LoadRequest, prepare_load
+from shardwise.engines.load_plan import LoadOptions, LoadRequest, prepare_load
 from shardwise.engines.loading import execute_load
 from shardwise.engines.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
 from shardwise.errors import FormatError, ShardingError, StorageError
@@ -82,9 +82,17 @@ def restore(
     """Restore a checkpoint. Collective: yes."""
     clock = Clock()
     with clock.phase("open"):
-        step, skipped = world.broadcast(resolve, root, requested)
-        opened = world.broadcast(open_checkpoint, root, step)
-    with world.run_all(opened.reader) as reader, torch.device("cpu"):
+        with world.broadcast("find the checkpoint") as exchange:
+            if world.rank == 0:
+                exchange.local = resolve(root, requested)
+        step, skipped = exchange.result
+        with world.broadcast("open the checkpoint") as exchange:
+            if world.rank == 0:
+                exchange.local = open_checkpoint(root, step)
+        opened = exchange.result
+        with world.collective("open the folder"):
+            reader = opened.reader()
+    with reader, torch.device("cpu"):
         executor = ReadExecutor(reader, opened.index, options.budget_bytes, world)
         with clock.phase("plan"):
             plan = _plan(world, opened, executor, reader, state, only, tolerance)
@@ -92,7 +100,8 @@ def restore(
             optimizers, targets = _read_tensors(world, opened, executor, plan, options)
         with clock.phase("finish"):
             without_state = _restore_optimizers(world, plan, optimizers, targets)
-            notes = world.run_all(_restore_components, opened, state, plan, world)
+            with world.collective("restore components"):
+                notes = _restore_components(opened, state, plan, world)
     collected, matched, fitting = plan.collected, plan.matched, plan.fitting
     held = [item.fqn for item in collected.held if item.kind.is_saved]
     return RestoreReport(
@@ -130,13 +139,20 @@ def _plan(
     tolerance: Tolerance,
 ) -> RestorePlan:
     """Compare the checkpoint with the current training. Collective: yes."""
-    collected = world.run_all(collect_state, state, only)
+    with world.collective("collect the state"):
+        collected = collect_state(state, only)
     require_alike_models(world, collected.held, collected.bounds)
-    common = world.broadcast(_common_values, reader, opened)
-    values = NonTensorValues(common, world.run_all(_local_values, reader, opened, world))
+    with world.broadcast("read the common values") as exchange:
+        if world.rank == 0:
+            exchange.local = _common_values(reader, opened)
+    common: dict[KeyPath, Any] = exchange.result
+    with world.collective("read this rank's values"):
+        values = NonTensorValues(common, _local_values(reader, opened, world))
     base = _match_bases(world, opened, collected, tolerance)
-    world.run_all(require_same_tuning, opened, collected, only, base)
-    matched = world.run_all(compare, opened, collected, state, common, world.size, tolerance)
+    with world.collective("compare the tuning"):
+        require_same_tuning(opened, collected, only, base)
+    with world.collective("compare with the checkpoint"):
+        matched = compare(opened, collected, state, common, world.size, tolerance)
     fitting = None
     if "optimizers" in matched.components:
         fitting = _match_optimizers(world, opened, executor, collected, common, tolerance)
@@ -157,9 +173,13 @@ def _read_tensors(
         executor.read_bytes += _materialize(world, opened, executor.reader, collected, plan.matched, options)
         optimizers = _rebound(collected)
         tensors = {}
-    targets = {} if plan.fitting is None else world.run_all(plan.fitting.targets, optimizers)
+    targets: dict[Key, torch.Tensor] = {}
+    if plan.fitting is not None:
+        with world.collective("find the tensors to restore"):
+            targets = plan.fitting.targets(optimizers)
     states = {dcp_key(("optimizer", "state", key.parameter, key.entry)): target for key, target in targets.items()}
-    world.run_all(_read_into, executor, opened, {**tensors, **states})
+    with world.collective("read values"):
+        _read_into(executor, opened, {**tensors, **states})
     return optimizers, targets
 
 
@@ -172,7 +192,9 @@ def _match_bases(
     """Compare the base of a checkpoint with the current one. Collective: yes, if the checkpoint has a base."""
     if opened.header.base is None:
         return BaseMatch()
-    current = world.map_reduce(collected.base.fingerprints, collected.base.identity)
+    with world.all_reduce("compute fingerprints", collected.base.identity) as exchange:
+        exchange.local = collected.base.fingerprints()
+    current = exchange.result
     are_shapes_same = opened.header.others == collected.others
     return compare_bases(opened.header.base, current, tolerance.base, are_shapes_same=are_shapes_same)
 
@@ -263,7 +285,8 @@ def _match_optimizers(
 ) -> OptimizerMatch:
     """Match the stored optimizer state with the current optimizers. Collective: yes."""
     optimizers = OptimizerTargets.from_optimizers(collected.held, collected.bounds)
-    parsed = world.run_all(_optimizer_state, opened, executor, optimizers, common)
+    with world.collective("read the optimizer state"):
+        parsed = _optimizer_state(opened, executor, optimizers, common)
     stored = {
         name: Provided(tuple(tensor.shape), in_memory(tensor.dtype), (Box.whole(tuple(tensor.shape)),))
         for name, tensor in parsed.tensors.items()
@@ -307,8 +330,10 @@ def _restore_optimizers(
     """Set the state of the optimizers. Return the trained parameters that have none. Collective: yes."""
     if plan.fitting is None:
         return []
-    without_state = world.run_all(plan.fitting.bind, optimizers, targets)
-    world.run_all(_restore_reduced, optimizers, plan.values.own.get("optimizers", {}))
+    with world.collective("bind the optimizer"):
+        without_state = plan.fitting.bind(optimizers, targets)
+    with world.collective("restore reduced values"):
+        _restore_reduced(optimizers, plan.values.own.get("optimizers", {}))
     return without_state
 
 
@@ -367,8 +392,7 @@ def _materialize(
     model = collected.model
 
     source = OpenSource(opened.index, reader, {}, is_own=False)
-
-    def prepare() -> Load:
+    with world.collective("plan the load"):
         on_meta = [item.fqn for item in collected.held if item.tensor.is_meta and item.kind.is_saved]
         absent = [fqn for fqn in on_meta if fqn not in matched.model]
         if absent:
@@ -383,9 +407,8 @@ def _materialize(
             process_group=options.process_group,
             timeouts=options.timeouts,
         )
-        return prepare_load(world, model, source, LoadRequest(Bindings(offers), options=as_load))
-
-    report = execute_load(world, model, source, world.run_all(prepare), Clock())
+        load = prepare_load(world, model, source, LoadRequest(Bindings(offers), options=as_load))
+    report = execute_load(world, model, source, load, Clock())
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     if mesh is not None:
         average_replicated_gradients(model, mesh)

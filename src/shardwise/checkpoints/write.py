@@ -92,12 +92,18 @@ def write_and_commit(world: World, job: Job) -> CheckpointReport:
             checkpoint is not committed then, unless the message states otherwise.
         RankLostError: a rank has been lost.
     """
-    written: list[WrittenFile] = []  # of all ranks, on the first
     with locked_by_first_rank(world, job.root) as saving:
         try:
-            world.broadcast(_begin, job)
-            world.map_reduce(_write_local, written.extend, world, job, saving)
-            removed, checkpoint_bytes = world.broadcast(_commit, job, saving, written)
+            with world.broadcast("begin the save"):
+                if world.rank == 0:
+                    _begin(job)
+            with world.gather("write local files") as exchange:
+                exchange.local = _write_local(world, job, saving)
+            written: list[WrittenFile] | None = exchange.result  # of all ranks, on the first
+            with world.broadcast("commit") as exchange:
+                if written is not None:
+                    exchange.local = _commit(job, saving, written)
+            removed, checkpoint_bytes = exchange.result
         except BaseException:
             with contextlib.suppress(StorageError):
                 if saving.is_locked_here:

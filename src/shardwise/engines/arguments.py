@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -14,7 +14,7 @@ import torch
 
 from shardwise.errors import ConfigError, RankMismatchError, StorageError, unknown_keyword
 from shardwise.execution.reading import read_identities
-from shardwise.execution.world import World
+from shardwise.execution.world import Exchange, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import dequantized_index, open_checkpoint
 from shardwise.report.names import format_ranks
@@ -118,19 +118,20 @@ def get_world(options: object, call: str) -> World:
     return World.current(getattr(options, "process_group", None), getattr(options, "timeouts", None), call=call)
 
 
-def require_same_arguments(
-    world: World, check: Callable[P, Mapping[str, str]], *args: P.args, **keywords: P.kwargs
-) -> None:
-    """Check the arguments of a call on every rank, and that they are the same on all. Collective: yes.
+@contextmanager
+def comparing_arguments(world: World) -> Iterator[Exchange]:
+    """Check the arguments of a call on every rank in a block, and that they are the same on all. Collective: yes.
 
-    ``check`` returns the arguments that ranks must have in common, as text by name.
+    The block sets ``local`` to the arguments that ranks must have in common, as text by name.
 
     Raises:
-        ShardwiseError: the same on every rank, if ``check`` raised it on any.
+        ShardwiseError: the same on every rank, if the block raised it on any.
         RankMismatchError: ranks were called with different arguments.
     """
-    if fault := world.map_reduce(check, functools.partial(_difference, world), *args, **keywords):
-        raise RankMismatchError(fault)
+    with world.all_reduce("check the arguments", functools.partial(_difference, world)) as exchange:
+        yield exchange
+    if exchange.result is not None:
+        raise RankMismatchError(exchange.result)
 
 
 def _difference(world: World, settings_by_rank: Sequence[Mapping[str, str]]) -> str | None:
@@ -223,7 +224,8 @@ def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource
 def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:
     """Open a checkpoint's storage on every rank, or keep it open on none. Collective: yes."""
     with ExitStack() as stack:
-        opened = world.run_all(_open_in, stack, place, hub)
+        with world.collective("open the folder"):
+            opened = _open_in(stack, place, hub)
         stack.pop_all()
         return opened
 
@@ -252,9 +254,12 @@ def read_index(
     with ExitStack() as stack:
         if is_own:
             stack.enter_context(reader)
-        index, identities = world.broadcast(
-            _read_headers, reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant
-        )
+        with world.broadcast("read headers") as exchange:
+            if world.rank == 0:
+                exchange.local = _read_headers(
+                    reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant
+                )
+        index, identities = exchange.result
         found: dict[str, str] = {}
         notes: tuple[str, ...] = ()
         if world.size > 1:
@@ -285,7 +290,9 @@ def resolve_everywhere(
 
     Collective: yes.
     """
-    found = world.all_gather(local_path, name_or_path, hub)
+    with world.all_gather("find the local path") as exchange:
+        exchange.local = local_path(name_or_path, hub)
+    found: list[Path | None] = exchange.result
     # One rank decides: what exists on some machines only must not send the ranks different ways.
     if found[0] is not None:
         if absent := [rank for rank, path in enumerate(found) if path is None]:
@@ -298,16 +305,16 @@ def resolve_everywhere(
     from shardwise.storage.remote import get_cache_folder, record_commit, resolve, resolve_commit
 
     repo_id = os.fspath(name_or_path)
-    commit = world.broadcast(resolve_commit, repo_id, hub)
+    with world.broadcast("resolve the revision") as exchange:
+        if world.rank == 0:
+            exchange.local = resolve_commit(repo_id, hub)
+    commit: str = exchange.result
     pinned = replace(hub, revision=commit)
     downloads = world.is_first_at(f"{mount_namespace()} {get_cache_folder(hub)}")
-
-    def download() -> Path | None:
-        if not downloads:
-            return None
-        folder = resolve(repo_id, pinned, wanted=wanted)
-        record_commit(repo_id, hub, commit)
-        return folder
-
-    downloaded = world.run_all(download)
-    return world.run_all(lambda: downloaded or resolve(repo_id, pinned, download=False, wanted=wanted))
+    downloaded = None
+    with world.collective("download"):
+        if downloads:
+            downloaded = resolve(repo_id, pinned, wanted=wanted)
+            record_commit(repo_id, hub, commit)
+    with world.collective("find the download"):
+        return downloaded or resolve(repo_id, pinned, download=False, wanted=wanted)

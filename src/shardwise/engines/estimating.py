@@ -109,7 +109,8 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         world = World(0, 1)
         found = find(world, name_or_path, given, stack)
         stack.enter_context(torch.device("cpu"))
-        return world.run_all(estimate, found, mesh, options)
+        with world.collective("estimate the memory"):
+            return estimate(found, mesh, options)
 
 
 @gc_disabled()

@@ -56,7 +56,8 @@ def execute_load(
         )
         with clock.phase("read"):
             require_equal_tied(world, plan, executor)
-            world.run_all(materialize_and_read, load, executor, clock)
+            with world.collective("read weights"):
+                materialize_and_read(load, executor, clock)
         means = average_rows(world, load)
         if load.shared:
             from shardwise.execution.shared_reads import exchange_shared
@@ -65,7 +66,8 @@ def execute_load(
                 exchange_shared(world, load.shared, {item.fqn: item for item in load.held}, load.items, executor)
     with clock.phase("fill"):
         completed = get_base_form(model).complete(world, model, budget_bytes=options.budget_bytes)
-    attributes = world.run_all(finish, model, load, means, {**executor.written, **completed}, clock)
+    with world.collective("finish"):
+        attributes = finish(model, load, means, {**executor.written, **completed}, clock)
     with clock.phase("audit"):
         require_equal_buffers(world, load.held)
     return make_report(world, model, source, load, executor, attributes, clock)
@@ -91,7 +93,10 @@ def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> 
     """Require equal values of tensors that share storage and are stored twice. Collective: yes."""
     if not plan.duplicates:
         return
-    if names := world.map_reduce(find_unequal_tied, sorted_union, plan, executor, world.rank, world.size):
+    with world.all_reduce("compare tied tensors", sorted_union) as exchange:
+        exchange.local = find_unequal_tied(plan, executor, world.rank, world.size)
+    names = exchange.result
+    if names:
         raise KeyMismatchError(
             f"{', '.join(names)}: the model ties this tensor, but the checkpoint holds different values for its "
             "names. Set tie_word_embeddings=False in the config, or untie the model before sharding it"
@@ -186,13 +191,6 @@ def average_rows(world: World, load: load_plan.Load) -> dict[str, torch.Tensor]:
     by_name = {item.fqn: item for item in load.held}
     rows = {name: count for name, read in load.plan.reads().items() if (count := rows_stored(read.expression))}
 
-    def sums() -> dict[tuple[str, Box], torch.Tensor]:
-        return {
-            (name, piece.box): view.strided_view(by_name[name].local, piece.local).double().sum(0).cpu()
-            for name, count in rows.items()
-            for piece in first_rows(load.plan.layout.by_name[name].boxes, count)
-        }
-
     def add_up(sums_by_rank: Sequence[Mapping[tuple[str, Box], torch.Tensor]]) -> dict[str, torch.Tensor]:
         found = {box: total for sums in sums_by_rank for box, total in sums.items()}  # replicas have equal boxes
         means = {
@@ -202,7 +200,14 @@ def average_rows(world: World, load: load_plan.Load) -> dict[str, torch.Tensor]:
             means[name][column_slices(box)] += total / rows[name]
         return means
 
-    return world.map_reduce(sums, add_up)
+    with world.all_reduce("add up rows", add_up) as exchange:
+        exchange.local = {
+            (name, piece.box): view.strided_view(by_name[name].local, piece.local).double().sum(0).cpu()
+            for name, count in rows.items()
+            for piece in first_rows(load.plan.layout.by_name[name].boxes, count)
+        }
+    means: dict[str, torch.Tensor] = exchange.result
+    return means
 
 
 def _first_offsets(entry: tuple[tuple[str, Box], torch.Tensor]) -> tuple[int, ...]:
@@ -335,10 +340,8 @@ def load_checkpoint(
         source = arguments.open_source(world, checkpoint, hub)
     with source.closing():
         try:
-            with clock.phase("plan"):
-                load = world.run_all(
-                    prepare_checkpoint, world, model, source, consent, buffers or {}, options, key_mapping
-                )
+            with clock.phase("plan"), world.collective("open the checkpoint"):
+                load = prepare_checkpoint(world, model, source, consent, buffers or {}, options, key_mapping)
             report = execute_load(world, model, source, load, clock)
         finally:
             get_base_form(model).rollback(model)
@@ -407,9 +410,8 @@ def load(
     """
     consent, clock = Consent(on_missing, on_mismatched, on_unexpected), Clock()
     with arguments.get_world(options, "load") as world:
-        arguments.require_same_arguments(
-            world, _check_load, model, checkpoint, key_mapping, buffers or {}, consent, hub, options
-        )
+        with arguments.comparing_arguments(world) as exchange:
+            exchange.local = _check_load(model, checkpoint, key_mapping, buffers or {}, consent, hub, options)
         return load_checkpoint(
             world,
             view.without_compile(model),

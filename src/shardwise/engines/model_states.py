@@ -96,12 +96,17 @@ def collect_model(
         ConfigError, ShardingError, RankMismatchError: as of
             :func:`~shardwise.engines.model_states.get_model_state_dict`.
     """
-    held = world.run_all(collect_tensors, model)
+    with world.collective("collect the tensors"):
+        held = collect_tensors(model)
     require_alike_models(world, held, [])
-    names = world.broadcast(names_outside, model, held, only)
+    with world.broadcast("find tensors outside of the model") as exchange:
+        if world.rank == 0:
+            exchange.local = names_outside(model, held, only)
+    names: dict[str, str] = exchange.result
     wanted = set(names.values())
     chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
-    world.run_all(state_values.require_values, chosen, "the model")
+    with world.collective("check for values"):
+        state_values.require_values(chosen, "the model")
     device = staging_device(held, chosen.values())
     buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
     budget = options.budget_bytes
@@ -127,28 +132,35 @@ def set_model_values(
     Memory, errors: as of :func:`set_model_state_dict`.
     """
     with clock.phase("agree"):
-        held = world.run_all(collect_tensors, model)
+        with world.collective("collect the tensors"):
+            held = collect_tensors(model)
         require_alike_models(world, held, [])
-        names = world.broadcast(names_outside, model, held, only)
+        with world.broadcast("find tensors outside of the model") as exchange:
+            if world.rank == 0:
+                exchange.local = names_outside(model, held, only)
+        names: dict[str, str] = exchange.result
         provided = values.describe(world)
         places = _target_slots(held, names)
         of = {place.names[0]: item for place, item in places}
-        matched = world.run_all(
-            lambda: match([place for place, _ in places], provided, tolerance, world.global_ranks)
-        )
+        with world.collective("match tensors"):
+            matched = match([place for place, _ in places], provided, tolerance, world.global_ranks)
         taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
-        world.run_all(require_plain_tensors, list(taking.values()))
+        with world.collective("check the tensors"):
+            require_plain_tensors(list(taking.values()))
         # Computed while all is on meta, so that a model is filled as by a load.
         initializers = Initializers(model, held)
-        computed = world.run_all(_computed, initializers, only)
+        with world.collective("compute tensors"):
+            computed = _computed(initializers, only)
         values.require_ties(world, [item.place.names for item in matched.taken])
     with clock.phase("exchange"):
         device = staging_device(held, [item.tensor for item in held])
         awaiting = [*taking.values(), *(item for item, _ in computed)]
-        world.run_all(lambda: materialize(awaiting, fsdp_params(model), device))
+        with world.collective("allocate shards"):
+            materialize(awaiting, fsdp_params(model), device)
         targets = {name: item.tensor for name, item in taking.items()}
         traffic = values.copy_into(world, matched, targets, budget_bytes=options.budget_bytes, device=device)
-        recomputed = world.run_all(_fill, initializers, computed, device, options.budget_bytes)
+        with world.collective("initialize tensors"):
+            recomputed = _fill(initializers, computed, device, options.budget_bytes)
     return state_report(
         world,
         values,
@@ -247,7 +259,8 @@ def get_model_state_dict(
     """
     model = without_compile(model)
     with get_world(options, "get_model_state_dict") as world, torch.device("cpu"):
-        world.run_all(check_options, get_hints(get_model_state_dict), {"form": form})
+        with world.collective("check the options"):
+            check_options(get_hints(get_model_state_dict), {"form": form})
         state_values.require_same_call(world, form, only, on_differing_buffers, options=options)
         taken = collect_model(world, model, only, on_differing_buffers, options)
         if form == "sharded":
@@ -306,7 +319,8 @@ def set_model_state_dict(
     with get_world(options, "set_model_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
             state_values.require_same_call(world, only, tolerance, options=options)
-            given = world.run_all(state_values.by_canonical_names, state, "state")
+            with world.collective("map the names"):
+                given = state_values.by_canonical_names(state, "state")
         return set_model_values(
             world,
             model,
@@ -329,7 +343,8 @@ def exchange_stored_experts(
     Raises:
         ConfigError: the layout is not known, or ranks hold whole tensors or shards, which are not rearranged.
     """
-    return world.run_all(_exchange_experts, model, values, adapter, folder)
+    with world.collective("exchange experts"):
+        return _exchange_experts(model, values, adapter, folder)
 
 
 def _exchange_experts(
@@ -374,11 +389,16 @@ def stored_values(
     Raises:
         FormatError, StorageError: as in :func:`~shardwise.formats.open_checkpoint`, or two names are equal.
     """
-    reader = stack.enter_context(world.run_all(LocalReader, folder))
-    index = world.broadcast(open_checkpoint, reader, weights_name=file)
+    with world.collective("open the folder"):
+        reader = stack.enter_context(LocalReader(folder))
+    with world.broadcast("open the checkpoint") as exchange:
+        if world.rank == 0:
+            exchange.local = open_checkpoint(reader, weights_name=file)
+    index = exchange.result
     if file in ADAPTER_WEIGHTS:
         index, _ = without_wrappers(index)
-    named = world.run_all(by_canonical_keys, stored_tensors(index), index.root)
+    with world.collective("map the keys"):
+        named = by_canonical_keys(stored_tensors(index), index.root)
     return state_values.StoredValues(reader, index, named, options.budget_bytes)
 
 

@@ -54,8 +54,12 @@ def observe(run_dir: str | os.PathLike[str], *, samples_per_second: float = 20.0
     """
     device, world = this_device(), World.current(call="observe")
     with world:
-        run = world.broadcast(secrets.token_hex, 8)
-        file = world.run_all(_begin, Path(run_dir), world.rank, samples_per_second)
+        with world.broadcast("choose a run id") as exchange:
+            if world.rank == 0:
+                exchange.local = secrets.token_hex(8)
+        run = exchange.result
+        with world.collective("begin the save"):
+            file = _begin(Path(run_dir), world.rank, samples_per_second)
     header = {"run": run, "rank": world.rank, "world_size": world.size, "device": device.type}
     with RankObserver(file, header, device, samples_per_second) as observer:
         yield observer

@@ -217,7 +217,8 @@ def match_optimizer_state(
         RankMismatchError: ranks provide different states.
     """
     agreed, provided_by = _first_state(world, given)
-    return world.run_all(_match_all, targets, agreed, provided_by, provided_by_rank, tolerance, world.global_ranks)
+    with world.collective("match optimizer states"):
+        return _match_all(targets, agreed, provided_by, provided_by_rank, tolerance, world.global_ranks)
 
 
 def _match_all(

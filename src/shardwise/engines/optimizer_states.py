@@ -57,7 +57,8 @@ def collect_optimizers(
     """
     held, bounds = _bound(world, model, optimizers)
     tensors, scalars = _state_by_label(world, bounds)
-    world.run_all(require_values, tensors, what)
+    with world.collective("check for values"):
+        require_values(tensors, what)
     device = staging_device(held, tensors.values())
     values = {
         name: value if isinstance(value, torch.Tensor) else as_bytes(value) for name, value in scalars.items()
@@ -97,12 +98,13 @@ def set_optimizer_values(
         fitting = match_optimizer_state(world, targets, given, values.describe(world), tolerance)
         matched = fitting.matched
     with clock.phase("exchange"):
-        tensors = world.run_all(fitting.targets, targets)
+        with world.collective("find the tensors to restore"):
+            tensors = fitting.targets(targets)
         by_label = {key.label: tensor for key, tensor in tensors.items()}
         device = staging_device(targets.held, tensors.values())
         traffic = values.copy_into(world, matched, by_label, budget_bytes=options.budget_bytes, device=device)
-    with clock.phase("finish"):
-        without_state = world.run_all(fitting.bind, targets, tensors)
+    with clock.phase("finish"), world.collective("bind the optimizer"):
+        without_state = fitting.bind(targets, tensors)
     return state_report(
         world,
         values,
@@ -123,9 +125,12 @@ def _bound(
 ) -> tuple[list[TensorRef], list[Bound]]:
     """Return the tensors of a model and its optimizers, after a comparison between ranks. Collective: yes."""
     several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
-    held = world.run_all(collect_tensors, model)
-    bounds = world.run_all(bind_optimizers, several, held, KEEP_IT_APART)
-    world.run_all(_require_no_rank_local, bounds)
+    with world.collective("collect the tensors"):
+        held = collect_tensors(model)
+    with world.collective("bind the optimizers"):
+        bounds = bind_optimizers(several, held, KEEP_IT_APART)
+    with world.collective("check the optimizer states"):
+        _require_no_rank_local(bounds)
     require_alike_models(world, held, bounds)
     return held, bounds
 
@@ -196,7 +201,8 @@ def get_optimizer_state_dict(
     """
     model = without_compile(model)
     with get_world(options, "get_optimizer_state_dict") as world, torch.device("cpu"):
-        world.run_all(check_options, get_hints(get_optimizer_state_dict), {"form": form})
+        with world.collective("check the options"):
+            check_options(get_hints(get_optimizer_state_dict), {"form": form})
         require_same_call(world, form, options=options)
         taken = collect_optimizers(world, model, optimizers, "the optimizers", options)
         if form == "sharded":
@@ -260,7 +266,8 @@ def set_optimizer_state_dict(
         with clock.phase("agree"):
             require_same_call(world, tolerance, options=options)
             targets = optimizer_targets(world, model, optimizers)
-            given = world.run_all(read, state, targets.first_names, targets.shapes)
+            with world.collective("read"):
+                given = read(state, targets.first_names, targets.shapes)
         values = ProvidedValues(given.tensors)
         return set_optimizer_values(
             world, targets, given, values, tolerance=tolerance, options=options, clock=clock

@@ -83,25 +83,28 @@ def build_and_load(
     Memory, errors: as of :func:`~shardwise.engines.pretrained_loading.from_pretrained`.
     """
     options = keywords.get("options", LoadOptions())
-    sharding = world.run_all(wrap.with_mesh, keywords.get("sharding", Sharding()), options.process_group)
+    with world.collective("build the mesh"):
+        sharding = wrap.with_mesh(keywords.get("sharding", Sharding()), options.process_group)
     report = None
     with ExitStack() as stack:
         with clock.phase("index"):
             found = find(world, name_or_path, keywords, stack)
         with clock.phase("plan"):
-            world.require_equal(
-                world.run_all(outlines.comparable_tuning, keywords, found.adapters), "what is tuned, and how,"
-            )
+            with world.collective("describe the tuning"):
+                tuning = outlines.comparable_tuning(keywords, found.adapters)
+            world.require_equal(tuning, "what is tuned, and how,")
             built, pairs = build_together(world, found, keywords)
             untied, already_read_bytes = decide_ties(world, built, pairs, found.source, options)
             casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
-            tuned = world.run_all(
-                outlines.prepare_for_training, built, untied, keywords, adapters=found.adapters, casts_to=casts_to
-            )
-            world.run_all(wrap_blocks, tuned, sharding)
+            with world.collective("prepare for training"):
+                tuned = outlines.prepare_for_training(
+                    built, untied, keywords, adapters=found.adapters, casts_to=casts_to
+                )
+            with world.collective("wrap blocks"):
+                wrap_blocks(tuned, sharding)
         if keywords.get("load_weights", True):
-            with clock.phase("plan"):
-                load = world.run_all(prepare_tuned, world, found.source, tuned, keywords, already_read_bytes)
+            with clock.phase("plan"), world.collective("add adapters"):
+                load = prepare_tuned(world, found.source, tuned, keywords, already_read_bytes)
             report = execute_load(world, tuned.model, found.source, load, clock)
         else:
             require_same_settings(world, pretrained.get_settings(tuned.base))
@@ -171,7 +174,8 @@ def find(
         directory = stack.enter_context(downloaded_configs(world, named, hub))
     else:
         directory = arguments.resolve_everywhere(world, name_or_path, hub, wanted)
-    config = world.run_all(outlines.load_config, directory, keywords)
+    with world.collective("load the config"):
+        config = outlines.load_config(directory, keywords)
     config.name_or_path = without_secrets(named)
     extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
     if extra and not is_remote:
@@ -205,8 +209,9 @@ def _with_adapter(
     # Another repository than the base's, with revisions and folders of its own.
     hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="", variant=None)
     folder = arguments.resolve_everywhere(world, given, hub, AdapterFiles())
-    file, config = world.run_all(lambda: (weights_in(folder), read_lora_config(folder)))
-    reader = stack.enter_context(world.run_all(LocalReader, folder))
+    with world.collective("open the adapter"):
+        file, config = weights_in(folder), read_lora_config(folder)
+        reader = stack.enter_context(LocalReader(folder))
     found, inside = arguments.read_index(world, OpenStorage(reader, file)), stored_prefix(name)
     index, notes = without_wrappers(found.index)
     both = replace(
@@ -230,7 +235,10 @@ def downloaded_configs(world: World, url: str, hub: HubOptions) -> Iterator[Path
 
     One rank reads them. The weights themselves are never on disk.
     """
-    contents = world.broadcast(_read_configs, url, hub)
+    with world.broadcast("read the configs") as exchange:
+        if world.rank == 0:
+            exchange.local = _read_configs(url, hub)
+    contents: dict[str, bytes] = exchange.result
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         for name, content in contents.items():
             Path(folder, name).write_bytes(content)
@@ -263,11 +271,14 @@ def build_together(
     """
     if keywords.get("trust_remote_code", False) and world.size > 1:
         first = world.is_first_at(mount_namespace())
-        world.run_all(lambda: first and outlines.get_model_class(found.directory, found.config, keywords))
-    built = world.run_all(
-        outlines.outline, found.directory, found.config, found.index, keywords, outlines.resizing(keywords)
-    )
-    pairs = world.all_gather(built.ties_stored_twice)
+        with world.collective("download the model's code"):
+            if first:
+                outlines.get_model_class(found.directory, found.config, keywords)
+    with world.collective("build the model on meta"):
+        built = outlines.outline(found.directory, found.config, found.index, keywords, outlines.resizing(keywords))
+    with world.all_gather("compare stored ties") as exchange:
+        exchange.local = built.ties_stored_twice()
+    pairs: list[list[tuple[str, str]]] = exchange.result
     if odd := world.mismatched(pairs):
         raise RankMismatchError(
             f"the list of declared ties that are stored twice on rank {odd.text} is not that of rank "
@@ -290,7 +301,9 @@ def decide_ties(
     if not pairs:
         return set(), 0
     executor = ReadExecutor(source.reader, source.index, options.budget_bytes, world)
-    untied = set(world.map_reduce(outlines.compare_ties, sorted_union, built, pairs, executor))
+    with world.all_reduce("compare ties", sorted_union) as exchange:
+        exchange.local = outlines.compare_ties(built, pairs, executor)
+    untied = set(exchange.result)
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
     return untied, executor.read_bytes
 
@@ -340,10 +353,10 @@ def from_pretrained(
     """
     clock = Clock()
     with arguments.get_world(keywords.get("options", LoadOptions()), "from_pretrained") as world:
-        keywords = world.run_all(outlines.check_keywords, "from_pretrained", keywords, outlines.PretrainedOptions)
-        arguments.require_same_arguments(
-            world, check_call, name_or_path, keywords, asks_for_report=output_loading_info
-        )
+        with world.collective("check the arguments"):
+            keywords = outlines.check_keywords("from_pretrained", keywords, outlines.PretrainedOptions)
+        with arguments.comparing_arguments(world) as exchange:
+            exchange.local = check_call(name_or_path, keywords, asks_for_report=output_loading_info)
         model, report = build_and_load(world, name_or_path, keywords, clock)
     return (model, report) if output_loading_info and report is not None else model
 

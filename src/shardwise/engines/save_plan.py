@@ -110,11 +110,15 @@ def tensors_to_save(world: World, request: SaveRequest) -> tuple[list[TensorRef]
     The state of its training comes last. Only one rank calls PEFT, which may query the hub for the base's config.
     Collective: yes.
     """
-    held = world.run_all(_collect, request)
+    with world.collective("collect the state"):
+        held = _collect(request)
     names = request.names
     if not isinstance(names, PeftNames):
         return held, {}
-    places = world.broadcast(lambda: names_outside(request.model, held, AdapterOnly(names.adapter)))
+    with world.broadcast("find tensors outside of the model") as exchange:
+        if world.rank == 0:
+            exchange.local = names_outside(request.model, held, AdapterOnly(names.adapter))
+    places: dict[str, str] = exchange.result
     chosen = set(places.values())
     beside = [] if request.training is None else collect_tensors(request.training.module)
     return [*(item for item in held if chosen.intersection(item.names)), *beside], places

@@ -51,16 +51,19 @@ def execute_save(
 ) -> SaveReport:
     """Agree on the content of a save, write, compare and commit it. Collective: yes."""
     with clock.phase("plan"):
-        save_id = world.broadcast(new_save_id)
-        writer = world.run_all(open_writer, request.directory)
+        with world.broadcast("choose a save id") as exchange:
+            if world.rank == 0:
+                exchange.local = new_save_id()
+        save_id: str = exchange.result
+        with world.collective("open the storage"):
+            writer = open_writer(request.directory)
     with writer:
         with clock.phase("plan"):
             held, places = save_plan.tensors_to_save(world, request)
             shares = agree_on_shares(world, held, on_differing_buffers)
             budget = options.budget_bytes
-            ready = world.run_all(
-                save_plan.prepare, request, save_id, held, places, shares, world.rank, writer.policy, budget
-            )
+            with world.collective("prepare"):
+                ready = save_plan.prepare(request, save_id, held, places, shares, world.rank, writer.policy, budget)
             settings = ready.digest, repr((request.names, verify)), budget
             world.require_equal(
                 settings, "what is to be saved, or how (names, shapes, dtypes, sizes of files, verify, budget)"
@@ -107,8 +110,11 @@ def _write_and_commit(
     try:
         with clock.phase("create"):
             has_owners = _has_owners(world, writer)
-            world.broadcast(folder.begin, ready.request, creates_files=not has_owners)
-            world.run_all(require_lock, writer, plan.save_id)
+            with world.broadcast("begin the save"):
+                if world.rank == 0:
+                    folder.begin(ready.request, creates_files=not has_owners)
+            with world.collective("check the lock"):
+                require_lock(writer, plan.save_id)
         shows_progress = options.progress and world.rank == 0
         with progress_bar("Saving weights", plan.nbytes // world.size, enabled=shows_progress) as bar:
             emitter = Emitter(writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world)
@@ -116,17 +122,22 @@ def _write_and_commit(
                 if has_owners:
                     _write_by_owners(world, emitter, ready, options, bar)
                 else:
-                    world.run_all(emitter.write, ready.requests)
+                    with world.collective("write"):
+                        emitter.write(ready.requests)
             with clock.phase("sync"):
                 if not has_owners:
                     created = [file.name for file in plan.files] if world.rank == 0 else []
-                    world.run_all(emitter.finish, ready.requests, created)
+                    with world.collective("finish"):
+                        emitter.finish(ready.requests, created)
         with clock.phase("verify"):
             if verify:
                 _require_same(world, emitter, ready)
             sums = _total_fingerprints(world, plan, emitter)
         with clock.phase("commit"):
-            removed = world.broadcast(folder.commit, sums)
+            with world.broadcast("commit") as exchange:
+                if world.rank == 0:
+                    exchange.local = folder.commit(sums)
+            removed = exchange.result
     except BaseException:  # Ctrl-C, too: the next save of this process must not find the lock of this one
         folder.undo()
         raise
@@ -229,7 +240,9 @@ def _main_dtype(request: save_plan.SaveRequest, plan: SavePlan) -> torch.dtype |
 
 def _require_same(world: World, emitter: Emitter, ready: save_plan.PreparedSave) -> None:
     """Require that what every rank wrote is read back as it is in memory. Collective: yes."""
-    for rank, (files, keys) in enumerate(world.all_gather(_read_back, world, emitter, ready)):
+    with world.all_gather("read back") as exchange:
+        exchange.local = _read_back(world, emitter, ready)
+    for rank, (files, keys) in enumerate(exchange.result):
         if files or keys:
             what = f"{len(keys)} tensors, such as {keys[0]}," if keys else f"the header of {files[0]}"
             raise StorageError(
@@ -327,7 +340,8 @@ def save(
     with get_world(options, "save") as world:
         given: dict[str, Any] = {"model": model, "names": names, "verify": verify, "options": options}
         given["on_differing_buffers"] = on_differing_buffers
-        request = world.run_all(_request, given, directory, names, dtype, max_shard_size, tokenizer)
+        with world.collective("plan the save"):
+            request = _request(given, directory, names, dtype, max_shard_size, tokenizer)
         return execute_save(world, request, on_differing_buffers, options, clock, verify=verify)
 
 
@@ -395,5 +409,6 @@ def save_adapter(
     with get_world(options, "save_adapter") as world:
         given = {"model": model, "verify": verify, "options": options, "on_differing_buffers": on_differing_buffers}
         names = save_plan.PeftNames(adapter)
-        request = world.run_all(_request, given, directory, names, dtype, sys.maxsize, tokenizer)
+        with world.collective("plan the save"):
+            request = _request(given, directory, names, dtype, sys.maxsize, tokenizer)
         return execute_save(world, request, on_differing_buffers, options, clock, verify=verify)

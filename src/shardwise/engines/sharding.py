@@ -138,15 +138,21 @@ def shard(
     with get_world(options, "shard") as world, torch.device("cpu"):
         with clock.phase("agree"):
             given = {"model": model, "sharding": sharding, "values_from": values_from, "options": options}
-            world.run_all(_check_arguments, given, trained_dtype)
-            settled = world.run_all(wrap.with_mesh, sharding, options.process_group)
-            held = world.run_all(collect_tensors, model)
-            was_sharded = world.run_all(is_sharded, model, held)
+            with world.collective("check the arguments"):
+                _check_arguments(given, trained_dtype)
+            with world.collective("build the mesh"):
+                settled = wrap.with_mesh(sharding, options.process_group)
+            with world.collective("collect the tensors"):
+                held = collect_tensors(model)
+            with world.collective("look for sharded parameters"):
+                was_sharded = is_sharded(model, held)
             world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
-            bounds = world.run_all(bind_optimizers, optimizers, held)
+            with world.collective("bind the optimizers"):
+                bounds = bind_optimizers(optimizers, held)
             if was_sharded:
                 return replace(_report(world, model, settled, clock), was_sharded=True)
-            world.run_all(_require_shardable, model, held, settled, optimizers)
+            with world.collective("check that the model can be sharded"):
+                _require_shardable(model, held, settled, optimizers)
             settings = (wrap.comparable_settings(settled), values_from, trained_dtype, options.budget_bytes)
             world.require_equal(repr(settings), "the list of arguments (mesh, policies, modes, budget)")
             require_alike_models(world, held, bounds)
@@ -183,15 +189,18 @@ def _move(
 ) -> dict[str, Any]:
     """Wrap the model and move values. Return fields of the report. Collective: yes."""
     with clock.phase("wrap"):
-        groups = world.run_all(wrap_without_values, model, held, bounds, sharding, supply)
-        arrivals = world.run_all(IncomingShards, model, supply)
+        with world.collective("wrap on meta"):
+            groups = wrap_without_values(model, held, bounds, sharding, supply)
+        with world.collective("plan the exchange"):
+            arrivals = IncomingShards(model, supply)
     with clock.phase("exchange"):
-        handovers = world.run_all(arrivals.transfers, world)
+        with world.collective("plan transfers"):
+            handovers = arrivals.transfers(world)
         traffic = distribute(
             world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.device
         )
-    with clock.phase("finish"):
-        awaiting = world.run_all(arrivals.finish, bounds, sharding, options.budget_bytes)
+    with clock.phase("finish"), world.collective("finish"):
+        awaiting = arrivals.finish(bounds, sharding, options.budget_bytes)
     return {
         "groups": groups,
         "sent_bytes": traffic.sent_bytes,

@@ -74,7 +74,8 @@ def walk_tensors(
             Move(key, item.expression, dtypes[key].itemsize, full_on_ranks(targets, item.shape, world.size))
             for key, item in outputs.items()
         ]
-        rounds = world.run_all(plan_rounds, [moves], sender.shares, options.bucket_bytes // 2)
+        with world.collective("plan the rounds"):
+            rounds = plan_rounds([moves], sender.shares, options.bucket_bytes // 2)
         staging_device = _staging_device(held)
         device = (options.device or staging_device) if world.rank in targets else torch.device("meta")
         received = _ReceivedTensors(shapes, dtypes, device)
@@ -126,11 +127,15 @@ def _prepare_sender(
     options: StreamOptions,
 ) -> tuple[list[TensorRef], Mapping[str, Output], ShardSender]:
     """Compare the calls. Return the tensors of the model, the outputs, and their source. Collective: yes."""
-    held = world.run_all(_collect, model, names, only)
+    with world.collective("collect the state"):
+        held = _collect(model, names, only)
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
     chosen: dict[str, str] = {}
     if isinstance(only, selection.AdapterOnly):
-        chosen = world.broadcast(selection.names_outside, model, held, only)
+        with world.broadcast("find tensors outside of the model") as exchange:
+            if world.rank == 0:
+                exchange.local = selection.names_outside(model, held, only)
+        chosen = exchange.result
         wanted = set(chosen.values())
         held = [item for item in held if wanted.intersection(item.names)]
     shares = agree_on_shares(world, held, on_differing_buffers).by_name
@@ -142,7 +147,8 @@ def _prepare_sender(
             key: Output.unchanged(key, layout.by_name[name]) for key, name in chosen.items()
         }
     else:
-        outputs, adapted = world.run_all(_select_outputs, model, held, names, only)
+        with world.collective("select outputs"):
+            outputs, adapted = _select_outputs(model, held, names, only)
         if adapted is not None:
             sender = _merging(world, held, sender, adapted, options)
     world.require_equal(list(outputs), "the list of keys")
@@ -162,7 +168,8 @@ def _merging(
         world, [Output.unchanged(name, layout.by_name[name]) for name in needed], sender, options
     )
     base_held = {name: sender.held[fqn] for name, fqn in adapted.inside.items()}
-    packed = world.run_all(packed_rows, base_held)
+    with world.collective("plan packed rows"):
+        packed = packed_rows(base_held)
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
     base_shares |= {name: tuple(map(logical_boxes, base_shares[name])) for name in packed}
     return MergingShardSender(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
@@ -244,7 +251,8 @@ def _gather_full(
     dtypes = {item.key: to_torch(item.dtype) for item in outputs}
     staging_device = _staging_device(list(sender.held.values()))
     received = _ReceivedTensors({item.key: item.shape for item in outputs}, dtypes, staging_device)
-    rounds = world.run_all(plan_rounds, [moves], sender.shares, options.bucket_bytes)
+    with world.collective("plan the rounds"):
+        rounds = plan_rounds([moves], sender.shares, options.bucket_bytes)
     arrivals = Exchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
     return dict(received.completed_by(arrivals))
 

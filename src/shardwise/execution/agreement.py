@@ -75,7 +75,10 @@ def require_same_settings(world: World, settings: Mapping[str, str], what: str =
     Raises:
         RankMismatchError: naming the settings that differ.
     """
-    if mismatched := world.map_reduce(repr_digest, world.mismatched, settings):
+    with world.all_reduce("compare the settings", world.mismatched) as exchange:
+        exchange.local = repr_digest(settings)
+    mismatched = exchange.result
+    if mismatched is not None:
         differing = _find_differences(world, mismatched, settings)
         shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
         raise RankMismatchError(

@@ -74,7 +74,10 @@ def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
     }
     if world.all_reduce_object(repr_digest(sorted(sums.items())), world.mismatched) is None:
         return
-    first = world.broadcast(lambda: sums)
+    with world.broadcast("compute sums") as exchange:
+        if world.rank == 0:
+            exchange.local = sums
+    first = exchange.result
     differing = [name for name in {**first, **sums} if first.get(name) != sums.get(name)]
     if names := sorted({name for found in world.all_gather_object(differing) for name in found}):
         raise RankMismatchError(
@@ -142,22 +145,21 @@ def require_one_checkpoint(
     files = sorted(index.files)
     identities: dict[str, str] = {}
 
-    def place() -> bytes:
+    with world.all_gather("place sums") as exchange:
         if isinstance(reader, FilePlaces):
             identities.update({file: reader.identity(file) for file in files})
-        return _digest(content_identity(reader, file).encode(errors="surrogatepass") for file in files)
-
-    places = world.all_gather(place)
+        exchange.local = _digest(content_identity(reader, file).encode(errors="surrogatepass") for file in files)
+    places = exchange.result
     firsts = [places.index(place) for place in places]
     if not any(firsts):
         return identities, ()
 
-    def sample() -> list[tuple[object, ...]]:
+    with world.all_reduce("sample tensors", partial(_compare_copies, world, index.root, files, firsts)) as exchange:
         if not identities:
             identities.update(read_identities(reader, files, world.check))
-        return [_file_identity(world, reader, index, file) for file in files] if world.rank in firsts else []
-
-    world.map_reduce(sample, partial(_compare_copies, world, index.root, files, firsts))
+        exchange.local = []
+        if world.rank in firsts:
+            exchange.local = [_file_identity(world, reader, index, file) for file in files]
     count = len(set(firsts))
     return identities, (
         f"the ranks read {count} copies of the checkpoint, whose sizes, headers and samples are equal",

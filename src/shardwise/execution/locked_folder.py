@@ -118,7 +118,10 @@ def locked_by_first_rank(world: World, folder: str | PathLike[str]) -> Iterator[
     saving = Saving("", fspath(folder), None)
     with ExitStack() as stack:
         try:
-            saving.save_id = world.broadcast(saving.lock, stack)
+            with world.broadcast("lock the folder") as exchange:
+                if world.rank == 0:
+                    exchange.local = saving.lock(stack)
+            saving.save_id = exchange.result
             yield saving
         except BaseException:
             with contextlib.suppress(StorageError):

@@ -128,7 +128,8 @@ class Exchange:
         arriving: _LocalRound | None = None
         try:
             for number, leaving in enumerate([*local, None]):
-                self.world.run_all(partial(self._step, arriving, leaving))
+                with self.world.collective("plan the step"):
+                    self._step(arriving, leaving)
                 if leaving is not None and any(_is_sent(block) for block in self.rounds[number]):
                     self._send(leaving)
                 if arriving is not None:
@@ -324,20 +325,19 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
             last[name, number] = _present(by_name[name].source).view(shares[name][world.rank][number]).contiguous()
         return last[name, number]
 
-    rounds, staging = world.run_all(
-        lambda: (
+    with world.collective("plan the moves"):
+        rounds, staging = (
             moves.plan_rounds([[item.move() for item in items]], shares, budget_bytes),
             _staging_of(items, budget_bytes),
         )
-    )
     exchange = Exchange(world, rounds, get_share, None, {item.name: item.dtype for item in items}, device, staging)
     for _ in exchange.run():
         for (name, box), values in exchange.received.items():
             staging.copy(values.view(box.sizes), _present(by_name[name].target).view(box))
         exchange.received.clear()
-    exchange.traffic.kept_bytes += sum(
-        world.run_all(lambda: [item.copy_local(world.rank, staging) for item in items])
-    )
+    with world.collective("copy what stays on this rank"):
+        for item in items:
+            exchange.traffic.kept_bytes += item.copy_local(world.rank, staging)
     return exchange.traffic
 
 
@@ -369,7 +369,8 @@ def distribute(
         batch, used = [items.pop()], 0
         while items and (used := used + batch[-1].nbytes) + items[-1].nbytes <= budget_bytes:
             batch.append(items.pop())
-        targets = world.run_all(partial(prepare, [item.name for item in batch]))
+        with world.collective("prepare"):
+            targets = prepare([item.name for item in batch])
         batch = [replace(item, target=targets[item.name]) for item in batch]
         traffic.add(transfer(world, batch, budget_bytes=budget_bytes, device=device))
         trim_heap()
@@ -395,13 +396,16 @@ def gather(
         RankMismatchError: ranks have different tensors.
         ShardingError: ranks do not have, together, all of a tensor.
     """
-    metadata = world.all_gather(metadata_by_name, tensors)
-    held = world.run_all(held_by_rank, metadata, world.global_ranks)
+    with world.all_gather("describe tensors") as exchange:
+        exchange.local = metadata_by_name(tensors)
+    metadata = exchange.result
+    with world.collective("compare the ranks' tensors"):
+        held = held_by_rank(metadata, world.global_ranks)
     ranks = moves.receivers(form, world.size)
     gathered: dict[str, torch.Tensor] = {}
     items: list[Transfer] = []
 
-    def prepare() -> None:
+    with world.collective("prepare"):
         for name, tensor in tensors.items():
             target = None
             if world.rank in ranks:
@@ -410,7 +414,5 @@ def gather(
             wanted = moves.full_on_ranks(ranks, tuple(tensor.shape), world.size)
             source = LocalTensor.from_tensor(tensor, name)
             items.append(Transfer(name, tensor.shape, tensor.dtype, held[name], wanted, source, target))
-
-    world.run_all(prepare)
     transfer(world, items, budget_bytes=budget_bytes, device=device)
     return gathered

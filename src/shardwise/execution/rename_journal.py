@@ -91,7 +91,9 @@ def locked_and_clean(world: World, folder: str | os.PathLike[str], also: Collect
     """
     with locked_by_first_rank(world, folder) as saving:
         try:
-            world.broadcast(clean_up, saving)
+            with world.broadcast("clean up"):
+                if world.rank == 0:
+                    clean_up(saving)
             yield saving
         except BaseException:
             with contextlib.suppress(StorageError):

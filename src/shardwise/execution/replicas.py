@@ -110,14 +110,17 @@ def compare_replicas(
         RankMismatchError: parameters or optimizer state differ, or buffers that must not. The message names them.
     """
     if mismatched is None:
-        mismatched = world.map_reduce(_mode_and_digests, _mismatched_in_one_mode, replicas, on_differing_buffers)
+        with world.all_reduce("compute digests", _mismatched_in_one_mode) as exchange:
+            exchange.local = _mode_and_digests(replicas, on_differing_buffers)
+        mismatched = exchange.result
     if not mismatched:
         return ()
-    return world.map_reduce(
-        replicas.checksums,
-        partial(_find_differing_buffers, world, on_differing_buffers=on_differing_buffers),
-        mismatched,
-    )
+    with world.all_reduce(
+        "compute checksums", partial(_find_differing_buffers, world, on_differing_buffers=on_differing_buffers)
+    ) as exchange:
+        exchange.local = replicas.checksums(mismatched)
+    differing: tuple[str, ...] = exchange.result
+    return differing
 
 
 def _mode_and_digests(
@@ -211,28 +214,30 @@ def equal_on_all(
     Raises:
         RankMismatchError: as in :func:`compare_replicas`, or ranks have different tensors.
     """
-    metadata = world.all_gather(metadata_by_name, tensors)
+    with world.all_gather("describe tensors") as exchange:
+        exchange.local = metadata_by_name(tensors)
+    metadata: list[dict[str, TensorMetadata]] = exchange.result
     held = {name: tuple(found[name].boxes if name in found else () for found in metadata) for name in tensors}
-    replicas = world.run_all(Replicas.among, tensors, in_common(held, world.rank), buffers)
+    with world.collective("compare values"):
+        replicas = Replicas.among(tensors, in_common(held, world.rank), buffers)
     differing = compare_replicas(world, replicas, on_differing_buffers)
     copies = {name: torch.empty_like(tensors[name]) for name in differing}
 
-    def transfers() -> list[Transfer]:
-        return [
-            Transfer(
-                name,
-                tensors[name].shape,
-                tensors[name].dtype,
-                first_holder_shares(held[name]),
-                held[name],
-                LocalTensor.from_tensor(tensors[name], name),
-                LocalTensor.from_tensor(copy, name),
-            )
-            for name, copy in copies.items()
-        ]
-
     if differing:
-        transfer(world, world.run_all(transfers), budget_bytes=budget_bytes, device=device)
+        with world.collective("plan the copies"):
+            transfers = [
+                Transfer(
+                    name,
+                    tensors[name].shape,
+                    tensors[name].dtype,
+                    first_holder_shares(held[name]),
+                    held[name],
+                    LocalTensor.from_tensor(tensors[name], name),
+                    LocalTensor.from_tensor(copy, name),
+                )
+                for name, copy in copies.items()
+            ]
+        transfer(world, transfers, budget_bytes=budget_bytes, device=device)
     return {**tensors, **copies}, differing
 
 
@@ -245,7 +250,8 @@ def require_alike_models(world: World, held: Sequence[TensorRef], bounds: Sequen
     items = [_item(item) for item in held]
     if len(set(world.all_gather_object(digest(items)))) > 1:
         gathered = world.all_gather_object(items)
-        world.run_all(require_alike, gathered, world.global_ranks)
+        with world.collective("compare replicas"):
+            require_alike(gathered, world.global_ranks)
     setup = [bound.description() for bound in bounds]
     world.require_equal(setup, "the setup of the optimizers (their classes, groups and settings)")
 
@@ -287,11 +293,16 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
     require_alike_models(world, held, ())
     saved = [item for item in held if item.kind.is_saved]
     tensors = {item.fqn: item.tensor for item in saved}
-    metadata = world.all_gather(_metadata_with_values, tensors)
-    boxes = world.run_all(held_by_rank, metadata, world.global_ranks)
-    shares = world.run_all(_shares_by_name, saved, boxes)
+    with world.all_gather("describe tensors") as exchange:
+        exchange.local = _metadata_with_values(tensors)
+    metadata: list[dict[str, TensorMetadata]] = exchange.result
+    with world.collective("compare the ranks' tensors"):
+        boxes = held_by_rank(metadata, world.global_ranks)
+    with world.collective("plan shares"):
+        shares = _shares_by_name(saved, boxes)
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
-    replicas = world.run_all(Replicas.among, tensors, in_common(boxes, world.rank), buffers)
+    with world.collective("compare values"):
+        replicas = Replicas.among(tensors, in_common(boxes, world.rank), buffers)
     return Shares(shares, compare_replicas(world, replicas, on_differing_buffers))
 
 

@@ -69,17 +69,22 @@ def agree_on_sources(
     own = [(_dtype_name(tensors[name].dtype) if name in tensors else "", name in live) for name in names]
     gathered = world.all_gather_object(own)
     is_live = [[found for _, found in facts] for facts in gathered]
-    chosen = world.run_all(matching.select_sources, names, is_live, values_from, world.global_ranks)
+    with world.collective("select sources"):
+        chosen = matching.select_sources(names, is_live, values_from, world.global_ranks)
     stored = _with_source_dtypes([[dtype for dtype, _ in facts] for facts in gathered], chosen)
-    agreed = world.run_all(matching.select_dtypes, names, chosen, stored, world.global_ranks)
+    with world.collective("select dtypes"):
+        agreed = matching.select_dtypes(names, chosen, stored, world.global_ranks)
     replicated = {
         name: live[name]
         for name, source_ranks in zip(names, chosen, strict=True)
         if len(set(source_ranks)) > 1 and source_ranks[world.rank] == world.rank
     }
-    sums = world.all_gather(lambda: dict(zip(replicated, checksums(list(replicated.values())), strict=True)))
+    with world.all_gather("describe tensors") as exchange:
+        exchange.local = dict(zip(replicated, checksums(list(replicated.values())), strict=True))
+    sums = exchange.result
     counts = list(map(sum, is_live))
-    sources, differed = world.run_all(matching.resolve_differences, names, chosen, sums, counts, values_from)
+    with world.collective("compare dtypes"):
+        sources, differed = matching.resolve_differences(names, chosen, sums, counts, values_from)
     scalars = _scalars(world, bounds, counts, values_from, differed)
     before = {
         name: [stored[rank][index] for rank in (*sources[index], *range(world.size))]

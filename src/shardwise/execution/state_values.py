@@ -112,7 +112,10 @@ class ProvidedValues:
 
     def describe(self, world: World) -> list[dict[str, matching.Provided]]:
         """Return the description of the state on each rank. Collective: yes. Raises as :func:`describe_tensors`."""
-        return world.all_gather(describe_tensors, self.tensors)
+        with world.all_gather("describe tensors") as exchange:
+            exchange.local = describe_tensors(self.tensors)
+        result: list[dict[str, matching.Provided]] = exchange.result
+        return result
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
         """Raise when names of one tensor come with different values. Collective: yes.
@@ -120,7 +123,8 @@ class ProvidedValues:
         Raises:
             KeyMismatchError: naming the first two.
         """
-        world.run_all(self._require_ties, _pairs(ties, self.tensors))
+        with world.collective("check ties"):
+            self._require_ties(_pairs(ties, self.tensors))
 
     def _require_ties(self, pairs: Sequence[tuple[str, str]]) -> None:
         _require_untied_equal(
@@ -144,9 +148,13 @@ class ProvidedValues:
         Raises:
             RankMismatchError: ranks have different targets.
         """
-        metadata = world.all_gather(tensor_metadata.metadata_by_name, targets)
-        world.run_all(tensor_metadata.require_same_tensors, metadata, world.global_ranks)
-        items = world.run_all(lambda: [self._transfer(item, targets, metadata) for item in match.taken])
+        with world.all_gather("describe tensors") as exchange:
+            exchange.local = tensor_metadata.metadata_by_name(targets)
+        metadata = exchange.result
+        with world.collective("compare the ranks' tensors"):
+            tensor_metadata.require_same_tensors(metadata, world.global_ranks)
+        with world.collective("describe tensors"):
+            items = [self._transfer(item, targets, metadata) for item in match.taken]
         return moving.transfer(world, items, budget_bytes=budget_bytes, device=device)
 
     def _transfer(
@@ -223,7 +231,9 @@ class StoredValues:
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
         if pairs := _pairs(ties, self.expressions):
-            unequal = world.all_gather(self._unequal, world, pairs)
+            with world.all_gather("compare values") as exchange:
+                exchange.local = self._unequal(world, pairs)
+            unequal: list[list[tuple[str, str]]] = exchange.result
             _require_untied_equal([pair for found in unequal for pair in found])
 
     def _unequal(self, world: World, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -252,7 +262,8 @@ class StoredValues:
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
         """
-        world.run_all(self._read, world, match, targets, budget_bytes)
+        with world.collective("read"):
+            self._read(world, match, targets, budget_bytes)
         return moving.Traffic()
 
     def _read(

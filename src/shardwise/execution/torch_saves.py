@@ -77,14 +77,15 @@ def write_whole_file(
     """
     first_keys: dict[int, str] = {}
     keys = {path: first_keys.setdefault(id(tensor), flat_key(path)) for path, tensor in tensors.items()}
-    unique = world.run_all(_by_key, keys, tensors)
+    with world.collective("map the keys"):
+        unique = _by_key(keys, tensors)
     full = gather(world, unique, "full", budget_bytes=budget_bytes, device=device)
 
-    def write() -> WrittenFiles:
-        state = nested({**{path: full[key] for path, key in keys.items()}, **objects})
-        return WrittenFiles({name: write_torch_file(saving, name, state)})
-
-    written = world.broadcast(write)
+    with world.broadcast("write") as exchange:
+        if world.rank == 0:
+            state = nested({**{path: full[key] for path, key in keys.items()}, **objects})
+            exchange.local = WrittenFiles({name: write_torch_file(saving, name, state)})
+    written = exchange.result
     return sum(tensor.nbytes for tensor in unique.values()), written if world.rank == 0 else WrittenFiles()
 
 
@@ -106,7 +107,9 @@ def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: 
     Raises:
         StorageError: a file could not be written, or another save writes there, or has since.
     """
-    sizes = world.all_gather(write_torch_file, saving, names[world.rank], state)
+    with world.all_gather("write the file") as exchange:
+        exchange.local = write_torch_file(saving, names[world.rank], state)
+    sizes: list[int] = exchange.result
     return sizes[world.rank], WrittenFiles(dict(zip(names, sizes, strict=True)) if world.rank == 0 else {})
 
 
@@ -223,8 +226,7 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
         FormatError: a file holds more than data, or comes from FSDP1.
         StorageError: a file could not be read.
     """
-
-    def read() -> Any:
+    with world.collective("read"):
         if len(names) != world.size:
             raise ShardingError(
                 f"{folder}: {len(names)} ranks saved their shards, each into a file of its own, which cannot be "
@@ -244,8 +246,6 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
                 )
             _require_sound(tensor, f"{name} in {file}")
         return found
-
-    return world.run_all(read)
 
 
 _OTHER_TORCH = (
@@ -323,15 +323,19 @@ def write_distributed_folder(
         ShardingError: the ranks together do not hold all of a tensor, or two tensors have one name.
         StorageError: the folder could not be written to, or another save writes there, or has since.
     """
-    tensors, packed = world.run_all(_tensors_and_packed, state, is_packed=world.rank == 0)
+    with world.collective("collect tensors"):
+        tensors, packed = _tensors_and_packed(state, is_packed=world.rank == 0)
     by_key = {flat_key(path): tensor for path, tensor in tensors.items()}
-    metadata = world.all_gather(metadata_by_name, by_key)
-    plan = world.run_all(plan_tensors, tensors, metadata, global_ranks=world.global_ranks)
+    with world.all_gather("describe tensors") as exchange:
+        exchange.local = metadata_by_name(by_key)
+    metadata = exchange.result
+    with world.collective("plan the tensors"):
+        plan = plan_tensors(tensors, metadata, global_ranks=world.global_ranks)
     sizes = world.all_gather_object({path: len(value) for path, value in packed.items()})
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
     files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
 
-    def write_local() -> None:
+    with world.collective("write local files"):
         saving.require()
         file, chunks = data_file(world.rank, number), plan.by_rank[world.rank]
         views = chunk_views(chunks, by_key, {key: local_tensor(tensor) for key, tensor in by_key.items()})
@@ -341,15 +345,14 @@ def write_distributed_folder(
             writer.sync(file)
             writer.sync_names()
 
-    def write_metadata() -> int:
-        metadata = build_metadata(plan, sizes, partial(data_file, number=number))
-        with open_writer(folder) as writer:
-            make_file(writer, temporary_name(METADATA, saving.save_id), metadata)
-            writer.sync_names()
-        return len(metadata)
-
-    world.run_all(write_local)
-    named = {f"{name}/{METADATA}": world.broadcast(write_metadata)}
+    with world.broadcast("write the metadata") as exchange:
+        if world.rank == 0:
+            written = build_metadata(plan, sizes, partial(data_file, number=number))
+            with open_writer(folder) as writer:
+                make_file(writer, temporary_name(METADATA, saving.save_id), written)
+                writer.sync_names()
+            exchange.local = len(written)
+    named = {f"{name}/{METADATA}": exchange.result}
     return WrittenFiles(named, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
 
 

@@ -1,8 +1,8 @@
 """Lets the ranks of a call act together, and fail together when one of them fails.
 
-[Note: Together or not at all] A phase runs on every rank without communication, and each rank catches its
-exceptions. At the end of the phase all ranks exchange their outcomes, and if any of them failed, all raise the same
-error. So no rank waits for one that has failed, and error messages do not depend on the rank.
+[Note: Together or not at all] A phase is a ``with`` block that runs on every rank without communication. At its
+end all ranks exchange their outcomes, and if any of them failed, all raise the same error. So no rank waits for one
+that has failed, and error messages do not depend on the rank.
 
 The file also measures the times of a call's phases.
 """
@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -34,14 +34,91 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-P = ParamSpec("P")
+
+
+class Exchange:
+    """A phase of a call: a block that this rank executes, at the end of which all ranks exchange their outcomes.
+
+    See [Note: Together or not at all]. The block may be left by ``return``, ``break`` or ``continue``: this rank
+    takes part in the exchange all the same. Ctrl-C and whatever else is no :class:`Exception` is not exchanged.
+
+    Attributes:
+        local: what this rank contributes (picklable). None if the block does not set it.
+        reduce_fun: reduces the values of all ranks, on the first. A block may set it, to one that needs what the
+            block makes.
+        result: what all ranks have, once the block has ended.
+    """
+
+    def __init__(
+        self, world: World, what: str, reduce_fun: Callable[[list[Any]], object], num_attempts: int
+    ) -> None:
+        self.local: Any = None
+        self.reduce_fun = reduce_fun
+        self.result: Any = None
+        self._world = world
+        self._num_attempts = num_attempts
+        self._phase = phase(what)
+
+    def __enter__(self) -> Self:
+        self._phase.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.result = self._world._reduce(self.local, self.reduce_fun, self._num_attempts)
+            elif isinstance(error, Exception) and not self._world._is_known_to_all(error):
+                self._world._reduce(Failure.from_error(error), self.reduce_fun, self._num_attempts)
+        finally:
+            self._phase.__exit__(None, None, None)
+
+
+class _Gather(Exchange):
+    """A phase whose values stay on the first rank."""
+
+    def __init__(self, world: World, what: str) -> None:
+        super().__init__(world, what, self._keep, world.size)
+        self._values: list[Any] | None = None
+
+    def _keep(self, values: list[Any]) -> None:
+        self._values = values
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self.result = self._values
+
+
+def _reduce_to_nothing(_values: list[None]) -> None:
+    """Reduce the outcomes of ranks that have only succeeded."""
 
 
 class World:
     """The ranks of a process group, or one process alone (``group`` None and ``size`` 1).
 
-    A context manager: at the end of the block this rank has left the call. ``channel`` is None for one process.
-    ``global_ranks`` are the ranks of the group in the default group, which messages show.
+    A call can expect the following sequence:
+
+    1. :meth:`current` on every rank, with the name of the public function.
+    2. ``with world:``: the rank joins the call. Ranks that are in different calls find out here.
+    3. Phases, the same on every rank and in the same order::
+
+           with world.collective("plan the save"):
+               plan = plan_save(model, request)
+           with world.broadcast("read headers") as exchange:
+               if world.rank == 0:
+                   exchange.local = read_headers(folder)
+           index = exchange.result
+
+       At the end of each, ranks meet. If one has failed, all raise the same error, and no phase follows.
+    4. In long phases, :meth:`check` from time to time: it raises Stopped if another rank has failed.
+    5. The end of the ``with`` block: this rank has left the call. Its failure is no longer waited for.
+
+    Attributes:
+        channel: None for one process.
+        global_ranks: the ranks of the group in the default group, which messages show.
     """
 
     def __init__(
@@ -61,6 +138,8 @@ class World:
         self.channel: ControlChannel | None = None
         self._call = call
         self._phase: AbstractContextManager[None] | None = None
+        self._raised: weakref.ref[Exception] | None = None
+        """The error that all ranks have raised. Its traceback must not keep the caller's tensors alive."""
         if size > 1:
             from shardwise.execution.control_channel import ControlChannel
 
@@ -120,59 +199,64 @@ class World:
             self.channel.finish()
         self.channel.close()
 
-    def run_all(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-        """Run ``function`` on every rank. Return its value if it succeeded everywhere.
+    # Phases
 
-        Collective: yes.
+    def collective(self, what: str) -> Exchange:
+        """Return a block in which all ranks work. It ends without an error if it succeeded everywhere.
+
+        ``what`` names the phase in the errors of lost ranks, as in "plan the save".
+
+        Collective: yes, at the end of the block.
 
         Raises:
-            CheckpointError: (or a subclass) the same on every rank, if it raised on any.
+            CheckpointError: (or a subclass) the same on every rank, if the block raised on any.
             RankLostError: a rank has been lost.
             RankMismatchError: ranks are in different calls.
         """
-        own = attempt(function, *args, **keywords)
-        self._reduce(own if isinstance(own, Failure) else None, len)
-        return cast(T, own)
+        return Exchange(self, what, _reduce_to_nothing, num_attempts=self.size)
 
-    def map_reduce(
-        self, map_fun: Callable[P, T], reduce_fun: Callable[[list[T]], R], *args: P.args, **keywords: P.kwargs
-    ) -> R:
-        """Run ``map_fun`` on every rank, and ``reduce_fun`` on the first rank with all results.
+    def broadcast(self, what: str) -> Exchange:
+        """Return a block in which the first rank works. ``result`` is its ``local`` on all ranks.
 
-        Return its value on every rank. Values must be picklable. Equal values may arrive as one object. The store
-        carries each value once, and the result for each rank.
-
-        Collective: yes.
-
-        Raises:
-            CheckpointError: (or a subclass) as in :meth:`run_all`, also for errors of ``reduce_fun``.
+        Collective: yes, at the end of the block. Errors: as of :meth:`collective`.
         """
-        return self._reduce(attempt(map_fun, *args, **keywords), reduce_fun)
+        return Exchange(self, what, itemgetter(0), num_attempts=1)
+
+    def all_gather(self, what: str) -> Exchange:
+        """Return a block in which all ranks work. ``result`` is the list of every rank's ``local``, by rank.
+
+        Collective: yes, at the end of the block. Errors: as of :meth:`collective`.
+        """
+        return Exchange(self, what, list, num_attempts=self.size)
+
+    def all_reduce(self, what: str, reduce_fun: Callable[[list[Any]], object] = list) -> Exchange:
+        """Return a block in which all ranks work. ``result`` is ``reduce_fun`` of every rank's ``local``.
+
+        It runs on the first rank, so that the store carries each value once, and the result for each rank. Equal
+        values may arrive as one object.
+
+        Collective: yes, at the end of the block. Errors: as of :meth:`collective`, also those of ``reduce_fun``.
+        """
+        return Exchange(self, what, reduce_fun, num_attempts=self.size)
+
+    def gather(self, what: str) -> Exchange:
+        """Return a block in which all ranks work. ``result`` is every rank's ``local`` on the first rank, by rank.
+
+        It is None on the others, which receive nothing.
+
+        Collective: yes, at the end of the block. Errors: as of :meth:`collective`.
+        """
+        return _Gather(self, what)
+
+    # Values that are there, so that nothing can fail
 
     def all_reduce_object(self, value: T, reduce_fun: Callable[[list[T]], R]) -> R:
         """Return on every rank the result of ``reduce_fun`` for all values (picklable). Collective: yes."""
         return self._reduce(value, reduce_fun)
 
-    def all_gather(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> list[T]:
-        """Run ``function`` on every rank.
-
-        Return every rank's value (picklable) by rank, if it succeeded everywhere.
-
-        Collective: yes.
-
-        Raises:
-            CheckpointError: (or a subclass) as in :meth:`run_all`.
-        """
-        return self.all_gather_object(attempt(function, *args, **keywords))
-
-    def all_gather_object(self, value: T | Failure) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Return every rank's value (picklable) by rank. Collective: yes."""
         return self._reduce(value, list)
-
-    def broadcast(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-        """Run ``function`` on the first rank. Return its value (picklable) on all. Collective: yes."""
-        own = attempt(function, *args, **keywords) if self.rank == 0 else None
-        return cast(T, self._reduce(own, itemgetter(0), num_attempts=1))
 
     def require_equal(self, value: object, what: str) -> None:
         """Raise on every rank when a value (picklable) differs between ranks. Collective: yes.
@@ -233,7 +317,7 @@ class World:
         """
         channel, latest = self.channel, cast(object, own)
         if channel is None:
-            return _alone(own if isinstance(own, Failure) else attempt(reduce_fun, [own]))
+            return self._reduce_alone(own, reduce_fun)
         if isinstance(own, Failure) and not own.is_stop:
             channel.interrupt()
         try:
@@ -249,24 +333,38 @@ class World:
                 channel.publish(message)
                 result = decode(message)
         except (RankLostError, TrainingError) as error:
-            if not channel.store_loss() or not isinstance(own, Failure) or own.is_stop:
-                raise at_phase(error, current_phases()) from error.__cause__
-            # The first rank has ended, maybe because of this failure, of which this rank has the details.
-            raise own.at_rank(channel.global_ranks[self.rank]).to_error() from own.cause
+            if channel.store_loss() and isinstance(own, Failure) and not own.is_stop:
+                # The first rank has ended, maybe because of this failure, of which this rank has the details.
+                raise self._shared(own.at_rank(channel.global_ranks[self.rank]).to_error()) from own.cause
+            raise self._shared(at_phase(error, current_phases())) from error.__cause__
         if not isinstance(result, Failure):
             return cast(R, result)
         if self._phase is None:  # else the first rank waits for the others at the end of the block
             channel.finish()
-        raise result.to_error() from (latest.cause if isinstance(latest, Failure) else None)
+        raise self._shared(result.to_error()) from (latest.cause if isinstance(latest, Failure) else None)
 
+    def _shared(self, error: ShardwiseError) -> ShardwiseError:
+        """Remember an error that every rank raises now."""
+        self._raised = weakref.ref(error)
+        return error
 
-def _alone(outcome: T | Failure) -> T:
-    """Return a value, or raise a failure: shardwise's own errors as they are, others as a CheckpointError."""
-    if not isinstance(outcome, Failure):
-        return outcome
-    if isinstance(outcome.cause, (ShardwiseError, Stopped)):
-        raise outcome.cause
-    raise outcome.to_error() from outcome.cause
+    def _is_known_to_all(self, error: Exception) -> bool:
+        """Return whether no rank has to be told of an error: a block within this one has raised it on every rank.
+
+        Alone, a process raises shardwise's own errors as they are.
+        """
+        if self._raised is not None and self._raised() is error:
+            return True
+        return self.channel is None and isinstance(error, (ShardwiseError, Stopped))
+
+    def _reduce_alone(self, own: T | Failure, reduce_fun: Callable[[list[T]], R]) -> R:
+        """Return the reduction of one value, or raise a failure: shardwise's own errors as they are."""
+        outcome = own if isinstance(own, Failure) else attempt(reduce_fun, [own])
+        if not isinstance(outcome, Failure):
+            return outcome
+        if isinstance(outcome.cause, (ShardwiseError, Stopped)):
+            raise outcome.cause
+        raise self._shared(outcome.to_error()) from outcome.cause
 
 
 @dataclass(frozen=True, slots=True)

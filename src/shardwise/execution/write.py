@@ -186,7 +186,8 @@ def write_by_owners(
     owners = assign_owners(files, world.size)
     streams = moves_to_owners(files, owners, expressions, world.size)
     buffer_bytes = budget_bytes // _BUFFERS
-    rounds = world.run_all(plan_rounds, streams, sender.shares, buffer_bytes)
+    with world.collective("plan the rounds"):
+        rounds = plan_rounds(streams, sender.shares, buffer_bytes)
     own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
     out = LocalFiles(world, writer, own, progress.update, pinned_bytes(buffer_bytes, buffer_bytes))
@@ -194,8 +195,10 @@ def write_by_owners(
     with contextlib.closing(exchange.run()) as arrivals:
         for blocks in arrivals:
             own_blocks = [(block.key, block.box) for block in blocks if block.targets == (world.rank,)]
-            world.run_all(out.write, [(*block, exchange.received.pop(block)) for block in own_blocks])
-    world.run_all(out.finish)
+            with world.collective("write"):
+                out.write([(*block, exchange.received.pop(block)) for block in own_blocks])
+    with world.collective("finish"):
+        out.finish()
     return out.written
 
 

@@ -208,7 +208,8 @@ def _is_sharded(model: nn.Module) -> bool:
 
 def _are_sharded(world: World, models: Sequence[nn.Module]) -> bool:
     """Return whether all models are sharded already (True), or none is. Collective: yes."""
-    found = world.run_all(list, map(_is_sharded, models))
+    with world.collective("list files"):
+        found = list(map(_is_sharded, models))
     world.require_equal(found, "the state of the model (sharded already, or not)")
     if any(found) and not all(found):
         raise ShardingError("of the models, some are sharded already and some are not. Prepare them apart")
@@ -253,7 +254,8 @@ def _prepare_sharded(
     device_placement: Sequence[bool] | None,
 ) -> Any:
     """Prepare everything except the model, and register the model. Collective: yes."""
-    world.run_all(_require_supported, accelerator, objects, models, device_placement)
+    with world.collective("check the support"):
+        _require_supported(accelerator, objects, models, device_placement)
     if not accelerator.is_fsdp2:
         compat.become_fsdp2(accelerator.state, compat.get_plugin(accelerator) or compat.fsdp2_plugin())
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)
@@ -263,7 +265,8 @@ def _prepare_sharded(
     if mesh is not None:
         average_replicated_gradients(model, mesh)
     # Ranks of one tensor parallel group have the same rows, and equal gradients of parameters it does not split.
-    world.run_all(require_synchronized, model, world.size // compat.tensor_parallel_size(accelerator))
+    with world.collective("check gradient synchronization"):
+        require_synchronized(model, world.size // compat.tensor_parallel_size(accelerator))
     if compat.is_context_parallel(accelerator):
         accelerator._prepare_cp(model)
     return result if len(result) > 1 else result[0]

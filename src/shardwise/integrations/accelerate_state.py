@@ -37,7 +37,8 @@ def save_state(
     is_named = config.automatic_checkpoint_naming
     folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
     with World.current(call="save_state") as world:
-        world.run_all(_require_one_each, "save_state", *compat.prepared_counts(accelerator))
+        with world.collective("check the folder"):
+            _require_one_each("save_state", *compat.prepared_counts(accelerator))
         world.require_equal(str(folder), "the folder to save into")
         with state_saved(world, folder, is_new=is_named) as work:
             config.automatic_checkpoint_naming = False
@@ -47,9 +48,12 @@ def save_state(
                 config.automatic_checkpoint_naming = is_named
             if isinstance(saved, Exception):
                 saved = work.state_save.saving.find_cause(saved)
-            location = world.run_all(_unwrap, saved)
+            with world.collective("unwrap the model"):
+                location = _unwrap(saved)
         if is_named:
-            world.broadcast(keep_latest, folder.parent, folder, config.total_limit)
+            with world.broadcast("delete old checkpoints"):
+                if world.rank == 0:
+                    keep_latest(folder.parent, folder, config.total_limit)
     return type(location)(output_dir or folder) if str(location) == work else location
 
 
@@ -68,14 +72,19 @@ def load_state(
     with ExitStack() as stack:
         with World.current(call="load_state") as world:
             if accelerator.is_fsdp2:
-                world.run_all(_require_one_each, "load_state", *compat.prepared_counts(accelerator))
+                with world.collective("check the folder"):
+                    _require_one_each("load_state", *compat.prepared_counts(accelerator))
             if is_numbered:
-                newest = world.broadcast(find_latest, _numbered_folder(accelerator).parent)
+                with world.broadcast("find the latest checkpoint") as exchange:
+                    if world.rank == 0:
+                        exchange.local = find_latest(_numbered_folder(accelerator).parent)
+                newest = exchange.result
                 if newest is None:
                     return _all_done("load_state", original, accelerator, None, *others, **keywords)
                 input_dir = str(newest)
             folder = Path(str(input_dir)).expanduser().resolve()
-            seen = world.run_all(stack.enter_context, as_renamed(folder))
+            with world.collective("open the folder"):
+                seen = stack.enter_context(as_renamed(folder))
         if seen != folder:
             input_dir = LinkedFolder.link(seen, folder)
 
@@ -126,8 +135,8 @@ def _unwrap(found: T | Exception) -> T:
 def _all_done(call: str, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
     """Call a function of accelerate on each rank. If one fails, all raise. Collective: yes."""
     found = _attempted(function, *args, **keywords)
-    with World.current(call=call) as world:
-        return world.run_all(lambda: _unwrap(found))
+    with World.current(call=call) as world, world.collective("unwrap the model"):
+        return _unwrap(found)
 
 
 def _numbered_folder(accelerator: Any) -> Path:

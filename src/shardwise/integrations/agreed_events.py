@@ -80,7 +80,8 @@ def _any_by_place(by_rank: Sequence[Sequence[bool]]) -> list[bool]:
 def raise_together(world: World, failure: Exception | None) -> None:
     """Raise the failure of one rank on all ranks. That rank raises it unchanged. Collective: yes."""
     try:
-        world.run_all(raise_if_any, failure)
+        with world.collective("compare faults"):
+            raise_if_any(failure)
     except ShardwiseError as error:
         if failure is not None and not isinstance(error, RankLostError):
             raise failure from error

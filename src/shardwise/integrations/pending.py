@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -282,7 +281,8 @@ def prepare_fsdp2(original: compat.Original, accelerator: Any, *objects: Any) ->
     model = without_compile(models[0])
     optimizers = [plain_optimizer(item) for item in objects if isinstance(item, Optimizer)]
     with World.current(call="prepare") as world:
-        bounds, found = world.run_all(_bind, accelerator, model, optimizers)
+        with world.collective("bind the optimizer"):
+            bounds, found = _bind(accelerator, model, optimizers)
         names = [sorted(expressions) for _, expressions in found]
         world.require_equal(names, "the list of tensors that from_pretrained has left on meta")
     if found:
@@ -317,10 +317,15 @@ def load_full_state_dict(
     options = StateOptions(budget_bytes=_FILLING_BUDGET_BYTES)
     in_files = {name for _, expressions in pending_here for name in expressions}
     with World.current(call="prepare") as world, torch.no_grad(), torch.device("cpu"), ExitStack() as stack:
-        live = world.run_all(_live, full_sd, in_files)
-        has_live = world.broadcast(_require_values, full_sd, live, in_files)
+        with world.collective("look up live tensors"):
+            live = _live(full_sd, in_files)
+        with world.broadcast("check for values") as exchange:
+            if world.rank == 0:
+                exchange.local = _require_values(full_sd, live, in_files)
+        has_live: bool = exchange.result
         for pending, expressions in pending_here:
-            reader = stack.enter_context(world.run_all(partial(LocalReader, pending.folder)))
+            with world.collective("open the folder"):
+                reader = stack.enter_context(LocalReader(pending.folder))
             _set(world, plain, StoredValues(reader, pending.index, expressions, options.budget_bytes), options)
         if has_live:
             _set(world, plain, ProvidedValues(live if world.rank == 0 else {}), options)

@@ -100,8 +100,8 @@ class ShardwiseTrainer(_Trainer):
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         after = type(self).__mro__[type(self).__mro__.index(ShardwiseTrainer) + 1 :]
         given = named_arguments(after, positional, keywords)
-        with World.current(call="ShardwiseTrainer") as world:
-            world.run_all(require_trainable, type(self), given, world)
+        with World.current(call="ShardwiseTrainer") as world, world.collective("check the arguments"):
+            require_trainable(type(self), given, world)
         try:
             super().__init__(*positional, **keywords)
         finally:
@@ -205,15 +205,30 @@ class ShardwiseTrainer(_Trainer):
         run, requested = self._run, _requested_checkpoint(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
             world.require_equal((str(run), requested), "resume_from_checkpoint, or output_dir,")
-            source, has_incomplete = world.broadcast(folders.resume_source, run, requested)
+            with world.broadcast("find the checkpoint to resume") as exchange:
+                if world.rank == 0:
+                    exchange.local = folders.resume_source(run, requested)
+            source, has_incomplete = exchange.result
             self._events.best, self._position = None, None
             if source is not None:
-                header = world.broadcast(folders.read_complete_header, source)
-                world.run_all(self._require_same, header, source)
-                self._events.best = world.broadcast(folders.find_best, source)
-                self._position = world.broadcast(folders.read_position, source)
+                with world.broadcast("read the header") as exchange:
+                    if world.rank == 0:
+                        exchange.local = folders.read_complete_header(source)
+                header: TrainerHeader = exchange.result
+                with world.collective("compare with the run"):
+                    self._require_same(header, source)
+                with world.broadcast("find the best checkpoint") as exchange:
+                    if world.rank == 0:
+                        exchange.local = folders.find_best(source)
+                self._events.best = exchange.result
+                with world.broadcast("read the position") as exchange:
+                    if world.rank == 0:
+                        exchange.local = folders.read_position(source)
+                self._position = exchange.result
             if has_incomplete:
-                world.broadcast(folders.remove_left, run)
+                with world.broadcast("remove what a stopped save left"):
+                    if world.rank == 0:
+                        folders.remove_left(run)
         self._saved_step, self._on_other_base = None, on_other_base
         steps = World.current(call="the Trainer's steps")
         if steps.size > 1:
@@ -326,9 +341,13 @@ class ShardwiseTrainer(_Trainer):
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
             header = TrainerHeader(step, holds, rows, world.size)
-            world.broadcast(folders.complete, saving, folder, header)
+            with world.broadcast("complete the save"):
+                if world.rank == 0:
+                    folders.complete(saving, folder, header)
             self._saved_step = step
-            world.broadcast(self._end_save, run, limit, saving)
+            with world.broadcast("end the save"):
+                if world.rank == 0:
+                    self._end_save(run, limit, saving)
 
     def _run_epoch(self, **keywords: Any) -> None:  # type: ignore[override]
         """Train an epoch, unless the checkpoint that is resumed is of the last step: the Trainer would add one.
@@ -354,8 +373,9 @@ class ShardwiseTrainer(_Trainer):
         run = Path(self._get_output_dir(trial=trial))
         best = folders.step_in(run, self.state.best_model_checkpoint)
         if limit == 1 and best is not None:
-            with World.current(call="Trainer.train") as world:
-                world.broadcast(folders.remove_but, run, best)
+            with World.current(call="Trainer.train") as world, world.broadcast("remove old checkpoints"):
+                if world.rank == 0:
+                    folders.remove_but(run, best)
         return output
 
     def _end_save(self, run: Path, limit: int | None, saving: Saving) -> None:
@@ -406,7 +426,10 @@ class ShardwiseTrainer(_Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
         folder = Path(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
-            header = world.broadcast(folders.read_header, folder)
+            with world.broadcast("read the header") as exchange:
+                if world.rank == 0:
+                    exchange.local = folders.read_header(folder)
+            header = exchange.result
         if header.holds == MODEL_ALONE:
             _log.warning(
                 "%s: holds the model alone (save_only_model). The optimizer and the learning-rate schedule start "

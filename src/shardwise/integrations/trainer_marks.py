@@ -92,11 +92,13 @@ def for_trainer(model: ModelT) -> ModelT:
     Every error is the same on every rank.
     """
     with World.current(call="for_trainer") as world:
-        inner = world.run_all(_require_fit, model, world)
+        with world.collective("check that marks fit"):
+            inner = _require_fit(model, world)
         mesh = next((item.device_mesh for item in inner.parameters() if isinstance(item, DTensor)), None)
         if mesh is not None:
             average_replicated_gradients(model, mesh)
-        world.run_all(require_synchronized, model, world.size)
+        with world.collective("check gradient synchronization"):
+            require_synchronized(model, world.size)
     replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
     compat.add_marks(inner, replicas, by_fsdp=mesh is not None)
     for parameter in model.parameters():

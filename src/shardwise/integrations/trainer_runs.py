@@ -276,7 +276,9 @@ def locked_for(world: World, run: Path, step: int) -> Iterator[Saving]:
     """
     with locked_by_first_rank(world, run) as saving:
         try:
-            world.broadcast(_begin, run, step, saving.save_id)
+            with world.broadcast("begin the save"):
+                if world.rank == 0:
+                    _begin(run, step, saving.save_id)
             yield saving
         except BaseException:
             with contextlib.suppress(StorageError):

@@ -110,18 +110,17 @@ def load_into(
     tensors = iter_hf_tensors(model, only=only, dtype=dtype, options=options)
     handed = itertools.count()
 
-    def hand_over() -> int:
-        ended = object()
-        with contextlib.closing(tensors):  # type: ignore[type-var]
-            load_weights(pair for pair, _ in zip(tensors, handed, strict=False))
-            taken = next(handed)
-            if next(tensors, ended) is not ended:
-                raise ConfigError(
-                    f"the engine took {taken} tensors and left the rest. Hand in a load_weights that goes through "
-                    "all of them"
-                )
-        return taken
-
     # One rank may have all of its tensors before another one fails, so all ranks agree on the outcome.
-    with World.current(options.process_group, options.timeouts, call="load_into") as world:
-        return world.run_all(hand_over)
+    with (
+        World.current(options.process_group, options.timeouts, call="load_into") as world,
+        world.collective("hand over weights"),
+        contextlib.closing(tensors),  # type: ignore[type-var]
+    ):
+        load_weights(pair for pair, _ in zip(tensors, handed, strict=False))
+        taken, ended = next(handed), object()
+        if next(tensors, ended) is not ended:
+            raise ConfigError(
+                f"the engine took {taken} tensors and left the rest. Hand in a load_weights that goes through all "
+                "of them"
+            )
+        return taken

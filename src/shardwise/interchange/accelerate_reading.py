@@ -53,7 +53,8 @@ class FilesSource:
         Raises:
             ConfigError, RankMismatchError: the message has the argument.
         """
-        world.run_all(self._check, mode)
+        with world.collective("check the arguments"):
+            self._check(mode)
         state_values.require_same_call(
             world, os.fspath(self.path), self.number, mode, self.tolerance, options=self.options
         )
@@ -175,7 +176,8 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
             if isinstance(only, AdapterOnly):
                 # What PEFT saves of the base (embeddings), accelerate leaves out of one file, in which it has
                 # what torch does not know as frozen: buffers, and the second names of tied parameters.
-                untouched = world.run_all(lambda: beside_trained(collect_tensors(model), only.adapter))
+                with world.collective("find untrained tensors"):
+                    untouched = beside_trained(collect_tensors(model), only.adapter)
                 missing, unexpected = tolerance.missing, tolerance.unexpected
                 tolerance = replace(
                     tolerance, missing=_also(missing, untouched), unexpected=_also(unexpected, untouched)
@@ -212,9 +214,9 @@ def _read_model_values(world: World, source: FilesSource, stack: ExitStack) -> s
     match found:
         case accelerate_saves.FilePerRank(folder, files):
             state = read_rank_file(world, Path(folder), files)
-            return state_values.ProvidedValues(
-                world.run_all(state_values.by_canonical_names, state, f"what {folder} has")
-            )
+            with world.collective("map the names"):
+                tensors = state_values.by_canonical_names(state, f"what {folder} has")
+            return state_values.ProvidedValues(tensors)
         case accelerate_saves.WholeFile(folder, file):
             return stored_values(world, folder, file, source.options, stack)
         case accelerate_saves.Distributed(folder):
@@ -234,11 +236,16 @@ def _read_optimizer_state(
     """Return this rank's part of the stored state, and the values of its tensors. Collective: yes."""
     if isinstance(found, accelerate_saves.FilePerRank):
         state = read_rank_file(world, Path(found.folder), found.files)
-        given, _ = world.run_all(_parse, state, targets, order)
+        with world.collective("parse the configuration"):
+            given, _ = _parse(state, targets, order)
         return given, state_values.ProvidedValues(given.tensors)
-    reader = stack.enter_context(world.run_all(LocalReader, found.folder))
+    with world.collective("open the folder"):
+        reader = stack.enter_context(LocalReader(found.folder))
     file = found.file if isinstance(found, accelerate_saves.WholeFile) else None
-    saved, given, ways = world.broadcast(_read_tree, reader, file, targets, order, options.budget_bytes)
+    with world.broadcast("read the values") as exchange:
+        if world.rank == 0:
+            exchange.local = _read_tree(reader, file, targets, order, options.budget_bytes)
+    saved, given, ways = exchange.result
     expressions = stored_tensors(saved.index)
     by_label = {name: expressions[saved.keys[ways[name]]] for name in given.tensors}
     values = state_values.StoredValues(reader, saved.index, by_label, options.budget_bytes)
@@ -263,10 +270,18 @@ def _found(
     """
     path, number = source.path, source.number
     folder = journal_folder(path)
-    if world.broadcast(lists_in, folder):
-        path = world.run_all(lambda: stack.enter_context(as_renamed(folder))) / path.relative_to(folder)
-        return world.run_all(accelerate_saves.find_saved, path, kind, number)
-    return world.broadcast(accelerate_saves.find_saved, path, kind, number)
+    with world.broadcast("look for a rename in progress") as exchange:
+        if world.rank == 0:
+            exchange.local = lists_in(folder)
+    if exchange.result:
+        with world.collective("find saved files"):
+            path = stack.enter_context(as_renamed(folder)) / path.relative_to(folder)
+            return accelerate_saves.find_saved(path, kind, number)
+    with world.broadcast("find saved files") as exchange:
+        if world.rank == 0:
+            exchange.local = accelerate_saves.find_saved(path, kind, number)
+    save: accelerate_saves.AccelerateSave = exchange.result
+    return save
 
 
 def _parse(state: Any, targets: OptimizerTargets, order: ParameterOrder) -> tuple[ParsedState, dict[str, Levels]]:

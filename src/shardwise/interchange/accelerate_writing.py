@@ -63,7 +63,8 @@ class FilesPlace:
         Raises:
             ConfigError, RankMismatchError: the message has the argument.
         """
-        world.run_all(self._check)
+        with world.collective("check the arguments"):
+            self._check()
         require_same_call(world, os.fspath(self.folder), self.form, self.number, modes, options=options)
 
     def _check(self) -> None:
@@ -212,7 +213,9 @@ def _write(
         return path, nbytes
     with rename_journal.locked_and_clean(world, place.folder) as saving:
         path, nbytes, written = _written(world, saving, place, kind, state, device, options)
-        world.broadcast(lambda: committing.commit_written(saving.locked, written, _older(place, kind, written)))
+        with world.broadcast("commit the files"):
+            if world.rank == 0:
+                committing.commit_written(saving.locked, written, _older(place, kind, written))
     return path, nbytes
 
 
@@ -238,7 +241,8 @@ def _written(
             )
         case "sharded":
             name = kind.folder(number)
-            world.run_all(lambda: FoldersWriter(folder, [name]).close())  # which refuses links
+            with world.collective("close the files"):
+                FoldersWriter(folder, [name]).close()  # which refuses links
             written = write_distributed_folder(world, saving, name, {kind.what: state}, budget_bytes=budget)
             nbytes = sum(written.beside.values())
         case "local":
@@ -317,12 +321,18 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
     carried: set[str] = set()
     with rename_journal.locked_and_clean(world, folder, carried) as saving:
         work = WorkFolder.create(saving)
-        world.broadcast(_begin_state, saving, work, is_new=is_new)
+        with world.broadcast("begin the state files"):
+            if world.rank == 0:
+                _begin_state(saving, work, is_new=is_new)
         yield work
-        seen = world.all_gather(_names_in, work)
+        with world.all_gather("list the names") as exchange:
+            exchange.local = _names_in(work)
+        seen = exchange.result
         names = sorted({name for found in seen for name in found})
         carried |= {name.rpartition("/")[0] for name in names} - {""}
-        world.broadcast(lambda: _commit_state(saving.locked, work, names))
+        with world.broadcast("commit the state files"):
+            if world.rank == 0:
+                _commit_state(saving.locked, work, names)
 
 
 def _begin_state(saving: Saving, work: str, *, is_new: bool) -> None:

@@ -91,14 +91,20 @@ def load_trainer_checkpoint(
     model = without_compile(model)
     restored, set_optimizer = ["model"], None
     with get_world(options, "load_trainer_checkpoint") as world:
-        world.run_all(check_options, get_hints(load_trainer_checkpoint), {"on_unexpected": on_unexpected})
+        with world.collective("check the options"):
+            check_options(get_hints(load_trainer_checkpoint), {"on_unexpected": on_unexpected})
         require_same_call(world, os.fspath(checkpoint), adapter, order, on_unexpected, options=options)
         with torch.device("cpu"):
-            folder = world.broadcast(lambda: TrainerFolder.open(Path(checkpoint)))
+            with world.broadcast("open the file") as exchange:
+                if world.rank == 0:
+                    exchange.local = TrainerFolder.open(Path(checkpoint))
+            folder: TrainerFolder = exchange.result
             is_adapter = has_adapters(model) and not folder.is_fsdp
-            file = world.run_all(lambda: folder.adapter_file(adapter) if is_adapter else None)
+            with world.collective("parse the schedule"):
+                file = folder.adapter_file(adapter) if is_adapter else None
             left_out = _never_restored(folder, model)
-            schedule = world.run_all(schedule_in, folder, scheduler, left_out)
+            with world.collective("read the schedule"):
+                schedule = schedule_in(folder, scheduler, left_out)
         set_model = _set_model(world, model, folder, file, adapter, on_unexpected, options)
         if optimizer is None and folder.optimizer is not None:
             left_out["optimizer"] = "it was not given"
@@ -110,7 +116,8 @@ def load_trainer_checkpoint(
                 set_optimizer = read_optimizer(world, model, optimizer, files, order, Clock())
             restored.append("optimizer")
         if scheduler is not None and schedule is not None:
-            world.run_all(restore_schedule, folder, scheduler, schedule)
+            with world.collective("restore the schedule"):
+                restore_schedule(folder, scheduler, schedule)
             restored.append("scheduler")
     return TrainerReport(
         checkpoint=str(folder.path),

@@ -76,7 +76,8 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         ShardwiseError: the same on every rank, if the configuration, the data or the model cannot be used.
     """
     with World.current(call="train") as world:
-        arguments = world.run_all(trl_setup.parse, config)
+        with world.collective("parse the configuration"):
+            arguments = trl_setup.parse(config)
         require_same_run(world, effective_settings(config.method, arguments))
     output = Path(arguments.training.output_dir)
     with (
@@ -84,8 +85,8 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         locked_output(output, get_identity(config, config.method)) as record,
     ):
         honor_timeout(config, arguments)
-        with World.current(call="train") as world:
-            processor = world.run_all(trl_setup.processing_class, arguments, config.method)
+        with World.current(call="train") as world, world.collective("load the tokenizer"):
+            processor = trl_setup.processing_class(arguments, config.method)
         data = trl_setup.load_data(arguments, config.method, processor, local_rank)
         for split, dataset in zip(("train", "test"), data, strict=True):
             require_same_rows(split, dataset)
@@ -126,12 +127,14 @@ def save_model(trainer: Any, arguments: trl_setup.TrlArguments, output: Path, re
         StorageError: the record of the training was removed.
         TrainingError: the loss has not been finite to the end. The model is saved all the same.
     """
-    with World.current(call="train") as world:
-        world.broadcast(record.require)
+    with World.current(call="train") as world, world.broadcast("check the requirements"):
+        if world.rank == 0:
+            record.require()
     trainer.save_model(str(output))
     if arguments.model.use_peft:  # as PEFT does when it saves an adapter
-        with World.current(call="train") as world:
-            world.broadcast(trainer.create_model_card, model_name=output.name)
+        with World.current(call="train") as world, world.broadcast("write the model card"):
+            if world.rank == 0:
+                trainer.create_model_card(model_name=output.name)
     require_finite_loss(trainer.state, output)
     if arguments.training.push_to_hub:
         trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
@@ -182,9 +185,13 @@ def locked_output(
     """
     folder = output / RUN_FOLDER
     with World.current(call="train") as world:
-        world.broadcast(folder.mkdir, parents=True, exist_ok=True)
+        with world.broadcast("create the folder"):
+            if world.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
         with locked_by_first_rank(world, folder) as saving:
-            world.broadcast(_record, output, identity, weights)
+            with world.broadcast("record the run"):
+                if world.rank == 0:
+                    _record(output, identity, weights)
             try:
                 yield TrainingRecord(folder / _RUN_FILE)
             finally:
@@ -239,7 +246,10 @@ def _resume_from(training: Any, output: Path) -> Any:
     if training.resume_from_checkpoint is not None:
         return training.resume_from_checkpoint
     with World.current(call="train") as world:
-        kinds = world.broadcast(lambda: list(checkpoints_in(output).values()))
+        with world.broadcast("list files") as exchange:
+            if world.rank == 0:
+                exchange.local = list(checkpoints_in(output).values())
+        kinds: list[FolderKind] = exchange.result
     return True if FolderKind.COMPLETE in kinds else None
 
 

@@ -377,8 +377,10 @@ def make_trainer(
         failure = ConfigError(f"{method}: {redacted(f'{base.__name__} cannot be created, {error}', '', {})}")
         failure.__cause__ = error
     with World.current(call="train") as world:
-        world.run_all(raise_if_any, failure)
-        world.run_all(_require_trainable_data, made, arguments)
+        with world.collective("compare faults"):
+            raise_if_any(failure)
+        with world.collective("check the data"):
+            _require_trainable_data(made, arguments)
     return made
 
 

@@ -52,7 +52,8 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> run.TrlOutcome:
     """
     begun = time.monotonic()
     with World.current(call="train") as world:
-        parsed = world.run_all(lambda: {name: trl_setup.parse(own) for name, own in read_tenants(config).items()})
+        with world.collective("plan the nested scales"):
+            parsed = {name: trl_setup.parse(own) for name, own in read_tenants(config).items()}
         settings = {
             f"{name}.{key}": value
             for name, arguments in parsed.items()
@@ -60,7 +61,8 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> run.TrlOutcome:
         }
         require_same_run(world, settings)
         first = next(iter(parsed.values()))
-        processor = world.run_all(trl_setup.processing_class, first, "sft")
+        with world.collective("load the tokenizer"):
+            processor = trl_setup.processing_class(first, "sft")
     tokenizer = getattr(processor, "tokenizer", processor)
     if (eos_token := first.training.eos_token) and eos_token not in tokenizer.get_vocab():
         raise ConfigError(f"eos_token: {eos_token} is not in the vocabulary. Set another")
@@ -267,7 +269,10 @@ class TenantTraining:
         Raises:
             ShardwiseError: the configuration is invalid, or the checkpoint belongs to another training.
         """
-        steps, state = self._shared.world.broadcast(_find_latest, self._folder)
+        with self._shared.world.broadcast("find the latest checkpoint") as exchange:
+            if self._shared.world.rank == 0:
+                exchange.local = _find_latest(self._folder)
+        steps, state = exchange.result
         if state is not None:
             self._restore(state)
         epochs, max_steps = self.args.num_train_epochs, self.args.max_steps
@@ -411,9 +416,13 @@ class TenantTraining:
         if step <= self._saved_step:
             return
         place = self._folder / f"checkpoint-{step}"
-        self._shared.world.broadcast(self._shared.record.require)
+        with self._shared.world.broadcast("check the requirements"):
+            if self._shared.world.rank == 0:
+                self._shared.record.require()
         self.bank.save(self.name, place, options=SaveOptions(progress=False))
-        self._shared.world.broadcast(self._commit, place)
+        with self._shared.world.broadcast("commit"):
+            if self._shared.world.rank == 0:
+                self._commit(place)
         self._saved_step = step
 
     def _commit(self, place: Path) -> None:
@@ -431,7 +440,9 @@ class TenantTraining:
 
     def _finish(self) -> None:
         """Save the adapter, and delete the tenant from the bank."""
-        self._shared.world.broadcast(self._shared.record.require)
+        with self._shared.world.broadcast("check the requirements"):
+            if self._shared.world.rank == 0:
+                self._shared.record.require()
         tokenizer, options = self._shared.processor, SaveOptions(progress=False)
         self.bank.save(self.name, self._folder, training_state=False, tokenizer=tokenizer, options=options)
         self.bank.delete_adapter(self.name)
