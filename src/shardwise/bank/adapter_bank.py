@@ -323,13 +323,10 @@ class AdapterBank:
             RankMismatchError: ranks pass different values. The tenant is unchanged.
         """
         what, world = f"the state of {name!r}", self._world
-        with world.collective("check the options"):
+        with world.collective("check the state"):
             check_options(_HINTS, {"on_other_base": on_other_base, "on_not_finite": on_not_finite})
-        with world.collective("renew the adapter"):
             tenant = self._renewed(name)
-        with world.collective("remove embeddings"):
             matrices = without_embeddings(self._model, tenant, state)
-        with world.collective("parse the state"):
             found = states.parse_state(tenant, what, matrices)
             digest = compute_digest(dict(state))
         world.require_equal(digest, f"the state that {name!r} is given")
@@ -383,9 +380,7 @@ class AdapterBank:
             exchange.local = _comparable(name, training_state=training_state)
         with self._world.collective("find the adapter"):
             tenant = self._tenant(name)
-        with self._world.collective("lend tensors"):
             whole = with_lent_tensors(self._model, tenant)
-        with self._world.collective("resolve the dtype"):
             cast = resolved_dtype(dtype)
         training = None
         if training_state:

@@ -92,11 +92,11 @@ class TenantState:
 
 
 def identify_base(world: World, model: PreTrainedModel) -> dict[str, str]:
-    """Return the identity of a base. Collective: yes (two small exchanges)."""
-    with world.collective("select tensors"):
+    """Return the identity of a base. Collective: yes (a small exchange)."""
+    with world.all_reduce("identify the base") as exchange:
         samples = bases.BaseSamples.select(model, bases.select_base(collect_tensors(model), {}))
-    with world.all_reduce("compute fingerprints", samples.identity) as exchange:
         exchange.local = samples.fingerprints()
+        exchange.reduce_fun = samples.identity
     identity = exchange.result
     shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
     return {

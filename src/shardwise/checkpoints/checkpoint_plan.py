@@ -70,7 +70,6 @@ def plan_checkpoint(world: World, collected: CollectedState) -> CheckpointPlan:
     local = {key: local_tensor(tensor) for key, tensor in tensors.items()}
     with world.collective("plan the chunks"):
         chunks = chunk_views(plan.by_rank[world.rank], tensors, local)
-    with world.collective("compare values"):
         replicated = Replicas.among(tensors, common, collected.buffers)
     ranks = (world.rank, *world.global_ranks)
     return CheckpointPlan(collected, memory, ranks, plan, chunks, common, replicated)

@@ -236,7 +236,6 @@ class Checkpointer:
         with self._world("restore") as world:
             with world.collective("check the options"):
                 check_options(get_hints(Checkpointer.restore), given)
-            with world.collective("check the state"):
                 _require_state(state)
             call = repr((step, tolerance, self._only))
             world.require_equal(call, "the list of arguments (step, only, on_...)")

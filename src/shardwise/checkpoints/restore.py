@@ -149,9 +149,8 @@ def _plan(
     with world.collective("read this rank's values"):
         values = NonTensorValues(common, _local_values(reader, opened, world))
     base = _match_bases(world, opened, collected, tolerance)
-    with world.collective("compare the tuning"):
-        require_same_tuning(opened, collected, only, base)
     with world.collective("compare with the checkpoint"):
+        require_same_tuning(opened, collected, only, base)
         matched = compare(opened, collected, state, common, world.size, tolerance)
     fitting = None
     if "optimizers" in matched.components:
@@ -332,7 +331,6 @@ def _restore_optimizers(
         return []
     with world.collective("bind the optimizer"):
         without_state = plan.fitting.bind(optimizers, targets)
-    with world.collective("restore reduced values"):
         _restore_reduced(optimizers, plan.values.own.get("optimizers", {}))
     return without_state
 

@@ -127,9 +127,7 @@ def _bound(
     several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
     with world.collective("collect the tensors"):
         held = collect_tensors(model)
-    with world.collective("bind the optimizers"):
         bounds = bind_optimizers(several, held, KEEP_IT_APART)
-    with world.collective("check the optimizer states"):
         _require_no_rank_local(bounds)
     require_alike_models(world, held, bounds)
     return held, bounds

@@ -274,9 +274,8 @@ def build_together(
         with world.collective("download the model's code"):
             if first:
                 outlines.get_model_class(found.directory, found.config, keywords)
-    with world.collective("build the model on meta"):
+    with world.all_gather("build the model on meta") as exchange:
         built = outlines.outline(found.directory, found.config, found.index, keywords, outlines.resizing(keywords))
-    with world.all_gather("compare stored ties") as exchange:
         exchange.local = built.ties_stored_twice()
     pairs: list[list[tuple[str, str]]] = exchange.result
     if odd := world.mismatched(pairs):

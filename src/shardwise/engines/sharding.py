@@ -144,7 +144,6 @@ def shard(
                 settled = wrap.with_mesh(sharding, options.process_group)
             with world.collective("collect the tensors"):
                 held = collect_tensors(model)
-            with world.collective("look for sharded parameters"):
                 was_sharded = is_sharded(model, held)
             world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
             with world.collective("bind the optimizers"):

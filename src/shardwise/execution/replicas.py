@@ -298,7 +298,6 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
     metadata: list[dict[str, TensorMetadata]] = exchange.result
     with world.collective("compare the ranks' tensors"):
         boxes = held_by_rank(metadata, world.global_ranks)
-    with world.collective("plan shares"):
         shares = _shares_by_name(saved, boxes)
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
     with world.collective("compare values"):

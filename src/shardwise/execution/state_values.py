@@ -153,7 +153,6 @@ class ProvidedValues:
         metadata = exchange.result
         with world.collective("compare the ranks' tensors"):
             tensor_metadata.require_same_tensors(metadata, world.global_ranks)
-        with world.collective("describe tensors"):
             items = [self._transfer(item, targets, metadata) for item in match.taken]
         return moving.transfer(world, items, budget_bytes=budget_bytes, device=device)
 
