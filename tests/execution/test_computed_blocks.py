@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from shardwise.conversion.computed import Computed, ComputedBlock, FullOperation
 from shardwise.conversion.expression import Expression, Stored
 from shardwise.engines.offline import create_executor
-from shardwise.execution.reading import ReadTarget, plan_reads
+from shardwise.execution.reading import ReadItem, plan_reads
 from shardwise.formats.opening import open_checkpoint
 from shardwise.layout import LocalBox
 from shardwise.storage.reading import LocalReader
@@ -54,6 +54,6 @@ def test_a_block_is_freed_once_no_request_follows_that_needs_it(tmp_path: Path) 
         executor.values(stored, whole, torch.float32)
         assert Doubled.in_memory() == 0
         part = LocalBox(whole, Strided.contiguous(SHAPE))
-        target = ReadTarget("x", four, (part,), torch.float32, torch.device("cpu"))
+        target = ReadItem("x", four, (part,), torch.float32, torch.device("cpu"))
         executor.place(plan_reads([target], executor.index, reader.policy, 1 << 20), [torch.empty(SHAPE)])
         assert Doubled.in_memory() == 0

@@ -10,12 +10,12 @@ from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLa
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import (
     Consent,
+    FromCheckpoint,
     Ignore,
     Init,
     Initialize,
     Keep,
     ModelRules,
-    Read,
     Recompute,
     Tie,
     plan_load,
@@ -65,7 +65,7 @@ def test_every_tensor_has_one_fill():
     ]
     made = plan(tensors, {"embed": ((4, 2), F32)}, consent=Consent(missing=Initialize(("score*",))))
     assert made.fills == {
-        "embed": Read(Stored("embed", (4, 2), F32)),
+        "embed": FromCheckpoint(Stored("embed", (4, 2), F32)),
         "head": Tie("embed"),
         "score": Init(Origin.INIT_WEIGHTS),
         "inv_freq": Recompute(Origin.INIT_WEIGHTS),

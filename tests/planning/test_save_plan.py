@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, view
 
 from shardwise.execution.stream_out import plan_blocks
-from shardwise.planning.load_memory import aligned
 from shardwise.planning.save_plan import arrange_writes, plan_save
+from shardwise.planning.segments import aligned
 from shardwise.storage.contract import WritePolicy
 from shardwise.tensors import Box, DType, Strided, row_blocks
 

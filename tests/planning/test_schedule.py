@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardwise.conversion.computed import Copy, copies
 from shardwise.conversion.expression import Stored, permute
 from shardwise.formats.contract import TensorEntry
-from shardwise.planning.load_memory import aligned, copies_by_run, iter_segments, schedule
+from shardwise.planning.segments import aligned, copies_by_run, iter_segments, plan_requests
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided
 
@@ -112,7 +112,7 @@ def test_requests_hold_every_segment_once_and_keep_to_the_policy(pieces, gap, re
                 block_bytes=256,
             )
         ]
-    requests = schedule(segments, policy(gap, request), staging_bytes=staging, start_at=start_at)
+    requests = plan_requests(segments, policy(gap, request), staging_bytes=staging, start_at=start_at)
     held = [(item.file, segment) for item in requests for segment in item.segments]
     assert sorted(held, key=repr) == sorted(segments, key=repr)
     for item in requests:
@@ -137,6 +137,6 @@ def test_adjacent_ranges_are_one_request_and_distant_ones_are_others():
         (segment,) = iter_segments(copy, 0, entry((9000,)), needs_staging=False, policy=policy(10), block_bytes=1)
         return "f", segment
 
-    found = schedule([at(0, 1000), at(1000, 500), at(1505, 500), at(8000, 4)], policy(10), staging_bytes=4096)
+    found = plan_requests([at(0, 1000), at(1000, 500), at(1505, 500), at(8000, 4)], policy(10), staging_bytes=4096)
     wanted = [(0, 2005, 3), (8000, 8004, 1)]
     assert [(item.bytes.start, item.bytes.stop, len(item.segments)) for item in found] == wanted

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ShardingError
 from shardwise.planning.fingerprints import RecordedSave, fingerprint_file, from_bytes, to_bytes
-from shardwise.planning.load_memory import Available, ComputingShare, plan_staging, require_fits
+from shardwise.planning.load_memory import Available, require_fits
 from shardwise.planning.load_plan import describe_faults
+from shardwise.planning.segments import ComputingShare, plan_staging
 from shardwise.report.reports import RankEstimate
 
 # Staging

@@ -33,7 +33,7 @@ from shardwise.engines.loading import execute_load
 from shardwise.engines.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
 from shardwise.errors import FormatError, ShardingError, StorageError
 from shardwise.execution.memory import gc_disabled
-from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
+from shardwise.execution.reading import ReadExecutor, ReadItem, plan_reads
 from shardwise.execution.replicas import require_alike_models
 from shardwise.execution.torch_saves import loaded
 from shardwise.execution.world import Clock, World
@@ -355,9 +355,7 @@ def _restore_reduced(
 def _read_into(executor: ReadExecutor, opened: OpenCheckpoint, wanted: Mapping[str, torch.Tensor]) -> None:
     """Read tensors, by key, into this rank's memory, and check that every element was read."""
     items = [
-        ReadTarget(
-            key, opened.expressions[key], local_boxes(tensor, key), tensor.dtype, local_tensor(tensor).device
-        )
+        ReadItem(key, opened.expressions[key], local_boxes(tensor, key), tensor.dtype, local_tensor(tensor).device)
         for key, tensor in wanted.items()
     ]
     arrangement = plan_reads(
@@ -368,7 +366,7 @@ def _read_into(executor: ReadExecutor, opened: OpenCheckpoint, wanted: Mapping[s
         executor.world.rank / executor.world.size,
     )
     before = dict(executor.written)
-    executor.place(arrangement, [local_tensor(wanted[item.fqn]) for item in arrangement.destinations])
+    executor.place(arrangement, [local_tensor(wanted[item.fqn]) for item in arrangement.items])
     for item in items:
         held = sum(component.box.numel for component in item.boxes)
         count = executor.written.get(item.fqn, 0) - before.get(item.fqn, 0)

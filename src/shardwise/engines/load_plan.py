@@ -18,7 +18,7 @@ from shardwise.conversion.expression import rows_stored, stored_leaves
 from shardwise.engines.arguments import OpenSource
 from shardwise.errors import ConfigError, KeyMismatchError, ShardingError
 from shardwise.execution import Timeouts, memory
-from shardwise.execution.reading import ReadSchedule, ReadTarget, plan_reads
+from shardwise.execution.reading import ReadItem, ReadPlan, plan_reads
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import initialize, pretrained, torch_api
@@ -109,9 +109,9 @@ class Load:
     programs: Mapping[str, Program]
     device: torch.device
     managers: memory.Managers
-    items: Sequence[ReadTarget]
+    items: Sequence[ReadItem]
     shared: Mapping[str, tuple[Boxes, ...]]
-    own: ReadSchedule
+    own: ReadPlan
     estimate: RankEstimate
     available: Available
     settings: Mapping[str, str]
@@ -264,11 +264,11 @@ def plan_initial_values(
 
 def read_targets(
     plan: LoadPlan, by_name: Mapping[str, TensorRef], devices: Mapping[str, torch.device]
-) -> list[ReadTarget]:
+) -> list[ReadItem]:
     """Return the targets of all reads."""
     boxes = plan.layout.by_name
     return [
-        ReadTarget(name, read.expression, boxes[name].boxes, by_name[name].tensor.dtype, devices[name])
+        ReadItem(name, read.expression, boxes[name].boxes, by_name[name].tensor.dtype, devices[name])
         for name, read in plan.reads().items()
     ]
 

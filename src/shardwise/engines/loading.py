@@ -23,7 +23,7 @@ from shardwise.models import pretrained, view
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
 from shardwise.models.pretrained import bind, mark_loaded
 from shardwise.planning.load_memory import extra_tensors, stored_tensors
-from shardwise.planning.load_plan import Consent, Init, Keep, LoadPlan, OnMissing, OnUnexpected, Read
+from shardwise.planning.load_plan import Consent, FromCheckpoint, Init, Keep, LoadPlan, OnMissing, OnUnexpected
 from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import processor_count
@@ -86,7 +86,7 @@ def materialize_and_read(load: load_plan.Load, executor: ReadExecutor, clock: Cl
     """Give this rank's tensors memory, and read their values."""
     with clock.phase("materialize"), gc_disabled():
         local = materialize(load.held, load.managers, load.device)
-    executor.place(load.own, [local[item.fqn] for item in load.own.destinations])
+    executor.place(load.own, [local[item.fqn] for item in load.own.items])
 
 
 def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> None:
@@ -255,7 +255,7 @@ def fill(
 def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
     """Return the boxes of a missing tensor on this rank: all of it, or its last rows."""
     boxes, fill = plan.layout.by_name[name].boxes, plan.fills[name]
-    count = rows_stored(fill.expression) if isinstance(fill, Read) else None
+    count = rows_stored(fill.expression) if isinstance(fill, FromCheckpoint) else None
     return boxes if count is None else last_rows(boxes, count)
 
 

@@ -23,8 +23,8 @@ from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.torch_api import from_torch, saved_dtype
 from shardwise.models.view import TensorRef, build_layout, collect_tensors
-from shardwise.planning.load_memory import ReadRequest, Staging, plan_staging
 from shardwise.planning.save_plan import ADAPTER, MODEL, Saved, SavedTraining, SavePlan, arrange_writes, plan_save
+from shardwise.planning.segments import FileRequest, Staging, plan_staging
 from shardwise.report.names import few_names
 from shardwise.storage.contract import WritePolicy
 from shardwise.tensors import DType, numel
@@ -96,7 +96,7 @@ class PreparedSave:
     outputs: Mapping[str, Output]
     parameters: int
     plan: SavePlan
-    requests: Sequence[ReadRequest]
+    requests: Sequence[FileRequest]
     staging: Staging
     cast: Mapping[str, tuple[str, str]]
     digest: str

@@ -11,7 +11,7 @@ from shardwise.execution.memory import WorkerPool
 from shardwise.execution.reading import ReadExecutor, TargetTensors, get_inputs
 from shardwise.execution.staging import DeviceStaging, HostStaging, staging_buffers
 from shardwise.models.view import strided_view
-from shardwise.planning import load_memory
+from shardwise.planning.segments import SEGMENT_ALIGNMENT, ComputingShare
 
 _NUMBERS = 1024
 _SPREAD = 2_654_435_761
@@ -53,7 +53,7 @@ class DeviceReadExecutor(ReadExecutor):
         self,
         tasks: Sequence[ComputeTask],
         targets: TargetTensors,
-        share: load_memory.ComputingShare,
+        share: ComputingShare,
     ) -> Sequence[ComputeTask]:
         """Compute the blocks that an accelerator can. Return those that are left for the CPU.
 
@@ -72,7 +72,7 @@ class DeviceReadExecutor(ReadExecutor):
             return left
         is_bad = torch.zeros(len(fitting), dtype=torch.bool, device=device)
         input_bytes = max(sum(box.numel * dtype.itemsize for _, box, dtype in get_inputs(task)) for task in fitting)
-        most_bytes = max(load_memory.SEGMENT_ALIGNMENT, input_bytes)
+        most_bytes = max(SEGMENT_ALIGNMENT, input_bytes)
         buffers = staging_buffers(share.staging_bytes, self.reader.policy.concurrency, device, most_bytes)
         try:
             compute = partial(self._compute_block_on_device, targets, share, is_bad)
@@ -91,7 +91,7 @@ class DeviceReadExecutor(ReadExecutor):
     def _compute_block_on_device(
         self,
         targets: TargetTensors,
-        share: load_memory.ComputingShare,
+        share: ComputingShare,
         is_bad: torch.Tensor,
         numbered: tuple[int, ComputeTask],
         buffer: DeviceStaging,
@@ -105,17 +105,17 @@ class DeviceReadExecutor(ReadExecutor):
         self,
         task: ComputeTask,
         targets: TargetTensors,
-        share: load_memory.ComputingShare,
+        share: ComputingShare,
         buffer: DeviceStaging,
     ) -> torch.Tensor:
         """Read the inputs of a block and evaluate it. Return whether the CPU has to, as a tensor of the device."""
-        schedule, values = self._planned_values(get_inputs(task), share.staging_bytes, buffer.device, buffer.nbytes)
+        plan, values = self._planned_values(get_inputs(task), share.staging_bytes, buffer.device, buffer.nbytes)
         inputs = TargetTensors(values, [""] * len(values))
-        for _, requests in schedule.batches:
+        for _, requests in plan.batches:
             for request in requests:
                 self._read(inputs, request, buffer)
-        inner = load_memory.ComputingShare.from_budget(share.staging_bytes, self.reader.policy.concurrency)
-        found = [self._queue_block(each, inputs, inner, buffer) for each in schedule.computed]
+        inner = ComputingShare.from_budget(share.staging_bytes, self.reader.policy.concurrency)
+        found = [self._queue_block(each, inputs, inner, buffer) for each in plan.computed]
         outputs, is_bad = evaluate_on_device(task, values, share.most_bytes)
         for move in task.moves:
             computed = strided_view(outputs[move.output].contiguous(), move.source)

@@ -22,7 +22,16 @@ from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import LocalBox
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import strided_view
-from shardwise.planning import load_memory
+from shardwise.planning.segments import (
+    ComputingShare,
+    FileRequest,
+    Segment,
+    aligned,
+    iter_segments,
+    max_staged_bytes,
+    plan_requests,
+    plan_staging,
+)
 from shardwise.storage.contract import ReadPolicy, StorageReader
 from shardwise.storage.machine import processor_count
 from shardwise.storage.names import shown
@@ -35,7 +44,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class ReadTarget:
+class ReadItem:
     """A tensor to fill on this rank: its expression, the boxes that this rank holds, its dtype, and its device."""
 
     fqn: str
@@ -46,30 +55,30 @@ class ReadTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadSchedule:
-    """Schedule of reads: every decision that is made before the targets have memory.
+class ReadPlan:
+    """Plan of reads: every decision that is made before the targets have memory.
 
     Attributes:
-        destinations: the tensors to fill. Segments refer to them by index.
+        items: the tensors to fill. Segments refer to them by index.
         files: those that are read.
         batches: the requests of stored values, by device.
         computed: tasks for the blocks of values that are computed from stored ones.
     """
 
-    destinations: tuple[ReadTarget, ...]
+    items: tuple[ReadItem, ...]
     files: tuple[str, ...]
-    batches: tuple[tuple[torch.device, tuple[load_memory.ReadRequest, ...]], ...]
+    batches: tuple[tuple[torch.device, tuple[FileRequest, ...]], ...]
     computed: tuple[ComputeTask, ...]
 
 
 def plan_reads(
-    destinations: Iterable[ReadTarget],
+    destinations: Iterable[ReadItem],
     index: CheckpointIndex,
     policy: ReadPolicy,
     budget_bytes: int,
     start_at: float = 0.0,
     staged_bytes: int | None = None,
-) -> ReadSchedule:
+) -> ReadPlan:
     """Decide how destinations are filled. Pure: reads nothing, and takes no memory for values.
 
     Args:
@@ -91,17 +100,17 @@ def plan_reads(
             copies, regions = copies_and_computed(item.expression, piece.box, piece.local)
             copied[item.device] += ((number, copy) for copy in copies)
             computed += ((number, found.leaf, found.region) for found in regions)
-    batches: list[tuple[torch.device, tuple[load_memory.ReadRequest, ...]]] = []
+    batches: list[tuple[torch.device, tuple[FileRequest, ...]]] = []
     for device, device_copies in copied.items():
         is_on_host = device.type == "cpu"
-        staging = load_memory.plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
+        staging = plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
         nbytes = staging.nbytes if staged_bytes is None else min(staged_bytes, staging.nbytes)
-        segments: list[tuple[str, load_memory.Segment]] = []
+        segments: list[tuple[str, Segment]] = []
         for number, copy in device_copies:
             entry = index.entries[copy.leaf.key]
             segments += (
                 (entry.file, segment)
-                for segment in load_memory.iter_segments(
+                for segment in iter_segments(
                     copy,
                     number,
                     entry,
@@ -111,15 +120,15 @@ def plan_reads(
                 )
             )
         start = start_at if policy.is_remote else 0.0
-        requests = load_memory.schedule(segments, policy, staging_bytes=nbytes, start_at=start)
+        requests = plan_requests(segments, policy, staging_bytes=nbytes, start_at=start)
         batches.append((device, tuple(requests)))
-    most_bytes = load_memory.ComputingShare.from_budget(budget_bytes, policy.concurrency).most_bytes
-    return ReadSchedule(items, tuple(files), tuple(batches), tuple(compute_tasks(computed, most_bytes)))
+    most_bytes = ComputingShare.from_budget(budget_bytes, policy.concurrency).most_bytes
+    return ReadPlan(items, tuple(files), tuple(batches), tuple(compute_tasks(computed, most_bytes)))
 
 
 @dataclass
 class ReadExecutor:
-    """Executes schedules of reads, and counts the written elements of each tensor, by FQN.
+    """Executes plans of reads, and counts the written elements of each tensor, by FQN.
 
     ``budget_bytes`` bounds the staging of all workers together. ``identities`` are those that the files of a remote
     storage had when their headers were read. ``processors`` is the number of CPUs that this rank may use.
@@ -138,19 +147,19 @@ class ReadExecutor:
     """The last block that was computed alone, and its key. Kept for a request that needs it and follows at once."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def place(self, schedule: ReadSchedule, tensors: Sequence[torch.Tensor]) -> None:
+    def place(self, plan: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
         """Fill this rank's own tensors, one for each destination. Memory: the budget.
 
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
         """
-        before = read_identities(self.reader, schedule.files, self.world.check)
+        before = read_identities(self.reader, plan.files, self.world.check)
         self._require_same(self.identities, before)
         try:
-            self._fill(schedule, tensors, self.budget_bytes)
+            self._fill(plan, tensors, self.budget_bytes)
         finally:
             self._last = None
-        self._require_same(before, read_identities(self.reader, schedule.files, self.world.check))
+        self._require_same(before, read_identities(self.reader, plan.files, self.world.check))
 
     def _require_same(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
         changed = [file for file, identity in now.items() if before.get(file, identity) != identity]
@@ -161,23 +170,23 @@ class ReadExecutor:
                 "again when no process writes to it"
             )
 
-    def _fill(self, schedule: ReadSchedule, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
-        targets = TargetTensors(tensors, [item.fqn for item in schedule.destinations])
-        if self._last is not None and all(task.key != self._last[0] for task in schedule.computed):
+    def _fill(self, plan: ReadPlan, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
+        targets = TargetTensors(tensors, [item.fqn for item in plan.items])
+        if self._last is not None and all(task.key != self._last[0] for task in plan.computed):
             self._last = None
-        for device, requests in schedule.batches:
+        for device, requests in plan.batches:
             self._read_all(requests, targets, device, budget_bytes)
-        if schedule.computed:
-            self._compute(schedule.computed, targets, budget_bytes)
+        if plan.computed:
+            self._compute(plan.computed, targets, budget_bytes)
 
     def _read_all(
         self,
-        requests: Sequence[load_memory.ReadRequest],
+        requests: Sequence[FileRequest],
         targets: TargetTensors,
         device: torch.device,
         budget_bytes: int,
     ) -> None:
-        most_bytes = load_memory.max_staged_bytes(requests)
+        most_bytes = max_staged_bytes(requests)
         buffers = staging_buffers(budget_bytes, self.reader.policy.concurrency, device, most_bytes)
         try:
             WorkerPool(partial(self._read, targets), buffers, self.world.check).run(requests)
@@ -192,8 +201,8 @@ class ReadExecutor:
     def read_values(self, wanted: Sequence[Wanted], budget_bytes: int | None = None) -> list[torch.Tensor]:
         """Return boxes of expressions as new contiguous CPU tensors, read together."""
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
-        schedule, values = self._planned_values(wanted, budget)
-        self._fill(schedule, values, budget)
+        plan, values = self._planned_values(wanted, budget)
+        self._fill(plan, values, budget)
         return values
 
     def _planned_values(
@@ -202,21 +211,21 @@ class ReadExecutor:
         budget_bytes: int,
         device: torch.device = _CPU,
         staged_bytes: int | None = None,
-    ) -> tuple[ReadSchedule, list[torch.Tensor]]:
+    ) -> tuple[ReadPlan, list[torch.Tensor]]:
         """Return the reads of boxes of expressions, and uninitialized memory for them."""
         items = [
-            ReadTarget("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, device)
+            ReadItem("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, device)
             for expression, box, dtype in wanted
         ]
         start_at = self.world.rank / self.world.size
-        schedule = plan_reads(items, self.index, self.reader.policy, budget_bytes, start_at, staged_bytes)
-        return schedule, [torch.empty(box.sizes, dtype=dtype, device=device) for _, box, dtype in wanted]
+        plan = plan_reads(items, self.index, self.reader.policy, budget_bytes, start_at, staged_bytes)
+        return plan, [torch.empty(box.sizes, dtype=dtype, device=device) for _, box, dtype in wanted]
 
     def count(self, fqn: str, numel: int) -> None:
         """Add to the number of elements of a tensor that have been written."""
         self.written[fqn] = self.written.get(fqn, 0) + numel
 
-    def _read(self, targets: TargetTensors, request: load_memory.ReadRequest, buffer: StagingBuffer) -> None:
+    def _read(self, targets: TargetTensors, request: FileRequest, buffer: StagingBuffer) -> None:
         self._read_request(request, targets, buffer)
         with self._lock:
             for segment in request.segments:
@@ -225,11 +234,9 @@ class ReadExecutor:
             if self.progress is not None:
                 self.progress.update(request.bytes.nbytes)
 
-    def _read_request(
-        self, request: load_memory.ReadRequest, targets: TargetTensors, buffer: StagingBuffer
-    ) -> None:
+    def _read_request(self, request: FileRequest, targets: TargetTensors, buffer: StagingBuffer) -> None:
         """Read one range: direct segments into the tensors' memory, other segments and gaps into staging."""
-        staged: list[tuple[load_memory.Segment, int]] = []
+        staged: list[tuple[Segment, int]] = []
         views: list[memoryview] = []
         staging: memoryview | None = None
         position, used = request.bytes.start, 0
@@ -241,7 +248,7 @@ class ReadExecutor:
             if gap:
                 assert staging is not None
                 views.append(staging[used : used + gap])
-                used += load_memory.aligned(gap)
+                used += aligned(gap)
             if segment.is_direct:
                 start = segment.copy.target.offset * targets.tensors[segment.target].element_size()
                 views.append(targets.memory(segment.target)[start : start + segment.bytes.nbytes])
@@ -249,7 +256,7 @@ class ReadExecutor:
                 assert staging is not None
                 views.append(staging[used : used + segment.bytes.nbytes])
                 staged.append((segment, used))
-                used += load_memory.aligned(segment.bytes.nbytes)
+                used += aligned(segment.bytes.nbytes)
         self.reader.read_vectored(request.file, request.bytes.start, views)
         for segment, start in staged:
             buffer.put(segment, start, targets.tensors[segment.target])
@@ -263,7 +270,7 @@ class ReadExecutor:
         and their inputs read by all workers. Pinned buffers for copies to an accelerator are half of the staging.
         """
         policy = self.reader.policy
-        share = load_memory.ComputingShare.from_budget(budget_bytes, policy.concurrency)
+        share = ComputingShare.from_budget(budget_bytes, policy.concurrency)
         tasks = self._compute_on_device(tasks, targets, share)
         if not tasks:
             return
@@ -304,15 +311,13 @@ class ReadExecutor:
         buffers: tuple[StagingBuffer, StagingBuffer],
     ) -> None:
         """Compute one block on a worker thread. ``budget_bytes`` bounds the inputs of all workers together."""
-        schedule, values = self._planned_values(get_inputs(task), budget_bytes)
+        plan, values = self._planned_values(get_inputs(task), budget_bytes)
         inputs = TargetTensors(values, [""] * len(values))
-        for _, requests in schedule.batches:
+        for _, requests in plan.batches:
             for request in requests:
                 self._read(inputs, request, buffers[0])
-        inputs_bytes = load_memory.ComputingShare.from_budget(
-            budget_bytes, self.reader.policy.concurrency
-        ).staging_bytes
-        for inner in schedule.computed:
+        inputs_bytes = ComputingShare.from_budget(budget_bytes, self.reader.policy.concurrency).staging_bytes
+        for inner in plan.computed:
             self._compute_block(inputs, inputs_bytes, inner, buffers)
         self._copy_outputs(task, evaluate(task, values), targets, buffers[1])
 
@@ -320,7 +325,7 @@ class ReadExecutor:
         self,
         tasks: Sequence[ComputeTask],
         targets: TargetTensors,  # noqa: ARG002 - for subclasses
-        share: load_memory.ComputingShare,  # noqa: ARG002
+        share: ComputingShare,  # noqa: ARG002
     ) -> Sequence[ComputeTask]:
         """Return the blocks that are left for the CPU: all, unless a subclass computes some on an accelerator."""
         return tasks

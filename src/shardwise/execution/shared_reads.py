@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.conversion.computed import computes
 from shardwise.conversion.expression import rows_stored
 from shardwise.execution.moving import LocalTensor, Transfer, transfer
-from shardwise.execution.reading import ReadExecutor, ReadTarget
+from shardwise.execution.reading import ReadExecutor, ReadItem
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox, locate_box
 from shardwise.models.view import TensorRef, boxes_by_rank
@@ -20,7 +20,7 @@ from shardwise.planning import moves
 
 
 def shared_boxes(
-    world: World, held: Mapping[str, TensorRef], items: Sequence[ReadTarget]
+    world: World, held: Mapping[str, TensorRef], items: Sequence[ReadItem]
 ) -> dict[str, tuple[moves.Boxes, ...]]:
     """Return the tensors with replicas, by name, with the boxes that each rank holds.
 
@@ -45,8 +45,8 @@ def shared_boxes(
 
 
 def local_targets(
-    world: World, shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[ReadTarget]
-) -> list[ReadTarget]:
+    world: World, shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[ReadItem]
+) -> list[ReadItem]:
     """Return the destinations, with only this rank's share of the boxes of shared ones."""
     shares = _read_shares(shared, items)
     return [
@@ -60,7 +60,7 @@ def local_targets(
 
 
 def _read_shares(
-    shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[ReadTarget]
+    shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[ReadItem]
 ) -> dict[str, tuple[moves.Boxes, ...]]:
     wanted = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
     return {
@@ -72,7 +72,7 @@ def exchange_shared(
     world: World,
     shared: Mapping[str, tuple[moves.Boxes, ...]],
     held: Mapping[str, TensorRef],
-    items: Sequence[ReadTarget],
+    items: Sequence[ReadItem],
     executor: ReadExecutor,
 ) -> None:
     """Exchange the shares that the ranks have read with the other ranks that hold the same boxes.

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.models.torch_api import accelerator_module, to_torch
 from shardwise.models.view import strided_view
-from shardwise.planning.load_memory import Segment, plan_staging
+from shardwise.planning.segments import Segment, plan_staging
 from shardwise.tensors import Strided, row_blocks
 
 

@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError, KeyMismatchError, ShardingError, Stora
 from shardwise.execution import Timeouts, moving, tensor_metadata
 from shardwise.execution.audit import are_equal, require_one_checkpoint
 from shardwise.execution.memory import require_budget
-from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
+from shardwise.execution.reading import ReadExecutor, ReadItem, plan_reads
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.models import torch_api
@@ -269,19 +269,19 @@ class StoredValues:
         self, world: World, match: matching.Match, targets: Mapping[str, torch.Tensor], budget_bytes: int
     ) -> None:
         executor = self._executor(world)
-        items: list[ReadTarget] = []
+        items: list[ReadItem] = []
         for item in match.taken:
             name = item.place.names[0]
             boxes = tuple(piece for piece in local_boxes(targets[name], name) if piece.box.numel)
             local = local_tensor(targets[name])
-            items.append(ReadTarget(name, self.expressions[item.name], boxes, local.dtype, local.device))
-        schedule = plan_reads(items, self.index, self.reader.policy, budget_bytes, world.rank / world.size)
-        executor.place(schedule, [local_tensor(targets[item.fqn]) for item in schedule.destinations])
-        for destination in schedule.destinations:
-            wanted = sum(piece.box.numel for piece in destination.boxes)
-            if (written := executor.written.get(destination.fqn, 0)) != wanted:
+            items.append(ReadItem(name, self.expressions[item.name], boxes, local.dtype, local.device))
+        plan = plan_reads(items, self.index, self.reader.policy, budget_bytes, world.rank / world.size)
+        executor.place(plan, [local_tensor(targets[item.fqn]) for item in plan.items])
+        for item in plan.items:
+            wanted = sum(piece.box.numel for piece in item.boxes)
+            if (written := executor.written.get(item.fqn, 0)) != wanted:
                 raise StorageError(
-                    f"{destination.fqn}: {written} of {wanted} elements were read from "
+                    f"{item.fqn}: {written} of {wanted} elements were read from "
                     f"{self.index.root}. It is damaged: save it again"
                 )
         self.read_bytes += executor.read_bytes

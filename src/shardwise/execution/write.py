@@ -24,9 +24,9 @@ from shardwise.formats.safetensors_files import NewFile
 from shardwise.models.torch_api import synchronize_streams, to_torch
 from shardwise.models.view import raw_bytes, strided_view
 from shardwise.planning.fingerprints import MODULUS, fingerprint
-from shardwise.planning.load_memory import ReadRequest, Staging, aligned
 from shardwise.planning.moves import plan_rounds
 from shardwise.planning.save_plan import assign_owners, moves_to_owners
+from shardwise.planning.segments import FileRequest, Staging, aligned
 from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.tensors import Box, contiguous_strides
 
@@ -50,7 +50,7 @@ class Emitter:
     sums: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def write(self, requests: Sequence[ReadRequest]) -> None:
+    def write(self, requests: Sequence[FileRequest]) -> None:
         """Carry out these requests, without making them durable. Memory: the staging.
 
         Raises:
@@ -58,7 +58,7 @@ class Emitter:
         """
         WorkerPool(self._write_request, self._staging_buffers(), self.world.check).run(requests)
 
-    def _write_request(self, request: ReadRequest, staging: HostStaging) -> None:
+    def _write_request(self, request: FileRequest, staging: HostStaging) -> None:
         buffers = self._buffers(request, staging)
         self._add_fingerprints(request, buffers)
         self.writer.write(request.file, request.bytes.start, buffers)
@@ -67,7 +67,7 @@ class Emitter:
             self.written_bytes[request.file] = done + request.bytes.nbytes
             self.progress.update(request.bytes.nbytes)
 
-    def finish(self, requests: Sequence[ReadRequest], created: Collection[str] = ()) -> None:
+    def finish(self, requests: Sequence[FileRequest], created: Collection[str] = ()) -> None:
         """Make the bytes of these requests durable.
 
         Files that this rank ``created`` are synced in any case: their sizes are not durable before.
@@ -78,7 +78,7 @@ class Emitter:
     def _sync(self, file: str, _: None) -> None:
         self.writer.sync(file)
 
-    def require_same(self, reader: StorageReader, requests: Sequence[ReadRequest]) -> list[str]:
+    def require_same(self, reader: StorageReader, requests: Sequence[FileRequest]) -> list[str]:
         """Read everything back. Return the keys of tensors whose bytes differ from memory.
 
         Memory: the staging, and 4 MiB for each of its workers.
@@ -89,7 +89,7 @@ class Emitter:
         return sorted(differing)
 
     def _compare(
-        self, reader: StorageReader, differing: set[str], request: ReadRequest, staging: HostStaging
+        self, reader: StorageReader, differing: set[str], request: FileRequest, staging: HostStaging
     ) -> None:
         for segment, buffer in zip(request.segments, self._buffers(request, staging), strict=True):
             for first in range(0, len(buffer), _READ_BACK_BYTES):
@@ -103,7 +103,7 @@ class Emitter:
         synchronize_streams(self.tensors)
         return [HostStaging(self.staging.nbytes, is_pinned=is_pinned) for _ in range(self.staging.workers)]
 
-    def _buffers(self, request: ReadRequest, staging: HostStaging) -> list[memoryview]:
+    def _buffers(self, request: FileRequest, staging: HostStaging) -> list[memoryview]:
         """Return the bytes of a request by segment, cast to the dtype in which they are saved."""
         buffers: list[memoryview] = []
         used = 0
@@ -118,7 +118,7 @@ class Emitter:
                 used += aligned(segment.bytes.nbytes)
         return buffers
 
-    def _add_fingerprints(self, request: ReadRequest, buffers: Sequence[memoryview]) -> None:
+    def _add_fingerprints(self, request: FileRequest, buffers: Sequence[memoryview]) -> None:
         found: list[tuple[str, int]] = []
         for segment, buffer in zip(request.segments, buffers, strict=True):
             key = segment.copy.leaf.key

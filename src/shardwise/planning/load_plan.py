@@ -104,7 +104,7 @@ class Consent:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class FromCheckpoint:
     """A fill with elements of the checkpoint, cast to the tensor's dtype."""
 
     expression: Expression
@@ -136,7 +136,7 @@ class Keep:
     """A fill for a non-persistent buffer that already has its value."""
 
 
-Fill: TypeAlias = Read | Tie | Init | Recompute | Keep
+Fill: TypeAlias = FromCheckpoint | Tie | Init | Recompute | Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +169,8 @@ class LoadPlan:
     duplicates: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)
     """Further expressions for a tensor that several names share: stored twice, and so required to be equal."""
 
-    def reads(self) -> dict[str, Read]:
-        return {name: fill for name, fill in self.fills.items() if isinstance(fill, Read)}
+    def reads(self) -> dict[str, FromCheckpoint]:
+        return {name: fill for name, fill in self.fills.items() if isinstance(fill, FromCheckpoint)}
 
     def names(self, kind: type[Fill]) -> tuple[str, ...]:
         """Return the names with this kind of fill, in the order of the modules."""
@@ -299,10 +299,10 @@ class _LoadPlanner:
                     self.mismatched.append(tensor.fqn)
                     return self.init(tensor)
                 self.fault(kind, f"{tensor.fqn}: {reason}")
-                return Read(source)
+                return FromCheckpoint(source)
         if len(sources) > 1:
             self.duplicates[tensor.fqn] = tuple(sources[1:])
-        return Read(sources[0])
+        return FromCheckpoint(sources[0])
 
     def known(self, name: str) -> str:
         """Return the name of a tensor in the user's options and in the model class."""

@@ -12,8 +12,8 @@ from shardwise.conversion.expression import Expression, Stored
 from shardwise.formats.contract import TensorEntry
 from shardwise.formats.peft_adapter import TRAINING_KEY, training_file
 from shardwise.formats.safetensors_files import NewFile, lay_out
-from shardwise.planning.load_memory import ReadRequest, Segment, iter_segments, schedule
 from shardwise.planning.moves import Move, full_on_ranks
+from shardwise.planning.segments import FileRequest, Segment, iter_segments, plan_requests
 from shardwise.storage.contract import ReadPolicy, WritePolicy
 from shardwise.tensors import Box, DType, Strided, numel
 
@@ -149,7 +149,7 @@ def arrange_writes(
     staged: Collection[str],
     policy: WritePolicy,
     staging_bytes: int,
-) -> list[ReadRequest]:
+) -> list[FileRequest]:
     """Return this rank's write requests: contiguous runs in the order of the files and of the bytes in them.
 
     In a segment, ``copy.source`` is the location in the saved tensor, and ``copy.target`` that in the rank's
@@ -185,7 +185,7 @@ def arrange_writes(
                 block_bytes=staging_bytes,
             )
             segments += ((entry.file, segment) for segment in found)
-    return schedule(segments, like_reads, staging_bytes=staging_bytes)
+    return plan_requests(segments, like_reads, staging_bytes=staging_bytes)
 
 
 def assign_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
