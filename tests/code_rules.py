@@ -1,9 +1,8 @@
-"""Measures the structure of the package: names, circles, long functions, what ``load`` reaches.
+"""Measures the structure of the package: names, circles, what ``load`` reaches.
 
 - *names in two modules*: names of classes and of type aliases (``X: TypeAlias``, ``type X``) that two modules or
   more define, without leading underscores.
 - *circles*: modules that import each other.
-- *long*: functions of more than 50 lines without their docstring.
 """
 
 from __future__ import annotations
@@ -11,33 +10,13 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeAlias
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "shardwise"
-
-
-def long_functions(trees: dict[str, ast.Module], length: Callable[[Function], int]) -> list[str]:
-    """The functions of more than 50 lines, with their lengths."""
-    return [
-        f"{name}.{node.name} ({length(node)})"
-        for name, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and length(node) > 50
-    ]
-
-
-def length_of_code(node: Function) -> int:
-    """Lines of a function, less those of its docstring."""
-    return _length(node) - (_length(node.body[0]) if ast.get_docstring(node) else 0)
-
-
-def _length(node: Function | ast.stmt) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def names_in_two_modules(trees: dict[str, ast.Module]) -> list[str]:
@@ -84,9 +63,6 @@ def closure(start: str, trees: dict[str, ast.Module]) -> set[str]:
         todo += {".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)}
         todo += _imported(trees[name])
     return found - {PACKAGE}
-
-
-Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
 
 
 def height_of(place: str) -> int:

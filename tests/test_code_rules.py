@@ -1,4 +1,4 @@
-"""The house keeps its words: one noun has one meaning."""
+"""Rules of the source: imports, names, places named in texts and documentation, spelling."""
 
 import ast
 import importlib
@@ -12,8 +12,6 @@ from tests.code_rules import (
     circles,
     closure,
     height_of,
-    length_of_code,
-    long_functions,
     names_in_two_modules,
 )
 
@@ -47,26 +45,6 @@ def test_modules_that_import_each_other_are_found():
     one = ast.parse("def later():\n    from shardwise.two import x")
     two = ast.parse("from shardwise.one import later")
     assert circles({"shardwise.one": one, "shardwise.two": two}) == [["shardwise.one", "shardwise.two"]]
-
-
-LISTS = ("cli.train.plan_command", "engines.loading.make_report", "pictures.images.write_png")
-"""Functions that are a list of fields, or of options: read from top to bottom, and no shorter in parts."""
-
-
-def test_functions_are_short():
-    """A docstring may be as long as it needs to be, and what follows has 50 lines at most."""
-    found = [each.partition(" ")[0] for each in long_functions(trees(), length_of_code)]
-    assert {name.removeprefix(f"{PACKAGE}.") for name in found} <= set(LISTS)
-
-
-def test_a_function_is_as_long_as_its_code():
-    """Its lines without its docstring; functions inside count with it."""
-    code = "".join(f"    x = {number}\n" for number in range(49))
-    several = {
-        "long": ast.parse(f"def f():\n{code}    return x"),
-        "told": ast.parse(f'def f():\n    """1\n    2"""\n{code}'),
-    }
-    assert long_functions(several, length_of_code) == ["long.f (51)"]
 
 
 BELOW_TORCH = {"errors", "report", "tensors", "storage", "formats", "conversion", "layout", "planning"}
@@ -152,7 +130,6 @@ def test_load_imports_contracts_only():
     for room, contracts in CONTRACTS.items():
         inside = f"{PACKAGE}.{room}."
         assert {name.removeprefix(inside) for name in met if name.startswith(inside)} <= {*contracts.split()}, room
-    assert len(met) <= 99
 
 
 def test_names_in_architecture_md_exist():
@@ -175,38 +152,9 @@ def test_tests_listed_as_longest_exist():
             assert f"def {function.partition('[')[0]}(" in (ROOT / file).read_text(), line
 
 
-FIRST = re.compile(r"(What|Which|Who|Whose|Where|How|Whether|Of|As|By|Those|That)\b")
-MOST_PER_1000_WORDS = {
-    r"\bwhat\b": 2.0,
-    r"\b(tells?|told|says?|said|asks?|asked|knows?|known|hears?|heard)\b": 1.5,
-    r"\bwhere (there|it|they|that|this|one|nothing|nobody|no|none)\b": 0.8,
-    r";": 3.0,
-    r"\b(go|goes|gone|going|went) on\b|\b(comes?|came) to\b|\bbeside\b": 0.3,
-}
 BRITISH = re.compile(
     r"\w*(quanti|tokeni|initiali|normali|seriali|materiali|optimi|synchroni|summari)s(e|es|ed|ing|ation)\b"
 )
-
-
-def docstrings(module: ast.Module) -> list[str]:
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [text for node in ast.walk(module) if isinstance(node, kinds) and (text := ast.get_docstring(node))]
-
-
-def test_docstrings_begin_with_a_verb_or_a_noun():
-    faults = [
-        f"{name}: {text[:60]}" for name, tree in trees().items() for text in docstrings(tree) if FIRST.match(text)
-    ]
-    assert faults == []
-    assert FIRST.match("What a run took.")
-
-
-def test_docstrings_are_in_plain_words():
-    texts = [text for tree in trees().values() for text in docstrings(tree)]
-    words = sum(len(text.split()) for text in texts)
-    for pattern, most in MOST_PER_1000_WORDS.items():
-        found = sum(len(re.findall(pattern, text, re.IGNORECASE)) for text in texts)
-        assert 1000 * found / words <= most, pattern
 
 
 def test_spelling_is_american():

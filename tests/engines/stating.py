@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import Sharding
-from shardwise.execution.moving import Exchange
+from shardwise.execution.moving import ShardExchange
 from shardwise.models.view import raw_bytes
 from shardwise.options import Ignore
 
@@ -281,14 +281,14 @@ def staged(budget: int) -> int:
     model: Any = sharding.Wide(2)
     shardwise.shard(model)
     most = 0
-    begin = Exchange._step
+    begin = ShardExchange._step
 
-    def watch(exchange: Exchange, *parts: Any) -> None:
+    def watch(exchange: ShardExchange, *parts: Any) -> None:
         nonlocal most
         begin(exchange, *parts)
         most = max(most, exchange._staging.nbytes)
 
-    with mock.patch.object(Exchange, "_step", watch):
+    with mock.patch.object(ShardExchange, "_step", watch):
         shardwise.get_model_state_dict(model, options=shardwise.options.StateOptions(budget_bytes=budget))
     return most
 

@@ -14,7 +14,7 @@ from shardwise.engines.save_plan import WrittenNames, collect_for_files, resolve
 from shardwise.errors import ConfigError, answer_keywords
 from shardwise.execution import Timeouts
 from shardwise.execution.memory import compute_device
-from shardwise.execution.moving import Exchange, box_view
+from shardwise.execution.moving import ShardExchange, box_view
 from shardwise.execution.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares, logical_boxes
 from shardwise.execution.world import World
 from shardwise.models import four_bit_files, selection
@@ -79,7 +79,7 @@ def walk_tensors(
         staging_device = _staging_device(held)
         device = (options.device or staging_device) if world.rank in targets else torch.device("meta")
         received = _ReceivedTensors(shapes, dtypes, device)
-        arrivals = Exchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
+        arrivals = ShardExchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
         with contextlib.closing(arrivals), _report_exit():
             yield from received.completed_by(arrivals)
 
@@ -253,7 +253,7 @@ def _gather_full(
     received = _ReceivedTensors({item.key: item.shape for item in outputs}, dtypes, staging_device)
     with world.collective("plan the rounds"):
         rounds = plan_rounds([moves], sender.shares, options.bucket_bytes)
-    arrivals = Exchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
+    arrivals = ShardExchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
     return dict(received.completed_by(arrivals))
 
 

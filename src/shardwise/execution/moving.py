@@ -84,7 +84,7 @@ class _LocalRound:
 
 
 @dataclass
-class Exchange:
+class ShardExchange:
     """One rank's side of moving tensors, round by round.
 
     Args:
@@ -330,7 +330,9 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
             moves.plan_rounds([[item.move() for item in items]], shares, budget_bytes),
             _staging_of(items, budget_bytes),
         )
-    exchange = Exchange(world, rounds, get_share, None, {item.name: item.dtype for item in items}, device, staging)
+    exchange = ShardExchange(
+        world, rounds, get_share, None, {item.name: item.dtype for item in items}, device, staging
+    )
     for _ in exchange.run():
         for (name, box), values in exchange.received.items():
             staging.copy(values.view(box.sizes), _present(by_name[name].target).view(box))

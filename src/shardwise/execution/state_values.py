@@ -277,11 +277,11 @@ class StoredValues:
             items.append(ReadItem(name, self.expressions[item.name], boxes, local.dtype, local.device))
         plan = plan_reads(items, self.index, self.reader.policy, budget_bytes, world.rank / world.size)
         executor.place(plan, [local_tensor(targets[item.fqn]) for item in plan.items])
-        for item in plan.items:
-            wanted = sum(piece.box.numel for piece in item.boxes)
-            if (written := executor.written.get(item.fqn, 0)) != wanted:
+        for read in plan.items:
+            wanted = sum(piece.box.numel for piece in read.boxes)
+            if (written := executor.written.get(read.fqn, 0)) != wanted:
                 raise StorageError(
-                    f"{item.fqn}: {written} of {wanted} elements were read from "
+                    f"{read.fqn}: {written} of {wanted} elements were read from "
                     f"{self.index.root}. It is damaged: save it again"
                 )
         self.read_bytes += executor.read_bytes

@@ -75,7 +75,7 @@ class Exchange:
             self._phase.__exit__(None, None, None)
 
 
-class _Gather(Exchange):
+class _GatherOnFirst(Exchange):
     """A phase whose values stay on the first rank."""
 
     def __init__(self, world: World, what: str) -> None:
@@ -246,7 +246,7 @@ class World:
 
         Collective: yes, at the end of the block. Errors: as of :meth:`collective`.
         """
-        return _Gather(self, what)
+        return _GatherOnFirst(self, what)
 
     # Values that are there, so that nothing can fail
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from shardwise.conversion.expression import Expression
 from shardwise.execution.memory import WorkerPool, in_background
-from shardwise.execution.moving import Exchange
+from shardwise.execution.moving import ShardExchange
 from shardwise.execution.reading import storage_bytes
 from shardwise.execution.replicas import ShardSender
 from shardwise.execution.staging import HostStaging, as_memoryview, as_stored, pinned_bytes
@@ -191,7 +191,7 @@ def write_by_owners(
     own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
     out = LocalFiles(world, writer, own, progress.update, pinned_bytes(buffer_bytes, buffer_bytes))
-    exchange = Exchange(world, rounds, sender.share, None, dtypes, device)
+    exchange = ShardExchange(world, rounds, sender.share, None, dtypes, device)
     with contextlib.closing(exchange.run()) as arrivals:
         for blocks in arrivals:
             own_blocks = [(block.key, block.box) for block in blocks if block.targets == (world.rank,)]
