@@ -377,7 +377,7 @@ def copies_through_pageable_memory(folder: str, fp8: str, out: str) -> list[str]
     trained_with = adamw(net.parameters())
     sharding.train(net, [trained_with], [], range(1))
     with counted("sharding"):
-        budget = options.ShardOptions(budget_bytes=BUDGET_BYTES)
+        budget = options.StateOptions(budget_bytes=BUDGET_BYTES)
         shardwise.shard(net, optimizers=[trained_with], options=budget)
     model: Any = shardwise.from_pretrained(folder, dtype="float32")
     for has_owners in (False, True):
@@ -395,7 +395,7 @@ def copies_through_pageable_memory(folder: str, fp8: str, out: str) -> list[str]
     model.set_attn_implementation("eager")
     step(model, optimizer, 0)
     for mode, pinned_bytes in (("sync", BUDGET_BYTES), ("async", 1 << 30)):
-        budget = options.CheckpointerOptions(budget_bytes=BUDGET_BYTES)
+        budget = options.StateOptions(budget_bytes=BUDGET_BYTES)
         with (
             counted(f"{mode} checkpoint", pinned_bytes),
             shardwise.Checkpointer(f"{out}/{mode}", mode=mode, options=budget) as checkpointer,

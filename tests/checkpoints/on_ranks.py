@@ -31,7 +31,7 @@ from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
 from shardwise.execution.distributed_chunks import ChunkStaging
 from shardwise.execution.locked_folder import LockedFolder
-from shardwise.options import AdapterOnly, CheckpointerOptions, Ignore
+from shardwise.options import AdapterOnly, Ignore, StateOptions
 from shardwise.storage.writing import open_writer
 
 
@@ -121,7 +121,7 @@ def only_some(folder: str) -> tuple[str, str]:
     """The ranks of one row of an HSDP mesh do not have all that they are to save."""
     training = Training()
     half = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
-    options = CheckpointerOptions(process_group=half)
+    options = StateOptions(process_group=half)
     checkpointer = Checkpointer(f"{folder}/{dist.get_rank() // 2}", options=options)
     return attempt(lambda: checkpointer.save(1, training.state))
 

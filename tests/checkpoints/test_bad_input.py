@@ -20,7 +20,7 @@ from shardwise import Checkpointer
 from shardwise.checkpoints import header as header_module
 from shardwise.checkpoints.header import CheckpointHeader
 from shardwise.formats.distributed import read_metadata
-from shardwise.options import CheckpointerOptions
+from shardwise.options import StateOptions
 from shardwise.storage.reading import LocalReader
 
 CALLS = {
@@ -54,7 +54,7 @@ def test_a_call_that_cannot_be_honoured(worlds, tmp_path, fault):
     ("keyword", "answer"),
     [
         ("async_save", 'Pass mode="async"'),
-        ("process_group", r"Pass options=CheckpointerOptions\(process_group=...\)"),
+        ("process_group", r"Pass options=StateOptions\(process_group=...\)"),
         ("kept", "Did you mean 'keep'?"),
         ("other", "Keywords: directory, keep, mode, only, on_differing_buffers, options"),
     ],
@@ -109,7 +109,7 @@ def test_errors_in_the_background_are_reported_at_the_next_call(worlds, tmp_path
     ("make", "text"),
     [
         (lambda folder: Checkpointer(folder, keep=0), "1 or more"),
-        (lambda folder: CheckpointerOptions(budget_bytes=1), "less than a page"),
+        (lambda folder: StateOptions(budget_bytes=1), "less than a page"),
         (lambda folder: Checkpointer("s3://bucket/run"), "is a URL"),
         (lambda folder: Checkpointer(folder, keep="all"), "1 or more"),
         (lambda folder: Checkpointer(folder, mode="later"), "Pass one of 'sync', 'async'"),

@@ -15,7 +15,7 @@ import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints import write
 from shardwise.execution import distributed_chunks, locked_folder, saving_lock
-from shardwise.options import CheckpointerOptions
+from shardwise.options import StateOptions
 
 pytestmark = pytest.mark.distributed
 
@@ -32,7 +32,7 @@ STAGES = {
 
 def struck(seat: Seat, folder: str, at: str, mode: str) -> list[int]:
     """Train and save; at the third checkpoint a rank is killed in the middle."""
-    options = CheckpointerOptions(timeouts=PATIENT)
+    options = StateOptions(timeouts=PATIENT)
     training = Training()
     checkpointer = Checkpointer(folder, mode=mode, keep=2, options=options)
     for step in (1, 2):
@@ -95,7 +95,7 @@ def test_a_rank_that_is_killed_loses_nothing_committed(worlds, tmp_path, at, mod
 def save_for_ever(seat: Seat, folder: str, mode: str) -> None:
     """Train and save until killed."""
     training = Training()
-    checkpointer = Checkpointer(folder, mode=mode, keep=2, options=CheckpointerOptions(timeouts=PATIENT))
+    checkpointer = Checkpointer(folder, mode=mode, keep=2, options=StateOptions(timeouts=PATIENT))
     if checkpointer.latest() is not None:
         checkpointer.restore(training.state)
     while True:

@@ -157,7 +157,7 @@ def shard_from(state: str, mesh: str, folder: str, values_from: Any) -> tuple[li
             block.table = source.table
             block.table.training = block.training
     given: nn.Module = torch.compile(model, backend="eager") if state == "compiled" else model  # type: ignore[assignment]
-    options = shardwise.options.ShardOptions(budget_bytes=4096)
+    options = shardwise.options.StateOptions(budget_bytes=4096)
     report = shardwise.shard(given, Sharding(mesh=mesh_of(mesh)), values_from=values_from, options=options)
     if state in ("meta", "buffers"):
         assert {f"blocks.{n}.linear.weight" for n in (0, 1)} <= set(report.on_meta)
@@ -312,7 +312,7 @@ def refused(fault: str, keywords: dict[str, Any]) -> tuple[str, str, bool]:
 
 
 def other_arguments() -> tuple[str, str]:
-    options = shardwise.options.ShardOptions(budget_bytes=4096 << dist.get_rank())
+    options = shardwise.options.StateOptions(budget_bytes=4096 << dist.get_rank())
     return attempt(lambda: shardwise.shard(live_model(), options=options))
 
 
@@ -553,7 +553,7 @@ def memory(budget: int, blocks: int) -> dict[str, int]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    report = shardwise.shard(model, options=shardwise.options.ShardOptions(budget_bytes=budget))
+    report = shardwise.shard(model, options=shardwise.options.StateOptions(budget_bytes=budget))
     done.set()
     watcher.join()
     after = _rss_anon()

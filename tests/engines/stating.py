@@ -146,7 +146,7 @@ def in_a_subgroup() -> list[str]:
         return []
     options = shardwise.options.StateOptions(process_group=group)
     model = sharding.live_model(1)
-    shardwise.shard(model, options=shardwise.options.ShardOptions(process_group=group))
+    shardwise.shard(model, options=shardwise.options.StateOptions(process_group=group))
     state = shardwise.get_model_state_dict(model, options=options)
     expected = plain("", 1).state_dict()
     faults = state_differences(state, expected if dist.get_rank(group) == 0 else {})

@@ -174,9 +174,9 @@ def test_so_for_the_other_verbs(qwen3, tmp_path):
     asked = [
         (lambda: shardwise.shard(model, ("Block",)), "sharding is .*, of type tuple"),
         (lambda: shardwise.shard(model, values_from="0"), "values_from='0' is not known. Pass one of 'any', "),
-        (lambda: shardwise.shard(model, options=LoadOptions()), "options is LoadOptions.*. Pass Shard"),
+        (lambda: shardwise.shard(model, options=LoadOptions()), "options is LoadOptions.*. Pass StateOptions"),
         (lambda: shardwise.shard("model"), "model is 'model', of type str. Pass Module"),
-        (lambda: shardwise.load(model, qwen3, options=shardwise.options.ShardOptions()), "options is ShardOptions"),
+        (lambda: shardwise.load(model, qwen3, options=shardwise.options.StateOptions()), "options is StateOptions"),
         (lambda: shardwise.load(model, 5), "checkpoint is 5, of type int"),
         (lambda: shardwise.save(model, tmp_path / "out", options=LoadOptions()), "options is LoadOptions"),
         (lambda: shardwise.from_pretrained(nn.Linear(1, 1)), "name_or_path is a Linear"),

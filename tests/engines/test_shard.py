@@ -151,7 +151,7 @@ def test_a_function_in_a_policy_is_the_same_wherever_it_lies(worlds):
 
 def test_a_budget_has_a_page():
     with pytest.raises(shardwise.ConfigError, match="less than a page"):
-        shardwise.options.ShardOptions(budget_bytes=100)
+        shardwise.options.StateOptions(budget_bytes=100)
 
 
 # Optimizers

@@ -159,7 +159,7 @@ def load(seat: Seat, directory: str, way: str, timeouts: Timeouts, blow: Blow | 
         shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
     elif way == "shard":  # the model is on rank 0 alone
         model = sharding.live_model() if seat.rank == 0 else sharding.meta_model()
-        shardwise.shard(model, options=shardwise.options.ShardOptions(timeouts=timeouts, budget_bytes=4096))
+        shardwise.shard(model, options=shardwise.options.StateOptions(timeouts=timeouts, budget_bytes=4096))
     elif way == "stream":
         model = sharding.live_model()
         options = shardwise.options.StreamOptions(timeouts=timeouts, bucket_bytes=4096)

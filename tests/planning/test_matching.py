@@ -3,13 +3,13 @@
 import pytest
 
 from shardwise.errors import KeyMismatchError, RankMismatchError
-from shardwise.planning.load_plan import Ignore
-from shardwise.planning.matching import Provided, StateSlot, Tolerance, match, match_groups
+from shardwise.planning.load_plan import Consent, Ignore
+from shardwise.planning.matching import Provided, StateSlot, match, match_groups
 from shardwise.tensors import Box, DType
 
 WHOLE = Provided((4, 2), DType.F32, (Box.whole((4, 2)),))
 
-STRICT = Tolerance()
+STRICT = Consent()
 
 
 def place(*names, shape=(4, 2), dtype=DType.F32):
@@ -58,14 +58,14 @@ def test_empty_groups_are_paired_in_order():
 
 
 def test_tolerated_parameters_do_not_distinguish_groups():
-    tolerance = Tolerance(Ignore(only=("b",)), Ignore(only=("old*",)))
-    found = match_groups([["a", "b"], ["b2"], ["c"]], [["c", "old"], ["a"], ["b2"]], ["old2"], tolerance)
+    consent = Consent(missing=Ignore(only=("b",)), unexpected=Ignore(only=("old*",)))
+    found = match_groups([["a", "b"], ["b2"], ["c"]], [["c", "old"], ["a"], ["b2"]], ["old2"], consent)
     assert found.source_groups == (1, 2, 0)
     assert (found.missing, found.unexpected) == (("b",), ("old", "old2"))
 
 
 def test_a_group_of_which_nothing_is_known_keeps_its_settings():
-    found = match_groups([["a"], ["b"], []], [["a"], ["old"]], [], Tolerance(Ignore(), Ignore()))
+    found = match_groups([["a"], ["b"], []], [["a"], ["old"]], [], Consent(missing=Ignore(), unexpected=Ignore()))
     assert found.source_groups == (0, None, None)
 
 

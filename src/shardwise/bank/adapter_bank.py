@@ -31,10 +31,11 @@ from shardwise.bank.rows import RowTensors
 from shardwise.bank.stepping import step_and_mark
 from shardwise.checkpoints.header import compute_digest
 from shardwise.engines.arguments import check_options, comparing_arguments, get_world
-from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
+from shardwise.engines.save_plan import SaveOptions, SaveRequest, resolved_dtype
 from shardwise.engines.saving import execute_save
 from shardwise.errors import ConfigError, unknown_keyword
 from shardwise.execution.world import Clock, World
+from shardwise.models.selection import AdapterOnly
 from shardwise.models.view import computing_device
 from shardwise.planning.matching import OnFault
 from shardwise.report.save_reports import SaveReport
@@ -387,7 +388,7 @@ class AdapterBank:
             base = tenant_facts.identify_base(self._world, self._model)
             with self._world.collective("collect the training state"):
                 training = collect_training_state(tenant, base, cast)
-        request = SaveRequest(whole, directory, PeftNames(), cast, tokenizer=tokenizer, training=training)
+        request = SaveRequest(whole, directory, AdapterOnly(), cast, tokenizer=tokenizer, training=training)
         with get_world(options, "AdapterBank.save") as world:
             return execute_save(world, request, "first_rank", options, Clock(), verify=verify)
 

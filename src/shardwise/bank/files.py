@@ -46,8 +46,8 @@ from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.models.torch_api import original_class
 from shardwise.models.view import collect_tensors, local_tensor
 from shardwise.planning.load_memory import stored_tensors
-from shardwise.planning.load_plan import allows
-from shardwise.planning.matching import OnFault, Tolerance
+from shardwise.planning.load_plan import Consent, allows
+from shardwise.planning.matching import OnFault
 from shardwise.storage.reading import LocalReader
 from shardwise.tuning.earlier import rename_adapter
 from shardwise.tuning.lora import Adapter
@@ -200,7 +200,7 @@ def _read(world: World, module: nn.Module, folder: Path, file: str, adapter: Ada
             renamed = replace(stored, expressions=adapter.tensors)
             values = exchange_stored_experts(world, module, renamed, AdapterOnly().adapter, str(folder))
         only = None if adapter is None else AdapterOnly()
-        set_model_values(world, module, values, only=only, tolerance=Tolerance(), options=options, clock=Clock())
+        set_model_values(world, module, values, only=only, consent=Consent(), options=options, clock=Clock())
 
 
 def _with_scratch(

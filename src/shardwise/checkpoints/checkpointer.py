@@ -19,7 +19,6 @@ from shardwise.checkpoints.base_identity import BaseSamples, base_config
 from shardwise.checkpoints.checkpoint_plan import CheckpointPlan, plan_checkpoint
 from shardwise.checkpoints.header import CheckpointHeader
 from shardwise.checkpoints.state import (
-    CheckpointerOptions,
     Mode,
     StateContents,
     TrainState,
@@ -34,12 +33,12 @@ from shardwise.errors import ConfigError, StorageError, answer_keywords
 from shardwise.execution.distributed_chunks import ChunkStaging
 from shardwise.execution.memory import gc_disabled, renew_thread_pool
 from shardwise.execution.replicas import compare_replicas
-from shardwise.execution.state_values import require_values
+from shardwise.execution.state_values import StateOptions, require_values
 from shardwise.execution.world import Clock, World
 from shardwise.models.optimizer_parsing import class_name
 from shardwise.models.selection import AdapterOnly, Selection
-from shardwise.planning.load_plan import OnDiffering
-from shardwise.planning.matching import OnFault, Tolerance
+from shardwise.planning.load_plan import Consent, OnDiffering
+from shardwise.planning.matching import OnFault
 from shardwise.report.save_reports import CheckpointReport, RestoreReport
 
 _MAX_STEP = 10**15
@@ -51,7 +50,7 @@ _BACKGROUND = "/checkpoint"
 @answer_keywords(
     adapter_only="Pass only=AdapterOnly() to store an adapter without its base",
     async_save='Pass mode="async" to write in the background',
-    process_group="Pass options=CheckpointerOptions(process_group=...)",
+    process_group="Pass options=StateOptions(process_group=...)",
     save_total_limit="Pass keep=, the number of checkpoints",
 )
 class Checkpointer:
@@ -86,7 +85,7 @@ class Checkpointer:
         mode: Mode = "sync",
         only: Selection = None,
         on_differing_buffers: OnDiffering = "first_rank",
-        options: CheckpointerOptions = CheckpointerOptions(),  # noqa: B008
+        options: StateOptions = StateOptions(),  # noqa: B008
     ) -> None:
         given = {"mode": mode, "only": only, "on_differing_buffers": on_differing_buffers, "options": options}
         check_options(get_hints(Checkpointer.__init__), given)
@@ -230,16 +229,16 @@ class Checkpointer:
         """
         self.wait()
         self._plan = None
-        tolerance = Tolerance(on_missing, on_unexpected, on_mismatched, on_other_base)
+        consent = Consent(on_missing, on_mismatched, on_unexpected, on_other_base)
         given = {"on_missing": on_missing, "on_unexpected": on_unexpected}
         given |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
         with self._world("restore") as world:
             with world.collective("check the options"):
                 check_options(get_hints(Checkpointer.restore), given)
                 _require_state(state)
-            call = repr((step, tolerance, self._only))
+            call = repr((step, consent, self._only))
             world.require_equal(call, "the list of arguments (step, only, on_...)")
-            report = restoring.restore(world, self._root, state, step, self._only, tolerance, self._options)
+            report = restoring.restore(world, self._root, state, step, self._only, consent, self._options)
             with world.broadcast("find the latest checkpoint") as exchange:
                 if world.rank == 0:
                     exchange.local = folder.find_latest(self._root)

@@ -21,8 +21,8 @@ from shardwise.formats.joining import KeyPath
 from shardwise.models.optimizer_parsing import by_parameter, scheduler_mismatch, unlike
 from shardwise.models.selection import Selection
 from shardwise.models.torch_api import in_memory
-from shardwise.planning.load_plan import allows, describe_faults
-from shardwise.planning.matching import STATE_REMEDIES, Tolerance
+from shardwise.planning.load_plan import Consent, allows, describe_faults
+from shardwise.planning.matching import STATE_REMEDIES
 
 
 class Comparison:
@@ -34,11 +34,11 @@ class Comparison:
         faults: names of the tensors and components that do not match, by kind.
     """
 
-    def __init__(self, tolerance: Tolerance, wanted: set[str], stored: set[str]) -> None:
+    def __init__(self, consent: Consent, wanted: set[str], stored: set[str]) -> None:
         self.model: dict[str, str] = {}
         self.components = wanted & stored
         self.faults: dict[str, list[str]] = {"mismatched": [], "missing": [], "unexpected": []}
-        self._tolerance = tolerance
+        self._tolerance = consent
         self._refused: dict[str, list[str]] = {kind: [] for kind in self.faults}
         for component in sorted(wanted - stored):
             self.add("missing", component)
@@ -65,7 +65,7 @@ def compare(
     state: TrainState,
     common: Mapping[KeyPath, Any],
     world_size: int,
-    tolerance: Tolerance,
+    consent: Consent,
 ) -> Comparison:
     """Compare everything except optimizer state with the current training.
 
@@ -76,7 +76,7 @@ def compare(
     sequences = {"optimizers": state.all_optimizers, "schedulers": state.all_schedulers}
     wanted = {"rng", *(component for component, items in sequences.items() if items)}
     wanted |= {component for component in ("scaler", "data") if getattr(state, component) is not None}
-    found = Comparison(tolerance, wanted, opened.components)
+    found = Comparison(consent, wanted, opened.components)
     _compare_model(opened, collected, found)
     matched, schedulers = found.components, state.all_schedulers
     if "schedulers" in matched and (fault := _check_schedulers(schedulers, common["schedulers",])):

@@ -17,7 +17,6 @@ from shardwise.checkpoints.folder import OpenCheckpoint, open_checkpoint, resolv
 from shardwise.checkpoints.header import CheckedReader
 from shardwise.checkpoints.state import (
     REDUCED,
-    CheckpointerOptions,
     CollectedState,
     TrainState,
     collect_state,
@@ -35,6 +34,7 @@ from shardwise.errors import FormatError, ShardingError, StorageError
 from shardwise.execution.memory import gc_disabled
 from shardwise.execution.reading import ReadExecutor, ReadItem, plan_reads
 from shardwise.execution.replicas import require_alike_models
+from shardwise.execution.state_values import StateOptions
 from shardwise.execution.torch_saves import loaded
 from shardwise.execution.world import Clock, World
 from shardwise.formats.joining import KeyPath
@@ -44,7 +44,8 @@ from shardwise.models.rebind import Key, rebuild_state_tensor
 from shardwise.models.selection import Selection
 from shardwise.models.torch_api import in_memory, to_torch
 from shardwise.models.view import collect_tensors, local_boxes, local_tensor
-from shardwise.planning.matching import Provided, Tolerance
+from shardwise.planning.load_plan import Consent
+from shardwise.planning.matching import Provided
 from shardwise.report.save_reports import RestoreReport
 from shardwise.storage.contract import StorageReader
 from shardwise.tensors import Box
@@ -76,8 +77,8 @@ def restore(
     state: TrainState,
     requested: int | None,
     only: Selection,
-    tolerance: Tolerance,
-    options: CheckpointerOptions,
+    consent: Consent,
+    options: StateOptions,
 ) -> RestoreReport:
     """Restore a checkpoint. Collective: yes."""
     clock = Clock()
@@ -95,7 +96,7 @@ def restore(
     with reader, torch.device("cpu"):
         executor = ReadExecutor(reader, opened.index, options.budget_bytes, world)
         with clock.phase("plan"):
-            plan = _plan(world, opened, executor, reader, state, only, tolerance)
+            plan = _plan(world, opened, executor, reader, state, only, consent)
         with clock.phase("read"):
             optimizers, targets = _read_tensors(world, opened, executor, plan, options)
         with clock.phase("finish"):
@@ -136,7 +137,7 @@ def _plan(
     reader: CheckedReader,
     state: TrainState,
     only: Selection,
-    tolerance: Tolerance,
+    consent: Consent,
 ) -> RestorePlan:
     """Compare the checkpoint with the current training. Collective: yes."""
     with world.collective("collect the state"):
@@ -148,18 +149,18 @@ def _plan(
     common: dict[KeyPath, Any] = exchange.result
     with world.collective("read this rank's values"):
         values = NonTensorValues(common, _local_values(reader, opened, world))
-    base = _match_bases(world, opened, collected, tolerance)
+    base = _match_bases(world, opened, collected, consent)
     with world.collective("compare with the checkpoint"):
         require_same_tuning(opened, collected, only, base)
-        matched = compare(opened, collected, state, common, world.size, tolerance)
+        matched = compare(opened, collected, state, common, world.size, consent)
     fitting = None
     if "optimizers" in matched.components:
-        fitting = _match_optimizers(world, opened, executor, collected, common, tolerance)
+        fitting = _match_optimizers(world, opened, executor, collected, common, consent)
     return RestorePlan(collected, values, base, matched, fitting)
 
 
 def _read_tensors(
-    world: World, opened: OpenCheckpoint, executor: ReadExecutor, plan: RestorePlan, options: CheckpointerOptions
+    world: World, opened: OpenCheckpoint, executor: ReadExecutor, plan: RestorePlan, options: StateOptions
 ) -> tuple[OptimizerTargets, dict[Key, torch.Tensor]]:
     """Read all tensors. Return the optimizers, rebound if the model was on meta, and their state.
 
@@ -185,9 +186,7 @@ def _read_tensors(
 _COMPONENTS = ("model", "optimizers", "schedulers", "scaler", "data", "rng")
 
 
-def _match_bases(
-    world: World, opened: OpenCheckpoint, collected: CollectedState, tolerance: Tolerance
-) -> BaseMatch:
+def _match_bases(world: World, opened: OpenCheckpoint, collected: CollectedState, consent: Consent) -> BaseMatch:
     """Compare the base of a checkpoint with the current one. Collective: yes, if the checkpoint has a base."""
     if opened.header.base is None:
         return BaseMatch()
@@ -195,7 +194,7 @@ def _match_bases(
         exchange.local = collected.base.fingerprints()
     current = exchange.result
     are_shapes_same = opened.header.others == collected.others
-    return compare_bases(opened.header.base, current, tolerance.base, are_shapes_same=are_shapes_same)
+    return compare_bases(opened.header.base, current, consent.base, are_shapes_same=are_shapes_same)
 
 
 # Values that are not tensors
@@ -280,7 +279,7 @@ def _match_optimizers(
     executor: ReadExecutor,
     collected: CollectedState,
     common: Mapping[KeyPath, Any],
-    tolerance: Tolerance,
+    consent: Consent,
 ) -> OptimizerMatch:
     """Match the stored optimizer state with the current optimizers. Collective: yes."""
     optimizers = OptimizerTargets.from_optimizers(collected.held, collected.bounds)
@@ -290,7 +289,7 @@ def _match_optimizers(
         name: Provided(tuple(tensor.shape), in_memory(tensor.dtype), (Box.whole(tuple(tensor.shape)),))
         for name, tensor in parsed.tensors.items()
     }
-    return match_optimizer_state(world, optimizers, parsed, [stored] + [{}] * (world.size - 1), tolerance)
+    return match_optimizer_state(world, optimizers, parsed, [stored] + [{}] * (world.size - 1), consent)
 
 
 @gc_disabled()
@@ -382,7 +381,7 @@ def _materialize(
     reader: StorageReader,
     collected: CollectedState,
     matched: Comparison,
-    options: CheckpointerOptions,
+    options: StateOptions,
 ) -> int:
     """Materialize and fill a model on meta, like a load. Return the bytes read. Collective: yes."""
     model = collected.model

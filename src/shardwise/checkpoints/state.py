@@ -26,7 +26,6 @@ from shardwise.checkpoints.summaries import StateSummary
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.distributed_chunks import Views
 from shardwise.execution.replicas import Replicas
-from shardwise.execution.state_values import StateOptions
 from shardwise.formats.joining import KeyPath
 from shardwise.layout import TensorKind
 from shardwise.models.optimizer_parsing import written_groups
@@ -347,18 +346,6 @@ def _state_dict(component: Any, what: str) -> dict[str, Any]:
 
 
 Mode: TypeAlias = Literal["sync", "async"]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointerOptions(StateOptions):
-    """Settings of a save or restore. None of them changes the content of a checkpoint.
-
-    Attributes:
-        budget_bytes: host memory of one rank for staging (strided tensors, copies to and from an accelerator). The
-            copies of ``mode="async"`` are not included.
-        process_group: the ranks that train together. None means the default group, or this process alone.
-        timeouts: how long ranks wait for each other.
-    """
 
 
 def generator_states() -> dict[str, Any]:

@@ -29,8 +29,8 @@ from shardwise.models.selection import Selection, names_outside
 from shardwise.models.torch_api import from_torch, fsdp_params, in_memory
 from shardwise.models.view import TensorRef, canonical, collect_tensors, require_plain_tensors, without_compile
 from shardwise.planning.load_memory import stored_tensors
-from shardwise.planning.load_plan import OnDiffering
-from shardwise.planning.matching import OnFault, StateSlot, Tolerance, match
+from shardwise.planning.load_plan import Consent, OnDiffering
+from shardwise.planning.matching import OnFault, StateSlot, match
 from shardwise.planning.moves import StateForm
 from shardwise.report.reports import StateReport
 from shardwise.storage.reading import LocalReader
@@ -122,7 +122,7 @@ def set_model_values(
     values: state_values.Values,
     *,
     only: Selection,
-    tolerance: Tolerance,
+    consent: Consent,
     options: state_values.StateOptions,
     clock: Clock,
 ) -> StateReport:
@@ -143,7 +143,7 @@ def set_model_values(
         places = _target_slots(held, names)
         of = {place.names[0]: item for place, item in places}
         with world.collective("match tensors"):
-            matched = match([place for place, _ in places], provided, tolerance, world.global_ranks)
+            matched = match([place for place, _ in places], provided, consent, world.global_ranks)
         taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
         with world.collective("check the tensors"):
             require_plain_tensors(list(taking.values()))
@@ -315,10 +315,10 @@ def set_model_state_dict(
     """
     model = without_compile(model)
     clock = Clock()
-    tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
+    consent = Consent(on_missing, on_mismatched, on_unexpected)
     with get_world(options, "set_model_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            state_values.require_same_call(world, only, tolerance, options=options)
+            state_values.require_same_call(world, only, consent, options=options)
             with world.collective("map the names"):
                 given = state_values.by_canonical_names(state, "state")
         return set_model_values(
@@ -326,7 +326,7 @@ def set_model_state_dict(
             model,
             state_values.ProvidedValues(given),
             only=only,
-            tolerance=tolerance,
+            consent=consent,
             options=options,
             clock=clock,
         )

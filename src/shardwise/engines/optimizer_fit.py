@@ -15,6 +15,7 @@ from shardwise.models.rebind import Bound, Key, state_like
 from shardwise.models.torch_api import in_memory, to_torch
 from shardwise.models.view import TensorRef
 from shardwise.planning import matching
+from shardwise.planning.load_plan import Consent
 from shardwise.report.names import abbreviate
 from shardwise.tensors import DType
 
@@ -107,7 +108,7 @@ def _match(
     agreed: ParsedState,
     groups: matching.GroupMatch,
     provided_by_rank: Sequence[Mapping[str, matching.Provided]],
-    tolerance: matching.Tolerance,
+    consent: Consent,
     global_ranks: Sequence[int],
 ) -> matching.Match:
     """Match tensors. Numbers need no match: only the present state must not get lost."""
@@ -125,7 +126,7 @@ def _match(
         for name, key in targets.keys.items()
         if name not in agreed.keys and key.parameter not in missing
     ]
-    return matching.match(places, known, tolerance, global_ranks)
+    return matching.match(places, known, consent, global_ranks)
 
 
 def _forgotten(agreed: ParsedState) -> set[str]:
@@ -205,7 +206,7 @@ def match_optimizer_state(
     targets: OptimizerTargets,
     given: ParsedState,
     provided_by_rank: Sequence[Mapping[str, matching.Provided]],
-    tolerance: matching.Tolerance,
+    consent: Consent,
 ) -> OptimizerMatch:
     """Match entries of a state, described by ``provided_by_rank``, with entries of the optimizers.
 
@@ -218,7 +219,7 @@ def match_optimizer_state(
     """
     agreed, provided_by = _first_state(world, given)
     with world.collective("match optimizer states"):
-        return _match_all(targets, agreed, provided_by, provided_by_rank, tolerance, world.global_ranks)
+        return _match_all(targets, agreed, provided_by, provided_by_rank, consent, world.global_ranks)
 
 
 def _match_all(
@@ -226,11 +227,11 @@ def _match_all(
     agreed: ParsedState,
     provided_by: tuple[int, ...],
     provided_by_rank: Sequence[Mapping[str, matching.Provided]],
-    tolerance: matching.Tolerance,
+    consent: Consent,
     global_ranks: Sequence[int],
 ) -> OptimizerMatch:
     _require_same_kind(targets, agreed)
     stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
-    groups = matching.match_groups(targets.groups, agreed.groups, stateful, tolerance)
-    matched = _match(targets, agreed, groups, provided_by_rank, tolerance, global_ranks)
+    groups = matching.match_groups(targets.groups, agreed.groups, stateful, consent)
+    matched = _match(targets, agreed, groups, provided_by_rank, consent, global_ranks)
     return OptimizerMatch(agreed, provided_by, groups, matched)

@@ -24,6 +24,7 @@ from shardwise.models.optimizer_parsing import ParsedState, class_name, copied, 
 from shardwise.models.rebind import Bound, Scalar, bind_optimizers, has_rank_local_state
 from shardwise.models.view import TensorRef, collect_tensors, without_compile
 from shardwise.planning import matching
+from shardwise.planning.load_plan import Consent
 from shardwise.planning.matching import digest
 from shardwise.planning.moves import StateForm, receivers
 from shardwise.report.reports import StateReport
@@ -85,7 +86,7 @@ def set_optimizer_values(
     given: ParsedState,
     values: Values,
     *,
-    tolerance: matching.Tolerance,
+    consent: Consent,
     options: StateOptions,
     clock: Clock,
 ) -> StateReport:
@@ -95,7 +96,7 @@ def set_optimizer_values(
     Memory, errors: as of :func:`set_optimizer_state_dict`.
     """
     with clock.phase("agree"):
-        fitting = match_optimizer_state(world, targets, given, values.describe(world), tolerance)
+        fitting = match_optimizer_state(world, targets, given, values.describe(world), consent)
         matched = fitting.matched
     with clock.phase("exchange"):
         with world.collective("find the tensors to restore"):
@@ -259,14 +260,12 @@ def set_optimizer_state_dict(
     """
     model = without_compile(model)
     clock = Clock()
-    tolerance = matching.Tolerance(on_missing, on_unexpected, on_mismatched)
+    consent = Consent(on_missing, on_mismatched, on_unexpected)
     with get_world(options, "set_optimizer_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            require_same_call(world, tolerance, options=options)
+            require_same_call(world, consent, options=options)
             targets = optimizer_targets(world, model, optimizers)
             with world.collective("read"):
                 given = read(state, targets.first_names, targets.shapes)
         values = ProvidedValues(given.tensors)
-        return set_optimizer_values(
-            world, targets, given, values, tolerance=tolerance, options=options, clock=clock
-        )
+        return set_optimizer_values(world, targets, given, values, consent=consent, options=options, clock=clock)

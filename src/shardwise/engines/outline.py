@@ -88,6 +88,55 @@ class ModelOptions(TypedDict, total=False):
     low_cpu_mem_usage: bool
 
 
+class FilledOptions(ModelOptions, total=False):
+    """Options that choose what of a model is trained, and how it is wrapped and filled.
+
+    Each is optional. They include those of :class:`ModelOptions`.
+
+    Attributes:
+        tuning: the trained parameters: ``Full()``, ``Freeze(...)``, ``Lora(...)``, ``ExistingLora(...)``, or any
+            other :class:`~shardwise.tuning.tunings.Tuning`. With a LoRA the model is PEFT's, and the transformers
+            model inside it is sharded.
+        trained_dtype: dtype of trained parameters. With ``tuning``, ``torch.float32`` by default, otherwise
+            ``"unchanged"``. Frozen parameters keep the stored dtype.
+        resize_vocab: number of tokens of the model, or a :class:`~shardwise.models.build.ResizeVocab`, which
+            also determines the initialization of new ones.
+        quantization: keep the weights of linear layers in 4 bits: ``Nf4(...)`` or ``Fp4(...)``, packed while they
+            are read. Only a LoRA is trained then. Linear layers stored by bitsandbytes stay in 4 bits by default.
+            ``"as_stored"`` keeps experts in 4 bits as well, also MXFP4. ``"dequantize"`` dequantizes all.
+        quantization_config: the same as a transformers config, ``BitsAndBytesConfig(load_in_4bit=True, ...)`` or
+            ``Mxfp4Config(...)``.
+        sharding: mesh, wrap policy, mixed precision and offload. See :class:`~shardwise.models.wrap.Sharding`.
+        buffers, on_missing, on_mismatched, on_unexpected: as for :func:`~shardwise.engines.loading.load`.
+    """
+
+    tuning: Full | Freeze | Lora | ExistingLora | Tuning
+    trained_dtype: TrainedDtype
+    resize_vocab: int | ResizeVocab
+    quantization: Quantization
+    quantization_config: Any
+    sharding: Sharding
+    buffers: BufferRules
+    on_missing: OnMissing
+    on_mismatched: OnMissing
+    on_unexpected: OnUnexpected
+
+
+class PretrainedOptions(FilledOptions, total=False):
+    """Keyword arguments of :func:`from_pretrained`, in addition to those of :class:`FilledOptions`.
+
+    Each is optional.
+
+    Attributes:
+        load_weights: False leaves the model on meta, built, tied and sharded, for a run that restores its weights
+            from a checkpoint (:meth:`Checkpointer.restore`).
+        options: as for :func:`~shardwise.engines.loading.load`.
+    """
+
+    load_weights: bool
+    options: LoadOptions
+
+
 Options = TypeVar("Options", bound=ModelOptions)
 
 
@@ -137,7 +186,7 @@ def check_keywords(call: str, options: Options, kind: type) -> Options:
     require_known(call, options, kind)
     found = settled(options)
     check_options(get_hints(kind), found)
-    require_trainable(cast(TunedOptions, found))
+    require_trainable(cast(FilledOptions, found))
     return found
 
 
@@ -304,47 +353,20 @@ def _folder(directory: Path) -> Path:
     return directory if directory.is_dir() else directory.parent
 
 
-class TunedOptions(ModelOptions, total=False):
-    """Options that choose the model to build and its trained parameters, including those of :class:`ModelOptions`.
-
-    Each is optional.
-
-    Attributes:
-        tuning: the trained parameters: ``Full()``, ``Freeze(...)``, ``Lora(...)``, ``ExistingLora(...)``, or any
-            other :class:`~shardwise.tuning.tunings.Tuning`. With a LoRA the model is PEFT's, and the transformers
-            model inside it is sharded.
-        trained_dtype: dtype of trained parameters. With ``tuning``, ``torch.float32`` by default, otherwise
-            ``"unchanged"``. Frozen parameters keep the stored dtype.
-        resize_vocab: number of tokens of the model, or a :class:`~shardwise.models.build.ResizeVocab`, which
-            also determines the initialization of new ones.
-        quantization: keep the weights of linear layers in 4 bits: ``Nf4(...)`` or ``Fp4(...)``, packed while they
-            are read. Only a LoRA is trained then. Linear layers stored by bitsandbytes stay in 4 bits by default.
-            ``"as_stored"`` keeps experts in 4 bits as well, also MXFP4. ``"dequantize"`` dequantizes all.
-        quantization_config: the same as a transformers config, ``BitsAndBytesConfig(load_in_4bit=True, ...)`` or
-            ``Mxfp4Config(...)``.
-    """
-
-    tuning: Full | Freeze | Lora | ExistingLora | Tuning
-    trained_dtype: TrainedDtype
-    resize_vocab: int | ResizeVocab
-    quantization: Quantization
-    quantization_config: Any
-
-
-def resizing(options: TunedOptions) -> ResizeVocab | None:
+def resizing(options: FilledOptions) -> ResizeVocab | None:
     """Return the change of the vocabulary's size, or None."""
     wanted = options.get("resize_vocab")
     return ResizeVocab(wanted) if isinstance(wanted, int) else wanted
 
 
-def trained_dtype(options: TunedOptions) -> TrainedDtype:
+def trained_dtype(options: FilledOptions) -> TrainedDtype:
     """Return the dtype of trained parameters: float32 by default where ``tuning`` is given."""
     wanted: TrainedDtype = options.get("trained_dtype", torch.float32 if "tuning" in options else "unchanged")
     require_trainable_dtype(wanted)
     return wanted
 
 
-def comparable_tuning(options: TunedOptions, adapters: Mapping[str, Adapter]) -> str:
+def comparable_tuning(options: FilledOptions, adapters: Mapping[str, Adapter]) -> str:
     """Return the tuning options that must be equal on all ranks, as text."""
     tuning = options.get("tuning", Full())
     return repr((tuning.comparable_text(adapters), trained_dtype(options), resizing(options)))
@@ -354,7 +376,7 @@ def comparable_tuning(options: TunedOptions, adapters: Mapping[str, Adapter]) ->
 def prepare_for_training(
     built: Outline,
     untied: set[str],
-    options: TunedOptions,
+    options: FilledOptions,
     *,
     adapters: Mapping[str, Adapter],
     casts_to: torch.dtype | None,
@@ -383,7 +405,7 @@ def prepare_for_training(
 
 
 def convert_four_bit_base(
-    model: PreTrainedModel, bindings: Bindings, options: TunedOptions
+    model: PreTrainedModel, bindings: Bindings, options: FilledOptions
 ) -> tuple[Bindings, tuple[str, ...]]:
     """Convert a base on meta to 4 bits, as the options request. Return the new bindings, and notes.
 
@@ -428,7 +450,7 @@ def _kind(quantization: Quantization) -> str:
     return repr(quantization) if isinstance(quantization, str) else f"{type(quantization).__name__}(...)"
 
 
-def require_trainable(options: TunedOptions) -> None:
+def require_trainable(options: FilledOptions) -> None:
     """Raise ConfigError if the tuning is a Full or Freeze of a 4-bit base."""
     tuning = options.get("tuning")
     if options.get("quantization") not in (None, "dequantize") and isinstance(tuning, (Full, Freeze)):
@@ -439,23 +461,6 @@ def require_trainable(options: TunedOptions) -> None:
         )
 
 
-class FilledOptions(TunedOptions, total=False):
-    """Options that choose how a model is wrapped and filled, including those of :class:`TunedOptions`.
-
-    Each is optional.
-
-    Attributes:
-        sharding: mesh, wrap policy, mixed precision and offload. See :class:`~shardwise.models.wrap.Sharding`.
-        buffers, on_missing, on_mismatched, on_unexpected: as for :func:`~shardwise.engines.loading.load`.
-    """
-
-    sharding: Sharding
-    buffers: BufferRules
-    on_missing: OnMissing
-    on_mismatched: OnMissing
-    on_unexpected: OnUnexpected
-
-
 def get_consent(options: FilledOptions) -> Consent:
     """Return the tensors that may be missing, mismatched or unexpected."""
     return Consent(
@@ -463,18 +468,3 @@ def get_consent(options: FilledOptions) -> Consent:
         options.get("on_mismatched", "error"),
         options.get("on_unexpected", "error"),
     )
-
-
-class PretrainedOptions(FilledOptions, total=False):
-    """Keyword arguments of :func:`from_pretrained`, in addition to those of :class:`FilledOptions`.
-
-    Each is optional.
-
-    Attributes:
-        load_weights: False leaves the model on meta, built, tied and sharded, for a run that restores its weights
-            from a checkpoint (:meth:`Checkpointer.restore`).
-        options: as for :func:`~shardwise.engines.loading.load`.
-    """
-
-    load_weights: bool
-    options: LoadOptions

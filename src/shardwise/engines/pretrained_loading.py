@@ -338,8 +338,8 @@ def from_pretrained(
     group), and reads its own bytes. Returns the model in evaluation mode, as transformers does, or the model and
     the :class:`~shardwise.report.LoadReport` with ``output_loading_info=True``.
 
-    Keyword arguments: see :class:`PretrainedOptions`, :class:`~shardwise.engines.outline.TunedOptions` and
-    :class:`~shardwise.engines.outline.ModelOptions`.
+    Keyword arguments: see :class:`~shardwise.engines.outline.PretrainedOptions`,
+    :class:`~shardwise.engines.outline.FilledOptions` and :class:`~shardwise.engines.outline.ModelOptions`.
 
     Collective: yes, over ``options.process_group`` (default: all ranks), whose ranks are those of the mesh.
     Memory: this rank's shards and ``options.budget_bytes``.

@@ -34,13 +34,6 @@ WrittenNames: TypeAlias = Literal["hub", "internal"]
 
 
 @dataclass(frozen=True, slots=True)
-class PeftNames:
-    """One adapter of a PEFT model is saved, and nothing else, under the names that PEFT's files have."""
-
-    adapter: str = "default"
-
-
-@dataclass(frozen=True, slots=True)
 class SaveOptions(StateOptions):
     """Settings of a save. None of them changes the saved values.
 
@@ -73,7 +66,7 @@ class SaveRequest:
 
     model: nn.Module
     directory: str | os.PathLike[str]
-    names: WrittenNames | PeftNames = "hub"
+    names: WrittenNames | AdapterOnly = "hub"
     dtype: torch.dtype | None = None
     max_shard_bytes: int = sys.maxsize
     tokenizer: Any = None
@@ -82,7 +75,7 @@ class SaveRequest:
     @property
     def stem(self) -> str:
         """Prefix of the names of weight files."""
-        return ADAPTER if isinstance(self.names, PeftNames) else MODEL
+        return ADAPTER if isinstance(self.names, AdapterOnly) else MODEL
 
 
 @dataclass(frozen=True)
@@ -113,11 +106,11 @@ def tensors_to_save(world: World, request: SaveRequest) -> tuple[list[TensorRef]
     with world.collective("collect the state"):
         held = _collect(request)
     names = request.names
-    if not isinstance(names, PeftNames):
+    if not isinstance(names, AdapterOnly):
         return held, {}
     with world.broadcast("find tensors outside of the model") as exchange:
         if world.rank == 0:
-            exchange.local = names_outside(request.model, held, AdapterOnly(names.adapter))
+            exchange.local = names_outside(request.model, held, names)
     places: dict[str, str] = exchange.result
     chosen = set(places.values())
     beside = [] if request.training is None else collect_tensors(request.training.module)
@@ -125,7 +118,7 @@ def tensors_to_save(world: World, request: SaveRequest) -> tuple[list[TensorRef]
 
 
 def _collect(request: SaveRequest) -> list[TensorRef]:
-    if isinstance(request.names, PeftNames):
+    if isinstance(request.names, AdapterOnly):
         return collect_tensors(request.model)
     if request.names == "hub" and request.dtype is not None and four_bit_files.has_four_bits(request.model):
         raise ConfigError(
@@ -214,7 +207,7 @@ def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
             "Save the adapter by save_adapter, merge it first (merge_and_unload, shardwise "
             "merge-adapter), or pass names='internal' for all tensors as the model names them"
         )
-    if isinstance(request.names, PeftNames) and not policy.can_rename:
+    if isinstance(request.names, AdapterOnly) and not policy.can_rename:
         raise ConfigError(
             f"{os.fspath(request.directory)}: an adapter is one file, which takes its place in one step, and this "
             "storage renames nothing. Save into a folder, and copy that"
@@ -223,7 +216,7 @@ def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
 
 def build_outputs(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
     """Return the tensors of the files, and their expressions."""
-    if isinstance(request.names, PeftNames):
+    if isinstance(request.names, AdapterOnly):
         return {key: Output.unchanged(key, layout.by_name[name]) for key, name in places.items()}
     return reverted(request.model, layout, request.names)
 
@@ -271,7 +264,7 @@ def main_dtype(tensors: Iterable[Saved]) -> DType | None:
 def tied_names(ready: PreparedSave) -> dict[str, str]:
     """Names that are not saved, with the name under which their tensor is."""
     found: dict[str, str] = {}
-    if isinstance(ready.request.names, PeftNames):
+    if isinstance(ready.request.names, AdapterOnly):
         return found
     for tensor in ready.layout.saved():
         kept = names_in_file(ready.request.model, tensor)

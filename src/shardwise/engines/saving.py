@@ -27,6 +27,7 @@ from shardwise.execution.write import Emitter, write_by_owners
 from shardwise.models import revert
 from shardwise.models.four_bit_layers import is_in_four_bits
 from shardwise.models.pretrained import progress_bar
+from shardwise.models.selection import AdapterOnly
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import without_compile
 from shardwise.planning.load_plan import OnDiffering
@@ -210,7 +211,7 @@ def _write_by_owners(
 def _config_files(request: save_plan.SaveRequest, plan: SavePlan) -> dict[str, bytes]:
     """Return the small files that are saved with weights: configs, code, and the tokenizer's files."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        if isinstance(request.names, save_plan.PeftNames):
+        if isinstance(request.names, AdapterOnly):
             peft_compat.save_config(request.model, request.names.adapter, folder)
         else:
             revert.save_configs(request.model, _main_dtype(request, plan), Path(folder))
@@ -348,7 +349,7 @@ def save(
 def _request(
     given: Mapping[str, Any],
     directory: str | os.PathLike[str],
-    names: save_plan.WrittenNames | save_plan.PeftNames,
+    names: save_plan.WrittenNames | AdapterOnly,
     dtype: torch.dtype | str | None,
     max_shard_size: int | str,
     tokenizer: Any,
@@ -408,7 +409,7 @@ def save_adapter(
     model, clock = without_compile(model), Clock()
     with get_world(options, "save_adapter") as world:
         given = {"model": model, "verify": verify, "options": options, "on_differing_buffers": on_differing_buffers}
-        names = save_plan.PeftNames(adapter)
+        names = AdapterOnly(adapter)
         with world.collective("plan the save"):
             request = _request(given, directory, names, dtype, sys.maxsize, tokenizer)
         return execute_save(world, request, on_differing_buffers, options, clock, verify=verify)

@@ -1,7 +1,7 @@
 """Sharding of a model in place: collect tensors, agree, wrap, and move values."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,17 +26,6 @@ from shardwise.models.wrap import Sharding, TrainedDtype, require_movable, requi
 from shardwise.planning.matching import ValuesFrom
 from shardwise.planning.option_syntax import parse_wrap
 from shardwise.report.reports import ShardReport
-
-
-@dataclass(frozen=True, slots=True)
-class ShardOptions(StateOptions):
-    """Settings of a sharding. None of them changes the values.
-
-    Attributes:
-        budget_bytes: memory of each rank for staging, on the device of the process group's backend.
-        process_group: the ranks of the mesh. None is the default group, or this process alone.
-        timeouts: how long ranks wait for each other.
-    """
 
 
 def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) -> ShardReport:
@@ -98,7 +87,7 @@ def shard(
     optimizers: Sequence[Optimizer] = (),
     values_from: ValuesFrom = "any",
     trained_dtype: TrainedDtype = "unchanged",
-    options: ShardOptions = ShardOptions(),
+    options: StateOptions = StateOptions(),  # noqa: B008
 ) -> ShardReport:
     """Shard a model in place with ``fully_shard``, whatever state it is in, and bind its optimizers to the shards.
 
@@ -183,7 +172,7 @@ def _move(
     bounds: list[Bound],
     sharding: Sharding,
     supply: SourceTable,
-    options: ShardOptions,
+    options: StateOptions,
     clock: Clock,
 ) -> dict[str, Any]:
     """Wrap the model and move values. Return fields of the report. Collective: yes."""

@@ -29,10 +29,13 @@ from shardwise.tensors import Box
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """Settings for getting or setting a state. None of them changes the values.
+    """Settings for getting or setting a state, for sharding a model, and for checkpoints.
+
+    None of them changes the values.
 
     Attributes:
-        budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
+        budget_bytes: staging memory of each rank, on the device that the ranks' backend moves. A checkpoint uses it
+            for strided tensors, and copies to and from an accelerator, besides the copies of ``mode="async"``.
         process_group: the ranks that act together. None is the default group, or this process alone.
         timeouts: how long ranks wait for each other.
     """

@@ -39,8 +39,7 @@ from shardwise.models import build, pretrained
 from shardwise.models.rebind import Bound, bind_optimizers, plain_optimizer, require_steps_shards
 from shardwise.models.torch_api import get_buffers, get_parameters, writes_to
 from shardwise.models.view import abbreviate, collect_tensors, without_compile
-from shardwise.planning.load_plan import Ignore
-from shardwise.planning.matching import Tolerance
+from shardwise.planning.load_plan import Consent, Ignore
 from shardwise.storage.reading import LocalReader, OpenStorage
 from shardwise.tuning import peft_compat
 
@@ -385,5 +384,5 @@ def _require_values(
 
 def _set(world: World, model: nn.Module, values: Values, options: StateOptions) -> None:
     """Set the tensors that there are values for. Others are unchanged."""
-    tolerance = Tolerance(Ignore(), "error", "error")
-    set_model_values(world, model, values, only=None, tolerance=tolerance, options=options, clock=Clock())
+    consent = Consent(missing=Ignore())
+    set_model_values(world, model, values, only=None, consent=consent, options=options, clock=Clock())

@@ -29,8 +29,8 @@ from shardwise.models.rebind import label
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.models.view import canonical, collect_tensors, without_compile
 from shardwise.planning.load_memory import stored_tensors
-from shardwise.planning.load_plan import Ignore
-from shardwise.planning.matching import OnFault, Tolerance
+from shardwise.planning.load_plan import Consent, Ignore, OnMissing
+from shardwise.planning.matching import OnFault
 from shardwise.report.reports import StateReport
 from shardwise.storage.reading import LocalReader
 
@@ -44,7 +44,7 @@ class FilesSource:
 
     path: Path
     number: int
-    tolerance: Tolerance
+    consent: Consent
     options: state_values.StateOptions
 
     def agree(self, world: World, mode: object) -> None:
@@ -56,12 +56,12 @@ class FilesSource:
         with world.collective("check the arguments"):
             self._check(mode)
         state_values.require_same_call(
-            world, os.fspath(self.path), self.number, mode, self.tolerance, options=self.options
+            world, os.fspath(self.path), self.number, mode, self.consent, options=self.options
         )
 
     def _check(self, mode: object) -> None:
         require_number(self.number)
-        given = {f"on_{item.name}": getattr(self.tolerance, item.name) for item in fields(self.tolerance)}
+        given = {f"on_{item.name}": getattr(self.consent, item.name) for item in fields(self.consent)}
         given["order" if isinstance(mode, str) else "only"] = mode
         check_options({**get_hints(load_accelerate_model), **get_hints(load_accelerate_optimizer)}, given)
 
@@ -111,7 +111,7 @@ def load_accelerate_model(
     """
     model = without_compile(model)
     clock = Clock()
-    source = FilesSource(Path(path), number, Tolerance(on_missing, on_unexpected, on_mismatched), options)
+    source = FilesSource(Path(path), number, Consent(on_missing, on_mismatched, on_unexpected), options)
     with get_world(options, "load_accelerate_model") as world, torch.device("cpu"):
         with clock.phase("agree"):
             source.agree(world, only)
@@ -153,7 +153,7 @@ def load_accelerate_optimizer(
     """
     model = without_compile(model)
     clock = Clock()
-    source = FilesSource(Path(path), number, Tolerance(on_missing, on_unexpected, on_mismatched), options)
+    source = FilesSource(Path(path), number, Consent(on_missing, on_mismatched, on_unexpected), options)
     with get_world(options, "load_accelerate_optimizer") as world, torch.device("cpu"):
         with clock.phase("agree"):
             source.agree(world, order)
@@ -165,7 +165,7 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
 
     Memory, errors: as of :func:`load_accelerate_model`.
     """
-    tolerance = source.tolerance
+    consent = source.consent
     with ExitStack() as stack:
         with clock.phase("agree"):
             values = _read_model_values(world, source, stack)
@@ -178,12 +178,12 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
                 # what torch does not know as frozen: buffers, and the second names of tied parameters.
                 with world.collective("find untrained tensors"):
                     untouched = beside_trained(collect_tensors(model), only.adapter)
-                missing, unexpected = tolerance.missing, tolerance.unexpected
-                tolerance = replace(
-                    tolerance, missing=_also(missing, untouched), unexpected=_also(unexpected, untouched)
+                missing, unexpected = consent.missing, consent.unexpected
+                consent = replace(
+                    consent, missing=_also(missing, untouched), unexpected=_also(unexpected, untouched)
                 )
         options = source.options
-        return set_model_values(world, model, values, only=only, tolerance=tolerance, options=options, clock=clock)
+        return set_model_values(world, model, values, only=only, consent=consent, options=options, clock=clock)
 
 
 def read_optimizer(
@@ -200,11 +200,11 @@ def read_optimizer(
             targets = optimizer_targets(world, model, optimizer)
             given, values = _read_optimizer_state(world, found, targets, order, options, stack)
         return set_optimizer_values(
-            world, targets, given, values, tolerance=source.tolerance, options=options, clock=clock
+            world, targets, given, values, consent=source.consent, options=options, clock=clock
         )
 
 
-def _also(consent: OnFault, names: Sequence[str]) -> Ignore:
+def _also(consent: OnMissing | OnFault, names: Sequence[str]) -> Ignore:
     return Ignore((*(consent.only if isinstance(consent, Ignore) else ()), *names))
 
 

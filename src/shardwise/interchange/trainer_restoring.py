@@ -30,7 +30,7 @@ from shardwise.models.optimizer_parsing import ParameterOrder, scheduler_mismatc
 from shardwise.models.selection import AdapterOnly, has_adapters
 from shardwise.models.view import without_compile
 from shardwise.planning.load_plan import Consent
-from shardwise.planning.matching import OnFault, Tolerance
+from shardwise.planning.matching import OnFault
 from shardwise.report.reports import LoadReport, StateReport
 from shardwise.report.save_reports import TrainerReport
 from shardwise.storage.reading import LocalReader
@@ -111,7 +111,7 @@ def load_trainer_checkpoint(
         elif optimizer is not None and folder.optimizer is None:
             left_out["optimizer"] = "the checkpoint has none (save_only_model)"
         elif optimizer is not None and folder.optimizer is not None:
-            files = FilesSource(folder.optimizer, 0, Tolerance(), options)
+            files = FilesSource(folder.optimizer, 0, Consent(), options)
             with torch.device("cpu"):
                 set_optimizer = read_optimizer(world, model, optimizer, files, order, Clock())
             restored.append("optimizer")
@@ -156,14 +156,14 @@ def _set_model(
         as_load = LoadOptions(process_group=options.process_group, timeouts=options.timeouts)
         return load_checkpoint(world, model, folder.path, Consent(unexpected=on_unexpected), as_load, Clock())
     only = AdapterOnly(adapter) if has_adapters(model) else None
-    tolerance, clock = Tolerance(unexpected=on_unexpected), Clock()
+    consent, clock = Consent(unexpected=on_unexpected), Clock()
     with torch.device("cpu"), ExitStack() as stack:
         if file is None:
-            return read_model(world, model, FilesSource(folder.path, 0, tolerance, options), only, clock)
+            return read_model(world, model, FilesSource(folder.path, 0, consent, options), only, clock)
         with clock.phase("agree"):
             values: Values = stored_values(world, str(file.parent), file.name, options, stack)
             values = exchange_stored_experts(world, model, values, adapter, str(file.parent))
-        return set_model_values(world, model, values, only=only, tolerance=tolerance, options=options, clock=clock)
+        return set_model_values(world, model, values, only=only, consent=consent, options=options, clock=clock)
 
 
 STATE_FILE = "trainer_state.json"

@@ -91,16 +91,18 @@ def allows(consent: OnMissing | OnUnexpected, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Consent:
-    """All consents of one load, by default to nothing.
+    """All consents of one load or restore, by default to nothing.
 
     ``missing`` applies to tensors of the model that are not in the checkpoint, ``mismatched`` to tensors that the
     checkpoint stores in another shape, or as values that cannot be cast or decoded, ``unexpected`` to keys without
-    a tensor in the model.
+    a tensor in the model, ``base`` to the "config", "shapes" and "values" of the base model that a checkpoint
+    requires. A load initializes missing tensors, a restore of a state leaves them as they are.
     """
 
-    missing: OnMissing = "error"
-    mismatched: OnMissing = "error"
+    missing: OnMissing | OnUnexpected = "error"
+    mismatched: OnMissing | OnUnexpected = "error"
     unexpected: OnUnexpected = "error"
+    base: OnUnexpected = "error"
 
 
 @dataclass(frozen=True, slots=True)

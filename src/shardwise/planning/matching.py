@@ -16,25 +16,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from shardwise.errors import KeyMismatchError, RankMismatchError
-from shardwise.planning.load_plan import OnUnexpected, allows, describe_faults
+from shardwise.planning.load_plan import Consent, OnUnexpected, allows, describe_faults
 from shardwise.planning.moves import covers
 from shardwise.report.names import ALL_RANKS, abbreviate, collapse, few_names, format_ranks
 from shardwise.tensors import Box, DType, follows
 
 OnFault: TypeAlias = OnUnexpected
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Consents to differences between a state and a model. Ignored tensors keep their values.
-
-    ``base`` applies to the "config", "shapes" and "values" of the base model that a checkpoint requires.
-    """
-
-    missing: OnFault = "error"
-    unexpected: OnFault = "error"
-    mismatched: OnFault = "error"
-    base: OnFault = "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +81,7 @@ class Match:
 def match(
     places: Sequence[StateSlot],
     provided_by_rank: Sequence[Mapping[str, Provided]],
-    tolerance: Tolerance,
+    consent: Consent,
     global_ranks: Sequence[int] = ALL_RANKS,
 ) -> Match:
     """Find the source of every slot.
@@ -112,7 +99,7 @@ def match(
     faults: dict[str, list[str]] = {
         "mismatched": [],
         "missing": [],
-        "unexpected": [name for name in unexpected if not allows(tolerance.unexpected, name)],
+        "unexpected": [name for name in unexpected if not allows(consent.unexpected, name)],
     }
     incomplete: list[str] = []
     taken: list[Taken] = []
@@ -122,14 +109,14 @@ def match(
         present = [name for name in place.names if name in first]
         if not present:
             missing.append(place.names[0])
-            if not any(allows(tolerance.missing, name) for name in place.names):
+            if not any(allows(consent.missing, name) for name in place.names):
                 faults["missing"].append(place.names[0])
             continue
         wrong = _misfit(place, present, providers)
         if wrong is not None:
             name, sentence = wrong
             mismatched.append(name)
-            if not allows(tolerance.mismatched, name):
+            if not allows(consent.mismatched, name):
                 faults["mismatched"].append(sentence)
             continue
         name = present[0]
@@ -193,7 +180,7 @@ class GroupMatch:
 
 
 def match_groups(
-    present: Sequence[Sequence[str]], given: Sequence[Sequence[str]], stateful: Sequence[str], tolerance: Tolerance
+    present: Sequence[Sequence[str]], given: Sequence[Sequence[str]], stateful: Sequence[str], consent: Consent
 ) -> GroupMatch:
     """Find the state's group with the same parameters for each present group, pairing empty groups in order.
 
@@ -210,8 +197,8 @@ def match_groups(
     missing = [name for names in present for name in names if name not in there]
     unexpected = [name for name in dict.fromkeys([*itertools.chain(*given), *stateful]) if name not in here]
     faults = {
-        "missing": [name for name in missing if not allows(tolerance.missing, name)],
-        "unexpected": [name for name in unexpected if not allows(tolerance.unexpected, name)],
+        "missing": [name for name in missing if not allows(consent.missing, name)],
+        "unexpected": [name for name in unexpected if not allows(consent.unexpected, name)],
         "twice": [name for name, count in Counter(itertools.chain(*given)).items() if count > 1],
     }
     if any(faults.values()):
