@@ -224,7 +224,7 @@ def open_call(
         ConfigError, RankMismatchError: the same on every rank.
     """
     call = RowCall(base)
-    with base.world.all_reduce("check the arguments", combine_counts) as exchange:
+    with base.world.all_reduce("check the rows", combine_counts) as exchange:
         exchange.local = call.check(batches, tenants, is_training=is_training)
     call.agreed = exchange.result
     return call

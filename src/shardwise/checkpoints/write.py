@@ -100,7 +100,7 @@ def write_and_commit(world: World, job: Job) -> CheckpointReport:
             with world.gather("write local files") as exchange:
                 exchange.local = _write_local(world, job, saving)
             written: list[WrittenFile] | None = exchange.result  # of all ranks, on the first
-            with world.broadcast("commit") as exchange:
+            with world.broadcast("commit the checkpoint") as exchange:
                 if written is not None:
                     exchange.local = _commit(job, saving, written)
             removed, checkpoint_bytes = exchange.result

@@ -290,7 +290,7 @@ def resolve_everywhere(
 
     Collective: yes.
     """
-    with world.all_gather("find the local path") as exchange:
+    with world.all_gather("find the folder") as exchange:
         exchange.local = local_path(name_or_path, hub)
     found: list[Path | None] = exchange.result
     # One rank decides: what exists on some machines only must not send the ranks different ways.

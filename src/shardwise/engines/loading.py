@@ -66,7 +66,7 @@ def execute_load(
                 exchange_shared(world, load.shared, {item.fqn: item for item in load.held}, load.items, executor)
     with clock.phase("fill"):
         completed = get_base_form(model).complete(world, model, budget_bytes=options.budget_bytes)
-    with world.collective("finish"):
+    with world.collective("set up the loaded model"):
         attributes = finish(model, load, means, {**executor.written, **completed}, clock)
     with clock.phase("audit"):
         require_equal_buffers(world, load.held)
@@ -340,7 +340,7 @@ def load_checkpoint(
         source = arguments.open_source(world, checkpoint, hub)
     with source.closing():
         try:
-            with clock.phase("plan"), world.collective("open the checkpoint"):
+            with clock.phase("plan"), world.collective("plan the load"):
                 load = prepare_checkpoint(world, model, source, consent, buffers or {}, options, key_mapping)
             report = execute_load(world, model, source, load, clock)
         finally:

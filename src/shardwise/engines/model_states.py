@@ -149,7 +149,7 @@ def set_model_values(
             require_plain_tensors(list(taking.values()))
         # Computed while all is on meta, so that a model is filled as by a load.
         initializers = Initializers(model, held)
-        with world.collective("compute tensors"):
+        with world.collective("plan computed tensors"):
             computed = _computed(initializers, only)
         values.require_ties(world, [item.place.names for item in matched.taken])
     with clock.phase("exchange"):
@@ -343,7 +343,7 @@ def exchange_stored_experts(
     Raises:
         ConfigError: the layout is not known, or ranks hold whole tensors or shards, which are not rearranged.
     """
-    with world.collective("exchange experts"):
+    with world.collective("match experts"):
         return _exchange_experts(model, values, adapter, folder)
 
 

@@ -35,7 +35,7 @@ def _quantize_batch(world: World, layers: Mapping[str, Any], budget_bytes: int) 
     device = next(iter(raw.values())).device
     gathered = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=device)
     wholes = {name: found.view(torch.float32) for name, found in gathered.items()}
-    with world.broadcast("plan the nested scales") as exchange:
+    with world.broadcast("compute offsets") as exchange:
         if world.rank == 0:
             exchange.local = {name: float(compute_offset(whole)) for name, whole in wholes.items()}
     offsets = exchange.result

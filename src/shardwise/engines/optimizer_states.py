@@ -265,7 +265,7 @@ def set_optimizer_state_dict(
         with clock.phase("agree"):
             require_same_call(world, consent, options=options)
             targets = optimizer_targets(world, model, optimizers)
-            with world.collective("read"):
+            with world.collective("parse the state"):
                 given = read(state, targets.first_names, targets.shapes)
         values = ProvidedValues(given.tensors)
         return set_optimizer_values(world, targets, given, values, consent=consent, options=options, clock=clock)

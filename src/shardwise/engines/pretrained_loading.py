@@ -103,7 +103,7 @@ def build_and_load(
             with world.collective("wrap blocks"):
                 wrap_blocks(tuned, sharding)
         if keywords.get("load_weights", True):
-            with clock.phase("plan"), world.collective("add adapters"):
+            with clock.phase("plan"), world.collective("plan the load"):
                 load = prepare_tuned(world, found.source, tuned, keywords, already_read_bytes)
             report = execute_load(world, tuned.model, found.source, load, clock)
         else:

@@ -63,7 +63,7 @@ def execute_save(
             held, places = save_plan.tensors_to_save(world, request)
             shares = agree_on_shares(world, held, on_differing_buffers)
             budget = options.budget_bytes
-            with world.collective("prepare"):
+            with world.collective("plan the files"):
                 ready = save_plan.prepare(request, save_id, held, places, shares, world.rank, writer.policy, budget)
             settings = ready.digest, repr((request.names, verify)), budget
             world.require_equal(
@@ -119,23 +119,23 @@ def _write_and_commit(
         shows_progress = options.progress and world.rank == 0
         with progress_bar("Saving weights", plan.nbytes // world.size, enabled=shows_progress) as bar:
             emitter = Emitter(writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world)
-            with clock.phase("write"):
+            with clock.phase("write files"):
                 if has_owners:
                     _write_by_owners(world, emitter, ready, options, bar)
                 else:
-                    with world.collective("write"):
+                    with world.collective("write files"):
                         emitter.write(ready.requests)
             with clock.phase("sync"):
                 if not has_owners:
                     created = [file.name for file in plan.files] if world.rank == 0 else []
-                    with world.collective("finish"):
+                    with world.collective("flush files to disk"):
                         emitter.finish(ready.requests, created)
         with clock.phase("verify"):
             if verify:
                 _require_same(world, emitter, ready)
             sums = _total_fingerprints(world, plan, emitter)
         with clock.phase("commit"):
-            with world.broadcast("commit") as exchange:
+            with world.broadcast("commit the save") as exchange:
                 if world.rank == 0:
                     exchange.local = folder.commit(sums)
             removed = exchange.result

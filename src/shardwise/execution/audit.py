@@ -74,7 +74,7 @@ def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
     }
     if world.all_reduce_object(repr_digest(sorted(sums.items())), world.mismatched) is None:
         return
-    with world.broadcast("compute sums") as exchange:
+    with world.broadcast("compare buffers") as exchange:
         if world.rank == 0:
             exchange.local = sums
     first = exchange.result
@@ -145,7 +145,7 @@ def require_one_checkpoint(
     files = sorted(index.files)
     identities: dict[str, str] = {}
 
-    with world.all_gather("place sums") as exchange:
+    with world.all_gather("identify files") as exchange:
         if isinstance(reader, FilePlaces):
             identities.update({file: reader.identity(file) for file in files})
         exchange.local = _digest(content_identity(reader, file).encode(errors="surrogatepass") for file in files)

@@ -128,7 +128,7 @@ class ShardExchange:
         arriving: _LocalRound | None = None
         try:
             for number, leaving in enumerate([*local, None]):
-                with self.world.collective("plan the step"):
+                with self.world.collective("copy into staging memory"):
                     self._step(arriving, leaving)
                 if leaving is not None and any(_is_sent(block) for block in self.rounds[number]):
                     self._send(leaving)
@@ -371,7 +371,7 @@ def distribute(
         batch, used = [items.pop()], 0
         while items and (used := used + batch[-1].nbytes) + items[-1].nbytes <= budget_bytes:
             batch.append(items.pop())
-        with world.collective("prepare"):
+        with world.collective("allocate shards"):
             targets = prepare([item.name for item in batch])
         batch = [replace(item, target=targets[item.name]) for item in batch]
         traffic.add(transfer(world, batch, budget_bytes=budget_bytes, device=device))
@@ -407,7 +407,7 @@ def gather(
     gathered: dict[str, torch.Tensor] = {}
     items: list[Transfer] = []
 
-    with world.collective("prepare"):
+    with world.collective("allocate full tensors"):
         for name, tensor in tensors.items():
             target = None
             if world.rank in ranks:

@@ -91,7 +91,7 @@ def locked_and_clean(world: World, folder: str | os.PathLike[str], also: Collect
     """
     with locked_by_first_rank(world, folder) as saving:
         try:
-            with world.broadcast("clean up"):
+            with world.broadcast("complete earlier renames"):
                 if world.rank == 0:
                     clean_up(saving)
             yield saving

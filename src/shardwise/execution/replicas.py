@@ -218,7 +218,7 @@ def equal_on_all(
         exchange.local = metadata_by_name(tensors)
     metadata: list[dict[str, TensorMetadata]] = exchange.result
     held = {name: tuple(found[name].boxes if name in found else () for found in metadata) for name in tensors}
-    with world.collective("compare values"):
+    with world.collective("group replicas"):
         replicas = Replicas.among(tensors, in_common(held, world.rank), buffers)
     differing = compare_replicas(world, replicas, on_differing_buffers)
     copies = {name: torch.empty_like(tensors[name]) for name in differing}
@@ -300,7 +300,7 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
         boxes = held_by_rank(metadata, world.global_ranks)
         shares = _shares_by_name(saved, boxes)
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
-    with world.collective("compare values"):
+    with world.collective("group replicas"):
         replicas = Replicas.among(tensors, in_common(boxes, world.rank), buffers)
     return Shares(shares, compare_replicas(world, replicas, on_differing_buffers))
 

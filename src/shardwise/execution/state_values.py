@@ -233,7 +233,7 @@ class StoredValues:
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
         if pairs := _pairs(ties, self.expressions):
-            with world.all_gather("compare values") as exchange:
+            with world.all_gather("compare tied values") as exchange:
                 exchange.local = self._unequal(world, pairs)
             unequal: list[list[tuple[str, str]]] = exchange.result
             _require_untied_equal([pair for found in unequal for pair in found])
@@ -264,7 +264,7 @@ class StoredValues:
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
         """
-        with world.collective("read"):
+        with world.collective("read values"):
             self._read(world, match, targets, budget_bytes)
         return moving.Traffic()
 

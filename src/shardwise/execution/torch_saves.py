@@ -81,7 +81,7 @@ def write_whole_file(
         unique = _by_key(keys, tensors)
     full = gather(world, unique, "full", budget_bytes=budget_bytes, device=device)
 
-    with world.broadcast("write") as exchange:
+    with world.broadcast("write the file") as exchange:
         if world.rank == 0:
             state = nested({**{path: full[key] for path, key in keys.items()}, **objects})
             exchange.local = WrittenFiles({name: write_torch_file(saving, name, state)})
@@ -226,7 +226,7 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
         FormatError: a file holds more than data, or comes from FSDP1.
         StorageError: a file could not be read.
     """
-    with world.collective("read"):
+    with world.collective("read the rank's file"):
         if len(names) != world.size:
             raise ShardingError(
                 f"{folder}: {len(names)} ranks saved their shards, each into a file of its own, which cannot be "

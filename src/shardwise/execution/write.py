@@ -195,9 +195,9 @@ def write_by_owners(
     with contextlib.closing(exchange.run()) as arrivals:
         for blocks in arrivals:
             own_blocks = [(block.key, block.box) for block in blocks if block.targets == (world.rank,)]
-            with world.collective("write"):
+            with world.collective("write files"):
                 out.write([(*block, exchange.received.pop(block)) for block in own_blocks])
-    with world.collective("finish"):
+    with world.collective("flush files to disk"):
         out.finish()
     return out.written
 

@@ -208,7 +208,7 @@ def _is_sharded(model: nn.Module) -> bool:
 
 def _are_sharded(world: World, models: Sequence[nn.Module]) -> bool:
     """Return whether all models are sharded already (True), or none is. Collective: yes."""
-    with world.collective("list files"):
+    with world.collective("look for sharded models"):
         found = list(map(_is_sharded, models))
     world.require_equal(found, "the state of the model (sharded already, or not)")
     if any(found) and not all(found):
@@ -254,7 +254,7 @@ def _prepare_sharded(
     device_placement: Sequence[bool] | None,
 ) -> Any:
     """Prepare everything except the model, and register the model. Collective: yes."""
-    with world.collective("check the support"):
+    with world.collective("check the arguments"):
         _require_supported(accelerator, objects, models, device_placement)
     if not accelerator.is_fsdp2:
         compat.become_fsdp2(accelerator.state, compat.get_plugin(accelerator) or compat.fsdp2_plugin())

@@ -80,14 +80,10 @@ def _any_by_place(by_rank: Sequence[Sequence[bool]]) -> list[bool]:
 def raise_together(world: World, failure: Exception | None) -> None:
     """Raise the failure of one rank on all ranks. That rank raises it unchanged. Collective: yes."""
     try:
-        with world.collective("compare faults"):
-            raise_if_any(failure)
+        with world.collective("run callbacks"):
+            if failure is not None:
+                raise failure
     except ShardwiseError as error:
         if failure is not None and not isinstance(error, RankLostError):
             raise failure from error
         raise
-
-
-def raise_if_any(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure

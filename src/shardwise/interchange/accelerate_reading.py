@@ -236,7 +236,7 @@ def _read_optimizer_state(
     """Return this rank's part of the stored state, and the values of its tensors. Collective: yes."""
     if isinstance(found, accelerate_saves.FilePerRank):
         state = read_rank_file(world, Path(found.folder), found.files)
-        with world.collective("parse the configuration"):
+        with world.collective("parse the state"):
             given, _ = _parse(state, targets, order)
         return given, state_values.ProvidedValues(given.tensors)
     with world.collective("open the folder"):

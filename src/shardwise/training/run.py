@@ -127,7 +127,7 @@ def save_model(trainer: Any, arguments: trl_setup.TrlArguments, output: Path, re
         StorageError: the record of the training was removed.
         TrainingError: the loss has not been finite to the end. The model is saved all the same.
     """
-    with World.current(call="train") as world, world.broadcast("check the requirements"):
+    with World.current(call="train") as world, world.broadcast("check the run's record"):
         if world.rank == 0:
             record.require()
     trainer.save_model(str(output))

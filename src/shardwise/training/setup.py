@@ -28,7 +28,6 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.execution.collective_errors import is_collective_error, is_out_of_memory
 from shardwise.execution.world import World
 from shardwise.integrations import ShardwiseTrainer, for_trainer
-from shardwise.integrations.agreed_events import raise_if_any
 from shardwise.models.policies import Classes, MinSize, WrapPolicy
 from shardwise.models.quantization import Fp4, Nf4
 from shardwise.models.torch_api import accelerator
@@ -377,8 +376,9 @@ def make_trainer(
         failure = ConfigError(f"{method}: {redacted(f'{base.__name__} cannot be created, {error}', '', {})}")
         failure.__cause__ = error
     with World.current(call="train") as world:
-        with world.collective("compare faults"):
-            raise_if_any(failure)
+        with world.collective("load the data"):
+            if failure is not None:
+                raise failure
         with world.collective("check the data"):
             _require_trainable_data(made, arguments)
     return made

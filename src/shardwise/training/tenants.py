@@ -52,7 +52,7 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> run.TrlOutcome:
     """
     begun = time.monotonic()
     with World.current(call="train") as world:
-        with world.collective("plan the nested scales"):
+        with world.collective("parse the configurations"):
             parsed = {name: trl_setup.parse(own) for name, own in read_tenants(config).items()}
         settings = {
             f"{name}.{key}": value
@@ -416,11 +416,11 @@ class TenantTraining:
         if step <= self._saved_step:
             return
         place = self._folder / f"checkpoint-{step}"
-        with self._shared.world.broadcast("check the requirements"):
+        with self._shared.world.broadcast("check the run's record"):
             if self._shared.world.rank == 0:
                 self._shared.record.require()
         self.bank.save(self.name, place, options=SaveOptions(progress=False))
-        with self._shared.world.broadcast("commit"):
+        with self._shared.world.broadcast("commit the checkpoint"):
             if self._shared.world.rank == 0:
                 self._commit(place)
         self._saved_step = step
@@ -440,7 +440,7 @@ class TenantTraining:
 
     def _finish(self) -> None:
         """Save the adapter, and delete the tenant from the bank."""
-        with self._shared.world.broadcast("check the requirements"):
+        with self._shared.world.broadcast("check the run's record"):
             if self._shared.world.rank == 0:
                 self._shared.record.require()
         tokenizer, options = self._shared.processor, SaveOptions(progress=False)
