@@ -100,6 +100,31 @@ def test_ranks_that_differ_tell_details_and_all_raise_the_same(size):
 
 
 @pytest.mark.parametrize("size", [64, MANY[0]])
+def test_a_phase_is_one_meeting_whatever_it_exchanges(size):
+    kinds = ("collective", "broadcast", "gather", "all_reduce", "all_gather")
+
+    def call(rank: int) -> list[Any]:
+        results = []
+        with World.current(timeouts=CALM) as world:
+            for kind in kinds:
+                with getattr(world, kind)("count") as exchange:
+                    exchange.local = "x" * 100
+                    if kind == "all_reduce":
+                        exchange.reduce_fun = len
+                results.append(exchange.result)
+        return results
+
+    everyones = ["x" * 100] * size
+    with counted_ranks(size) as ranks:
+        first, *others = ranks.each(call)
+        calls, nbytes = spent(ranks)
+    assert first == [None, "x" * 100, everyones, size, everyones]
+    assert others == [[None, "x" * 100, None, size, everyones]] * (size - 1)
+    assert calls < CALLS_TO_JOIN + len(kinds) * CALLS_TO_MEET
+    assert nbytes < BYTES_TO_JOIN + len(kinds) * (BYTES_TO_MEET + 200)
+
+
+@pytest.mark.parametrize("size", [64, MANY[0]])
 def test_many_that_fail_or_differ_are_reported_in_few_words(size):
     def fail() -> None:
         raise StorageError(f"disk {threading.get_ident()} is gone" + "." * 500)

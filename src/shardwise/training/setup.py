@@ -375,12 +375,10 @@ def make_trainer(
             raise
         failure = ConfigError(f"{method}: {redacted(f'{base.__name__} cannot be created, {error}', '', {})}")
         failure.__cause__ = error
-    with World.current(call="train") as world:
-        with world.collective("load the data"):
-            if failure is not None:
-                raise failure
-        with world.collective("check the data"):
-            _require_trainable_data(made, arguments)
+    with World.current(call="train") as world, world.collective("create the trainer"):
+        if failure is not None:
+            raise failure
+        _require_trainable_data(made, arguments)
     return made
 
 
