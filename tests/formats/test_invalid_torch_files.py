@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import time
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,9 @@ def test_a_state_changes_no_function_and_no_class() -> None:
         (b"\x80\x02\x8d\xff\xff\xff\xff\xff\xff\xff\x7fa.", "it cannot be decoded"),
         (b"\x80\x02X\x03\0\0\0\xed\xa0\x80.", "it holds a str"),
         (b"\x80\x02ctorch", "it refers to torc"),
-        (b"\x80\x02NNa.", "it appends to an object that is not a list"),
-        (b"\x80\x02N(NNu.", "it sets items of an object that is not a dict"),
+        (b"\x80\x02NNa.", "it cannot be decoded"),
+        (b"\x80\x02N(NNu.", "it cannot be decoded"),
+        (b"\x80\x02}(NNNu.", "it cannot be decoded"),
         (b"\x80\x02}(K\x01NK\x01Nu.", "a dict has the key 1 twice"),
         (b"(i__main__\nX\n.", "some.bin: archive/data.pkl: it c"),
         (b"\x80\x02NQ.", "a persistent id is not that of a storage"),
@@ -104,6 +106,10 @@ def test_deep_and_endless_nests_end_soon() -> None:
     assert "it holds a tuple" in refusal(torch_file(tuples))
     key = b"\x80\x02})" + b"\x85" * 100_000 + b"Ns."
     read_torch_file(MemoryReader({"some.bin": torch_file(key)}), "some.bin")  # a key that is never hashed
+    pairs = b")" + b"q\x01h\x01\x86" * 60  # a tuple of two, each of two of two...
+    read_torch_file(MemoryReader({"some.bin": torch_file(b"\x80\x02}" + pairs + b"Ns.")}), "some.bin")
+    assert "it calls what cannot be called" in refusal(torch_file(b"\x80\x02" + pairs + b")R."))
+    assert "it calls what cannot be called" in refusal(torch_file(b"\x80\x02" + pairs + b"NR."))
     endless: dict[str, Any] = {}
     endless["a"] = endless
     assert "nested too deeply" in refusal(torch_file(endless))
@@ -114,8 +120,22 @@ def test_deep_and_endless_nests_end_soon() -> None:
     assert time.process_time() - start < 10 * slowness()
 
 
+def test_large_objects_of_few_bytes_are_not_made() -> None:
+    tracemalloc.start()
+    for code in (
+        b"cbuiltins\nbytearray\n\x8a\x05\0\0\0\0\x01\x85R0",
+        b"Nr\xff\xff\xff\xff0",
+        b"\x96" + b"\xff" * 7 + b"\x7f0",
+    ):
+        with contextlib.suppress(FormatError):
+            read_torch_file(MemoryReader({"some.bin": torch_file(b"\x80\x05" + code + b"}.")}), "some.bin")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 << 20
+
+
 def test_items_given_to_an_ordered_dict_are_not_lost() -> None:
-    assert "it is given items" in refusal(torch_file(Called(collections.OrderedDict, [["a", 1]])))
+    assert "it cannot be decoded" in refusal(torch_file(Called(collections.OrderedDict, [["a", 1]])))
 
 
 # Tensors
@@ -131,23 +151,22 @@ def test_items_given_to_an_ordered_dict_are_not_lost() -> None:
         (tensor((2**40,), (0,)), "its elements share memory"),
         (tensor((2, 2), (1, 1)), "its elements share memory"),
         (tensor((2, 2), (2,)), "another number of strides than of dimensions"),
-        (tensor((-1,), (1,)), "has numbers that are not 0.."),
-        (tensor((2**63,), (1,)), "has numbers that are not 0.."),
-        (tensor((2,), (-1,)), "has numbers that are not 0.."),
-        (tensor([2, 2]), "a tensor's shape is not a tuple"),
-        (tensor((1,) * 100, (1,) * 100), "a tensor's shape is not a tuple"),
-        (tensor(offset=-1), "a tensor has no offset"),
+        (tensor((-1,), (1,)), "an offset, a shape or strides that cannot be"),
+        (tensor((2**63,), (1,)), "an offset, a shape or strides that cannot be"),
+        (tensor((2,), (-1,)), "an offset, a shape or strides that cannot be"),
+        (tensor([2, 2]), "an offset, a shape or strides that cannot be"),
+        (tensor((1,) * 100, (1,) * 100), "an offset, a shape or strides that cannot be"),
+        (tensor(offset=-1), "an offset, a shape or strides that cannot be"),
         (tensor(of=storage(numel=5)), "has 16 bytes, and should have 20"),
         (tensor(of=storage(kind=torch.DoubleStorage)), "should have 32"),
         (tensor(of=storage("1")), "it has no member archive/data/1"),
-        (tensor(of=storage("0", -1)), "a storage has no size"),
+        (tensor(of=storage("0", -1)), "a persistent id is not that of a storage"),
         (tensor(of=Id("storage", "FloatStorage", "0", "cpu", 4)), "a persistent id is not that of a storage"),
         (tensor(of=Id("module", 1, "0", "cpu", 4)), "a persistent id is not that of a storage"),
         (tensor(of="0"), "a tensor has no storage"),
         (tensor(extra=({"neg": True},)), "conjugated or negated"),
-        (tensor(extra=(1, 2, 3)), "it takes 6 arguments"),
-        (Called(torch._utils._rebuild_parameter, "x", False, {}), "it takes a tensor"),
-        (Called(torch.Size, 3), "torch.Size: it takes one tuple"),
+        (tensor(extra=(1, 2, 3)), "it cannot be decoded"),
+        (Called(torch._utils._rebuild_tensor_v2), "it cannot be decoded"),
     ],
 )
 def test_invalid_tensors_are_refused(value: object, words: str) -> None:
@@ -156,8 +175,8 @@ def test_invalid_tensors_are_refused(value: object, words: str) -> None:
 
 def test_one_storage_of_two_sizes() -> None:
     small = tensor((2,), (1,), of=storage(numel=2))
-    assert "a: two different sizes are given for its storage" in refusal(torch_file({"a": small, "b": tensor()}))
-    assert "has 16 bytes, and should have 8" in refusal(torch_file({"a": tensor(), "b": small}))
+    for first, second in ((small, tensor()), (tensor(), small)):
+        assert "its storage has 16 bytes, and should have 8" in refusal(torch_file({"a": first, "b": second}))
 
 
 def test_a_call_within_a_call() -> None:
@@ -165,7 +184,7 @@ def test_a_call_within_a_call() -> None:
     outer = Called(
         torch._tensor._rebuild_from_type_v2, torch._tensor._rebuild_from_type_v2, torch.Tensor, inner, {}
     )
-    assert "which makes no tensor" in refusal(torch_file({"a": outer}))
+    assert "is not made of a tensor" in refusal(torch_file({"a": outer}))
 
 
 # Archives
@@ -197,4 +216,4 @@ OPCODES = [bytes([code]) for code in range(256)]
 @given(st.lists(st.sampled_from(OPCODES) | st.binary(max_size=6), max_size=60))
 def test_random_programs_raise_nothing_else(parts: list[bytes]) -> None:
     with contextlib.suppress(FormatError):
-        read_pickle(b"\x80\x02" + b"".join(parts) + b".", {}, what="x")
+        read_pickle(b"\x80\x02" + b"".join(parts) + b".", what="x")

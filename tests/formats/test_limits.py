@@ -1,6 +1,5 @@
 """The last value that a rule takes, and the first that it does not; and what is done once, or at once."""
 
-import collections
 import pickle
 import threading
 
@@ -16,7 +15,7 @@ from tests.support.memory_storage import MemoryReader
 from shardwise.formats.contract import each
 from shardwise.formats.joining import MAX_DIMS
 from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.pickles import TORCH_FILE, read_pickle
+from shardwise.formats.pickles import read_pickle
 from shardwise.formats.torch_files import read_torch_file
 from shardwise.storage.contract import ReadPolicy
 
@@ -54,14 +53,7 @@ trees = st.recursive(
 
 @given(trees, st.integers(2, 5))
 def test_values_written_by_pickle_are_read(value: object, protocol: int) -> None:
-    assert repr(read_pickle(pickle.dumps(value, protocol), TORCH_FILE, what="here")) == repr(value)
-
-
-def test_a_call_among_items_of_a_tuple() -> None:
-    value = (1, collections.OrderedDict(), 2, [collections.OrderedDict()], 3)
-    for protocol in range(2, 6):
-        assert read_pickle(pickle.dumps(value, protocol), TORCH_FILE, what="here") == (1, {}, 2, [{}], 3)
-    assert read_pickle(b"\x80\x02(t.", TORCH_FILE, what="here") == ()
+    assert repr(read_pickle(pickle.dumps(value, protocol), what="here")) == repr(value)
 
 
 def third(*arguments: object) -> Called:
@@ -75,7 +67,7 @@ def test_a_tensor_with_a_dtype() -> None:
         assert (found.shape, found.dtype.label) == ((2, 2), "F32")
     assert "conjugated or negated" in refusal_of_torch({"a": third({}, torch.float32, {"conj": True})})
     for arguments in (({},), ({}, torch.float32, {}, {})):
-        assert "it takes 7 arguments" in refusal_of_torch({"a": third(*arguments)})
+        assert "it cannot be decoded" in refusal_of_torch({"a": third(*arguments)})
 
 
 # At once, or one after the other

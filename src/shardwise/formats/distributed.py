@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.formats import contract, joining
-from shardwise.formats.pickles import DISTRIBUTED_METADATA, Record, read_pickle
+from shardwise.formats.pickles import Record, are_sizes, read_pickle
 from shardwise.formats.torch_files import read_torch_file, read_torch_tensor
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown, unsafe_name_reason
@@ -114,7 +114,7 @@ def parse_metadata(content: bytes, folder: str, *, what: str) -> DistributedMeta
     Raises :class:`FormatError` for the first fault. In the result every chunk lies in its tensor, has a place, and
     names a file below ``folder``.
     """
-    return _Parser(folder, what).parse(read_pickle(content, DISTRIBUTED_METADATA, what=what))
+    return _Parser(folder, what).parse(read_pickle(content, what=what))
 
 
 def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> dict[str, int]:
@@ -171,7 +171,7 @@ class _Parser:
                 self.refuse("state_dict_metadata is not by key")
             recorded = paths.get(key)
             path = self.path(key, recorded)
-            if item.name.endswith(".TensorStorageMetadata"):
+            if item.name == "TensorStorageMetadata":
                 tensor = self.tensor(key, item, places)
                 place = tensor.dtype, tensor.shape, tensor.chunks
                 if tensor.chunks and place in known:
@@ -190,7 +190,7 @@ class _Parser:
         raise FormatError(f"{self.what}: {cause}. It is damaged or of another format: write the checkpoint again")
 
     def fields(self, value: object, name: str) -> dict[object, object]:
-        if not isinstance(value, Record) or not value.name.endswith(f".{name}"):
+        if not isinstance(value, Record) or value.name != name:
             self.refuse(f"it has no {name} where one belongs")
         return self.mapping(value.state, name)
 
@@ -200,11 +200,7 @@ class _Parser:
         return value
 
     def sizes(self, value: object, name: str) -> tuple[int, ...]:
-        if (
-            not isinstance(value, tuple)
-            or len(value) > joining.MAX_DIMS
-            or not all(type(size) is int and 0 <= size < 2**63 for size in value)
-        ):
+        if not are_sizes(value):
             self.refuse(f"{name} is not a tuple of sizes")
         return value
 

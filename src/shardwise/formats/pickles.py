@@ -1,28 +1,31 @@
-"""Reads untrusted pickles without executing their code.
+"""Reads untrusted pickles of tensors without executing their code, and without torch.
 
-A pickle is a program for a small stack machine: Python's own imports and calls any name in it. Here it runs on a
-subclass of the pure Python unpickler, with only the operations that torch writes, and a closed vocabulary of
-globals: each stands for a plain value, a record, or a pure function of this module. All others are refused by name,
-and no option allows more. The C unpickler with a ``find_class`` is not enough: nested tuples as keys crash it, memo
-indexes use all memory, and states change objects that were found.
+A pickle is a program for a small stack machine. Here Python's unpickler runs it, limited to the operations that
+torch and Python write, and to the names in ``_GLOBALS``: each stands for a plain value, or a function of this
+module. All other names are refused, and no option allows more.
+
+[Note: Why not torch.load]
+``torch.load(weights_only=True)`` under ``FakeTensorMode`` runs no foreign code either, but takes any key and shows
+any object in its messages. 130 bytes that nest tuples in tuples keep it busy forever, and no other thread runs
+meanwhile; 3 MB of nested tuples as a key end the process; ``bytearray(2**40)`` uses all memory. The offsets that it
+records follow from the rules of torch's writer, and are wrong if another program has written the archive again. It
+refuses pickle protocols 4 and 5. In files of older versions it reads one header after the other, which over a
+network are as many waits as storages. Python's unpickler in C has the first faults as well, and a large memo index
+uses all memory. Its form in Python has none of them if keys, calls and states are checked.
 """
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeGuard
 
 from shardwise.errors import FormatError
+from shardwise.formats.contract import invalid_file
 from shardwise.formats.joining import MAX_DIMS
 from shardwise.storage.names import shown
 from shardwise.tensors import DType, Strided
-
-Global: TypeAlias = tuple[str, str]
-"""(module, name)."""
-
-_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,204 +37,18 @@ class Other:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An object of another library's class: the name of the class, and the state in the pickle."""
+    """An object of ``torch.distributed.checkpoint``: the name of its class, and the state in the pickle."""
 
     name: str
     state: object = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Function:
-    """A function of a tuple of arguments. It raises a ValueError, whose text is shown, for invalid ones."""
-
-    name: str
-    call: Callable[[tuple[object, ...]], object]
-
-
-Vocabulary: TypeAlias = Mapping[Global, object]
-"""The globals that a pickle may name: values, and each :class:`Function`."""
-
-
-def read_pickle(content: bytes, vocabulary: Vocabulary, *, what: str) -> object:
-    """Return the object of a pickle. ``what`` names it in messages (file and part of it).
-
-    Dicts, lists, tuples, strings and numbers are unchanged. Other dict keys are replaced by an :class:`Other`. The
-    result may refer to itself, and be nested as deeply as the pickle is long.
-
-    Raises :class:`FormatError` for invalid pickles and globals outside of the vocabulary, never another exception.
-    """
-    machine = _Machine(io.BytesIO(content), vocabulary)
-    try:
-        return machine.load()
-    except Exception as error:
-        if isinstance(error, _UnknownGlobalError):
-            text = (
-                f"it refers to {shown(str(error))}, which does not belong to a file of tensors and is never run. "
-                "Save the state dict alone (torch.save(model.state_dict(), ...)), or as safetensors"
-            )
-        else:
-            cause = str(error) if type(error) is ValueError else f"it cannot be decoded ({error!r:.200})"
-            text = f"{ascii(cause)[1:-1]}. The file is damaged or of another format: download or write it again"
-        raise FormatError(f"{what}: {text}") from error
-
-
-class _UnknownGlobalError(Exception):
-    """A global that is not in the vocabulary."""
-
-
-class _Machine(pickle._Unpickler):
-    # Attributes that the type checker does not find in the unpickler.
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {}
-    stack: list[Any]
-    append: Callable[[object], None]
-    readline: Callable[[], bytes]
-    pop_mark: Callable[[], list[object]]
-
-    def __init__(self, content: io.BytesIO, vocabulary: Vocabulary) -> None:
-        super().__init__(content, encoding="utf-8")
-        self.vocabulary = vocabulary
-
-    def find_class(self, module: str, name: str) -> Any:
-        key = _PYTHON_2.get(module, module), name
-        if key not in self.vocabulary:
-            raise _UnknownGlobalError(".".join(key))
-        return self.vocabulary[key]
-
-    def load_global(self) -> None:
-        module, name = (self.readline()[:-1].decode() for _ in range(2))
-        self.append(self.find_class(module, name))
-
-    def load_persistent(self) -> None:
-        self.append(_storage(self.stack.pop()))
-
-    def load_call(self) -> None:
-        arguments, function = self.stack.pop(), self.stack.pop()
-        if not isinstance(arguments, tuple) or not isinstance(function, Function):
-            raise ValueError("it calls what cannot be called")
-        try:
-            self.append(function.call(arguments))
-        except ValueError as error:
-            raise ValueError(f"{function.name}: {error}") from error
-
-    def load_build(self) -> None:
-        state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, Record) and target.state is None:
-            target.state = state
-        elif not isinstance(target, dict):  # attributes of an OrderedDict, such as a state dict's versions
-            raise ValueError("it gives a state to an object that has none")
-
-    def load_items(self) -> None:
-        items = self.pop_mark()
-        self.set_items(items[::2], items[1::2])
-
-    def load_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self.set_items([key], [value])
-
-    def set_items(self, keys: list[object], values: list[object]) -> None:
-        target = self.stack[-1]
-        if not isinstance(target, dict) or len(keys) != len(values):
-            raise ValueError("it sets items of an object that is not a dict")
-        for key, value in zip(keys, values, strict=True):
-            # Exact types, whose hashes are known to be cheap.
-            if type(key) is str:
-                key.encode()  # halves of surrogates raise
-            elif type(key) is not int and type(key) is not Record:
-                key = Other(type(key).__name__)
-            if key in target:
-                raise ValueError(f"a dict has the key {shown(str(key))} twice")
-            target[key] = value
-
-    def load_list_items(self) -> None:
-        items = self.pop_mark()
-        self.extend_list(items)
-
-    def load_list_item(self) -> None:
-        self.extend_list([self.stack.pop()])
-
-    def extend_list(self, items: list[object]) -> None:
-        if not isinstance(self.stack[-1], list):
-            raise ValueError("it appends to an object that is not a list")
-        self.stack[-1].extend(items)
-
-    def load_set(self) -> None:
-        self.append(Other("set"))
-
-    def load_set_items(self) -> None:
-        self.pop_mark()  # a set would hash them
-
-
-_INHERITED = (
-    "PROTO FRAME STOP MARK POP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE "
-    "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_LIST EMPTY_TUPLE EMPTY_DICT TUPLE TUPLE1 "
-    "TUPLE2 TUPLE3 BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET STACK_GLOBAL"
-)
-for _name in _INHERITED.split():
-    _code = getattr(pickle, _name)[0]
-    _Machine.dispatch[_code] = pickle._Unpickler.dispatch[_code]
-_Machine.dispatch |= {
-    pickle.GLOBAL[0]: _Machine.load_global,
-    pickle.BINPERSID[0]: _Machine.load_persistent,
-    pickle.REDUCE[0]: _Machine.load_call,
-    pickle.NEWOBJ[0]: _Machine.load_call,
-    pickle.BUILD[0]: _Machine.load_build,
-    pickle.SETITEM[0]: _Machine.load_item,
-    pickle.SETITEMS[0]: _Machine.load_items,
-    pickle.APPEND[0]: _Machine.load_list_item,
-    pickle.APPENDS[0]: _Machine.load_list_items,
-    pickle.EMPTY_SET[0]: _Machine.load_set,
-    pickle.ADDITEMS[0]: _Machine.load_set_items,
-}
-
-
-_MAX_SIZE = 2**63 - 1
-
-DTYPES: dict[str, DType] = {
-    "bool": DType.BOOL,
-    **{
-        f"{sign}int{bits}": DType[f"{kind}{bits}"]
-        for sign, kind in (("", "I"), ("u", "U"))
-        for bits in (8, 16, 32, 64)
-    },
-    **{f"float{bits}": DType[f"F{bits}"] for bits in (16, 32, 64)},
-    "float8_e4m3fn": DType.F8_E4M3,
-    "float8_e4m3fnuz": DType.F8_E4M3FNUZ,
-    "float8_e5m2": DType.F8_E5M2,
-    "float8_e5m2fnuz": DType.F8_E5M2FNUZ,
-    "float8_e8m0fnu": DType.F8_E8M0,
-    "bfloat16": DType.BF16,
-    "complex64": DType.C64,
-}
-"""torch's names of the dtypes that can be loaded."""
-
-_STORAGES = {
-    "Bool": "bool",
-    "Byte": "uint8",
-    "Char": "int8",
-    "Short": "int16",
-    "Int": "int32",
-    "Long": "int64",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Float": "float32",
-    "Double": "float64",
-    "ComplexFloat": "complex64",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class StorageType:
-    """A class of torch's storages. One without a dtype counts bytes."""
-
-    dtype: DType | None
-
-
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A persistent id: the name of a member of the archive, and its size."""
+    """A persistent id: the name of a member of the archive, and its size. One without a dtype has U8."""
 
     name: str
-    dtype: DType | None
+    dtype: DType
     nbytes: int
 
 
@@ -244,162 +61,221 @@ class PickledTensor:
     strided: Strided
 
 
-def _sizes(value: object, what: str) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or len(value) > MAX_DIMS:
-        raise ValueError(f"{what} is not a tuple of sizes")
-    if not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in value):
-        raise ValueError(f"{what} has numbers that are not 0..{_MAX_SIZE}")
-    return value
+def read_pickle(content: bytes, *, what: str) -> object:
+    """Return the object of a pickle. ``what`` names it in messages (file and part of it).
+
+    Dicts, lists, tuples, strings and numbers are unchanged. Other dict keys are replaced by an :class:`Other`. The
+    result may refer to itself, and be nested as deeply as the pickle is long.
+
+    Raises :class:`FormatError` for invalid pickles and globals that are not in the list, never another exception.
+    """
+    try:
+        return _Unpickler(io.BytesIO(content)).load()
+    except FormatError as error:
+        raise FormatError(f"{what}: {error}") from error
+    except Exception as error:
+        cause = str(error) if type(error) is ValueError else f"it cannot be decoded ({error!r:.200})"
+        raise invalid_file(what, ascii(cause)[1:-1]) from error
 
 
-def _size(arguments: tuple[object, ...]) -> object:
-    if len(arguments) != 1 or not isinstance(arguments[0], tuple):
-        raise ValueError("it takes one tuple")
-    return _sizes(arguments[0], "its argument")
+def are_sizes(value: object) -> TypeGuard[tuple[int, ...]]:
+    """Return whether a value is the shape of a tensor, or its strides or offsets."""
+    return (
+        isinstance(value, tuple)
+        and len(value) <= MAX_DIMS
+        and all(type(size) is int and 0 <= size < 2**63 for size in value)
+    )
 
 
-def _storage(value: object) -> object:
-    if not isinstance(value, tuple) or len(value) != 5 or value[0] != "storage":
+class _Dict(dict[object, object]):
+    """A dict whose keys have hashes that are known to be cheap."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        if type(key) is str:
+            key.encode()  # halves of surrogates raise
+        elif type(key) is not int and type(key) is not Record:
+            key = Other(type(key).__name__)
+        if key in self:
+            raise ValueError(f"a dict has the key {shown(str(key))} twice")
+        super().__setitem__(key, value)
+
+
+class _Unpickler(pickle._Unpickler):
+    # Attributes that the type checker does not find in the base class.
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]]
+    stack: list[Any]
+    append: Callable[[object], None]
+    pop_mark: Callable[[], list[object]]
+
+    def find_class(self, module: str, name: str) -> Any:
+        key = f"{module}.{name}"
+        if key not in _GLOBALS:
+            raise FormatError(
+                f"it refers to {shown(key)}, which does not belong to a file of tensors and is never run. Save the "
+                "state dict alone (torch.save(model.state_dict(), ...)), or as safetensors"
+            )
+        return _GLOBALS[key]
+
+    def persistent_load(self, pid: Any) -> Storage:
+        match pid:
+            case ("storage", DType() as dtype, str(name), _, int(count)) if 0 <= count < 2**63:
+                return Storage(name, dtype, count * dtype.itemsize)
         raise ValueError("a persistent id is not that of a storage")
-    _, kind, name, _, count = value
-    if not isinstance(kind, StorageType) or not isinstance(name, str):
-        raise ValueError("a persistent id is not that of a storage")
-    if type(count) is not int or not 0 <= count <= _MAX_SIZE:
-        raise ValueError("a storage has no size")
-    return Storage(name, kind.dtype, count * (kind.dtype.itemsize if kind.dtype else 1))
+
+    def load_reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        # Only functions of this module are callable. Python's own error for others would show them, however nested.
+        if not isinstance(arguments, tuple) or not callable(function):
+            raise ValueError("it calls what cannot be called")
+        self.append(function(*arguments))
+
+    load_newobj = load_reduce
+
+    def load_build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, Record):
+            target.state = state
+        elif not isinstance(target, dict):  # attributes of an OrderedDict, such as a state dict's versions
+            raise ValueError("it gives a state to an object that has none")
+
+    def load_empty_dictionary(self) -> None:
+        self.append(_Dict())
+
+    def load_empty_set(self) -> None:
+        self.append(Other("set"))
+
+    def load_additems(self) -> None:
+        self.pop_mark()  # a set would hash them
 
 
-def _tensor(storage: object, offset: object, size: object, stride: object, dtype: object) -> PickledTensor:
+_OPERATIONS = (
+    "PROTO FRAME STOP MARK POP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE "
+    "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_LIST APPEND APPENDS EMPTY_TUPLE TUPLE "
+    "TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT SETITEM SETITEMS EMPTY_SET ADDITEMS BINPUT LONG_BINPUT MEMOIZE BINGET "
+    "LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID REDUCE NEWOBJ BUILD"
+)
+_CODES = [getattr(pickle, name)[0] for name in _OPERATIONS.split()]
+_Unpickler.dispatch = {code: getattr(_Unpickler, pickle._Unpickler.dispatch[code].__name__) for code in _CODES}
+
+
+def _rebuild_tensor(
+    storage: object,
+    offset: object,
+    sizes: object,
+    strides: object,
+    _requires_grad: object,
+    _hooks: object,
+    dtype: object,
+    metadata: object = None,
+) -> PickledTensor:
     if not isinstance(storage, Storage):
         raise ValueError("a tensor has no storage")
     if not isinstance(dtype, DType):
-        named = dtype.kind if isinstance(dtype, Other) else "of nothing"
-        raise ValueError(f"a tensor has the dtype {named}, which cannot be loaded")
-    if type(offset) is not int or not 0 <= offset <= _MAX_SIZE:
-        raise ValueError("a tensor has no offset")
-    sizes, strides = _sizes(size, "a tensor's shape"), _sizes(stride, "a tensor's strides")
+        kind = dtype.kind if isinstance(dtype, Other) else type(dtype).__name__
+        raise ValueError(f"a tensor has the dtype {kind}, which cannot be loaded")
+    if metadata:
+        raise ValueError("a tensor is conjugated or negated, which only its reader would do")
+    if not (type(offset) is int and are_sizes((offset,)) and are_sizes(sizes) and are_sizes(strides)):
+        raise ValueError("a tensor has an offset, a shape or strides that cannot be")
     if len(sizes) != len(strides):
         raise ValueError("a tensor has another number of strides than of dimensions")
     return PickledTensor(storage, dtype, Strided(offset, sizes, strides))
 
 
-def _rebuild(arguments: tuple[object, ...], count: int) -> object:
-    """Return a tensor from ``count`` arguments. The arguments after them must be empty."""
-    if not count <= len(arguments) <= count + 1:
-        raise ValueError(f"it takes {count} arguments")
-    if any(arguments[count:]):
-        raise ValueError("a tensor is conjugated or negated, which only its reader would do")
-    storage, offset, size, stride = arguments[:4]
-    own = storage.dtype if isinstance(storage, Storage) else None
-    return _tensor(storage, offset, size, stride, own if count == 6 else arguments[6])
+def _rebuild_of_storage(*arguments: Any) -> PickledTensor:
+    """Return a tensor of the dtype of its storage."""
+    dtype = getattr(arguments[0], "dtype", None)
+    with_dtype = *arguments[:6], dtype, *arguments[6:]
+    return _rebuild_tensor(*with_dtype)
 
 
-def _rebuild_parameter(arguments: tuple[object, ...]) -> object:
-    if not 3 <= len(arguments) <= 4 or not isinstance(arguments[0], PickledTensor):
-        raise ValueError("it takes a tensor")
-    return arguments[0]
+def _rebuild_from_type(function: object, _type: object, arguments: object, _state: object) -> PickledTensor:
+    """Return a tensor that has attributes, without them."""
+    if function not in (_rebuild_tensor, _rebuild_of_storage) or not isinstance(arguments, tuple):
+        raise ValueError("a tensor with attributes is not made of a tensor")
+    return function(*arguments)
 
 
-def _rebuild_from_type(arguments: tuple[object, ...]) -> object:
-    """Return a tensor with attributes from (function, class, arguments, attributes)."""
-    if len(arguments) != 4 or not isinstance(arguments[0], Function) or not isinstance(arguments[2], tuple):
-        raise ValueError("it takes a function, a class, arguments and a state")
-    if not arguments[0].name.startswith("torch._utils._rebuild_tensor"):
-        raise ValueError(f"it calls {arguments[0].name}, which makes no tensor")
-    if arguments[1] is not _TENSOR_CLASS:
-        raise ValueError("a tensor is of a class that is not of torch")
-    return arguments[0].call(arguments[2])
+def _ordered_dict() -> _Dict:
+    return _Dict()
 
 
-def _ordered_dict(arguments: tuple[object, ...]) -> object:
-    if arguments:
-        raise ValueError("it is given items, as by Python 2")
-    return {}
+def _first(value: object, *_others: object) -> object:
+    return value
 
 
-def _other(_arguments: tuple[object, ...], kind: str) -> object:
+def _other(kind: str, *_arguments: object) -> Other:
     return Other(kind)
 
 
-def _record(_arguments: tuple[object, ...], name: str) -> object:
-    return Record(name)
-
-
-def _first(arguments: tuple[object, ...]) -> object:
-    return arguments[0] if len(arguments) == 1 else None
-
-
-def _functions(calls: Mapping[Global, Callable[[tuple[object, ...]], object] | str]) -> Vocabulary:
-    """Return functions by global. A string is the kind of a result that is not used."""
-    return {
-        key: Function(".".join(key), partial(_other, kind=call) if isinstance(call, str) else call)
-        for key, call in calls.items()
-    }
-
-
-_TENSOR_CLASS = Other("Tensor")
-
+_DTYPES = {
+    "bool": DType.BOOL,
+    **{f"int{bits}": DType[f"I{bits}"] for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": DType[f"U{bits}"] for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": DType[f"F{bits}"] for bits in (16, 32, 64)},
+    "float8_e4m3fn": DType.F8_E4M3,
+    "float8_e4m3fnuz": DType.F8_E4M3FNUZ,
+    "float8_e5m2": DType.F8_E5M2,
+    "float8_e5m2fnuz": DType.F8_E5M2FNUZ,
+    "float8_e8m0fnu": DType.F8_E8M0,
+    "bfloat16": DType.BF16,
+    "complex64": DType.C64,
+}
 _UNKNOWN = ("complex32", "complex128", "float4_e2m1fn_x2", "qint8", "quint8", "qint32", "bits8", "bits16")
-_SCALARS: dict[Global, object] = {
-    **{("torch", name): dtype for name, dtype in DTYPES.items()},
-    **{("torch", name): Other(name) for name in _UNKNOWN},
+_STORAGES = {
+    "Bool": DType.BOOL,
+    "Byte": DType.U8,
+    "Char": DType.I8,
+    "Short": DType.I16,
+    "Int": DType.I32,
+    "Long": DType.I64,
+    "Half": DType.F16,
+    "BFloat16": DType.BF16,
+    "Float": DType.F32,
+    "Double": DType.F64,
+    "ComplexFloat": DType.C64,
+    "Untyped": DType.U8,
 }
 
-TORCH_FILE: Vocabulary = {
-    **_SCALARS,
-    **{("torch", f"{name}Storage"): StorageType(DTYPES[dtype]) for name, dtype in _STORAGES.items()},
-    ("torch", "UntypedStorage"): StorageType(None),
-    ("torch.storage", "UntypedStorage"): StorageType(None),
-    ("torch", "Tensor"): _TENSOR_CLASS,
-    ("torch._tensor", "Tensor"): _TENSOR_CLASS,
-    ("torch.nn.parameter", "Parameter"): _TENSOR_CLASS,
-    **_functions(
-        {
-            ("collections", "OrderedDict"): _ordered_dict,
-            ("torch", "Size"): _size,
-            ("torch", "device"): "device",
-            ("torch._utils", "_rebuild_tensor_v2"): partial(_rebuild, count=6),
-            ("torch._utils", "_rebuild_tensor_v3"): partial(_rebuild, count=7),
-            ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-            ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
-            ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
-            ("_codecs", "encode"): "bytes",
-            **{("builtins", name): name for name in ("bytearray", "set", "complex")},
-        }
-    ),
-}
-"""Globals of files of tensors."""
-
-_DCP = "torch.distributed.checkpoint.metadata"
-_OLD_DCP = "torch.distributed._shard.sharded_tensor.metadata"
-
+_DCP = "torch.distributed.checkpoint"
+_OLD_DCP = "torch.distributed._shard.sharded_tensor"
 _RECORDS = (
     *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     *("TensorProperties", "StorageMeta"),
 )
-_CLASSES: tuple[Global, ...] = (
-    *((_DCP, name) for name in _RECORDS),
-    (_OLD_DCP, "TensorProperties"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-)
 
-DISTRIBUTED_METADATA: Vocabulary = {
-    **_SCALARS,
-    **_functions(
-        {
-            ("collections", "OrderedDict"): _ordered_dict,
-            ("torch", "Size"): _size,
-            ("torch.serialization", "_get_layout"): _first,
-            (_DCP, "_MEM_FORMAT_ENCODING"): "memory format",
-            (_OLD_DCP, "MEM_FORMAT_ENCODING"): "memory format",
-            **{
-                (module, f"{kind}Path"): "path"
-                for module in ("pathlib", "pathlib._local")
-                for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
-            },
-            ("builtins", "set"): "set",
-            **{key: partial(_record, name=".".join(key)) for key in _CLASSES},
-        }
-    ),
+_GLOBALS: dict[str, object] = {
+    "collections.OrderedDict": _ordered_dict,
+    **{f"torch.{name}": dtype for name, dtype in _DTYPES.items()},
+    **{f"torch.{name}": Other(name) for name in _UNKNOWN},
+    **{f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()},
+    "torch.storage.UntypedStorage": DType.U8,
+    "torch.Tensor": Other("Tensor"),
+    "torch._tensor.Tensor": Other("Tensor"),
+    "torch.nn.parameter.Parameter": Other("Parameter"),
+    "torch._utils._rebuild_tensor_v2": _rebuild_of_storage,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor,
+    "torch._utils._rebuild_parameter": _first,
+    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
+    "torch.Size": _first,
+    "torch.serialization._get_layout": _first,
+    "torch.device": partial(_other, "device"),
+    "_codecs.encode": partial(_other, "bytes"),
+    **{
+        f"{module}.{name}": partial(_other, name)
+        for module in ("builtins", "__builtin__")
+        for name in ("bytearray", "set", "complex")
+    },
+    **{
+        f"{module}.{name}Path": partial(_other, "path")
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Posix", "Windows", "PurePosix", "PureWindows")
+    },
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING": partial(_other, "memory format"),
+    f"{_OLD_DCP}.metadata.MEM_FORMAT_ENCODING": partial(_other, "memory format"),
+    **{f"{_DCP}.metadata.{name}": partial(Record, name) for name in _RECORDS},
+    f"{_OLD_DCP}.metadata.TensorProperties": partial(Record, "TensorProperties"),
+    f"{_DCP}.filesystem._StorageInfo": partial(Record, "_StorageInfo"),
 }
-"""Globals of ``.metadata`` of ``torch.distributed.checkpoint``."""
+"""What each global in files of tensors, and in ``.metadata`` of ``torch.distributed.checkpoint``, stands for."""

@@ -20,7 +20,7 @@ from typing import Final, NoReturn
 from shardwise.errors import FormatError
 from shardwise.formats import joining
 from shardwise.formats.contract import CheckpointFormat, FileSelection, FormatFaults, IndexSoFar, each, listed
-from shardwise.formats.pickles import TORCH_FILE, Other, PickledTensor, Record, Storage, read_pickle
+from shardwise.formats.pickles import Other, PickledTensor, Record, read_pickle
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import ByteRange, Strided
@@ -232,13 +232,12 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
     _require_archive(window, what)
     archive = TorchArchive(window, what, {})
     tensors, others = _walk(archive.value, archive.pickle_nbytes, what)
-    storages = {tensor.storage.name: tensor.storage for _, tensor in tensors}
-    places = each(reader, archive.storage_range, storages.values())
-    by_name = dict(zip(storages, places, strict=True))
+    names = list(dict.fromkeys(tensor.storage.name for _, tensor in tensors))
+    places = dict(zip(names, each(reader, archive.storage_range, names), strict=True))
     found = [
         joining.FoundTensor(path, tensor.dtype, view.shape, (joining.Chunk((0,) * len(view.shape), view),))
         for path, tensor in tensors
-        for view in (archive.tensor_view(tensor, by_name[tensor.storage.name], ".".join(path)),)
+        for view in (archive.tensor_view(tensor, places[tensor.storage.name], ".".join(path)),)
     ]
     return TorchFileContents(file, file_nbytes, tuple(found), tuple(others))
 
@@ -253,8 +252,8 @@ def read_torch_tensor(
     archive = TorchArchive(FileWindow(reader, file, where.start, where.stop), what, known)
     tensor = archive.value
     if not isinstance(tensor, PickledTensor):
-        archive.refuse(f"it holds a {type(tensor).__name__}, not a tensor")
-    return archive.tensor_view(tensor, archive.storage_range(tensor.storage), "the tensor")
+        archive.refuse(f"it holds a {_kind(tensor)}, not a tensor")
+    return archive.tensor_view(tensor, archive.storage_range(tensor.storage.name), "the tensor")
 
 
 class TorchArchive(Archive):
@@ -278,21 +277,18 @@ class TorchArchive(Archive):
         pickle = self.content(name, max_nbytes=MAX_PICKLE_BYTES)
         self.pickle_nbytes = len(pickle)
         if pickle not in known:
-            known[pickle] = read_pickle(pickle, TORCH_FILE, what=f"{what}: {name}")
+            known[pickle] = read_pickle(pickle, what=f"{what}: {name}")
         self.value = known[pickle]
 
-    def storage_range(self, storage: Storage) -> ByteRange:
+    def storage_range(self, name: str) -> ByteRange:
         """Return the byte range of a storage."""
-        name = f"{self._folder}data/{storage.name}"
-        place = self.byte_range(name)
-        if place.nbytes != storage.nbytes:
-            self.refuse(f"its member {shown(name)} has {place.nbytes} bytes, and should have {storage.nbytes}")
-        return place
+        return self.byte_range(f"{self._folder}data/{name}")
 
     def tensor_view(self, tensor: PickledTensor, place: ByteRange, name: str) -> joining.StoredView:
         """Return a tensor as a view of its own bytes if they are contiguous, otherwise of its storage."""
-        if tensor.storage.nbytes != place.nbytes:
-            self.refuse(f"{shown(name)}: two different sizes are given for its storage")
+        nbytes = tensor.storage.nbytes
+        if nbytes != place.nbytes:
+            self.refuse(f"{shown(name)}: its storage has {place.nbytes} bytes, and should have {nbytes}")
         strided, itemsize = tensor.strided, tensor.dtype.itemsize
         fault = joining.strided_obstacle(strided, place.nbytes // itemsize)
         if fault is not None:
@@ -363,6 +359,6 @@ def _component(key: object) -> str:
 
 
 def _kind(value: object) -> str:
-    return (
-        value.kind if isinstance(value, Other) else "object" if isinstance(value, Record) else type(value).__name__
-    )
+    if isinstance(value, Other):
+        return value.kind
+    return "object" if isinstance(value, Record) else "dict" if isinstance(value, dict) else type(value).__name__
