@@ -6,7 +6,7 @@ module. All other names are refused, and no option allows more.
 
 [Note: Why not torch.load]
 ``torch.load(weights_only=True)`` under ``FakeTensorMode`` runs no foreign code either, but takes any key and shows
-any object in its messages. 130 bytes that nest tuples in tuples keep it busy forever, and no other thread runs
+any object in its messages. 200 bytes that nest tuples in tuples keep it busy forever, and no other thread runs
 meanwhile; 3 MB of nested tuples as a key end the process; ``bytearray(2**40)`` uses all memory. The offsets that it
 records follow from the rules of torch's writer, and are wrong if another program has written the archive again. It
 refuses pickle protocols 4 and 5. In files of older versions it reads one header after the other, which over a
