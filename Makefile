@@ -42,7 +42,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantized bench-four-bits bench-trainer bench-startup gpu wheels-for-gpu clean
+.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantized bench-startup gpu wheels-for-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -92,7 +92,8 @@ dist: $(VENV)/project ## build, inspect and install the wheel and the source dis
 	rm -rf dist build src/*.egg-info
 	$(VENV)/bin/python -m tests.distribution dist
 
-bench-load: $(VENV)/project ## compare loading with peers and the raw read; half an hour, ARGS=--quick for minutes
+# Each runs in a minute with ARGS=--tiny, on shapes that mean nothing.
+bench-load: $(VENV)/project ## compare loading with peers and the raw read; half an hour
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.load $(ARGS)
 
 bench-save: $(VENV)/project ## compare saving with transformers, torch and the raw write; ten minutes
@@ -104,22 +105,16 @@ bench-checkpoint: $(VENV)/project ## compare checkpoints with torch's own and a 
 bench-merge: $(VENV)/project ## compare merging with accelerate; minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.merge $(ARGS)
 
-bench-train: $(VENV)/project ## compare a training step with plain FSDP2; ARGS=--quick for a minute
+bench-train: $(VENV)/project ## compare steps and starts with FSDP2 by hand, the Trainer, TRL and accelerate; minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.train $(ARGS)
 
-bench-tenants: $(VENV)/project ## compare many LoRAs in one bank with switching and with separate runs; ARGS=--quick for a minute
-	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.tenants $(ARGS)
+bench-tenants: $(VENV)/project ## compare many LoRAs in one bank with switching and with separate runs; 20 minutes
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.bank $(ARGS)
 
-bench-quantized: $(VENV)/project ## compare a quantized checkpoint with the same in bfloat16; minutes, ARGS=--quick
+bench-quantized: $(VENV)/project ## compare FP8 and 4 bits with bfloat16 and with peers; minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.quantized $(ARGS)
 
-bench-four-bits: $(VENV)/project ## measure a 4-bit base: loading, memory, a LoRA step; minutes, ARGS=--quick
-	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.four_bit_base $(ARGS)
-
-bench-trainer: $(VENV)/project ## compare a step of the Hugging Face Trainer with a plain loop; minutes, ARGS=--quick
-	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.trainer $(ARGS)
-
-bench-startup: $(VENV)/project ## compare memory and time of ways to load, with a picture; minutes, ARGS=--quick
+bench-startup: $(VENV)/project ## compare memory and time of ways to load, with a picture; minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.startup $(ARGS)
 
 gpu: $(VENV)/project ## measure what needs a GPU, in 12 minutes; ARGS="--device cpu --tiny" tries it without

@@ -1,359 +1,182 @@
-"""Checkpoints of a training, measured: how long it waits, synchronously and not, and against torch's own.
+"""Checkpoints of a training: how long it waits, against torch's own. ``python -m benchmarks.checkpoint``.
 
-    python -m benchmarks.checkpoint                 # a full tuning, some minutes
-    python -m benchmarks.checkpoint --what lora     # the adapter of a 1.7B model and its AdamW
-    python -m benchmarks.checkpoint --way restore   # back again, with every byte compared and without
-
-Four gloo ranks hold a model of random values and its AdamW with moments, in float32. The arms take turns; the clock
-of a rank runs from a barrier until the call returns, and the slowest rank counts. With the asynchronous arms it
-goes on until the checkpoint is complete. "the copy alone" is what no asynchronous checkpoint can do without: every
-rank copies its own shards to memory that is there already. Every arm syncs what it writes to the disk. torch's
-arms write the model and its moments only.
-
-A restore puts values into a model and an optimizer that are there: from the page cache, which is as quick as memory
-is, so that comparing costs most there; and from the disk, as after a machine was lost. "Not compared" is the same
-checkpoint, whose facts name no checksums, as before there were any.
+Gloo ranks hold a model of random values and its AdamW, in float32; with ``--what lora``, the adapter of
+Qwen3-1.7B's shape and its AdamW. Arms take turns. The clock of a rank runs from a barrier until the call
+returns, and the slowest rank counts; for asynchronous arms it is also told when the checkpoint is complete.
+Every arm syncs what it writes. torch's arms write the model and its moments only. "the copy alone" is what no
+asynchronous checkpoint can do without: each rank copies its shards to memory that exists.
 """
 
-import argparse
-import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.place import RANKS, add_device, commit, machine, own_device, synchronize
-from tests.support.local_ranks import LocalRanks
+from benchmarks.harness import results
+from benchmarks.harness.checkpoints import SHAPES, Shape, sizes, smaller
+from benchmarks.harness.results import Limit
 
-ARMS = ("synchronous", "asynchronous", "dcp.save", "dcp.async_save", "the copy alone")
-AIM = 0.15
-LORA_AIM_S, LORA_WAIT_AIM_S = 1.0, 0.12
-RESTORES = ("compared", "not compared", "compared, from the disk", "not compared, from the disk")
-RESTORE_AIM = 0.05
+SYNC, ASYNC, COPY = "synchronous", "asynchronous", "the copy alone"
+PEERS = ("dcp.save", "dcp.async_save")
+WAIT_RATIO, DCP_RATIO = 0.15, 1.0
+LORA_SYNC_S, LORA_WAIT_S = 1.0, 0.12
+
+Rounds = dict[str, list[dict[str, float]]]
+"""By arm, of each round the seconds by phase; the first round makes imports, plans and memory."""
 
 
-def measure(what: str, layers: int, hidden: int, out: str, repeats: int) -> dict[str, Any]:
-    """Seconds of every round by arm. Collective: yes."""
+def measure(what: str, shape: Shape, out: str, repeats: int) -> dict[str, Any]:
+    """Saves on this rank: rounds, and the number of trained parameters. Collective: yes."""
     import torch
     import torch.distributed as dist
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    model, parameters = _lora() if what == "lora" else _full(layers, hidden)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5)
-    for parameter in parameters:
-        parameter.grad = parameter.detach().clone()
-    optimizer.step()
-    optimizer.zero_grad()
-    arms = _arms(what, model, optimizer, out)
-    rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
-    for number in range(repeats + 1):  # the first round is told apart: imports, plans, fresh memory
-        for arm, run in arms.items():
-            dist.barrier()
-            rounds[arm].append(run(number))
-            dist.barrier()
-            if dist.get_rank() == 0:
-                shutil.rmtree(f"{out}/torch", ignore_errors=True)
-                os.sync()
-            dist.barrier()
-    return {"rounds": rounds, "parameters": sum(parameter.numel() for parameter in parameters)}
-
-
-def measure_restore(what: str, layers: int, hidden: int, out: str, repeats: int) -> dict[str, Any]:
-    """Seconds of every round by arm. Collective: yes."""
-    import torch
-    import torch.distributed as dist
-
-    import shardwise
-    from shardwise import Checkpointer, TrainState
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    model, parameters = _lora() if what == "lora" else _full(layers, hidden)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5)
-    for parameter in parameters:
-        parameter.grad = parameter.detach().clone()
-    optimizer.step()
-    optimizer.zero_grad()
-    state = TrainState(model, optimizer)
-    only = shardwise.options.AdapterOnly() if what == "lora" else None
-    Checkpointer(f"{out}/compared", only=only).save(1, state)
-    if dist.get_rank() == 0:
-        _without_checksums(Path(out, "compared", "step-1"), Path(out, "not compared", "step-1"))
-    rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in RESTORES}
-    for number in range(repeats + 1):
-        for arm in RESTORES if number % 2 else reversed(RESTORES):
-            folder, _, is_cold = arm.partition(", ")
-            if is_cold and dist.get_rank() == 0:
-                _forget(Path(out, folder, "step-1"))
-            dist.barrier()
-            start = time.perf_counter()
-            report = Checkpointer(f"{out}/{folder}", only=only).restore(state)
-            elapsed = time.perf_counter() - start
-            assert bool(report.checked_bytes) == (folder == "compared")
-            rounds[arm].append({"blocked": elapsed, "total": elapsed, **report.seconds})
-    return {"rounds": rounds, "parameters": sum(parameter.numel() for parameter in parameters)}
-
-
-def _forget(step: Path) -> None:
-    """Have the page cache let go of a checkpoint."""
-    for path in step.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _without_checksums(step: Path, copy: Path) -> None:
-    from dataclasses import replace
-
-    from shardwise.checkpoints.header import HEADER, CheckpointHeader
-
-    shutil.copytree(step, copy, copy_function=os.link)
-    facts = replace(CheckpointHeader.from_bytes((step / HEADER).read_bytes(), HEADER), checksums={})
-    (copy / HEADER).unlink()
-    (copy / HEADER).write_bytes(facts.to_bytes())
-
-
-def _full(layers: int, hidden: int) -> tuple[Any, list[Any]]:
-    import torch
-    from torch.distributed.fsdp import fully_shard
-    from transformers import Qwen3ForCausalLM
-
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(_config(layers, hidden, 32768))
-    for block in model.model.layers:
-        fully_shard(block)
-    fully_shard(model)
-    model.to_empty(device=own_device())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.to_local().normal_(0, 0.02)
-    return model, list(model.parameters())
-
-
-def _lora() -> tuple[Any, list[Any]]:
-    """Qwen3-1.7B's shapes in bfloat16, whose base is never touched, with an adapter of r=16 in float32."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from torch.distributed.fsdp import fully_shard
-    from transformers import Qwen3ForCausalLM
-
-    with torch.device("meta"):
-        base = Qwen3ForCausalLM(_config(28, 2048, 151936)).to(torch.bfloat16)
-        model = get_peft_model(
-            base,
-            LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
-            autocast_adapter_dtype=True,
-        )
-    for block in model.base_model.model.model.layers:
-        frozen = {p for p in block.parameters() if not p.requires_grad}
-        fully_shard(block, ignored_params=frozen)
-    model.to_empty(device=own_device())
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with torch.no_grad():
-        for parameter in trained:
-            parameter.normal_(0, 0.02)
-    return model, trained
-
-
-def _config(layers: int, hidden: int, vocabulary: int) -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 128,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    )
-
-
-def _arms(what: str, model: Any, optimizer: Any, out: str) -> dict[str, Callable[[int], dict[str, float]]]:
-    import torch
     import torch.distributed.checkpoint as dcp
+    from benchmarks.harness.loaders import own_device, synchronize
+    from benchmarks.harness.values import DTensor
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     import shardwise
-    from shardwise import Checkpointer, TrainState
-    from shardwise.models.view import local_tensor
 
+    model, optimizer, trained = build(what, shape)
     only = shardwise.options.AdapterOnly() if what == "lora" else None
-    state = TrainState(model, optimizer)
-    ours = {mode: Checkpointer(f"{out}/{mode}", mode=mode, keep=1, only=only) for mode in ("sync", "async")}
-
-    def save(mode: Any) -> Callable[[int], dict[str, float]]:
-        def run(number: int) -> dict[str, float]:
-            start, processor = time.perf_counter(), time.thread_time()
-            report = ours[mode].save(number, state)
-            blocked, processor = time.perf_counter() - start, time.thread_time() - processor
-            ours[mode].wait()
-            total = time.perf_counter() - start
-            return {"blocked": blocked, "total": total, "processor": processor, **report.seconds}
-
-        return run
-
-    def sharded() -> dict[str, Any]:
-        values, moments = get_state_dict(model, optimizer)
-        return {"model": values, "optimizer": moments}
-
-    def torch_save(number: int) -> dict[str, float]:
-        start = time.perf_counter()
-        dcp.save(sharded(), checkpoint_id=f"{out}/torch/{number}")
-        return {"blocked": time.perf_counter() - start, "total": time.perf_counter() - start}
-
-    def torch_async(number: int) -> dict[str, float]:
-        start = time.perf_counter()
-        future = dcp.async_save(sharded(), checkpoint_id=f"{out}/torch/{number}")
-        blocked = time.perf_counter() - start
-        future.result()
-        return {"blocked": blocked, "total": time.perf_counter() - start}
-
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    tensors = [*trained, *(value for values in optimizer.state.values() for value in values.values())]
-    local = [local_tensor(tensor) for tensor in tensors]
-    is_pinned = own_device().type != "cpu"
-    memory = [torch.zeros_like(tensor, device="cpu", pin_memory=is_pinned) for tensor in local]
-
-    def copy(number: int) -> dict[str, float]:
-        start = time.perf_counter()
-        for target, source in zip(memory, local, strict=True):
-            target.copy_(source, non_blocking=True)
-        synchronize()
-        return {"blocked": time.perf_counter() - start, "total": time.perf_counter() - start}
-
-    arms = dict(
-        zip(
-            ARMS,
-            (save("sync"), save("async"), torch_save, torch_async, copy),
-            strict=True,
-        )
-    )
-    if what == "lora":  # torch would write the base, too
-        del arms["dcp.save"], arms["dcp.async_save"]
-    return arms
-
-
-def summary(ranks: list[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """By arm and phase, the slowest rank of every round; the first round is the first number."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for arm, rounds in ranks[0]["rounds"].items():
-        phases = rounds[0]
-        found[arm] = {
-            phase: [max(rank["rounds"][arm][number][phase] for rank in ranks) for number in range(len(rounds))]
-            for phase in phases
-        }
-    return found
-
-
-def table(results: Mapping[str, Any]) -> str:
-    """The results in Markdown."""
-    place = results["machine"]
-    head = (
-        f"{results['date']}, commit {results['commit']}, `{results['command']}`; {place['cpus']} processors "
-        f"({place['processor']}), load average {place['load_average'][0]:.1f}; "
-        f"{results['parameters'] / 1e6:.0f} million trained parameters on {results['ranks']} ranks, "
-        f"{results['device']}"
-    )
-    rows = [
-        head,
-        "",
-        "| arm | first, s | blocked, s (median, all) | complete after, s |",
-        "|---|--:|--:|--:|",
-    ]
-    for arm, phases in results["arms"].items():
-        blocked = phases["blocked"][1:]
-        every = ", ".join(f"{value:.3f}" for value in blocked)
-        rows.append(
-            f"| {arm} | {phases['blocked'][0]:.2f} | {statistics.median(blocked):.3f} ({every}) | "
-            f"{statistics.median(phases['total'][1:]):.2f} |"
-        )
-    rows += ["", *results["verdicts"]]
-    return "\n".join(rows)
-
-
-def verdicts(what: str, arms: Mapping[str, Mapping[str, list[float]]]) -> list[str]:
-    """The aims, and what they came to."""
-    if RESTORES[0] in arms:
-        return [_cost(arms, *RESTORES[:2]), f"From the disk: {_cost(arms, *RESTORES[2:])}"]
-    sync, beside, copy = (
-        statistics.median(arms[arm]["blocked"][1:]) for arm in ("synchronous", "asynchronous", "the copy alone")
-    )
-    bound = LORA_WAIT_AIM_S if what == "lora" else max(AIM * sync, copy)  # else of a synchronous one, or the copy
-    processor = statistics.median(arms["asynchronous"]["processor"][1:])
-    waits = (
-        f"Training waits {beside:.3f} s for an asynchronous checkpoint: {beside / sync:.3f} of a synchronous one, "
-        f"{beside / copy:.2f} of the copy alone. The aim is {bound:.3f} s: "
-        f"{'met' if beside <= bound else 'missed'}. Processor time of the slowest rank: {processor:.3f} s."
-    )
-    lines = [waits]
-    if what == "lora":
-        lines.append(
-            f"A synchronous checkpoint of the adapter takes {sync:.3f} s; the aim is {LORA_AIM_S} s: "
-            f"{'met' if sync < LORA_AIM_S else 'missed'}."
-        )
-    return lines
-
-
-def _cost(arms: Mapping[str, Mapping[str, list[float]]], compared: str, other: str) -> str:
-    middle = statistics.median(arms[compared]["blocked"][1:]) / statistics.median(arms[other]["blocked"][1:]) - 1
-    best = min(arms[compared]["blocked"][1:]) / min(arms[other]["blocked"][1:]) - 1
-    verdict = "met" if middle <= RESTORE_AIM else "missed"
-    return (
-        f"Comparing every byte of a restore costs {middle:.1%} of it (the quickest rounds: {best:.1%}); the aim is "
-        f"{RESTORE_AIM:.0%}: {verdict}."
-    )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
-    parser.add_argument("--what", choices=("full", "lora"), default="full")
-    parser.add_argument("--way", choices=("save", "restore"), default="save")
-    parser.add_argument("--ranks", type=int, default=RANKS)
-    add_device(parser)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--dir", type=Path, default=None, help="where to save; default: the system's temporary folder"
-    )
-    parser.add_argument("--results", type=Path, default=None, help="a folder for the results")
-    given = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory(dir=given.dir) as out,
-        LocalRanks(given.ranks, timeout_s=1800, device=given.device) as ranks,
-    ):
-        function = measure if given.way == "save" else measure_restore
-        told = ranks.run(function, given.what, given.layers, given.hidden, out, given.repeats)
-    arms = summary(told)
-    results = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit(),
-        "command": " ".join(["python -m benchmarks.checkpoint", *sys.argv[1:]]),
-        "machine": {**machine(), "load_average": os.getloadavg()},
-        "ranks": given.ranks,
-        "device": given.device,
-        "parameters": told[0]["parameters"],
-        "arms": arms,
-        "verdicts": verdicts(given.what, arms),
+    state = shardwise.TrainState(model, optimizer)
+    checkpointers = {
+        SYNC: shardwise.Checkpointer(f"{out}/sync", mode="sync", keep=1, only=only),
+        ASYNC: shardwise.Checkpointer(f"{out}/async", mode="async", keep=1, only=only),
     }
-    text = table(results)
-    print(text)
-    if given.results is not None:
-        what = given.what if given.way == "save" else f"restore-{given.what}"
-        name = f"checkpoint-{what}-{results['date']}-{results['commit'].split()[0]}"
-        (given.results / f"{name}.json").write_text(json.dumps(results, indent=1))
-        (given.results / f"{name}.md").write_text(text + "\n")
-    return 0
+    tensors = [*trained, *(value for values in optimizer.state.values() for value in values.values())]
+    sources = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    is_pinned = own_device().type != "cpu"
+    copies = [torch.zeros_like(tensor, device="cpu", pin_memory=is_pinned) for tensor in sources]
+    arms = [SYNC, ASYNC, *PEERS, COPY] if what == "full" else [SYNC, ASYNC, COPY]  # torch would write the base, too
+    rounds: Rounds = {arm: [] for arm in arms}
+    for arm in results.turns(arms, repeats + 1):
+        number = len(rounds[arm])
+        phases: dict[str, float] = {}
+        dist.barrier()
+        start, processor = time.perf_counter(), time.thread_time()
+        with torch.no_grad():
+            if arm in checkpointers:
+                phases |= checkpointers[arm].save(number, state).seconds
+            elif arm == COPY:
+                for target, source in zip(copies, sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+                synchronize()
+            else:
+                values, moments = get_state_dict(model, optimizer)
+                save = dcp.save if arm == "dcp.save" else dcp.async_save
+                saving = save({"model": values, "optimizer": moments}, checkpoint_id=f"{out}/torch/{number}")
+        phases |= {"seconds": time.perf_counter() - start, "processor": time.thread_time() - processor}
+        if arm == ASYNC:
+            checkpointers[arm].wait()
+        elif arm == "dcp.async_save":
+            saving.result()
+        phases["total"] = time.perf_counter() - start
+        rounds[arm].append(phases)
+        clean(out)
+    return {"rounds": rounds, "parameters": sum(parameter.numel() for parameter in trained)}
+
+
+def clean(out: str) -> None:
+    """Remove torch's checkpoints, which nobody else does, and let the disk finish. Collective: yes."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(f"{out}/torch", ignore_errors=True)
+        os.sync()
+    dist.barrier()
+
+
+def full_shape(layers: int, hidden: int) -> Shape:
+    """Of a model that is trained whole."""
+    heads = hidden // 128
+    return smaller("checkpoint", **sizes(hidden, 3 * hidden, layers, heads, min(8, heads), 128, 32768))
+
+
+def build(what: str, shape: Shape) -> tuple[Any, Any, list[Any]]:
+    """A sharded model of random values, its AdamW with moments, and its trained parameters.
+
+    The base of an adapter is never written to, and so takes no memory.
+    """
+    import torch
+    from benchmarks.harness.loaders import adapter_config, own_device
+    from benchmarks.harness.training import quieten, trained_parameters
+    from peft import get_peft_model
+    from torch.distributed.fsdp import fully_shard
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    quieten()
+    config = {key: value for key, value in shape.config.items() if key not in ("architectures", "model_type")}
+    with torch.device("meta"):
+        model: Any = Qwen3ForCausalLM(Qwen3Config(**config))
+        blocks = model.model.layers
+        if what == "lora":
+            model = get_peft_model(model.to(torch.bfloat16), adapter_config(), autocast_adapter_dtype=True)
+    for block in blocks:
+        frozen = {parameter for parameter in block.parameters() if not parameter.requires_grad}
+        fully_shard(block, ignored_params=frozen)
+    if what == "full":
+        fully_shard(model)
+    model.to_empty(device=own_device())
+    trained = trained_parameters(model)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.to_local().normal_(0, 0.02)
+            parameter.grad = parameter.clone()
+    optimizer = torch.optim.AdamW(trained, lr=1e-5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, trained
+
+
+def join(ranks: Sequence[Mapping[str, Any]]) -> Rounds:
+    """Of each round the slowest rank."""
+    return {
+        arm: [
+            {phase: max(rank["rounds"][arm][number][phase] for rank in ranks) for phase in phases}
+            for number, phases in enumerate(rounds)
+        ]
+        for arm, rounds in ranks[0]["rounds"].items()
+    }
+
+
+def limits_of(what: str, later: Rounds) -> list[Limit]:
+    """Of the rounds after the first."""
+    waits = results.medians(later, "seconds")
+    if what == "lora":
+        return [
+            Limit("wait for an asynchronous checkpoint, s", waits[ASYNC], LORA_WAIT_S),
+            Limit("synchronous checkpoint, s", waits[SYNC], LORA_SYNC_S),
+        ]
+    # Nothing waits less than the copy takes.
+    most = max(WAIT_RATIO, waits[COPY] / waits[SYNC])
+    return [
+        Limit("wait for an asynchronous checkpoint / synchronous", waits[ASYNC] / waits[SYNC], most),
+        Limit("synchronous / dcp.save", waits[SYNC] / waits["dcp.save"], DCP_RATIO),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = results.parser(__doc__)
+    parser.add_argument("--what", choices=("full", "lora"), default="full")
+    parser.add_argument("--layers", type=int, default=6, help="of the full model [6]")
+    parser.add_argument("--hidden", type=int, default=1024, help="of the full model [1024]")
+    options = results.parse(parser, argv)
+    shape = full_shape(options.layers, options.hidden) if options.what == "full" else SHAPES["qwen3-1.7b"]
+    shape = shape.tiny() if options.tiny else shape
+    report = results.describe(options, "checkpoint")
+    with tempfile.TemporaryDirectory(dir=options.dir) as out, results.start_ranks(options) as world:
+        ranks = world.run(measure, options.what, shape, out, options.repeats)
+    rounds, parameters = join(ranks), ranks[0]["parameters"]
+    later = {arm: of[1:] for arm, of in rounds.items()}
+    firsts = ", ".join(f"{arm} {of[0]['seconds']:.2f}" for arm, of in rounds.items())
+    lines = [f"{parameters / 1e6:.0f} million trained parameters. Seconds of the first round: {firsts}.", ""]
+    lines += results.runs_table("waiting for", later, SYNC, figures=("total", "processor"))
+    report |= {"parameters": parameters, "runs": rounds}
+    return results.publish(options, report, lines, limits_of(options.what, later), f"-{options.what}")
 
 
 if __name__ == "__main__":

@@ -1,410 +1,237 @@
-"""Loading, measured: shardwise, its peers and the roof, in one run, in turn. ``python -m benchmarks.load``."""
+"""Loading: shardwise, its peers and the roof. ``python -m benchmarks.load``.
+
+Gloo ranks load a checkpoint as a model sharded by FSDP2. Each load has its own processes. They first load a
+tiny model of the same architecture, so that imports and first calls are not counted. The clock runs from a
+barrier until the last rank has written to every page of every parameter: before that, values may be in mapped
+files.
+
+- warm: the files are in the page cache
+- float32: the same, loaded as float32
+- lora: the same, with PEFT's adapter of r=16 on all linear layers
+- cold: the files are dropped from the page cache (storage below a virtual machine may cache them still);
+  disk share: bytes that came from the disk, over those of the checkpoint
+- http: from a server that sends 200 MB/s to all ranks, and begins each answer 20 ms late; the bound is the
+  bandwidth
+"""
 
 import argparse
-import hashlib
-import json
-import os
-import random
-import statistics
+import gc
+import multiprocessing
 import sys
-import tempfile
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks import caps, meter, planning, remote, roof
-from benchmarks.arms import why_no_runai
-from benchmarks.checkpoints import SHAPES, Shape, write
-from benchmarks.limits import limits_of
-from benchmarks.place import RANKS, SLACK_BYTES, STAGING_BYTES, commit, machine, say
-from benchmarks.tables import render
-from tests.support.local_ranks import LocalRanks, RankError
+from benchmarks.harness import meter, results, roof
+from benchmarks.harness.checkpoints import SHAPES, Shape
+from benchmarks.harness.results import SLACK_MIB, STAGING_MIB, Limit, say
+from tests.support.http_store import HttpStore
+from tests.support.local_ranks import RankError
 
-PEERS = ("transformers", "accelerate", "set_model_state_dict", "dcp", "runai")
-AS_IT_IS, BACKED = "as it is", "memory backed"
-"""The machine as a user finds it; and with memory that exists (see README)."""
+PEERS = ("transformers", "accelerate-efficient", "set_model_state_dict", "dcp")
+ARMS_BY_ROW = {
+    "warm": ("shardwise", *PEERS, *roof.READS),
+    "float32": ("shardwise", "transformers", "dcp"),
+    "lora": ("shardwise", *PEERS),
+    "cold": ("shardwise", "transformers", "dcp", *roof.READS),
+    "http": ("shardwise",),
+}
+NOT_ON_MOE = ("set_model_state_dict", "dcp")
+"""They take tensors as they are stored, and the experts of this checkpoint are stored one by one."""
 
-RUNAI_ON_MOE = "it streams what is stored: nobody stacks the experts for it"
-
-DCP_ON_MOE = "its reader renames nothing: the model's stacked experts are not among the checkpoint's keys"
-RANK_0_ON_MOE = "it takes the model's own names; the checkpoint has one tensor per expert"
+RATIOS = {"transformers": 0.9, "accelerate-efficient": 0.12, "set_model_state_dict": 0.25, "dcp": 1.0}
+BY_ROOF = 1.1
+"""Within this ratio of the roof, a load need not be faster than DCP."""
+READ_PHASE_RATIO, READ_RATIO, HTTP_RATIO = 1.3, 1.02, 1.15
+HTTP_BYTES_PER_S, HTTP_LATENCY_S = 200e6, 0.02
 
 
 @dataclass(frozen=True)
-class Row:
-    """Arms that load the same checkpoint in the same way."""
+class Load:
+    """One load: a loader and its request, a tiny checkpoint for first calls, and how the files are prepared."""
 
-    name: str
-    shape: Shape
-    arms: tuple[str, ...]
-    dtype: str = "auto"
-    cold: bool = False
-    lora: bool = False
-    state: str = AS_IT_IS
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    arm: str
+    source: str
+    warm_up: str
+    row: str
+    patience_s: float = 0.0
 
-
-def rows_of(models: Sequence[str], arms: Sequence[str], *, quick: bool) -> list[Row]:
-    """What to measure, in order: everything on the machine as it is, then with memory that exists."""
-    rows: list[Row] = []
-    reason = why_no_runai()
-
-    def add(name: str, shape: Shape, wanted: Iterable[str], **more: Any) -> None:
-        skipped = {**more.pop("skipped", {}), **({"runai": reason} if reason and "runai" in wanted else {})}
-        is_asked = {arm for arm in wanted if arm in arms or (arm in roof.ALL and "roof" in arms)}
-        chosen = tuple(arm for arm in wanted if arm in is_asked and arm not in skipped)
-        for state in (AS_IT_IS, BACKED):
-            rows.append(Row(f"{name}, {state}", shape, chosen, state=state, skipped=skipped, **more))
-
-    ours, readers = ("shardwise", "transformers"), ("shardwise", "transformers", "dcp", "runai")
-    for model in models:
-        shape = SHAPES[model]
-        if shape.is_moe:
-            skipped = {"set_model_state_dict": RANK_0_ON_MOE, "dcp": DCP_ON_MOE, "runai": RUNAI_ON_MOE}
-            add(f"{model} warm", shape, (*ours, "accelerate", *roof.VARIANTS), skipped=skipped)
-        elif shape.stores_head:
-            add(f"{model} warm", shape, ours)
-        else:
-            add(f"{model} warm", shape, ("shardwise", *PEERS, *roof.VARIANTS))
-    if not quick:
-        dense = [SHAPES[model] for model in models if not SHAPES[model].is_moe and not SHAPES[model].stores_head]
-        for shape in dense[:1]:
-            add(f"{shape.name} float32", shape, (*readers, *roof.CASTING), dtype="float32")
-        for shape in dense[-1:]:
-            add(f"{shape.name} with a LoRA", shape, ("shardwise", *PEERS[:-1], *roof.VARIANTS), lora=True)
-            add(f"{shape.name} cold", shape, (*readers, "roof"), cold=True)
-    return sorted(rows, key=lambda row: row.state != AS_IT_IS)
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.row == "float32" else "auto"
 
 
-# ── running ───────────────────────────────────────────────────────────────────────────────────────
+def measure(job: Load) -> dict[str, Any]:
+    """Load once on this rank. Collective: yes."""
+    import torch.distributed as dist
+    from benchmarks.harness import values
+    from benchmarks.harness.loaders import LOADERS, Request
+    from benchmarks.harness.training import quieten
 
-
-_TICKS_S = 0.04
-"""What the kernel's counting of processor time in ticks may be off by."""
-_DISTURBED_SHARE = 0.1
-_SECOND_CHANCES = 1
-
-
-def order_of(arms: Sequence[str], repeat: int) -> list[str]:
-    """The arms in the order of a round: another in each, since the memory an arm leaves is what the next one finds.
-
-    The first round is in the order of the rows.
-    """
-    order = list(arms)
-    if repeat:
-        random.Random(repeat).shuffle(order)
-    return order
-
-
-def run_row(row: Row, root: Path, repeats: int, timeout_s: float, patience_s: float) -> dict[str, Any]:
-    """All arms of a row, once in each round; each time in fresh processes.
-
-    Where the ranks could not be given priority, a load during which others took more than a tenth of the machine
-    is done again, once; the less disturbed of the two counts.
-    """
-    folder, warm_up = write(row.shape, root), write(row.shape.tiny(), root)
-    meter.warm_cache(meter.files_of(folder))
-    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in row.arms}
-    placed_bytes = row.shape.nbytes * (2 if row.dtype == "float32" else 1)
-    conditions = {
-        "cold": row.cold,
-        "patience_s": patience_s,
-    }
-    backed_bytes = min(placed_bytes * 5 // 4, meter.available_bytes() // 3) // RANKS
-
-    def once(arm: str, state: str = row.state) -> dict[str, Any]:
-        is_backed = state == BACKED
-        made = {**conditions, "backed_bytes": backed_bytes if is_backed else 0}
-        if arm in roof.ALL:
-            return summary(roof.measure(arm, folder, RANKS, **made))
-        how = {"dtype": row.dtype, "lora": row.lora, "wants_priority": True, "watched": is_backed, **made}
-        return summary(load_once(arm, folder, warm_up, timeout_s, **how))
-
-    disturbed = 0
-    alone: dict[str, list[float]] = {}
-    for repeat in range(repeats):
-        for arm in order_of(row.arms, repeat):
-            run = once(arm)
-            for _ in range(_SECOND_CHANCES):
-                if run["priority"] or run["others_share"] <= _DISTURBED_SHARE:
-                    break
-                disturbed += 1
-                run = min(run, once(arm), key=lambda run: run["others_share"])
-            runs[arm].append(run)
-            if row.state == BACKED and arm != "shardwise":
-                alone.setdefault(arm, []).append(once(arm, AS_IT_IS)["wall_s"])
-            say(
-                f"  {row.name} {repeat + 1}/{repeats} {arm:<24} {run['wall_s']:7.3f} s"
-                f"   (others {run['others_share']:.0%})"
-            )
-    nbytes = sum(path.stat().st_size for path in meter.files_of(folder))
-    arms = {arm: statistics_of(found, nbytes) for arm, found in runs.items()}
-    for arm, walls in alone.items():
-        arms[arm]["alone_s"] = statistics.median(walls)
+    quieten()
+    load = LOADERS[job.arm]
+    first = load(Request(job.warm_up, job.dtype, job.row == "lora"))
+    values.write_to_pages(first.model)
+    del first
+    gc.collect()
+    files = [] if job.row == "http" else meter.files_of(Path(job.source))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        meter.drop_cache(files) if job.row == "cold" else meter.warm_cache(files)
+        meter.wait_for_quiet(job.patience_s)
+    memory = meter.MemoryWatch()
+    dist.barrier()
+    with memory, meter.Stopwatch() as watch:
+        loaded = load(Request(job.source, job.dtype, job.row == "lora"))
+        values.write_to_pages(loaded.model)
     return {
-        "state": row.state,
-        "name": row.name,
-        "shape": row.shape.name,
-        "bytes": row.shape.nbytes,
-        "dtype": row.dtype,
-        "cold": row.cold,
-        "lora": row.lora,
-        "arms": arms,
-        "skipped": dict(row.skipped),
-        "disturbed": disturbed,
-        "priority": all(run["priority"] for found in runs.values() for run in found),
-        "same_model": compare(arms),
-        "runs": runs,
+        **watch.facts(),
+        "growth_bytes": memory.growth_bytes,
+        "shard_bytes": sum(map(values.span_bytes, values.local_tensors(loaded.model))),
+        "facts": dict(loaded.facts),
+        "sums": values.sum_values(loaded.model),
     }
 
 
-def load_once(arm: str, folder: Path, warm_up: Path, timeout_s: float, **more: Any) -> list[dict[str, Any]]:
-    from benchmarks.rank import Job, measure
+def join(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One run, from what its ranks report."""
+    run: dict[str, Any] = dict(meter.join_ranks(ranks))
+    if "sums" not in ranks[0]:
+        return run
+    from benchmarks.harness.values import join_sums
 
-    with LocalRanks(RANKS, timeout_s=timeout_s) as ranks:
-        return ranks.run(measure, Job(arm, str(folder), str(warm_up), **more))
-
-
-def summary(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One run, over its ranks: wall time from the first start to the last stop, sums of what was used."""
-    start = min(rank["start"] for rank in ranks)
-    run: dict[str, Any] = {
-        "wall_s": max(rank["stop"] for rank in ranks) - start,
-        "returned_s": max(rank["returned"] for rank in ranks) - start,
-        "user_s": sum(rank["usage"]["user_s"] for rank in ranks),
-        "system_s": sum(rank["usage"]["system_s"] for rank in ranks),
-        "minor_faults": sum(rank["usage"]["minor_faults"] for rank in ranks),
-        "major_faults": sum(rank["usage"]["major_faults"] for rank in ranks),
-        "others_share": 0.0,
-        "priority": all(rank["priority"] for rank in ranks),
-        "cached_fraction": ranks[0]["cached_fraction"],
-    }
-    ours = run["user_s"] + run["system_s"]
-    busy = max(rank["machine_busy_s"] for rank in ranks)
-    capacity = run["wall_s"] * len(os.sched_getaffinity(0))
-    run["others_share"] = max(0.0, busy - ours - _TICKS_S) / capacity
-    if "sums" in ranks[0]:
-        run["growth_bytes"] = [rank["growth_bytes"] for rank in ranks]
-        run["local_bytes"] = [rank["local_bytes"] for rank in ranks]
-        run["checksums"], run["placements"] = combine([rank["sums"] for rank in ranks])
-        private = [rank["growth_bytes"] / max(1, rank["local_bytes"]) for rank in ranks]
-        run["all_private"] = min(private) > 0.97  # else the clock stopped before all values were in memory
-        facts = [rank["facts"] for rank in ranks]
-        if facts[0]:
-            run["phases"] = {
-                phase: max(fact["seconds"].get(phase, 0.0) for fact in facts) for phase in facts[0]["seconds"]
-            }
-            run["read_phase_s"] = max(
-                fact["seconds"].get("read", 0.0) + fact["seconds"].get("materialize", 0.0) for fact in facts
-            )
-            run["read_fraction"] = sum(fact["read_bytes"] for fact in facts) / facts[0]["checkpoint_bytes"]
-            run["reads"] = sum(fact["reads"] for fact in facts)
-        profiles = [rank["profile"] for rank in ranks if rank.get("profile")]
-        if profiles:
-            run["profile"] = profiles[0]
+    run["growth_bytes"] = max(rank["growth_bytes"] for rank in ranks)
+    run["over_shards_bytes"] = max(rank["growth_bytes"] - rank["shard_bytes"] for rank in ranks)
+    run["is_in_memory"] = min(rank["growth_bytes"] / max(1, rank["shard_bytes"]) for rank in ranks) > 0.97
+    run["sums"] = join_sums([rank["sums"] for rank in ranks])
+    facts = [rank["facts"] for rank in ranks if rank["facts"]]
+    if facts:
+        run["phases"] = {name: max(fact["phases"].get(name, 0) for fact in facts) for name in facts[0]["phases"]}
+        run["read_phase_s"] = run["phases"].get("read", 0) + run["phases"].get("materialize", 0)
+        run["read_fraction"] = sum(fact["read_bytes"] for fact in facts) / facts[0]["checkpoint_bytes"]
     return run
 
 
-def combine(sums: Sequence[Mapping[str, tuple[str, str, int, int]]]) -> tuple[dict[str, str], dict[str, str]]:
-    """Checksums and placements by name, from those of all ranks.
-
-    Raises:
-        RuntimeError: when copies of a tensor differ, or ranks hold different tensors.
-    """
-    checksums: dict[str, str] = {}
-    placements: dict[str, str] = {}
-    if any(list(found) != list(sums[0]) for found in sums):
-        raise RuntimeError("the ranks hold different tensors")
-    for name in sums[0]:
-        copies: dict[int, int] = {}
-        for found in sums:
-            what, placement, value, copy = found[name]
-            copies[copy] = (copies.get(copy, 0) + value) % (1 << 64)
-            placements[name] = placement
-            checksums[name] = f"{what} {value:016x}"
-        if len(set(copies.values())) > 1:
-            raise RuntimeError(f"the copies of {name} differ")
-        checksums[name] = f"{sums[0][name][0]} {next(iter(copies.values())):016x}"
-    return checksums, placements
+def run_once(options: argparse.Namespace, job: Load) -> dict[str, Any]:
+    """In new processes."""
+    if job.arm in roof.READS:
+        is_cold, folder = job.row == "cold", Path(job.source)
+        return join(roof.measure_read(job.arm, folder, options.ranks, is_cold, job.patience_s))
+    with results.start_ranks(options) as world:
+        return join(world.run(measure, job))
 
 
-def statistics_of(runs: Sequence[Mapping[str, Any]], nbytes: int) -> dict[str, Any]:
-    """Medians and extremes of one arm's runs."""
-    gigabytes = nbytes / 1e9
-    walls = [run["wall_s"] for run in runs]
-    found: dict[str, Any] = {
-        "wall_s": {"median": statistics.median(walls), "min": min(walls), "max": max(walls)},
-        "user_s": statistics.median(run["user_s"] for run in runs),
-        "system_s": statistics.median(run["system_s"] for run in runs),
-        "minor_faults_per_gb": statistics.median(run["minor_faults"] for run in runs) / gigabytes,
-        "major_faults_per_gb": statistics.median(run["major_faults"] for run in runs) / gigabytes,
-        "cached_fraction": [run["cached_fraction"] for run in runs],
-        "others_share": statistics.median(run["others_share"] for run in runs),
-    }
-    last = runs[-1]
-    if "growth_bytes" in last:
-        found["growth_bytes"] = max(max(run["growth_bytes"]) for run in runs)
-        found["local_bytes"] = max(last["local_bytes"])
-        excess = [
-            grown - held
-            for run in runs
-            for grown, held in zip(run["growth_bytes"], run["local_bytes"], strict=True)
-        ]
-        found["excess_bytes"] = max(excess)
-        found["all_private"] = all(run["all_private"] for run in runs)
-        if any(run["checksums"] != last["checksums"] for run in runs):
-            raise RuntimeError("two runs of one arm made different models")
-        found["checksums"] = last["checksums"]
-        found["placements"] = last["placements"]
-        for run in runs:
-            del run["checksums"], run["placements"]
-    if "phases" in last:
-        found["phases"] = {
-            phase: statistics.median(run["phases"].get(phase, 0.0) for run in runs) for phase in last["phases"]
-        }
-        found["read_phase_s"] = statistics.median(run["read_phase_s"] for run in runs)
-        found["read_fraction"] = last["read_fraction"]
-        found["reads"] = last["reads"]
-    return found
+def run_row(options: argparse.Namespace, row: str, shape: Shape) -> dict[str, Any]:
+    """All arms in turn, and whether their models hold the values of the first."""
+    from benchmarks.harness.values import compare
 
-
-def compare(arms: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Whether each arm made the model that shardwise made; checksums are then replaced by their digest."""
-    with_sums = {arm: found for arm, found in arms.items() if "checksums" in found}
-    if not with_sums:
-        return {}
-    first = next(iter(with_sums))
-    wanted, placed = with_sums[first]["checksums"], with_sums[first]["placements"]
-    verdicts: dict[str, str] = {}
-    for arm, found in with_sums.items():
-        names = sorted(wanted.keys() | found["checksums"].keys())
-        differing = [name for name in names if wanted.get(name) != found["checksums"].get(name)]
-        elsewhere = [name for name in names if placed.get(name) != found["placements"].get(name)]
-        verdict = "same" if not differing else f"{len(differing)} of {len(names)} differ, such as {differing[0]}"
-        if elsewhere:
-            verdict += f"; {len(elsewhere)} sharded otherwise, such as {elsewhere[0]}"
-        verdicts[arm] = verdict
-    for found in with_sums.values():
-        text = json.dumps(found.pop("checksums"), sort_keys=True)
-        found["checksum"] = hashlib.sha256(text.encode()).hexdigest()
-        del found["placements"]
-    return verdicts
-
-
-def capped(shape: Shape, root: Path, arms: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Each arm once, with every rank held by the kernel to its shard, the staging budget and 32 MiB."""
-    folder, warm_up = write(shape, root), write(shape.tiny(), root)
-    cap = -(-shape.nbytes // RANKS) + STAGING_BYTES + SLACK_BYTES
-    found: dict[str, Any] = {"shape": shape.name, "cap_bytes": cap, "model_bytes": shape.nbytes, "arms": {}}
-    if reason := caps.why_not():
-        return found | {"skipped": reason}
-    if cap >= shape.nbytes:
-        return found | {"skipped": "the model is smaller than the staging budget allows for"}
-    for arm in arms:
+    folder, tiny = results.write_shape(options, shape)
+    nbytes = sum(path.stat().st_size for path in meter.files_of(folder))
+    arms = [arm for arm in ARMS_BY_ROW[row] if ("roof" if arm in roof.READS else arm) in options.arms]
+    arms = [arm for arm in arms if not (shape.is_moe and arm in NOT_ON_MOE)]
+    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    notes: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for arm in results.turns(arms, options.repeats):
         try:
-            run = summary(load_once(arm, folder, warm_up, timeout_s, cap_bytes=cap))
-            found["arms"][arm] = {"outcome": "loaded", "wall_s": run["wall_s"]}
-        except RankError as error:
-            killed = [rank for rank, story in error.failures.items() if "exit code -9" in story]
-            rank, story = next(iter(error.failures.items()))
-            outcome = (
-                f"killed: rank {', '.join(map(str, killed))}"
-                if killed
-                else f"rank {rank}: {story.splitlines()[-1]}"
-            )
-            found["arms"][arm] = {"outcome": outcome}
-        caps.clean_up()
-        say(f"  {shape.name} capped at {cap >> 20} MiB: {arm} {found['arms'][arm]['outcome']}")
-    return found
+            with serve(folder, row) as source, serve(tiny, row) as warm_up:
+                run = run_once(options, Load(arm, source, warm_up, row, options.idle_wait))
+        except RankError as error:  # a peer may fail; the others are still compared
+            if arm == "shardwise":
+                raise
+            notes[arm] = str(error).strip().splitlines()[-1]
+            continue
+        run["disk_share"] = run["disk_bytes"] / nbytes
+        if sums := run.pop("sums", None):
+            first = first or sums
+            if (verdict := compare(first, sums)) != "same":
+                notes[arm] = f"its values differ: {verdict}"
+            elif not options.tiny and not run["is_in_memory"]:
+                notes[arm] = "the clock stopped before all values were in memory"
+        runs[arm].append(run)
+        say(f"  {shape.name} {row} {arm:<24} {run['seconds']:7.3f} s")
+    return {"row": row, "model": folder.name, "bytes": nbytes, "notes": notes, "runs": runs}
 
 
-def replicated(shape: Shape, root: Path, timeout_s: float) -> dict[str, Any]:
-    """How much of the checkpoint is read with two replicas of two shards each."""
-    folder, warm_up = write(shape, root), write(shape.tiny(), root)
-    run = summary(load_once("shardwise", folder, warm_up, timeout_s, replicas=2))
-    say(f"  {shape.name} 2x2: read {run['read_fraction']:.3f} of the checkpoint")
-    return {"shape": shape.name, "wall_s": run["wall_s"], "read_fraction": run["read_fraction"]}
+@contextmanager
+def serve(folder: Path, row: str) -> Iterator[str]:
+    """The folder itself, or for "http" its URL on a server in another process."""
+    if row != "http":
+        yield str(folder)
+        return
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    context.Process(target=_serve, args=(str(folder), theirs), daemon=True).start()
+    theirs.close()
+    yield ours.recv()
+    ours.close()
 
 
-# ── limits ────────────────────────────────────────────────────────────────────────────────────────
+def _serve(folder: str, pipe: Connection) -> None:
+    with HttpStore(folder, latency_s=HTTP_LATENCY_S, bytes_per_s=HTTP_BYTES_PER_S) as store:
+        pipe.send(store.url)
+        pipe.poll(None)  # until the other end is closed
 
 
-# ── the program ──────────────────────────────────────────────────────────────────
+def limits_of(row: Mapping[str, Any]) -> list[Limit]:
+    name, ours = f"{row['model']}, {row['row']}", row["runs"].get("shardwise")
+    if not ours:
+        return []
+    seconds = results.medians(row["runs"], "seconds")
+    ours_s = seconds["shardwise"]
+    roof_s = min((seconds[arm] for arm in roof.READS if arm in seconds), default=0.0)
+    limits = []
+    for peer, most in RATIOS.items():
+        if peer in seconds:
+            most = max(most, BY_ROOF * roof_s / seconds[peer]) if peer == "dcp" else most
+            limits.append(Limit(f"{name}: time / {peer}", ours_s / seconds[peer], most))
+    if roof_s and row["row"] == "warm":
+        read_s = results.medians(row["runs"], "read_phase_s")["shardwise"]
+        limits.append(Limit(f"{name}: read phase / roof", read_s / roof_s, READ_PHASE_RATIO))
+    if row["row"] == "http":
+        limits.append(Limit(f"{name}: time / bandwidth", ours_s / (row["bytes"] / HTTP_BYTES_PER_S), HTTP_RATIO))
+    over_mib = results.most_mib(ours, "over_shards_bytes")
+    limits.append(Limit(f"{name}: memory over the shards, MiB", over_mib, STAGING_MIB + SLACK_MIB))
+    limits.append(Limit(f"{name}: read / checkpoint", max(run["read_fraction"] for run in ours), READ_RATIO))
+    return limits
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__)
-    parser.add_argument("--models", default=None, help=f"comma-separated, of {', '.join(SHAPES)}; default: all")
-    parser.add_argument("--arms", default=None, help=f"comma-separated, of shardwise, {', '.join(PEERS)}, roof")
-    parser.add_argument("--repeats", type=int, default=None, help="of each arm; default 5, with --quick 3")
-    parser.add_argument("--quick", action="store_true", help="qwen3-0.6b; shardwise, transformers and the roof")
-    parser.add_argument("--others", action="store_true", help="no rows, but what comes after them")
-    parser.add_argument("--rows", default="", help="only rows whose name contains this")
-    parser.add_argument("--out", type=Path, default=None, help="results, as .json and .md beside it")
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()) / "shardwise-benchmarks")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one load")
-    parser.add_argument("--idle-wait", type=float, default=3.0, help="seconds to wait for an idle machine")
-    parser.add_argument("--profile", metavar="ARM", help="profile one arm on rank 0; --rows LoRA: an adapter too")
-    return parser.parse_args(argv)
+def lines_of(row: Mapping[str, Any]) -> Iterator[str]:
+    figures = ("user_s", "system_s", "others_share", "disk_share")
+    nbytes = ("growth_bytes", "over_shards_bytes")
+    what = f"{row['model']}, {row['row']}"
+    yield from results.runs_table(what, row["runs"], "shardwise", figures=figures, nbytes=nbytes)
+    yield from (f"{arm}: {note}" for arm, note in row["notes"].items())
+    if ours := row["runs"].get("shardwise"):
+        yield from (results.phases_line(ours[-1]), "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = arguments(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    models = given.models.split(",") if given.models else ["qwen3-0.6b"] if given.quick else list(SHAPES)
-    arms = ["shardwise", "transformers", "roof"] if given.quick else ["shardwise", *PEERS, "roof"]
-    arms = given.arms.split(",") if given.arms else arms
-    repeats = given.repeats or (3 if given.quick else 5)
-    if given.profile:
-        shape = SHAPES[models[0]]
-        folder, warm_up = write(shape, given.dir), write(shape.tiny(), given.dir)
-        how = {"lora": "LoRA" in given.rows, "profile": True, "wants_priority": True}
-        run = summary(load_once(given.profile, folder, warm_up, given.timeout, **how))
-        say(run["profile"])
-        return 0
-    began = time.monotonic()
-    rows = [row for row in rows_of(models, arms, quick=given.quick) if given.rows in row.name and not given.others]
-    results: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python -m benchmarks.load {' '.join(argv if argv is not None else sys.argv[1:])}".strip(),
-        "commit": commit(),
-        "machine": machine(),
-        "ranks": RANKS,
-        "repeats": repeats,
-        "rows": [],
-    }
-    for row in rows:
-        say(row.name)
-        results["rows"].append(run_row(row, given.dir, repeats, given.timeout, given.idle_wait))
-    if given.others or (not given.quick and not given.rows):
-        largest = max((SHAPES[model] for model in models), key=lambda shape: shape.nbytes)
-        wanted = [arm for arm in ("shardwise", "transformers", "accelerate") if arm in arms]
-        results["capped"] = capped(largest, given.dir, wanted, given.timeout)
-        results["replicated"] = replicated(SHAPES[models[0]], given.dir, given.timeout)
-        say("over HTTP")
-        shape = SHAPES[models[0]]
-        folder, warm_up = write(shape, given.dir), write(shape.tiny(), given.dir)
-        results["remote"] = remote.measure(folder, warm_up, RANKS, min(repeats, 3), given.timeout)
-        say("planning")
-        results["planning"] = planning.measure(repeats)
-    results["limits"] = [vars(limit) | {"verdict": limit.verdict} for limit in limits_of(results)]
-    results["minutes"] = (time.monotonic() - began) / 60
-    out = (
-        given.out
-        or Path(__file__).parent / "results" / f"load-{results['date'][:10]}-{results['commit'][:12]}.json"
+    parser = results.parser(__doc__)
+    models = ["qwen3-0.6b", "qwen3-moe"]
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=models, help=f"[{' '.join(models)}]")
+    results.add_choice(
+        parser, "--rows", ARMS_BY_ROW, f"of {', '.join(ARMS_BY_ROW)}; a mixture of experts: warm only"
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    stem = str(out).removesuffix(".json")
-    Path(f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
-    text = render(results)
-    Path(f"{stem}.md").write_text(text)
-    say(text)
-    say(f"written to {stem}.json and {stem}.md")
-    return 0
+    results.add_choice(parser, "--arms", ["shardwise", *PEERS, "roof"], f"of shardwise, {', '.join(PEERS)}, roof")
+    parser.add_argument("--idle-wait", type=float, default=3.0, help="seconds to wait for an idle machine")
+    options = results.parse(parser, argv)
+    report = results.describe(options, "load")
+    shapes = [SHAPES[model] for model in options.models]
+    rows = [
+        run_row(options, row, shape)
+        for shape in shapes
+        for row in options.rows
+        if row == "warm" or not shape.is_moe
+    ]
+    limits = [limit for row in rows for limit in limits_of(row)]
+    about = "Processor time is summed over the ranks; memory is of the rank with most; others: what else ran. "
+    about += "The values of all models are equal, if nothing else is said."
+    lines = [line for row in rows for line in lines_of(row)]
+    return results.publish(options, {**report, "rows": rows}, [about, "", *lines], limits)
 
 
 if __name__ == "__main__":

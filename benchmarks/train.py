@@ -1,305 +1,312 @@
-"""Training, measured: shardwise against a loop over FSDP2 written by hand. ``python -m benchmarks.train``.
+"""Training: steps against FSDP2 by hand, and how long it takes to the first one. ``python -m benchmarks.train``.
 
-Three questions, each on gloo ranks of this machine:
-
-- *step*: in the same processes, on the same model and batches, a step of ``train`` and a step by hand take turns.
-  The losses of both have to be the same.
-- *memory*: in fresh processes, what is in tensors while the optimizer takes its step, over weights, gradients and
-  AdamW's two moments; beside it how far the memory of the process grows. (During the passes FSDP2 holds gathered
-  groups and their gradients, and libc what has been freed: with shardwise as by hand.)
-- *start*: from the start of the process until the first optimizer step has been done on every rank, imports
-  included, against accelerate (see ``benchmarks/start.py``). Of a small model trained whole, and of a LoRA of a
-  larger one, by the command itself, with a few tokens.
+- step: each turn of an arm is some steps in new processes, from the checkpoint on. The arms: a loop by hand
+  over a model of shardwise's; the same loop over one that every rank loads and ``fully_shard`` shards; the
+  Hugging Face Trainer over a model of shardwise's. The losses of all must agree. A step takes as long as on its
+  slowest rank, and the first of each turn, which sets up, is left out. Memory is the growth of a rank, loading
+  included, beside what ``shardwise.plan`` estimates.
+- start: from the start of the first process until every rank has done its first step, imports included. Each
+  arm is started as its users do: ``shardwise train``; TRL's script by torchrun, with the same arguments, where
+  each rank holds the whole model; accelerate as a loop by hand, which needs neither TRL nor a tokenizer,
+  without the time of its launcher. The commands compute in float32 unless told otherwise, accelerate in the
+  stored dtype, so ``shardwise train`` also runs in bfloat16.
 """
 
 import argparse
-import gc
+import itertools
 import json
-import statistics
+import os
+import random
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import meter
-from benchmarks.checkpoints import write
-from benchmarks.limits import Limit
-from benchmarks.place import commit, machine
-from benchmarks.start import ACCELERATE, ARMS, FIRST_TOKENS, OURS, OURS_AS_STORED, TRL, start_once
-from benchmarks.training import (
-    BRING_UP,
-    LEARNING_RATE,
-    MIDDLE,
-    MODELS,
-    SMALL,
-    TRAIN,
-    Job,
-    batches,
-    bring_up_by_hand,
-    bring_up_by_shardwise,
-    quieten,
-    step_by_hand,
-    train_by_shardwise,
-)
+from benchmarks.harness import meter, results
+from benchmarks.harness.checkpoints import SHAPES
+from benchmarks.harness.results import Limit, say
+from benchmarks.harness.training import LEARNING_RATE, MAX_NORM, Job, batches, load, quieten, train
 from tests.support.local_ranks import LocalRanks
 
-STEP_LIMIT, MEMORY_LIMIT, START_LIMIT, TRL_START_LIMIT = 1.03, 1.03, 0.6, 1.0
+OWN_LOOP, BY_HAND, TRAINER = "shardwise", "FSDP2 by hand", "Trainer"
+STEP_ARMS = (OWN_LOOP, BY_HAND, TRAINER)
+OURS, OURS_AS_STORED, TRL, ACCELERATE = "shardwise train", "shardwise train, bfloat16", "trl sft", "accelerate"
+START_ARMS = (OURS, OURS_AS_STORED, TRL, ACCELERATE)
+ROWS = ("step", "start")
+STEP_RATIO, TRAINER_RATIO, TRL_RATIO, LOSS_DIFFERENCE = 1.03, 1.05, 1.0, 1e-3
+FIRST_TOKENS = 21
+
+_LOOK_S = 0.02
+_WORDS = 500
 
 
-def take_turns(job: Job) -> dict[str, Any]:
-    """A step by shardwise, one by hand, and so on. Seconds and losses of each. Collective: yes."""
-    import torch
+# ── steps ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def take_turn(arm: str, job: Job) -> dict[str, Any]:
+    """Seconds of each step, its losses, and growth of memory. Collective: yes."""
     import torch.distributed as dist
 
     quieten()
-    ours, theirs = bring_up_by_shardwise(job), bring_up_by_hand(job).train()
-    optimizer = torch.optim.AdamW(theirs.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    steps = batches(job, job.steps, dist.get_rank())
-    seconds: list[float] = []
-    losses: list[float] = []
-
-    def by_hand(_: Any) -> None:
-        [batch] = steps[len(losses)]
-        dist.barrier()
-        start = time.perf_counter()
-        loss = step_by_hand(theirs, optimizer, batch)
-        seconds.append(time.perf_counter() - start)
-        mean = torch.tensor(loss)
-        dist.all_reduce(mean)
-        losses.append(float(mean) / dist.get_world_size())
-        dist.barrier()
-
-    report = train_by_shardwise(ours, steps, by_hand)
-    return {
-        "shardwise": {"seconds": report.seconds, "losses": report.losses},
-        "by hand": {"seconds": seconds, "losses": losses},
-    }
-
-
-def remember(arm: str, job: Job, warm_up: Job) -> dict[str, int]:
-    """Bytes by which this rank's memory grows. Collective: yes."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import FSDPModule
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    from shardwise.models.view import local_tensor
-
-    quieten()
-    TRAIN[arm](BRING_UP[arm](warm_up), batches(warm_up, 1, dist.get_rank()))  # what libraries allocate once
-    others = bytes_in_tensors()
     with meter.MemoryWatch() as memory:
-        model = BRING_UP[arm](job)
-        brought_up = meter.anonymous_bytes() - memory.before
-        held: list[int] = []
-        hook = register_optimizer_step_post_hook(lambda *_: held.append(bytes_in_tensors()))
-        TRAIN[arm](model, batches(job, 3, dist.get_rank()))
-        hook.remove()
-    weights = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
-    inner = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, FSDPModule) and module is not model
-        for parameter in module.parameters()
-    }
-    groups = [
-        sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
-        for module in model.modules()
-        if isinstance(module, FSDPModule) and module is not model
-    ]
-    groups.append(sum(p.numel() * p.itemsize for p in model.parameters() if p not in inner))
+        model = load("fully_shard" if arm == BY_HAND else "shardwise", job)
+        if arm == TRAINER:
+            seconds, losses = train_by_trainer(model, job)
+        else:
+            seconds, losses = train(model, batches(job, dist.get_rank()))
+    return {"seconds": seconds, "losses": losses, "growth_bytes": memory.growth_bytes}
+
+
+def train_by_trainer(model: Any, job: Job) -> tuple[list[float], list[float]]:
+    """By ShardwiseTrainer, without checkpoints. A step lasts until the next one begins, with logs and callbacks."""
+    import torch.distributed as dist
+    from benchmarks.harness.loaders import own_device
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    from shardwise.integrations import ShardwiseTrainer, for_trainer
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
+    begins: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            begins.append(time.perf_counter())
+
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            begins.append(time.perf_counter())
+
+    class Measured(ShardwiseTrainer, Trainer):  # type: ignore[misc]
+        pass
+
+    by_rank = [[ids.tolist() for ids in batches(job, other)] for other in range(size)]
+    # The sampler deals batches to the ranks in turn.
+    rows = [row for step in zip(*by_rank, strict=True) for ids in step for row in ids]
+    trainer = Measured(
+        model=for_trainer(model),
+        args=TrainingArguments(
+            output_dir=str(Path(job.folder).parent / "trainer"),
+            max_steps=job.steps,
+            per_device_train_batch_size=job.rows,
+            train_sampling_strategy="sequential",
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            max_grad_norm=MAX_NORM,
+            weight_decay=0.0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=own_device().type == "cpu",
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        callbacks=[Clock],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [after - before for before, after in itertools.pairwise(begins)], losses
+
+
+def take_turns(options: Any, job: Job, repeats: int) -> dict[str, list[list[dict[str, Any]]]]:
+    """By arm, of each turn what each rank reports."""
+    runs: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in STEP_ARMS}
+    for arm in results.turns(STEP_ARMS, repeats):
+        with results.start_ranks(options) as world:
+            runs[arm].append(world.run(take_turn, arm, job))
+    return runs
+
+
+def summarize(runs: Mapping[str, list[list[dict[str, Any]]]]) -> dict[str, dict[str, float]]:
+    """By arm: the median step, the difference of its losses to those of our loop, and the most growth of a rank."""
+    summary = {}
+    losses = runs[OWN_LOOP][0][0]["losses"]
+    for arm, turns in runs.items():
+        steps = [seconds for turn in turns for seconds in results.slowest([rank["seconds"] for rank in turn])]
+        pairs = [pair for turn in turns for pair in zip(losses, turn[0]["losses"], strict=True)]
+        summary[arm] = {
+            "step_s": meter.spread(steps)["median"],
+            "loss_difference": max(abs(one - other) / abs(one) for one, other in pairs),
+            "growth_bytes": max(rank["growth_bytes"] for turn in turns for rank in turn),
+        }
+    return summary
+
+
+def estimate(job: Job, ranks: int, device: str) -> dict[str, int]:
+    """Bytes on the first rank by ``shardwise.plan``: of its load, and of a step."""
+    from benchmarks.harness.loaders import adapter_config
+
+    import shardwise
+
+    plan = shardwise.plan(
+        job.folder,
+        ranks=ranks,
+        dtype=job.dtype,
+        device=device,
+        tuning=shardwise.Lora(adapter_config()) if job.lora else shardwise.Full(),
+        per_device_train_batch_size=job.rows,
+        max_length=job.tokens,
+        optim="adamw_torch",
+        gradient_checkpointing=False,
+    )
+    assert plan.training is not None
+    first = plan.ranks[0]
     return {
-        "weights": weights,
-        "largest_group": max(groups),
-        "brought_up": brought_up,
-        "steady": held[-1] - others,
-        "peak": memory.growth,
+        "load": first.host_bytes if device == "cpu" else first.device_bytes,
+        "step": plan.training.worst(device).bytes_on(device),
     }
 
 
-def bytes_in_tensors() -> int:
-    """Bytes of all tensors of this process, each storage once."""
-    import torch
-
-    gc.collect()
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in gc.get_objects()
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-    }
-    return sum(storages.values())
+# ── starts ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def measure(
-    job: Job, warm_up: Job, firsts: Mapping[str, Job], ranks: int, repeats: int, timeout_s: float
-) -> dict[str, Any]:
-    """What each rank found, and how long each model took to its first step."""
-    with LocalRanks(ranks, timeout_s=timeout_s) as world:
-        turns = world.run(take_turns, job)
-    memory: dict[str, list[dict[str, int]]] = {}
-    for arm in ("shardwise", "by hand"):
+def start_once(arm: str, job: Job, ranks: int, timeout_s: float) -> float:
+    """Seconds from the start of the first process until every rank has done its first step."""
+    start = meter.timestamp()
+    if arm == ACCELERATE:
         with LocalRanks(ranks, timeout_s=timeout_s) as world:
-            memory[arm] = world.run(remember, arm, job, warm_up)
-    starts: dict[str, dict[str, list[float]]] = {name: {arm: [] for arm in ARMS} for name in firsts}
-    for name, first in firsts.items():
-        for _ in range(min(repeats, 2) if first.lora else repeats):  # minutes each
-            for arm, found in starts[name].items():
-                found.append(start_once(arm, first, ranks, timeout_s))
-    return {"turns": turns, "memory": memory, "starts": starts}
+            return max(world.run(take_first_step, job)) - start
+    with tempfile.TemporaryDirectory(prefix="shardwise-start-") as folder:
+        return run_command(arm, job, ranks, Path(folder), timeout_s)
 
 
-def summary(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Medians and ratios. A step takes as long as on its slowest rank; the first, which sets FSDP2 up, is out."""
-    turns, memory, starts = found["turns"], found["memory"], found["starts"]
-    steps = {
-        arm: [max(each) for each in zip(*(rank[arm]["seconds"] for rank in turns), strict=True)][1:]
-        for arm in ("shardwise", "by hand")
-    }
-    ratios = [ours / theirs for ours, theirs in zip(steps["shardwise"], steps["by hand"], strict=True)]
-    ours, theirs = turns[0]["shardwise"]["losses"], turns[0]["by hand"]["losses"]
-    worst = {arm: max(ranks, key=lambda rank: rank["peak"]) for arm, ranks in memory.items()}
-    return {
-        "step_s": {arm: statistics.median(seconds) for arm, seconds in steps.items()},
-        "step_ratio": statistics.median(steps["shardwise"]) / statistics.median(steps["by hand"]),
-        "step_ratio_paired": statistics.median(ratios),
-        "loss_difference": max(abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True)),
-        "memory": worst,
-        "memory_ratio": {
-            arm: {
-                "brought_up": rank["brought_up"] / rank["weights"],
-                "steady": rank["steady"] / (4 * rank["weights"] + rank["largest_group"]),
-                "peak": rank["peak"] / (4 * rank["weights"] + rank["largest_group"]),
-            }
-            for arm, rank in worst.items()
-        },
-        "start_s": {
-            name: {arm: statistics.median(seconds) for arm, seconds in arms.items()}
-            for name, arms in starts.items()
-        },
-    }
+def take_first_step(job: Job) -> float:
+    """Return when accelerate has done it. Collective: yes."""
+    import torch.distributed as dist
+
+    quieten()
+    train(load("accelerate-efficient", job), batches(job, dist.get_rank()))
+    return meter.timestamp()
 
 
-def limits(made: Mapping[str, Any]) -> list[Limit]:
-    return [
-        Limit("step time / by hand", made["step_ratio"], STEP_LIMIT),
-        Limit(
-            "memory in the steady state / states + largest group",
-            made["memory_ratio"]["shardwise"]["steady"],
-            MEMORY_LIMIT,
-        ),
-        *(
-            Limit(f"{name}: start of {arm} to first step / accelerate", found[arm] / found[ACCELERATE], START_LIMIT)
-            for name, found in made["start_s"].items()
-            for arm in (OURS, OURS_AS_STORED)
-        ),
-        *(
-            Limit(f"{name}: start of {OURS} to first step / {TRL}", found[OURS] / found[TRL], TRL_START_LIMIT)
-            for name, found in made["start_s"].items()
-        ),
+def run_command(arm: str, job: Job, ranks: int, folder: Path, timeout_s: float) -> float:
+    """Seconds until the loss of the first step is printed.
+
+    Raises:
+        RuntimeError: the command failed, or took too long.
+    """
+    model, data, log = write_tokenizer(Path(job.folder), folder / "model"), folder / "data", folder / "log"
+    generator = random.Random(0)
+    rows = [" ".join(f"w{generator.randrange(_WORDS)}" for _ in range(job.tokens - 1)) for _ in range(4 * ranks)]
+    data.mkdir()
+    (data / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    arguments = [f"--model_name_or_path={model}", f"--dataset_name={data}", f"--output_dir={folder / 'out'}"]
+    arguments += [f"--per_device_train_batch_size={job.rows}", "--max_steps=1", "--logging_steps=1"]
+    arguments += ["--use_peft", "--lora_target_modules=all-linear", "--lora_r=16"] * job.lora
+    arguments += ["--report_to=none", "--save_strategy=no", f"--bf16={str(arm == OURS_AS_STORED).lower()}"]
+    command = [*shardwise_command("train"), *arguments, "--nproc-per-node", str(ranks)]
+    if arm == TRL:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *torchrun, "-m", "trl.scripts.sft", "--use_cpu", *arguments]
+    with log.open("w") as file:
+        start = meter.timestamp()
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+        try:
+            while "'loss'" not in log.read_text():
+                if process.poll() is not None or meter.timestamp() - start > timeout_s:
+                    raise RuntimeError(f"{arm}: no step in {meter.timestamp() - start:.0f} s\n{log.read_text()}")
+                time.sleep(_LOOK_S)
+            seconds = meter.timestamp() - start
+            if arm == TRL:
+                process.terminate()  # torchrun ends its ranks
+            if process.wait(timeout_s) and arm != TRL:
+                raise RuntimeError(f"{arm}: it failed after its step\n{log.read_text()}")
+        finally:
+            process.kill()
+            process.wait()
+    return seconds
+
+
+def shardwise_command(name: str) -> list[str]:
+    return [sys.executable, "-c", "from shardwise.cli import main; main()", name]
+
+
+def write_tokenizer(folder: Path, into: Path) -> Path:
+    """A folder with links to the same files, and a tokenizer of some words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    into.mkdir()
+    for path in folder.iterdir():
+        (into / path.name).symlink_to(path)
+    words = {f"w{number}": number for number in range(_WORDS)} | {"<unknown>": _WORDS, "<end>": _WORDS + 1}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"eos_token": "<end>", "pad_token": "<end>", "unk_token": "<unknown>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(into)
+    return into
+
+
+# ── the program ───────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_steps(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[Limit]]:
+    shape = SHAPES[options.model].tiny() if options.tiny else SHAPES[options.model]
+    folder, _ = results.write_shape(options, SHAPES[options.model])
+    job = Job(str(folder), options.steps, options.rows_per_step, options.tokens, shape.vocab_size)
+    runs = take_turns(options, job, options.repeats)
+    summary = summarize(runs)
+    step_s = summary[OWN_LOOP]["step_s"]
+    estimated = estimate(job, options.ranks, options.device)["step"]
+    limits = [
+        Limit("step / FSDP2 by hand", step_s / summary[BY_HAND]["step_s"], STEP_RATIO),
+        Limit("step of the Trainer / our loop", summary[TRAINER]["step_s"] / step_s, TRAINER_RATIO),
+        Limit("difference of a loss", max(arm["loss_difference"] for arm in summary.values()), LOSS_DIFFERENCE),
     ]
-
-
-def lines(results: Mapping[str, Any]) -> list[str]:
-    host, made = results["machine"], results["summary"]
-    versions = ", ".join(f"{name} {version}" for name, version in host["versions"].items())
-    mib = {arm: {name: value / 2**20 for name, value in rank.items()} for arm, rank in made["memory"].items()}
-    return [
-        "# Training",
+    lines = [
+        f"Steps of {folder.name}, all in float32 by AdamW; {job.rows} rows of {job.tokens} tokens a rank.",
         "",
-        f"{results['date']}, commit {results['commit']}, {results['minutes']:.1f} minutes.",
-        f"`{results['command']}`",
-        f"{host['cpus']} cores ({host['processor']}), {host['memory_bytes'] / 2**30:.0f} GiB.",
-        f"Linux {host['kernel']}, Python {host['python']}, {versions}.",
-        f"{results['ranks']} gloo ranks train {results['model']} in float32, full, by AdamW.",
-        f"Each has {results['rows']} rows of {results['tokens']} tokens for a step.",
-        f"The starts: {FIRST_TOKENS} tokens on each rank; accelerate computes in what is stored.",
-        f"Greatest difference of a step's loss: {made['loss_difference']:.1e} of it.",
-        "",
-        "| promise | measured | at most | |",
-        "|---|--:|--:|---|",
-        *(
-            f"| {one['name']} | {one['value']:.3f} | {one['most']:g} | {one['verdict']} |"
-            for one in results["limits"]
-        ),
-        "",
-        "| arm | step s | weights MiB | brought up MiB | steady MiB | peak MiB |",
-        "|---|--:|--:|--:|--:|--:|",
-        *(
-            f"| {arm} | {made['step_s'][arm]:.4f} | "
-            + " | ".join(f"{rank[name]:.0f}" for name in ("weights", "brought_up", "steady", "peak"))
-            + " |"
-            for arm, rank in mib.items()
-        ),
-        "",
-        f"| start to first step s | {' | '.join(ARMS)} |",
-        f"|---|{'--:|' * len(ARMS)}",
-        *(
-            f"| {results['firsts'][name]} | {' | '.join(f'{found[arm]:.2f}' for arm in ARMS)} |"
-            for name, found in made["start_s"].items()
-        ),
-        "",
-        f"Step time, median of pairs: {made['step_ratio_paired']:.3f}. Largest group: "
-        f"{mib['shardwise']['largest_group']:.0f} MiB. Peak over states and largest group: "
-        + ", ".join(f"{arm} {ratio['peak']:.3f}" for arm, ratio in made["memory_ratio"].items())
-        + ".",
     ]
+    rows = [
+        [arm, figures["step_s"], step_s / figures["step_s"], figures["growth_bytes"] / 2**20]
+        for arm, figures in summary.items()
+    ]
+    lines += results.table(["arm", "step, s", "our loop / it", "memory growth MiB"], rows)
+    lines += [f"The plan of shardwise estimates {estimated / 2**20:,.0f} MiB.", ""]
+    return {"summary": summary, "estimated_bytes": estimated, "turns": runs}, lines, limits
+
+
+def measure_starts(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[Limit]]:
+    shape = SHAPES[options.model]
+    folder, _ = results.write_shape(options, shape)
+    vocab_size = min(shape.vocab_size, 512)
+    job = Job(str(folder), 1, 1, FIRST_TOKENS, vocab_size, dtype="auto", lora=options.lora)
+    runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in START_ARMS}
+    for arm in results.turns(START_ARMS, options.repeats):
+        runs[arm].append({"seconds": start_once(arm, job, options.ranks, options.timeout)})
+        say(f"  {arm}: first step after {runs[arm][-1]['seconds']:.2f} s")
+    seconds = results.medians(runs, "seconds")
+    trained = "a LoRA" if options.lora else "all parameters"
+    lines = [f"Start to first step of {folder.name}, {trained}, {FIRST_TOKENS} tokens a rank.", ""]
+    lines += results.runs_table("arm", runs, OURS)
+    limits = [Limit("start to first step / TRL's script", seconds[OURS] / seconds[TRL], TRL_RATIO)]
+    return runs, lines, limits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, show, write down; the exit status says whether every promise was kept."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{SMALL.name} on two ranks, a minute or two")
-    parser.add_argument("--model", default=None, choices=sorted(MODELS))
-    parser.add_argument("--start-models", nargs="*", choices=sorted(MODELS), help="of which the start is measured")
-    parser.add_argument("--ranks", type=int, default=None)
-    parser.add_argument("--steps", type=int, default=None, help="of each arm")
-    parser.add_argument("--repeats", type=int, default=None, help="of each start")
-    parser.add_argument("--rows", type=int, default=1, help="on each rank")
-    parser.add_argument("--tokens", type=int, default=64, help="of a row")
-    parser.add_argument("--out", type=Path, help="results, as .json and .md beside it")
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir(), "shardwise-benchmarks"))
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one measurement")
-    given = parser.parse_args(argv)
-    began = time.perf_counter()
-    shape = MODELS[given.model or (SMALL.name if given.quick else MIDDLE.name)]  # two of them fit
-    ranks = given.ranks or (2 if given.quick else 4)
-    steps = given.steps or (13 if given.quick else 21)
-    folder, tiny = write(shape, given.dir), write(shape.tiny(), given.dir)
-    job = Job(str(folder), steps, given.rows, given.tokens, shape.config["vocab_size"])
-    warm_up = Job(str(tiny), 1, 1, 16, shape.tiny().config["vocab_size"])
-    firsts = {}
-    for name in given.start_models or ([SMALL.name] if given.quick else [SMALL.name, "qwen3-1.7b"]):
-        place, words = write(MODELS[name], given.dir), MODELS[name].config["vocab_size"]
-        firsts[name] = Job(str(place), 1, 1, FIRST_TOKENS, words, "auto", lora=name != SMALL.name)
-    found = measure(job, warm_up, firsts, ranks, given.repeats or (2 if given.quick else 5), given.timeout)
-    made = summary(found)
-    results = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks.train", *(argv if argv is not None else sys.argv[1:])]),
-        "commit": commit(),
-        "machine": machine(),
-        "model": shape.name,
-        "firsts": {name: f"{name}, {'a LoRA' if first.lora else 'whole'}" for name, first in firsts.items()},
-        "ranks": ranks,
-        "rows": given.rows,
-        "tokens": given.tokens,
-        "minutes": (time.perf_counter() - began) / 60,
-        "limits": [vars(limit) | {"verdict": limit.verdict} for limit in limits(made)],
-        "summary": made,
-        "runs": found,
-    }
-    text = "\n".join(lines(results)) + "\n"
-    print(text)
-    place = given.out or Path("benchmarks/results", f"train-{datetime.now(UTC):%Y-%m-%d-%H%M}")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{place}.json").write_text(json.dumps(results, indent=1))
-    Path(f"{place}.md").write_text(text)
-    differs = made["loss_difference"] > 1e-3
-    return 1 if differs or any(limit.verdict == "FAIL" for limit in limits(made)) else 0
+    parser = results.parser(__doc__, repeats=3)
+    models = [name for name, shape in SHAPES.items() if not shape.is_moe]
+    parser.add_argument("--model", default="qwen3-36m", choices=models, help="[qwen3-36m]")
+    results.add_choice(parser, "--rows", ROWS, f"of {', '.join(ROWS)}")
+    parser.add_argument("--steps", type=int, default=7, help="of a turn [7]")
+    parser.add_argument("--rows-per-step", type=int, default=1, help="on each rank [1]")
+    parser.add_argument("--tokens", type=int, default=64, help="of a row [64]")
+    parser.add_argument("--lora", action="store_true", help="the start of a LoRA, instead of all parameters")
+    options = results.parse(parser, argv)
+    options.steps = min(options.steps, 3) if options.tiny else options.steps
+    report = results.describe(options, "train")
+    lines: list[str] = []
+    limits: list[Limit] = []
+    for row in options.rows:
+        figures, described, promised = (measure_steps if row == "step" else measure_starts)(options)
+        report[row] = figures
+        lines += described
+        limits += promised
+    return results.publish(options, report, lines, limits)
 
 
 if __name__ == "__main__":

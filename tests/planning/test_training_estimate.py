@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.checkpoints import SHAPES
-from benchmarks.training import SMALL, smaller
+from benchmarks.harness.checkpoints import SHAPES, smaller
 from peft import LoraConfig
 from tests.engines.real_shapes import forecast_of
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -25,7 +24,8 @@ from shardwise.tensors import DType
 
 NOWHERE = Path("/nowhere")
 RECORD = Path(__file__).parents[2] / "benchmarks/results/training-memory-2026-11-23.json"
-LOW = smaller("qwen3-low", **{**SMALL.config, "num_hidden_layers": 2, "max_window_layers": 2})
+SMALL = SHAPES["qwen3-36m"]
+LOW = smaller("qwen3-low", **{**SMALL.config, "num_hidden_layers": 2})
 SIZES = {"low": LOW, "36m": SMALL, "0.6b": SHAPES["qwen3-0.6b"], "1.7b": SHAPES["qwen3-1.7b"]}
 LORA = Lora(LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"))
 

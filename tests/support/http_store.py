@@ -140,8 +140,8 @@ class HttpStore(Closing):
             store.inject(Status(503), times=2)
             reader = RemoteReader(store.url)
 
-    Connections are kept alive, one thread each. For measurements, let it run in a process of its own:
-    :class:`benchmarks.http_process.HttpStoreProcess`.
+    Connections are kept alive, one thread each. For measurements, let it run in a process of its own, as
+    ``benchmarks/load.py`` does.
 
     Args:
         files: a folder, or contents by name.

@@ -14,7 +14,7 @@ bitsandbytes clamps ``v`` to [-1, 1], which changes no code, because all bounds 
 The number of bounds is looked up in a table: the lower 16 bits of ``v + 768`` in float32 are the *index* of ``v``
 rounded to a multiple of 2^-14. Rounding is monotonic, so a value with a larger index than a bound is above it, and
 one with a smaller index is below. If the indices are equal, as for one element in a thousand, the numbers are
-compared. That takes fewer passes than fifteen comparisons (``benchmarks/four_bit.py``).
+compared. That takes fewer passes than fifteen comparisons (``benchmarks/results/four-bit-places-2026-11-23.md``).
 
 [Note: Nested scales] The scales of a weight, flattened, minus their mean (``offset``), are in blocks of 256. Each
 is stored as one of 256 numbers from -1 to 1 (:func:`dynamic_codebook`) times the largest magnitude of its block.
