@@ -13,7 +13,6 @@ from shardwise.engines.loading import load as load
 from shardwise.engines.merging_adapter import merge_adapter as merge_adapter
 from shardwise.engines.model_states import get_model_state_dict as get_model_state_dict
 from shardwise.engines.model_states import set_model_state_dict as set_model_state_dict
-from shardwise.engines.observe import observe as observe
 from shardwise.engines.optimizer_states import get_optimizer_state_dict as get_optimizer_state_dict
 from shardwise.engines.optimizer_states import set_optimizer_state_dict as set_optimizer_state_dict
 from shardwise.engines.pretrained_loading import from_pretrained as from_pretrained

@@ -24,7 +24,7 @@ _PRELOADED = (
     *("shardwise.engines.pretrained_loading", "shardwise.engines.saving", "shardwise.integrations.trainer"),
     *("shardwise.training.run", "shardwise.training.tenants", "tests.load_cases", "tests.engines.stating"),
     *("tests.checkpoints.on_ranks", "tests.faults.on_ranks", "tests.faults.saving", "tests.torture.objects"),
-    "tests.torture.verbs",
+    *("tests.torture.verbs", "matplotlib.backends.backend_agg"),
 )
 """Modules that ranks need, imported once by the process that they are forked from."""
 

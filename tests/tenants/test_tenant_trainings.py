@@ -11,6 +11,7 @@ from tests.support.local_ranks import RankError
 from tests.support.world import run_forked as run_world
 from tests.tenants.tenants_on_ranks import prepare, train, train_alone, train_until, values
 from tests.training import tiny
+from tests.training.on_ranks import size_of_png
 
 from shardwise.training.run import TrlOutcome
 
@@ -36,6 +37,10 @@ def whole(folder: Path) -> dict[str, list[float]]:
     outcomes = run_world(2, train, values(folder, "whole", 2))
     assert losses(outcomes[0]) == losses(outcomes[1])
     assert [(name, one["steps"]) for name, one in outcomes[0].metrics.items()] == [("ada", 8), ("bob", 6)]
+    memory = [(entry["step"], entry["memory/host_gib"]) for entry in outcomes[0].history if "tenant" not in entry]
+    assert memory[-1][0] == 8 + 6
+    assert all(len(by_rank) == 2 and min(by_rank) > 0.01 for _, by_rank in memory)
+    assert size_of_png(folder / "whole" / "curves.png") == (900, 750)
     return losses(outcomes[0])
 
 

@@ -283,6 +283,39 @@ def train_with(values: dict[str, Any], callback: TrainerCallback) -> TrlOutcome:
         return train(values)[0]
 
 
+def train_with_tracker(values: dict[str, Any]) -> tuple[TrlOutcome, list[dict[str, float]]]:
+    """Train on this rank; what came of it, and what a tracker was sent of memory."""
+
+    class Tracker(TrainerCallback):
+        __module__ = "transformers.integrations.own"
+
+        def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+            sent.append({name: value for name, value in logs.items() if name.startswith("memory/")})
+
+    sent: list[dict[str, float]] = []
+    outcome = train_with(values, Tracker())
+    return outcome, [metrics for metrics in sent if metrics]
+
+
+def size_of_png(path: Path) -> tuple[int, int]:
+    """Return width and height in pixels."""
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
+
+
+def warnings_without_matplotlib(values: dict[str, Any]) -> list[str]:
+    """Train on this rank, and return the messages that are logged."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwise").addHandler(handler)
+    with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
+        train(values)
+    logging.getLogger("shardwise").removeHandler(handler)
+    return messages
+
+
 def by_trl(values: dict[str, Any], adapter: Path | None = None) -> list[float]:
     """Train by TRL in this process, without shardwise; the losses of all steps.
 

@@ -13,7 +13,7 @@ from tests.support.http_store import HttpStore
 from tests.support.local_ranks import LocalRanks, RankError
 from tests.support.world import run_forked as run_world
 from tests.training import on_ranks, tiny
-from tests.training.on_ranks import by_trl, prepare, train, train_until, write_scorer, write_wide
+from tests.training.on_ranks import by_trl, prepare, size_of_png, train, train_until, write_scorer, write_wide
 
 from shardwise.training.run import get_identity
 from shardwise.training.run_config import read_run_config
@@ -32,6 +32,9 @@ def losses(ranks: int, values: dict[str, Any], rows: int = 4) -> list[float]:
     given["output_dir"] = f"{values['output_dir']}-{ranks}"
     found = run_world(ranks, train, given)
     assert len({tuple(told) for _, told in found}) == 1
+    logged = [entry["memory/host_gib"] for entry in found[0][0].history if "loss" in entry]
+    assert all(len(by_rank) == ranks and min(by_rank) > 0.01 for by_rank in logged)
+    assert size_of_png(Path(given["output_dir"], "curves.png")) == (900, 750)
     return list(found[0][1])
 
 
@@ -257,7 +260,9 @@ def test_credentials_are_in_no_file(folder: Path, kind: dict[str, Any]) -> None:
 def test_a_folder_of_another_training_is_left_alone(folder: Path) -> None:
     values = keys(folder, output_dir=str(folder / "kept"), per_device_train_batch_size=4)
     values |= {"dataset_name": None, "datasets": 2 * [{"path": str(folder / "chats.jsonl")}], "interleave": [3, 1]}
-    run_world(1, train, values)
+    [messages] = run_world(1, on_ranks.warnings_without_matplotlib, values)
+    [message] = [text for text in messages if "curves.png" in text]
+    assert message.endswith("kept/curves.png: is not drawn without matplotlib. Run pip install 'shardwise[report]'")
     with pytest.raises(RankError, match="output_dir: .* has a training with use_peft=None, not True"):
         run_world(1, train, {**values, "use_peft": True})
 
@@ -362,20 +367,25 @@ def test_a_loss_that_is_not_finite_is_shown_and_an_error_at_the_end(folder: Path
         run_world(2, train, values)
     assert len(caught.value.failures) == 2
     assert list((folder / "nan").glob("*.safetensors"))
+    assert (folder / "nan" / "curves.png").exists()
     values |= {"logging_nan_inf_filter": True, "output_dir": str(folder / "filtered")}
     [(_, losses), _] = run_world(2, train, values)
     assert 0.0 in losses
 
 
-def test_early_stopping_is_no_signal(folder: Path) -> None:
+def test_early_stopping_is_no_signal_and_trackers_get_the_memory_of_each_rank(folder: Path) -> None:
     values = keys(folder, output_dir=str(folder / "early"), per_device_train_batch_size=4, learning_rate=1.0)
     values |= {"max_steps": 20, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps"}
     values |= {"eval_steps": 1, "test_split_size": 0.2, "load_best_model_at_end": True}
     values["early_stopping_patience"] = 1
-    [(outcome, _), _] = run_world(2, train, values)
+    [(outcome, tracked), _] = run_world(2, on_ranks.train_with_tracker, values)
     assert outcome.steps < 20
     assert not outcome.has_stopped
     assert (folder / "early" / "model.safetensors").exists()
+    logged = [entry["memory/host_gib"] for entry in outcome.history if "loss" in entry]
+    assert tracked == [
+        {"memory/host_gib/rank_0": first, "memory/host_gib/rank_1": second} for first, second in logged
+    ]
 
 
 def test_a_reward_model_without_its_head_is_refused(folder: Path) -> None:

@@ -15,7 +15,6 @@ _COMMANDS = {
     "merge-adapter": "merge a LoRA into its base, in bounded memory",
     "merge-weights": "convert a sharded checkpoint to safetensors",
     "plan": "estimate memory and reads of each rank",
-    "report": "write a page of a run: memory, phases, curves",
     "train": "fine-tune a model with TRL",
     "verify": "check a save against its checksums",
 }

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,6 @@ SOME_FAILED = 3
 @click.argument("arguments", nargs=-1, metavar="[METHOD] [CONFIG.yaml] [--KEY VALUE]...", type=click.UNPROCESSED)
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks to start on this machine.  [default: 1]")
 @click.option("--accelerate-config", metavar="FILE", help="Shard according to a config file of accelerate.")
-@click.option("--observe", is_flag=True, help="Record memory and phases of each rank in output_dir.")
 @click.option("--check", is_flag=True, help="Check the configuration, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def train_command(
@@ -42,7 +40,6 @@ def train_command(
     *,
     nproc_per_node: int | None,
     accelerate_config: str | None,
-    observe: bool,
     check: bool,
     as_json: bool,
 ) -> None:
@@ -72,7 +69,7 @@ def train_command(
         os.environ.update({name: str(value) for name, value in (config.own["env"] or {}).items()})
         config = without_token(config)
         ranks = nproc_per_node or _num_ranks(config)
-        outcomes = run_ranks(ranks, train_on_rank, config, observe)
+        outcomes = run_ranks(ranks, train_on_rank, config)
     except KeyboardInterrupt:
         click.echo("interrupted: all ranks have ended. Earlier checkpoints are complete.", err=True)
         sys.exit(130)
@@ -129,9 +126,8 @@ def without_token(config: RunConfig) -> RunConfig:
     return replace(config, values=values)
 
 
-def train_on_rank(config: RunConfig, observe: bool = False) -> TrlOutcome:  # noqa: FBT001, FBT002 - runs on a rank
+def train_on_rank(config: RunConfig) -> TrlOutcome:
     """Train on one rank, with the environment variables of accelerate. Collective: yes."""
-    from shardwise.engines.observe import observe as observed
     from shardwise.execution.processes import get_rank_and_size
     from shardwise.training.tenant_config import has_tenants
 
@@ -143,8 +139,7 @@ def train_on_rank(config: RunConfig, observe: bool = False) -> TrlOutcome:  # no
     if size > 1:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
             os.environ.setdefault(name, str(value))
-    with observed(str(config.values.get("output_dir", "."))) if observe else nullcontext():
-        return train(config, int(os.environ.get("LOCAL_RANK", "0")))
+    return train(config, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _exit_code(outcome: TrlOutcome) -> int:

@@ -102,18 +102,6 @@ def free_memory(device: torch.device) -> int:
     return int(module.mem_get_info(device)[0]) + int(kept)
 
 
-def memory_in_use(device: torch.device) -> tuple[int, int, int]:
-    """Return the bytes of an accelerator that torch has allocated, torch has reserved, and all processes use.
-
-    They are 0 until this process has used the accelerator. A query does not initialize it.
-    """
-    module = accelerator_module(device)
-    if not module.is_initialized():
-        return 0, 0, 0
-    free, total = module.mem_get_info(device)
-    return int(module.memory_allocated(device)), int(module.memory_reserved(device)), int(total - free)
-
-
 def synchronize_streams(tensors: Iterable[torch.Tensor]) -> None:
     """Synchronize the streams of this thread, so that other threads can read these tensors."""
     for device in {tensor.device for tensor in tensors}:

@@ -17,6 +17,8 @@ _MOUNT_NAMESPACE = "/proc/self/ns/mnt"
 _CGROUP_NAMESPACE = "/proc/self/ns/cgroup"
 OWN_GROUP = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
+_STATUS = Path("/proc/self/status")
+_OWN_PAGES = (b"RssAnon:", b"RssShmem:")
 
 
 @cache
@@ -73,6 +75,18 @@ def read_text(file: Path) -> str:
         return file.read_text()
     except OSError:
         return ""
+
+
+def process_memory() -> int:
+    """Return the bytes of this process's anonymous and shared pages, 0 if the kernel does not report them.
+
+    Pages of mapped files do not count: the kernel can reclaim them.
+    """
+    try:
+        lines = _STATUS.read_bytes().splitlines()  # the name of a process may be any bytes
+    except OSError:
+        return 0
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(_OWN_PAGES))
 
 
 def pid_namespace() -> str:

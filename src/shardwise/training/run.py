@@ -26,6 +26,7 @@ from shardwise.models import torch_api
 from shardwise.report.names import table_lines
 from shardwise.storage.names import without_secrets
 from shardwise.training import setup as trl_setup
+from shardwise.training.curves import MemoryCallback, device_peak_bytes, draw_curves
 from shardwise.training.rank_comparison import (
     effective_settings,
     mask_secrets,
@@ -97,7 +98,8 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data, local_rank)
         progress = RunCallback(request, record)
         trainer.add_callback(progress)
-        guard_trackers(trainer)
+        trackers = guard_trackers(trainer)
+        trainer.callback_handler.callbacks.insert(0, MemoryCallback(trackers))
         done = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
         state = trainer.state
         with World.current(call="train") as world:  # early stopping leaves steps, too
@@ -105,7 +107,14 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         has_stopped = is_signaled and state.global_step < state.max_steps
         if not has_stopped:
             save_model(trainer, arguments, output, record)
-        peak = peak_line(_estimated_bytes(config, world.size))
+        estimated_bytes = _estimated_bytes(config, world.size)
+        if world.rank == 0:
+            draw_curves(output, {"": state.log_history}, state.log_history, estimated_bytes)
+        if not has_stopped:
+            require_finite_loss(state, output)  # after the picture, which shows where it began
+            if arguments.training.push_to_hub:
+                trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
+        peak = peak_line(estimated_bytes)
         tokens = trl_setup.tokens_seen(trainer) - progress.first_token
         summary = summary_lines(state, progress.first_step, done.metrics["train_runtime"], tokens, peak)
         if hasattr(trainer, "end"):  # since transformers 5.18
@@ -121,11 +130,10 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
 
 
 def save_model(trainer: Any, arguments: trl_setup.TrlArguments, output: Path, record: TrainingRecord) -> None:
-    """Save the model of a finished training, and push it to the hub on request. Collective: yes.
+    """Save the model of a finished training. Collective: yes.
 
     Raises:
         StorageError: the record of the training was removed.
-        TrainingError: the loss has not been finite to the end. The model is saved all the same.
     """
     with World.current(call="train") as world, world.broadcast("check the run's record"):
         if world.rank == 0:
@@ -135,9 +143,6 @@ def save_model(trainer: Any, arguments: trl_setup.TrlArguments, output: Path, re
         with World.current(call="train") as world, world.broadcast("write the model card"):
             if world.rank == 0:
                 trainer.create_model_card(model_name=output.name)
-    require_finite_loss(trainer.state, output)
-    if arguments.training.push_to_hub:
-        trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
 
 
 def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
@@ -259,9 +264,8 @@ _MEASURABLE_BYTES: Final = 10 << 20
 
 def peak_bytes() -> int:
     """Return the peak memory of this rank: of its accelerator, otherwise of the process."""
-    if (kind := torch_api.accelerator()) is not None:
-        return int(torch_api.accelerator_module(kind).max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    device_bytes = device_peak_bytes()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device_bytes is None else device_bytes
 
 
 class RunCallback(TrainerCallback):
@@ -325,12 +329,17 @@ def require_finite_loss(state: TrainerState, output: Path) -> None:
     )
 
 
-def guard_trackers(trainer: Any) -> None:
-    """Have an experiment tracker (``WandbCallback``, ...) that fails end nothing: it is not called again."""
-    for tracker in trainer.callback_handler.callbacks:
-        if type(tracker).__module__.startswith("transformers.integrations"):
-            events = [name for name in dir(tracker) if name.startswith("on_")]
-            vars(tracker).update({name: _guarded(tracker, getattr(tracker, name), events) for name in events})
+def guard_trackers(trainer: Any) -> list[TrainerCallback]:
+    """Have an experiment tracker (``WandbCallback``, ...) that fails end nothing: it is not called again.
+
+    Returns the trackers.
+    """
+    callbacks: list[TrainerCallback] = trainer.callback_handler.callbacks
+    trackers = [one for one in callbacks if type(one).__module__.startswith("transformers.integrations")]
+    for tracker in trackers:
+        events = [name for name in dir(tracker) if name.startswith("on_")]
+        vars(tracker).update({name: _guarded(tracker, getattr(tracker, name), events) for name in events})
+    return trackers
 
 
 def _guarded(tracker: TrainerCallback, call: Callable[..., Any], events: Sequence[str]) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ from shardwise.execution.world import World
 from shardwise.storage.writing import open_writer
 from shardwise.training import run
 from shardwise.training import setup as trl_setup
+from shardwise.training.curves import draw_curves, gather_memory
 from shardwise.training.dataset_loading import with_embedded_tokens
 from shardwise.training.rank_comparison import effective_settings, require_same_rows, require_same_run
 from shardwise.training.run_config import RunConfig
@@ -75,17 +76,19 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> run.TrlOutcome:
         run.honor_timeout(config, first)
         tenants = _joined(parsed, processor, config.own["tokens_per_pass"], local_rank, record)
         run.honor_timeout(config, first)  # again, for the process groups of the model's mesh
-        has_stopped, failures = train_in_turns(tenants, config.own["tokens_per_pass"], request)
+        has_stopped, failures, memory = train_in_turns(tenants, config.own["tokens_per_pass"], request)
+        if world.rank == 0:
+            draw_curves(output, {one.name: one.state.log_history for one in tenants}, memory)
     metrics = {
         one.name: {"steps": one.state.global_step, "max_steps": one.state.max_steps, **one.last_logged()}
         | ({"failure": failures[one.name]} if one.name in failures else {})
         for one in tenants
     }
     ranked = dict(sorted(metrics.items(), key=lambda item: run.tenant_sort_key(item[1])))
-    history = tuple({"tenant": one.name, **entry} for one in tenants for entry in one.state.log_history)
+    history = [{"tenant": one.name, **entry} for one in tenants for entry in one.state.log_history]
     steps = sum(one.state.global_step for one in tenants)
     return run.TrlOutcome(
-        str(output), steps, has_stopped, ranked, history, tuple(run.tenant_summary_lines(ranked, begun))
+        str(output), steps, has_stopped, ranked, (*history, *memory), tuple(run.tenant_summary_lines(ranked, begun))
     )
 
 
@@ -142,7 +145,7 @@ def _named(name: str) -> Iterator[None]:
 
 def train_in_turns(
     tenants: Sequence[TenantTraining], budget: int, request: StopRequest
-) -> tuple[bool, dict[str, str]]:
+) -> tuple[bool, dict[str, str], list[dict[str, Any]]]:
     """Train tenants until they are done or a signal requests a stop. Collective: yes.
 
     The first tenant of the queue and later ones that fit share a pass, and move to the end of the queue. A tenant
@@ -154,12 +157,15 @@ def train_in_turns(
         request: the request to stop.
 
     Returns:
-        Whether a signal ended the training, and failures by tenant.
+        Whether a signal ended the training, failures by tenant, and the memory of all ranks by step of all tenants
+        together, since this process began.
 
     Raises:
         ShardwiseError: a pass failed, or a rank is lost. The newest checkpoints are complete.
     """
     queue, failures, has_stopped = list(tenants), dict[str, str](), False
+    memory: list[dict[str, Any]] = []
+    num_logged = _num_logged(tenants)
     world = World.current(call="the tenants' passes")
     total = sum(one.state.max_steps - one.state.global_step for one in tenants)
     is_silent = world.rank != 0 or tenants[0].args.disable_tqdm
@@ -178,6 +184,9 @@ def train_in_turns(
                     one.bank.delete_adapter(one.name)
                     failures[one.name] = str(error)
             queue = [one for one in queue if not one.is_done and one.name not in failures]
+            if _num_logged(tenants) > num_logged:
+                num_logged = _num_logged(tenants)
+                memory.append({"step": sum(one.state.global_step for one in tenants), **gather_memory(world)})
             has_stopped = world.all_reduce_object(request.is_made, any)
             waiting = [one for one in queue if one.is_in_step or not has_stopped]
             if not waiting:
@@ -190,7 +199,11 @@ def train_in_turns(
                 bar.update(not one.is_in_step)
         for one in queue:
             one.save_checkpoint()
-    return has_stopped and bool(queue), failures
+    return has_stopped and bool(queue), failures, memory
+
+
+def _num_logged(tenants: Sequence[TenantTraining]) -> int:
+    return sum(len(one.state.log_history) for one in tenants)
 
 
 def next_pass(waiting: Sequence[TenantTraining], budget: int) -> list[TenantTraining]:
