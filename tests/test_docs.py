@@ -19,8 +19,9 @@ from tests.integrations.requirements import require_patched_names
 from tests.support.local_ranks import LocalRanks
 
 import shardwise
-from shardwise.training.run_config import find_faults, read_run_config
-from shardwise.training.tenant_config import has_tenants, read_tenants
+from shardwise.training.keys import find_faults
+from shardwise.training.run_config import read_run_config
+from shardwise.training.tenant_config import read_tenants
 
 EVERY = [block for page in PAGES for block in blocks_of(page)]
 
@@ -137,7 +138,7 @@ def test_recipes_are_accepted(recipe: Path):
     assert all((ROOT / name).is_file() for name in re.findall(r"recipes/\S+", recipe.read_text()))
     config = read_run_config([str(recipe), "--dataset_name", "chats.jsonl"])
     assert config.values["model_name_or_path"]
-    assert len(read_tenants(config)) > 1 if recipe.parent.name == "tenants" else not has_tenants(config)
+    assert len(read_tenants(config)) > 1 if recipe.parent.name == "tenants" else not config.own.has_tenants
 
 
 @pytest.mark.parametrize("block", of("json"))

@@ -40,9 +40,21 @@ def test_a_configuration_is_checked(tmp_path: Path) -> None:
     assert result.stdout == f"{tmp_path / 'config.yaml'}: is a valid configuration of dpo\n"
 
 
+def test_the_help_has_our_keys_and_is_fast() -> None:
+    result = RUNNER.invoke(main, ["train", "--help"])
+    for key in ("dp_replicate_size  ", "replicas of the sharded model (HSDP)", "tokens_per_pass  "):
+        assert key in result.stdout
+    code = (
+        "import sys\nfrom shardwise.cli import main\nmain(['train', '--help'], standalone_mode=False)\n"
+        "assert not {'torch', 'transformers', 'trl', 'datasets', 'yaml'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"load_in_4bit": True}, "load_in_4bit: packed weights are not trained. Set use_peft"),
         ({"max_lenght": 3}, "max_lenght: is not a key of sft. Did you mean max_length?"),
         ({"fsdp": "full_shard"}, "fsdp: the model is sharded by shardwise"),
     ],

@@ -10,7 +10,8 @@ import click
 from tests.documents.blocks import ROOT
 
 from shardwise.cli import main
-from shardwise.training.run_config import METHODS, get_keys
+from shardwise.training.arguments import METHODS
+from shardwise.training.keys import get_keys
 
 
 def check(line: str) -> None:

@@ -10,7 +10,7 @@ import yaml
 
 from shardwise.errors import ConfigError
 from shardwise.training.run_config import RunConfig, read_run_config
-from shardwise.training.tenant_config import has_tenants, read_tenants
+from shardwise.training.tenant_config import read_tenants
 
 COMMON = {"model_name_or_path": "base", "dataset_name": "rows", "output_dir": "out", "max_steps": 5}
 
@@ -24,7 +24,7 @@ def read(folder: Path, **values: Any) -> RunConfig:
 def test_common_keys_are_defaults_of_each_tenant(tmp_path: Path) -> None:
     tenants = {"ada": {"lora_r": 4, "num_train_epochs": 2}, "bob": {"datasets": [{"path": "x"}], "interleave": [1]}}
     config = read(tmp_path, tenants=tenants, lora_alpha=7)
-    assert has_tenants(config)
+    assert config.own.has_tenants
     found = read_tenants(config)
     assert found["ada"].values == {
         "model_name_or_path": "base",
@@ -36,7 +36,7 @@ def test_common_keys_are_defaults_of_each_tenant(tmp_path: Path) -> None:
         "use_peft": True,
     }
     assert found["bob"].values["max_steps"] == 5
-    assert (found["ada"].own["interleave"], found["bob"].own["interleave"]) == (None, [1])
+    assert (found["ada"].own.interleave, found["bob"].own.interleave) == (None, [1])
 
 
 def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
@@ -69,6 +69,7 @@ def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
         ({"sweep": {"lora_r": []}}, "sweep.lora_r: is not a list of values"),
         ({"sweep": {"lora_r": [4, 4]}}, "sweep: two combinations have the same name"),
         ({"sweep": {"seed": list(range(2000))}}, "sweep: has 2000 combinations. Use at most 1024"),
+        ({"tenants": {"ada": {"interleave": [1]}}}, "tenants.ada: interleave: needs datasets"),
         ({"tenants": {"ada": {}}, "packing": True}, "packing: is not supported with tenants"),
         ({"tenants": {"ada": {}}, "method": "dpo"}, "method: dpo is not supported with tenants"),
         ({"tenants": {"ada": {}}, "use_peft": False}, "use_peft: False is not supported with tenants. Use True"),

@@ -13,6 +13,7 @@ from tests.training import tiny
 
 from shardwise.errors import ConfigError
 from shardwise.training import dataset_loading
+from shardwise.training.arguments import ShardwiseArguments
 from shardwise.training.dataset_loading import MalformedRowError, to_messages
 
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -70,7 +71,7 @@ def test_a_streamed_data_set_without_rows_is_an_error(tmp_path: Path) -> None:
         script=script(str(name), dataset_test_split="test", dataset_streaming=True),
         training=training,
         mixture=mixture(),
-        own={"interleave": None},
+        own=ShardwiseArguments(),
     )
     with pytest.raises(ConfigError, match="train: has no rows"):
         load_data(arguments, "sft", tiny.tokenizer(), 0)
@@ -99,20 +100,15 @@ def test_weights_interleave_datasets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mixed", "weights", "message"),
+    ("name", "message"),
     [
-        (None, None, None, "dataset_name: is missing"),
-        ("no/such", None, None, "no/such: cannot be loaded"),
-        ("x", None, [1.0], "interleave: needs datasets"),
-        (None, mixture({"path": "x"}), [1.0, 2.0], "interleave: has 2 weights for 1 datasets"),
-        (None, mixture({"path": "x"}), ["1"], "interleave: has 1 weights for 1 datasets. Give each one above 0"),
-        (None, mixture({"path": "x"}), [float("inf")], "interleave: has 1 weights for 1 datasets"),
-        (None, mixture({"path": "x", "fraction": 0.5}), [1.0], "interleave: contradicts fraction"),
+        (None, "dataset_name: is missing"),
+        ("no/such", "no/such: cannot be loaded"),
     ],
 )
-def test_datasets_that_cannot_be_loaded_are_named(name: Any, mixed: Any, weights: Any, message: str) -> None:
+def test_datasets_that_cannot_be_loaded_are_named(name: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(name, mixed, weights)
+        load(name)
 
 
 def test_a_file_with_a_broken_row_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,11 @@ import pytest
 import shardwise
 from shardwise.errors import ConfigError
 from shardwise.training import run_config
-from shardwise.training.run_config import METHODS, OWN_KEYS, get_keys, read_run_config
+from shardwise.training.arguments import METHODS, ShardwiseArguments
+from shardwise.training.keys import FORMER, REJECTED, get_keys, own_keys
+from shardwise.training.run_config import read_run_config
+
+PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 
 
 def config(folder: Path, text: str) -> str:
@@ -21,9 +25,12 @@ def config(folder: Path, text: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_table_is_that_of_the_dataclasses() -> None:
+def test_the_tables_are_those_of_the_dataclasses() -> None:
     """In a process of its own: TRL's import takes seconds."""
-    command = "from tests.training import key_table; assert key_table.FILE.read_text('utf-8') == key_table.text()"
+    command = (
+        "from tests.training import key_table; assert key_table.FILE.read_text('utf-8') == key_table.text(); "
+        f"assert key_table.page() in open({str(PAGE)!r}, encoding='utf-8').read(), key_table.page()"
+    )
     subprocess.run([sys.executable, "-W", "ignore", "-c", command], check=True)
 
 
@@ -38,7 +45,7 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
     assert found.values["save_strategy"] == "no"
     assert found.values["use_peft"] is True
     assert found.values["learning_rate"] == "1e-4"  # TrlParser converts strings
-    assert found.own == {key: spec.get("default") for key, spec in OWN_KEYS.items()} | {"method": "dpo"}
+    assert found.own == ShardwiseArguments(method="dpo")
 
 
 @pytest.mark.parametrize(
@@ -61,10 +68,9 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ),
         ("datasets:\n- name: a", r"datasets\[0\]: .* has no path"),
         ("beta: 0.1", r"beta: is a key of dpo, kto, grpo, not of sft"),
-        ("training:\n  epochs: 3", r"training.epochs: sections were removed. Use num_train_epochs"),
+        ("training:\n  epochs: 3", r"training: sections were removed. Use TRL's keys"),
         ("torch_dtype: bfloat16", r"torch_dtype: is not a key of sft. Did you mean dtype\?"),
         ("overwrite_output_dir: true", "overwrite_output_dir: is not a key of sft. Remove it"),
-        ("log:\n  tracker_options: {}", r"log.tracker_options: sections were removed. Remove it"),
         ("a: [", r"is not valid YAML"),
         ("a: " + "[" * 5000, r"is not valid YAML"),
         ("seed: " + "9" * 5000, r"is not valid YAML"),
@@ -76,6 +82,19 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ("env: {5: x}", r"env: 5 cannot be set to 'x'"),
         ("env: {'A=B': x}", r"env: 'A=B' cannot be set to 'x'"),
         ("- a", r"is not a mapping of keys to values"),
+        ("load_in_4bit: true", "load_in_4bit: packed weights are not trained. Set use_peft"),
+        ("method: grpo\nbeta: '0.1'", "beta: 0.1 compares with a reference"),
+        ("method: grpo\nreward_model_name_or_path: x", "reward_model_name_or_path: would be loaded whole"),
+        ("method: reward\nuse_peft: true", "lora_task_type: CAUSAL_LM does not fit reward. Set it to SEQ_CLS"),
+        ("model_init_kwargs: {dtype: auto}", "model_init_kwargs: cannot be passed on. Use dtype"),
+        ("use_peft: true\ntrainable_layers: 2", "trainable_layers: contradicts use_peft"),
+        ("accelerate_config: fsdp2\ncpu_offload: true", "cpu_offload: contradicts accelerate_config"),
+        ("early_stopping_patience: 2", "early_stopping_patience: needs load_best_model_at_end"),
+        ("interleave: [1]", "interleave: needs datasets"),
+        ("interleave: [1, 2]\ndatasets: [{path: x}]", "interleave: has 2 weights for 1 datasets"),
+        ("interleave: '1'\ndatasets: [{path: x}]", "interleave: has 1 weights .* Give each one above 0"),
+        ("interleave: [.inf]\ndatasets: [{path: x}]", "interleave: has 1 weights for 1 datasets"),
+        ("interleave: [1]\ndatasets: [{path: x, fraction: 0.5}]", "interleave: contradicts fraction"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -85,13 +104,13 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 def test_own_lists_and_numbers_may_be_strings(tmp_path: Path) -> None:
     text = (
-        "transformer_layer_cls_to_wrap: A, B\nnum_processes: '2'\nextra_modules: lm_head\naccelerate_config: fsdp2"
+        "transformer_layer_cls_to_wrap: A, B\nnum_processes: '2'\nextra_modules: lm_head\ntokenizer_name_or_path: t"
     )
     own = read_run_config([config(tmp_path, text)]).own
-    assert own["transformer_layer_cls_to_wrap"] == ["A", "B"]
-    assert own["extra_modules"] == ["lm_head"]
-    assert own["num_processes"] == 2
-    assert own["accelerate_config"] == "fsdp2"
+    assert own.transformer_layer_cls_to_wrap == ["A", "B"]
+    assert own.extra_modules == ["lm_head"]
+    assert own.num_processes == 2
+    assert own.tokenizer_name_or_path == "t"
     file = config(tmp_path, "lora_modules_to_save: score\nresume_from_checkpoint: true")
     words = ["grpo", "--reward_funcs", "think_format_reward", "--reward_weights", "0.5", "--config", file]
     values = read_run_config(words).values
@@ -101,22 +120,18 @@ def test_own_lists_and_numbers_may_be_strings(tmp_path: Path) -> None:
         read_run_config(["--output_dir", "2024-13-01"])
 
 
-def test_new_keys_of_sections_are_keys_and_those_of_the_changelog() -> None:
-    changelog = (Path(__file__).parents[2] / "CHANGELOG.md").read_text("utf-8")
+def test_new_keys_of_former_ones_are_keys() -> None:
     known = set().union(*map(get_keys, METHODS))
-    for old, new in json.loads((Path(run_config.__file__).parent / "sections.json").read_text("utf-8")).items():
-        if "." in old:
-            line = next(line for line in changelog.splitlines() if f"`{old}`" in line)
-            assert new is None or line.replace("`", "") == f"| {old} | {new} |"
-        else:
-            assert old not in known
+    for old, new in FORMER.items():
+        assert old not in known
         assert new is None or known & set(re.findall(r"\w+", new)), new
 
 
 def test_keys_that_are_refused_are_in_the_documentation() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "train.md").read_text("utf-8")
-    source = Path(run_config.__file__).with_name("setup.py").read_text("utf-8")
-    keys = {*re.findall(r'ConfigError\(\s*f?"(\w+): ', source), *run_config._REJECTED, "precompute_ref_log_probs"}
+    page = PAGE.read_text("utf-8")
+    sources = [Path(run_config.__file__).with_name(name).read_text("utf-8") for name in ("setup.py", "keys.py")]
+    keys = {*re.findall(r'(?:ConfigError\(|yield)\s*\(?\s*f?"(\w+): ', "".join(sources))}
+    keys |= {*REJECTED, "precompute_ref_log_probs"}
     assert len(keys) > 15
     assert [key for key in sorted(keys) if not re.search(rf"\b{key}\b", page)] == []
 
@@ -165,6 +180,6 @@ def test_a_method_that_is_not_supported_is_named(tmp_path: Path) -> None:
 
 
 def test_our_keys_are_none_of_trls() -> None:
-    for method in METHODS:
-        assert len(get_keys(method)) > 150
-        assert not OWN_KEYS.keys() & (get_keys(method).keys() - OWN_KEYS.keys())
+    table = json.loads(Path(run_config.__file__).with_name("trl_keys.json").read_text("utf-8"))
+    assert len(table["all"]) > 100
+    assert not own_keys().keys() & set().union(*table.values())

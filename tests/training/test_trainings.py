@@ -185,12 +185,9 @@ def test_a_base_in_four_bits(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("further", "message"),
     [
-        ({**PREFERENCES["grpo"], "beta": 0.1}, "beta: 0.1 compares with a reference"),
-        ({"load_in_4bit": True}, "load_in_4bit: packed weights are not trained. Set use_peft"),
         ({"dp_replicate_size": 2}, "2 replicas: 2 ranks cannot be divided"),
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
         ({"eval_strategy": "steps"}, "test: is not a split"),
-        ({"early_stopping_patience": 2}, "early_stopping_patience: needs load_best_model_at_end"),
         ({"dataset_name": "images.jsonl"}, "images: training on images is not supported"),
         ({"model_name_or_path": "padded"}, "pad_token: has the id 269, and the model has embeddings for 0 to 259"),
         ({"report_to": "wandb"}, "sft: SFTTrainer cannot be created, WandbCallback requires wandb"),

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,7 +29,18 @@ SOME_FAILED = 3
 """Exit code if some of many LoRAs failed, and the others were trained."""
 
 
-@click.command("train", context_settings={"ignore_unknown_options": True})
+class _TrainCommand(click.Command):
+    """A command whose help ends with the keys that TRL does not have."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        from shardwise.training.arguments import ShardwiseArguments
+
+        rows = [(key.name, key.metadata["help"].replace("`", "")) for key in fields(ShardwiseArguments)]
+        with formatter.section("Keys beside those of TRL"):
+            formatter.write_dl(rows)
+
+
+@click.command("train", cls=_TrainCommand, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, metavar="[METHOD] [CONFIG.yaml] [--KEY VALUE]...", type=click.UNPROCESSED)
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks to start on this machine.  [default: 1]")
 @click.option("--accelerate-config", metavar="FILE", help="Shard according to a config file of accelerate.")
@@ -45,9 +56,9 @@ def train_command(
 ) -> None:
     """Fine-tune a causal language model with TRL, from a YAML file of TRL's keys and --KEY VALUE overrides.
 
-    METHOD is sft (the default), dpo, kto, grpo or reward. Every key: docs/train.md. Files for several models are in
-    recipes/. Many LoRAs: tenants: and sweep: (docs/many_loras.md). Under torchrun, its ranks are used. With
-    --nproc-per-node, ranks are started here.
+    METHOD is sft (the default), dpo, kto, grpo or reward. Keys are described in docs/train.md. Files for several
+    models are in recipes/. Many LoRAs: tenants: and sweep: (docs/many_loras.md). Under torchrun, its ranks are
+    used. With --nproc-per-node, ranks are started here.
 
     \b
     A small config.yaml:
@@ -66,7 +77,7 @@ def train_command(
         if check:
             click.echo(f"{config.source}: is a valid configuration of {config.method}")
             return
-        os.environ.update({name: str(value) for name, value in (config.own["env"] or {}).items()})
+        os.environ.update({name: str(value) for name, value in (config.own.env or {}).items()})
         config = without_token(config)
         ranks = nproc_per_node or _num_ranks(config)
         outcomes = run_ranks(ranks, train_on_rank, config)
@@ -86,11 +97,11 @@ def _read(arguments: Sequence[str]) -> RunConfig:
     """
     try:
         from shardwise.training.run_config import read_run_config
-        from shardwise.training.tenant_config import has_tenants, read_tenants
+        from shardwise.training.tenant_config import read_tenants
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'") from error
     config = read_run_config(arguments)
-    if has_tenants(config):
+    if config.own.has_tenants:
         read_tenants(config)
     model = str(config.values.get("model_name_or_path", ""))
     if model and is_local(model) and "RANK" not in os.environ:  # ranks of a launcher check it together
@@ -106,9 +117,9 @@ def _num_ranks(config: RunConfig) -> int:
     """
     from shardwise.training.run_config import read_yaml, trl_accelerate_config
 
-    file = config.own["accelerate_config"]
-    if "RANK" in os.environ or config.own["num_processes"] or file is None:
-        return 1 if "RANK" in os.environ else config.own["num_processes"] or 1
+    file = config.own.accelerate_config
+    if "RANK" in os.environ or config.own.num_processes or file is None:
+        return 1 if "RANK" in os.environ else config.own.num_processes or 1
     found = read_yaml(trl_accelerate_config(file))
     if (machines := found.get("num_machines") or 1) != 1:
         raise ConfigError(f"num_machines: {machines} in {file}. Start the ranks by torchrun on each machine")
@@ -129,9 +140,8 @@ def without_token(config: RunConfig) -> RunConfig:
 def train_on_rank(config: RunConfig) -> TrlOutcome:
     """Train on one rank, with the environment variables of accelerate. Collective: yes."""
     from shardwise.execution.processes import get_rank_and_size
-    from shardwise.training.tenant_config import has_tenants
 
-    if has_tenants(config):
+    if config.own.has_tenants:
         from shardwise.training.tenants import train_tenants_on_rank as train
     else:
         from shardwise.training.run import train_on_rank as train

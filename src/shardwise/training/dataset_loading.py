@@ -6,7 +6,6 @@ mixture, conversion to ``messages``, and assistant masks.
 
 import copy
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -126,8 +125,6 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
             if mixture.test_split_size is None
             else _split(mixed, script.dataset_train_split, mixture.test_split_size)
         )
-    if weights is not None:
-        raise ConfigError("interleave: needs datasets, whose weights it lists. Write datasets: [{path: ...}, ...]")
     name = script.dataset_name
     if not name:
         raise ConfigError("dataset_name: is missing. Set it, or datasets")
@@ -151,13 +148,6 @@ def _find_builder(name: str) -> str | None:
 
 
 def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[str, AnyDataset]:
-    is_number = [type(weight) in (int, float) and 0 < weight < math.inf for weight in weights]
-    if len(weights) != len(mixture.datasets) or not all(is_number):
-        raise ConfigError(
-            f"interleave: has {len(weights)} weights for {len(mixture.datasets)} datasets. Give each one above 0"
-        )
-    if any(entry.fraction is not None for entry in mixture.datasets):
-        raise ConfigError("interleave: contradicts fraction of datasets. Remove one of them")
     loaded: list[AnyDataset] = []
     for entry in mixture.datasets:
         options = {key: getattr(entry, key) for key in ("path", "name", "data_dir", "data_files", "split")}

@@ -11,8 +11,8 @@ import datasets
 from shardwise.execution.agreement import require_same_settings
 from shardwise.execution.world import World
 from shardwise.storage.names import without_secrets
+from shardwise.training.arguments import TrainMethod
 from shardwise.training.dataset_loading import AnyDataset
-from shardwise.training.run_config import TrainMethod
 from shardwise.training.setup import TrlArguments
 
 _NOT_COMPARED: Final = frozenset({"local_rank", "logging_dir", "hub_token"})
@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS: Final = 60
 
 def effective_settings(method: TrainMethod, arguments: TrlArguments) -> dict[str, str]:
     """Return all settings of a training, defaults included, which also depend on versions and the environment."""
-    values: dict[str, Any] = {"method": method, **arguments.own}
+    values: dict[str, Any] = {**dataclasses.asdict(arguments.own), "method": method}
     for part in (arguments.script, arguments.model, arguments.mixture, arguments.training):
         values |= {field.name: getattr(part, field.name, None) for field in dataclasses.fields(part)}
     return {key: str(mask_secrets(value)) for key, value in values.items() if key not in _NOT_COMPARED}

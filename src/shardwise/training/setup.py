@@ -37,8 +37,9 @@ from shardwise.planning.load_plan import Ignore, Initialize
 from shardwise.report.estimate import Estimate
 from shardwise.storage.names import HubOptions, redacted, without_secrets
 from shardwise.training import dataset_loading
+from shardwise.training.arguments import ShardwiseArguments, TrainMethod
 from shardwise.training.dataset_loading import AnyDataset
-from shardwise.training.run_config import RunConfig, TrainMethod, trl_accelerate_config
+from shardwise.training.run_config import RunConfig, trl_accelerate_config
 from shardwise.tuning.tunings import Freeze, Full, Lora, Tuning
 
 trl: Any = _trl
@@ -61,7 +62,7 @@ class TrlArguments:
     training: Any
     model: Any
     mixture: Any
-    own: Mapping[str, Any]
+    own: ShardwiseArguments
 
 
 _NAMES: Final[Mapping[TrainMethod, tuple[str, str]]] = {
@@ -78,7 +79,7 @@ def parse(config: RunConfig) -> TrlArguments:
     """Parse a configuration by TRL's parser.
 
     Raises:
-        ConfigError: TRL or transformers rejects a value.
+        ConfigError: TRL or transformers rejects a value, or the optimizer cannot be created.
     """
     script = importlib.import_module("trl.scripts.grpo").GRPOScriptArguments if config.method == "grpo" else None
     kinds = (script or trl.ScriptArguments, getattr(trl, _NAMES[config.method][0]), trl.ModelConfig)
@@ -95,35 +96,12 @@ def parse(config: RunConfig) -> TrlArguments:
     arguments = TrlArguments(found[0], found[1], found[2], found[3], config.own)
     if not arguments.model.model_name_or_path:
         raise ConfigError("model_name_or_path: is missing. Set it to a folder, a name on the hub or a URL")
-    _require_consistent(arguments, config.method)
-    return arguments
-
-
-def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
-    """Reject keys that contradict each other, before anything is loaded.
-
-    Raises:
-        ConfigError: two keys contradict each other. The message has their names.
-    """
-    model, training = arguments.model, arguments.training
-    if method == "grpo" and training.beta and not model.use_peft:
-        raise ConfigError(
-            f"beta: {training.beta} compares with a reference, which TRL would load whole on every rank. Set beta "
-            "to 0.0, or use_peft to true"
-        )
-    if model.load_in_4bit and not model.use_peft:
-        raise ConfigError("load_in_4bit: packed weights are not trained. Set use_peft")
     try:
-        transformers.Trainer.get_optimizer_cls_and_kwargs(training)
+        transformers.Trainer.get_optimizer_cls_and_kwargs(arguments.training)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"optim: {training.optim.value} cannot be created, {error}. Set another") from error
-    if arguments.own["early_stopping_patience"] and not training.load_best_model_at_end:
-        raise ConfigError("early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them")
-    if training.model_init_kwargs:
-        raise ConfigError(
-            f"model_init_kwargs: {', '.join(training.model_init_kwargs)} cannot be passed on. Use dtype, "
-            "attn_implementation and model_revision"
-        )
+        name = arguments.training.optim.value
+        raise ConfigError(f"optim: {name} cannot be created, {error}. Set another") from error
+    return arguments
 
 
 def load_model(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
@@ -190,8 +168,6 @@ def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOpt
     if model.attn_implementation:
         options["attn_implementation"] = model.attn_implementation
     if method == "reward":
-        if model.use_peft and model.lora_task_type != "SEQ_CLS":
-            raise ConfigError(f"lora_task_type: {model.lora_task_type} does not fit reward. Set it to SEQ_CLS")
         options |= {
             "model_class": transformers.AutoModelForSequenceClassification,
             "config_overrides": {"num_labels": 1},
@@ -205,17 +181,17 @@ def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOpt
     return options
 
 
-def _sharding(own: Mapping[str, Any]) -> Sharding:
+def _sharding(own: ShardwiseArguments) -> Sharding:
     """Return the sharding of the keys, or of the file ``accelerate_config``. Collective: yes, with replicas."""
-    keys = ("transformer_layer_cls_to_wrap", "min_num_params", "cpu_offload")
-    if own["accelerate_config"]:
-        if given := [key for key in keys if own[key]]:
-            raise ConfigError(f"{given[0]}: contradicts accelerate_config. Remove one of them")
-        return Sharding.from_accelerate(trl_accelerate_config(own["accelerate_config"]))
-    classes, size = own["transformer_layer_cls_to_wrap"], own["min_num_params"]
-    wrap: WrapPolicy = Classes(tuple(classes)) if classes else MinSize(size) if size else "auto"
-    offload = CPUOffloadPolicy() if own["cpu_offload"] else OffloadPolicy()
-    return Sharding(mesh=replicated_mesh(own["dp_replicate_size"]), wrap=wrap, offload_policy=offload)
+    if own.accelerate_config:
+        return Sharding.from_accelerate(trl_accelerate_config(own.accelerate_config))
+    wrap: WrapPolicy = "auto"
+    if own.transformer_layer_cls_to_wrap:
+        wrap = Classes(tuple(own.transformer_layer_cls_to_wrap))
+    elif own.min_num_params:
+        wrap = MinSize(own.min_num_params)
+    offload = CPUOffloadPolicy() if own.cpu_offload else OffloadPolicy()
+    return Sharding(mesh=replicated_mesh(own.dp_replicate_size), wrap=wrap, offload_policy=offload)
 
 
 def lora_config(arguments: TrlArguments) -> Any:
@@ -229,17 +205,16 @@ def lora_config(arguments: TrlArguments) -> Any:
 def build_tuning(arguments: TrlArguments) -> Tuning:
     own = arguments.own
     config = lora_config(arguments)
-    frozen: dict[str, Any] = {
-        key: own[key] for key in ("trainable_layers", "trainable_modules", "extra_modules") if own[key]
-    }
     if config is not None:
-        if frozen:
-            raise ConfigError(f"{next(iter(frozen))}: contradicts use_peft. Remove one of them")
-        return Lora(config, placement="sharded" if own["shard_adapters"] else "replicated")
-    if not frozen:
-        return Full()
-    options: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in frozen.items()}
-    return Freeze(**options)
+        return Lora(config, placement="sharded" if own.shard_adapters else "replicated")
+    options: dict[str, Any] = {}
+    if own.trainable_layers:
+        options["trainable_layers"] = own.trainable_layers
+    if own.trainable_modules:
+        options["trainable_modules"] = tuple(own.trainable_modules)
+    if own.extra_modules:
+        options["extra_modules"] = tuple(own.extra_modules)
+    return Freeze(**options) if options else Full()
 
 
 def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
@@ -248,7 +223,7 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
     Raises:
         ConfigError: it cannot be loaded, or ``chat_template_path`` would change a model that is already sharded.
     """
-    own = arguments.own["tokenizer_name_or_path"]
+    own = arguments.own.tokenizer_name_or_path
     name, revision = own or arguments.model.model_name_or_path, None if own else arguments.model.model_revision
     kind = transformers.AutoTokenizer if method == "reward" else transformers.AutoProcessor
     try:
@@ -283,7 +258,7 @@ def load_data(
     num_proc = getattr(training, "dataset_num_proc", None)
     is_masked = method == "sft" and training.assistant_only_loss
     with dataset_loading.first_local_rank_first(local_rank):
-        found = dataset_loading.load(script, arguments.mixture, arguments.own["interleave"], training.seed)
+        found = dataset_loading.load(script, arguments.mixture, arguments.own.interleave, training.seed)
         names = [
             script.dataset_train_split,
             *([script.dataset_test_split] if training.eval_strategy != "no" else []),
@@ -355,7 +330,7 @@ def make_trainer(
     if method == "grpo":
         further["reward_funcs"] = _reward_functions(arguments.script)
     train, test = data
-    patience = arguments.own["early_stopping_patience"]
+    patience = arguments.own.early_stopping_patience
     failure, made = None, None
     try:
         with dataset_loading.preparing_together(base, local_rank, data, _text_field(arguments.training)):
@@ -410,8 +385,6 @@ def _reward_functions(script: Any) -> list[Callable[..., Any]]:
     Raises:
         ConfigError: a function cannot be imported. The message has its name.
     """
-    if script.reward_model_name_or_path:
-        raise ConfigError("reward_model_name_or_path: would be loaded whole on every rank. Use reward_funcs")
     if not script.reward_funcs:
         raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, or import paths")
     sys.path.insert(0, os.getcwd())
@@ -453,11 +426,11 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
         ConfigError: the configuration is rejected, or has no number of ranks.
         ShardwiseError: as for :func:`~shardwise.engines.estimating.plan`.
     """
-    ranks = ranks or config.own["num_processes"]
+    ranks = ranks or config.own.num_processes
     if not ranks:
         raise ConfigError("num_processes: is missing. Set it, or give --ranks")
-    replicas, rows_per_example = config.own["dp_replicate_size"], 2 if config.method == "dpo" else 1
-    on_one = RunConfig(config.source, config.method, config.values, {**config.own, "dp_replicate_size": 1})
+    replicas, rows_per_example = config.own.dp_replicate_size, 2 if config.method == "dpo" else 1
+    on_one = replace(config, own=replace(config.own, dp_replicate_size=1))
     arguments = parse(on_one)
     training = arguments.training
     loaded: Any = model_options(arguments, config.method)

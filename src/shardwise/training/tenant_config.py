@@ -7,11 +7,12 @@ override.
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
-from shardwise.errors import ConfigError
-from shardwise.training.run_config import OWN_KEYS, RunConfig, find_faults
+from shardwise.training.arguments import ShardwiseArguments
+from shardwise.training.keys import find_conflicts, find_faults, own_keys
+from shardwise.training.run_config import RunConfig, raise_faults
 
 TENANT_KEYS: Final = frozenset(
     {
@@ -72,11 +73,6 @@ _SHORT: Final[Mapping[str, str]] = {
 """Abbreviations of keys in the names of a sweep's tenants."""
 
 
-def has_tenants(config: RunConfig) -> bool:
-    """Return whether a configuration has ``tenants`` or ``sweep``."""
-    return config.own["tenants"] is not None or config.own["sweep"] is not None
-
-
 def read_tenants(config: RunConfig) -> dict[str, RunConfig]:
     """Expand a configuration of many LoRAs to one configuration for each, by name.
 
@@ -84,18 +80,21 @@ def read_tenants(config: RunConfig) -> dict[str, RunConfig]:
         ConfigError: keys are invalid, or not supported with many LoRAs. The message has all of them.
     """
     overrides, faults = _expanded(config)
-    ours = {key: value for key, value in config.own.items() if value != OWN_KEYS[key].get("default")}
-    given = {**config.values, **ours, "method": config.method}
+    own, defaults = asdict(config.own), asdict(ShardwiseArguments())
+    given = dict(config.values) | {key: value for key, value in own.items() if value != defaults[key]}
     faults += [fault for key, value in given.items() for fault in _unsupported(key, value)]
-    if faults:
-        raise ConfigError("\n  ".join([f"{config.source}: invalid keys ({len(faults)}).", *faults]))
-    return {name: _tenant_config(config, name, own) for name, own in overrides.items()}
+    raise_faults(config.source, faults)
+    tenants = {name: _tenant_config(config, name, own) for name, own in overrides.items()}
+    for name, tenant in tenants.items():
+        conflicts = find_conflicts(tenant.values, tenant.own)
+        raise_faults(config.source, [f"tenants.{name}: {fault}" for fault in conflicts])
+    return tenants
 
 
 def _expanded(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the overrides of each tenant by name, and faults."""
-    given: Mapping[str, Any] = config.own["tenants"] or {}
-    sweep: Mapping[str, Any] = config.own["sweep"] or {}
+    given: Mapping[str, Any] = config.own.tenants or {}
+    sweep: Mapping[str, Any] = config.own.sweep or {}
     faults = [fault for name, own in given.items() for fault in _tenant_faults(name, own)]
     faults += [fault for key, values in sweep.items() for fault in _sweep_faults(key, values)]
     if not given and not sweep:
@@ -154,11 +153,11 @@ def _tenant_config(config: RunConfig, name: str, own: Mapping[str, Any]) -> RunC
     """Return the configuration of one tenant, as of a single training in a folder with its name."""
     void = {key for given in own for key in _REPLACED.get(given, ())} - own.keys()
     values = {key: value for key, value in config.values.items() if key not in void}
-    values |= {key: value for key, value in own.items() if key not in OWN_KEYS}
+    values |= {key: value for key, value in own.items() if key not in own_keys()}
     values |= {"use_peft": True, "output_dir": f"{config.values.get('output_dir', 'trainer_output')}/{name}"}
-    void |= {"tenants", "sweep"}
-    ours = {key: None if key in void else own.get(key, value) for key, value in config.own.items()}
-    return replace(config, source=f"{config.source}, tenant {name}", values=values, own=ours)
+    ours = {key: value for key, value in own.items() if key in own_keys()}
+    ours |= dict.fromkeys((void & own_keys().keys()) | {"tenants", "sweep"})
+    return replace(config, source=f"{config.source}, tenant {name}", values=values, own=replace(config.own, **ours))
 
 
 def _word(key: str, value: Any) -> str:

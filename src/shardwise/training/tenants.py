@@ -74,9 +74,9 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> run.TrlOutcome:
         identity |= {f"{name}.{key}": value for key, value in run.get_identity(own, "sft").items()}
     with stopping_on_signals() as request, run.locked_output(output, identity, _WEIGHTS) as record:
         run.honor_timeout(config, first)
-        tenants = _joined(parsed, processor, config.own["tokens_per_pass"], local_rank, record)
+        tenants = _joined(parsed, processor, config.own.tokens_per_pass, local_rank, record)
         run.honor_timeout(config, first)  # again, for the process groups of the model's mesh
-        has_stopped, failures, memory = train_in_turns(tenants, config.own["tokens_per_pass"], request)
+        has_stopped, failures, memory = train_in_turns(tenants, config.own.tokens_per_pass, request)
         if world.rank == 0:
             draw_curves(output, {one.name: one.state.log_history for one in tenants}, memory)
     metrics = {
