@@ -1,14 +1,19 @@
-"""Checkpoints of a tenant: how many are kept, when one is due, and states that are damaged."""
+"""Folders of tenants: the run's, checkpoints that are kept, when one is due, and states that are damaged."""
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
+from tests.tenants.tenants_on_ranks import config
+from tests.training import tiny
 from transformers import TrainerState
 
 from shardwise.errors import FormatError
+from shardwise.training.run_config import read_run_config
+from shardwise.training.run_inputs import RUN_FOLDER, open_inputs
 from shardwise.training.tenants import STATE_FILE, TenantTraining, _find_latest
 
 POSITION = {"count": 4, "epoch": 0, "offset": 2}
@@ -20,6 +25,21 @@ def state(folder: Path, step: int, position: Any = POSITION, **further: Any) -> 
     values = {**vars(TrainerState(global_step=step)), "stateful_callbacks": {"StepOrder": position}, **further}
     (place / STATE_FILE).write_text(json.dumps(values))
     return place
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
+def test_a_run_is_recorded_beside_its_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL expands the user's folder in the names of the tenants' folders."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    tiny.tokenizer().save_pretrained(tmp_path / "words")
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.chat("Hi", "Ho"))
+    values = {"model_name_or_path": str(tmp_path / "words"), "dataset_name": str(rows), "output_dir": "~/out"}
+    with open_inputs(read_run_config(config({**values, "tenants": {"ada": {}}})), 0) as inputs:
+        assert inputs.output == tmp_path / "out" == Path(inputs.arguments["ada"].training.output_dir).parent
+        assert (tmp_path / "out" / RUN_FOLDER).is_dir()
+        train, test = inputs.data["ada"]
+        assert (test, next(iter(train)).keys()) == (None, {"input_ids", "labels"})
 
 
 @pytest.mark.parametrize(

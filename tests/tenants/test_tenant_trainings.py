@@ -98,8 +98,8 @@ def test_a_sweep_is_ranked_and_a_tenant_that_fails_ends_alone(folder: Path) -> N
     ("further", "message"),
     [
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
-        ({"max_length": 3}, "the dataset has no row to train on"),
-        ({"max_length": 6}, "the dataset has no row to train on"),
+        ({"max_length": 3}, "max_length: 3 leaves no row of train with a token to train on"),
+        ({"max_length": 6}, "max_length: 6 leaves no row of train with a token to train on"),
     ],
 )
 def test_a_tenant_that_cannot_be_is_one_error_on_all_ranks(

@@ -15,8 +15,8 @@ from tests.support.world import run_forked as run_world
 from tests.training import on_ranks, tiny
 from tests.training.on_ranks import by_trl, prepare, size_of_png, train, train_until, write_scorer, write_wide
 
-from shardwise.training.run import get_identity
 from shardwise.training.run_config import read_run_config
+from shardwise.training.run_inputs import get_identity
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -307,12 +307,14 @@ def require_trainable_rows(found: AnyDataset, split: str, max_length: int | None
         )
 
 
-def with_embedded_tokens(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> AnyDataset:
+def with_embedded_tokens(found: AnyDataset, processor: Any, model: Any) -> AnyDataset:
     """Check that all tokens of a prepared dataset have embeddings. A streamed one is checked when it is read.
 
     Raises:
         ConfigError: naming a word of the tokenizer that has none.
     """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    num_embeddings = int(model.get_input_embeddings().weight.shape[0])
     words = {token: word for word, token in tokenizer.get_vocab().items() if token >= num_embeddings}
     columns = [name for name in get_column_names(found) if name.endswith("ids")]
     if not words or not columns:

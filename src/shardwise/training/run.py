@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch.distributed as dist
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
-from shardwise.errors import ConfigError, StorageError, TrainingError
-from shardwise.execution.locked_folder import locked_by_first_rank
-from shardwise.execution.stop_signals import StopRequest, stopping_on_signals
+from shardwise.errors import ConfigError, TrainingError
+from shardwise.execution.stop_signals import StopRequest
 from shardwise.execution.world import World
-from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
 from shardwise.models import torch_api
 from shardwise.report.names import table_lines
 from shardwise.storage.names import without_secrets
 from shardwise.training import setup as trl_setup
 from shardwise.training.curves import MemoryCallback, device_peak_bytes, draw_curves
-from shardwise.training.rank_comparison import (
-    effective_settings,
-    mask_secrets,
-    require_same_rows,
-    require_same_run,
-)
 from shardwise.training.run_config import RunConfig
-
-RUN_FOLDER: Final = ".shardwise-run"
-"""A folder in ``output_dir`` with the record of its training, locked while the training runs."""
-
-_RUN_FILE: Final = "run.json"
+from shardwise.training.run_inputs import TrainingRecord, honor_timeout, open_inputs
 
 _log = logging.getLogger(__name__)
-
-_IDENTITY: Final = (
-    *("model_name_or_path", "model_revision", "dataset_name", "dataset_config", "datasets"),
-    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit", "bnb_4bit_quant_type"),
-)
-"""Keys that may not change when a training resumes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +55,9 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     Raises:
         ShardwiseError: the same on every rank, if the configuration, the data or the model cannot be used.
     """
-    with World.current(call="train") as world:
-        with world.collective("parse the configuration"):
-            arguments = trl_setup.parse(config)
-        require_same_run(world, effective_settings(config.method, arguments))
-    output = Path(arguments.training.output_dir)
-    with (
-        stopping_on_signals() as request,
-        locked_output(output, get_identity(config, config.method)) as record,
-    ):
-        honor_timeout(config, arguments)
-        with World.current(call="train") as world, world.collective("load the tokenizer"):
-            processor = trl_setup.processing_class(arguments, config.method)
-        data = trl_setup.load_data(arguments, config.method, processor, local_rank)
-        for split, dataset in zip(("train", "test"), data, strict=True):
-            require_same_rows(split, dataset)
+    with open_inputs(config, local_rank) as inputs:
+        arguments, data, processor = inputs.arguments[""], inputs.data[""], inputs.processor
+        output, record, request = inputs.output, inputs.record, inputs.request
         model = trl_setup.load_model(arguments, config.method)
         honor_timeout(config, arguments)  # again, for the process groups of the model's mesh
         require_pad_token(model, processor)
@@ -160,90 +127,6 @@ def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
             f"pad_token: has the id {pad}, and the model has embeddings for 0 to {rows - 1}. Set pad_token to a "
             "token of the model"
         )
-
-
-def honor_timeout(config: RunConfig, arguments: trl_setup.TrlArguments) -> None:
-    """Have ranks wait for each other as long as ``ddp_timeout`` says, if it is set."""
-    if "ddp_timeout" in config.values and dist.is_initialized():
-        torch_api.set_timeout(arguments.training.ddp_timeout)
-
-
-def get_identity(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
-    """Return the keys that a resumed training must have in common, as recorded, without credentials in URLs."""
-    return {"method": method, **{key: mask_secrets(config.values.get(key)) for key in keys}}
-
-
-@contextmanager
-def locked_output(
-    output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*.safetensors",)
-) -> Iterator[TrainingRecord]:
-    """Lock an output folder within the block, and record its training there. Collective: yes.
-
-    Args:
-        output: the folder.
-        identity: keys that must be equal to those of a training whose weights are in the folder.
-        weights: patterns of files in the folder that are weights of a training.
-
-    Raises:
-        StorageError: another training runs there.
-        ConfigError: the folder has another training. The message has the key that differs.
-    """
-    folder = output / RUN_FOLDER
-    with World.current(call="train") as world:
-        with world.broadcast("create the folder"):
-            if world.rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-        with locked_by_first_rank(world, folder) as saving:
-            with world.broadcast("record the run"):
-                if world.rank == 0:
-                    _record(output, identity, weights)
-            try:
-                yield TrainingRecord(folder / _RUN_FILE)
-            finally:
-                if world.rank == 0:
-                    saving.locked.release()
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingRecord:
-    """The record of a training in its output folder, without which its checkpoints do not resume."""
-
-    file: Path
-
-    def require(self) -> None:
-        """Require that the record is still there, before something is saved next to it. Collective: no.
-
-        Raises:
-            StorageError: it was removed during the training.
-        """
-        if not self.file.is_file():
-            raise StorageError(
-                f"{self.file}: was removed during the training, maybe with its folder, and nothing more is saved "
-                "there. Start the training again, in a folder that stays"
-            )
-
-
-def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -> None:
-    """Write the record of a training, unless the folder has another training."""
-    file = output / RUN_FOLDER / _RUN_FILE
-    has_weights = bool(checkpoints_in(output)) or any(any(output.glob(one)) for one in weights)
-    if has_weights and not file.is_file():
-        raise ConfigError(
-            f"output_dir: {output} has a model that this training would overwrite, and no record of its own "
-            f"training, {RUN_FOLDER}/{_RUN_FILE}. If it is a copy, copy that folder, too (cp -r out/. copy). Or "
-            "set another output_dir, and resume_from_checkpoint to a checkpoint of this one"
-        )
-    found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
-    of_run = [key for key in identity if key in found or "." not in key]  # tenants (NAME.KEY) may be added
-    if differing := [key for key in of_run if found.get(key) != identity[key]]:
-        key = differing[0]
-        raise ConfigError(
-            f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. Set "
-            "another output_dir, or remove that one"
-        )
-    written = file.with_suffix(".new")
-    written.write_text(json.dumps({**found, **identity}, indent=2), "utf-8")
-    written.replace(file)  # atomically
 
 
 def _resume_from(training: Any, output: Path) -> Any:

@@ -221,7 +221,8 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
     """Load the processor of a vision-language model, or the tokenizer, as TRL does.
 
     Raises:
-        ConfigError: it cannot be loaded, or ``chat_template_path`` would change a model that is already sharded.
+        ConfigError: it cannot be loaded or has no ``eos_token``, or ``chat_template_path`` would change a model that
+            is already sharded.
     """
     own = arguments.own.tokenizer_name_or_path
     name, revision = own or arguments.model.model_name_or_path, None if own else arguments.model.model_revision
@@ -241,6 +242,11 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
         )
     if template:
         found.chat_template = Path(template).read_text("utf-8")
+    if eos_token := getattr(arguments.training, "eos_token", None):
+        tokenizer = getattr(found, "tokenizer", found)
+        if eos_token not in tokenizer.get_vocab():
+            raise ConfigError(f"eos_token: {eos_token} is not in the vocabulary. Set another")
+        tokenizer.eos_token = eos_token  # as TRL's trainers do, but before templates are rendered
     return found
 
 
@@ -363,14 +369,12 @@ def _require_trainable_data(trainer: Any, arguments: TrlArguments) -> None:
     Raises:
         ConfigError: it has not.
     """
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    num_embeddings = int(trainer.model.get_input_embeddings().weight.shape[0])
     script, max_length = arguments.script, getattr(arguments.training, "max_length", None)
     splits = {"train_dataset": script.dataset_train_split, "eval_dataset": script.dataset_test_split}
     for attribute, split in splits.items():
         if (dataset := getattr(trainer, attribute)) is not None:
             dataset_loading.require_trainable_rows(dataset, split, max_length)
-            embedded = dataset_loading.with_embedded_tokens(dataset, tokenizer, num_embeddings)
+            embedded = dataset_loading.with_embedded_tokens(dataset, trainer.processing_class, trainer.model)
             setattr(trainer, attribute, embedded)
 
 

@@ -16,10 +16,9 @@ from trl.trainer import sft_trainer
 from shardwise.bank.rows import RowTensors
 from shardwise.errors import ConfigError
 from shardwise.training import setup as trl_setup
-from shardwise.training.dataset_loading import preparing_together
+from shardwise.training.dataset_loading import AnyDataset, preparing_together, require_trainable_rows
 
 
-@dataclass(frozen=True)
 class TokenizedRows:
     """Tokenized rows.
 
@@ -29,9 +28,11 @@ class TokenizedRows:
         num_supervised_tokens: supervised labels of all rows.
     """
 
-    rows: datasets.Dataset
-    lengths: Sequence[int]
-    num_supervised_tokens: int
+    def __init__(self, rows: AnyDataset) -> None:
+        assert isinstance(rows, datasets.Dataset)  # tenants have no dataset_streaming
+        self.rows = rows
+        self.lengths: Sequence[int] = [len(ids) for ids in rows["input_ids"]]
+        self.num_supervised_tokens = _count_supervised(rows)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -45,41 +46,45 @@ class TokenizedRows:
         return collated
 
 
-def tokenized(
-    arguments: trl_setup.TrlArguments, processor: Any, local_rank: int
-) -> tuple[TokenizedRows, TokenizedRows | None]:
-    """Load a tenant's rows for training and evaluation, prepared as by ``SFTTrainer``. Collective: yes.
+def tokenize(
+    data: tuple[AnyDataset, AnyDataset | None], arguments: trl_setup.TrlArguments, processor: Any, local_rank: int
+) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Tokenize a tenant's rows for training and evaluation as ``SFTTrainer`` does. Collective: yes.
 
     Raises:
-        ConfigError: a dataset or a row cannot be used.
+        ConfigError: a row cannot be used, or there is none to train on.
     """
-    train, test = trl_setup.load_data(arguments, "sft", processor, local_rank)
-    field = arguments.training.dataset_text_field
-    with preparing_together(sft_trainer.SFTTrainer, local_rank, (train, test), field):
-        return _prepared(train, arguments, processor), test and _prepared(test, arguments, processor)
-
-
-def _prepared(rows: Any, arguments: trl_setup.TrlArguments, processor: Any) -> TokenizedRows:
     args = arguments.training
-    tokenizer = getattr(processor, "tokenizer", processor)
-    template = processor.chat_template
-    is_marked = template is not None and has_generation_markers(template)
+    with preparing_together(sft_trainer.SFTTrainer, local_rank, data, args.dataset_text_field):
+        train, test = (None if part is None else _tokenize(part, args, processor) for part in data)
+    for part, split in ((train, arguments.script.dataset_train_split), (test, arguments.script.dataset_test_split)):
+        if part is not None:
+            has_labels = _count_supervised(part) > 0
+            require_trainable_rows(part if has_labels else part.select([]), split, args.max_length)
+    assert train is not None
+    return train, test
+
+
+def _tokenize(rows: AnyDataset, args: Any, processor: Any) -> datasets.Dataset:
+    """Return rows with ``input_ids`` and ``labels``, those of one token left out: nothing is predicted from it."""
     completion_only = args.completion_only_loss
     if completion_only is None:
-        completion_only = {"prompt", "completion"} <= set(rows.column_names)
-    needs_template = args.assistant_only_loss and not is_marked
+        completion_only = {"prompt", "completion"} <= set(rows.column_names or ())
+    template = processor.chat_template
+    needs_template = args.assistant_only_loss and not (template and has_generation_markers(template))
     trainer: Any = SimpleNamespace(
-        _tokenizer=tokenizer,
+        _tokenizer=getattr(processor, "tokenizer", processor),
         completion_only_loss=completion_only,
         chat_template=get_training_chat_template(processor) if needs_template else None,
     )
-    found = sft_trainer.SFTTrainer._prepare_dataset(trainer, rows, processor, args, False, None, "tenant")
-    found = found.select_columns(["input_ids", "labels"])
-    found = found.select([number for number, ids in enumerate(found["input_ids"]) if len(ids) > 1])
-    supervised = sum(len(labels) - 1 - labels[1:].count(-100) for labels in found["labels"])
-    if not supervised:
-        raise ConfigError("the dataset has no row to train on. Check its rows and max_length")
-    return TokenizedRows(found, [len(ids) for ids in found["input_ids"]], supervised)
+    prepared = sft_trainer.SFTTrainer._prepare_dataset(trainer, rows, processor, args, False, None, "tenant")
+    prepared = prepared.select_columns(["input_ids", "labels"])
+    return prepared.select([number for number, ids in enumerate(prepared["input_ids"]) if len(ids) > 1])
+
+
+def _count_supervised(rows: datasets.Dataset) -> int:
+    """Return the number of labels that are predicted: the first token of a row is not."""
+    return sum(len(labels) - 1 - labels[1:].count(-100) for labels in rows["labels"])
 
 
 @dataclass(frozen=True, slots=True)

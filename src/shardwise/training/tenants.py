@@ -8,8 +8,7 @@ import operator
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,23 +22,19 @@ from shardwise.bank.tenant import TenantLoss, TenantStep
 from shardwise.engines.save_plan import SaveOptions
 from shardwise.errors import ConfigError, FormatError, TrainingError
 from shardwise.execution.collective_errors import translate_collective_errors
-from shardwise.execution.stop_signals import StopRequest, stopping_on_signals
+from shardwise.execution.stop_signals import StopRequest
 from shardwise.execution.world import World
+from shardwise.integrations.trainer_runs import steps_to_remove
 from shardwise.storage.writing import open_writer
 from shardwise.training import run
 from shardwise.training import setup as trl_setup
 from shardwise.training.curves import draw_curves, gather_memory
 from shardwise.training.dataset_loading import with_embedded_tokens
-from shardwise.training.rank_comparison import effective_settings, require_same_rows, require_same_run
 from shardwise.training.run_config import RunConfig
-from shardwise.training.tenant_config import read_tenants
-from shardwise.training.tenant_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows, tokenized
+from shardwise.training.run_inputs import RunInputs, TrainingRecord, name_tenant, open_inputs
+from shardwise.training.tenant_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows
 
 _PAD_TO: Final = 64
-
-_IDENTITY: Final = ("model_name_or_path", "model_revision", "load_in_4bit", "bnb_4bit_quant_type")
-
-_WEIGHTS: Final = ("*/*.safetensors", "*/checkpoint-*/*.safetensors")
 
 
 def train_tenants_on_rank(config: RunConfig, local_rank: int) -> run.TrlOutcome:
@@ -52,30 +47,10 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> run.TrlOutcome:
         ShardwiseError: the same on every rank, if the configuration, the data or the base cannot be used.
     """
     begun = time.monotonic()
-    with World.current(call="train") as world:
-        with world.collective("parse the configurations"):
-            parsed = {name: trl_setup.parse(own) for name, own in read_tenants(config).items()}
-        settings = {
-            f"{name}.{key}": value
-            for name, arguments in parsed.items()
-            for key, value in effective_settings("sft", arguments).items()
-        }
-        require_same_run(world, settings)
-        first = next(iter(parsed.values()))
-        with world.collective("load the tokenizer"):
-            processor = trl_setup.processing_class(first, "sft")
-    tokenizer = getattr(processor, "tokenizer", processor)
-    if (eos_token := first.training.eos_token) and eos_token not in tokenizer.get_vocab():
-        raise ConfigError(f"eos_token: {eos_token} is not in the vocabulary. Set another")
-    tokenizer.eos_token = eos_token or tokenizer.eos_token
-    output = Path(config.values.get("output_dir", "trainer_output"))
-    identity = run.get_identity(config, "tenants", _IDENTITY)
-    for name, own in read_tenants(config).items():
-        identity |= {f"{name}.{key}": value for key, value in run.get_identity(own, "sft").items()}
-    with stopping_on_signals() as request, run.locked_output(output, identity, _WEIGHTS) as record:
-        run.honor_timeout(config, first)
-        tenants = _joined(parsed, processor, config.own.tokens_per_pass, local_rank, record)
-        run.honor_timeout(config, first)  # again, for the process groups of the model's mesh
+    world = World.current(call="train")
+    with open_inputs(config, local_rank) as inputs:
+        output, request = inputs.output, inputs.request
+        tenants = _joined(inputs, config.own.tokens_per_pass, world)
         has_stopped, failures, memory = train_in_turns(tenants, config.own.tokens_per_pass, request)
         if world.rank == 0:
             draw_curves(output, {one.name: one.state.log_history for one in tenants}, memory)
@@ -92,55 +67,34 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> run.TrlOutcome:
     )
 
 
-def _joined(
-    parsed: Mapping[str, trl_setup.TrlArguments],
-    processor: Any,
-    tokens_per_pass: int,
-    local_rank: int,
-    record: run.TrainingRecord,
-) -> list[TenantTraining]:
-    """Read the rows of all tenants, load the base, and add the tenants to a bank. Collective: yes.
+def _joined(inputs: RunInputs, tokens_per_pass: int, world: World) -> list[TenantTraining]:
+    """Load the base, and add the tenants to a bank. Collective: yes.
 
     Raises:
         ConfigError: a tenant cannot be trained. The message has its name.
     """
-    rows = {}
-    for name, own in parsed.items():
-        with _named(name):
-            rows[name] = tokenized(own, processor, local_rank)
-        for split, of_split in zip(("train", "test"), rows[name], strict=True):
-            require_same_rows(f"{name}.{split}", of_split and of_split.rows)
-    first = next(iter(parsed.values()))
+    first = next(iter(inputs.arguments.values()))
     model = trl_setup.load_base(first)
     if first.training.gradient_checkpointing:
         keywords = {**(first.training.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
         model.train()
-    embeddings: Any = model.get_input_embeddings()
-    tokenizer = getattr(processor, "tokenizer", processor)
-    for name, parts in rows.items():
-        with _named(name):
-            for part in parts:
-                if part is not None:
-                    with_embedded_tokens(part.rows, tokenizer, int(embeddings.weight.shape[0]))
     bank = AdapterBank(model, pad_to=_PAD_TO)
     budget = TokenBudget(tokens_per_pass, _PAD_TO, bank.max_length)
-    shared = SharedBank(World.current(call="train"), bank, budget, processor, record)
+    shared = SharedBank(world, bank, budget, inputs.processor, inputs.record)
+    for name, data in inputs.data.items():
+        with name_tenant(name):
+            for part in data:
+                if part is not None:
+                    with_embedded_tokens(part, inputs.processor, model)
     tenants = []
-    for name, own in parsed.items():
-        with _named(name):
-            tenants.append(TenantTraining(name, own, *rows[name], shared))
+    for name, arguments in inputs.arguments.items():
+        train, test = inputs.data[name]
+        held_out = None if test is None else TokenizedRows(test)
+        with name_tenant(name):
+            tenants.append(TenantTraining(name, arguments, TokenizedRows(train), held_out, shared))
             tenants[-1].join()
     return tenants
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Add the name of the tenant to errors of the block."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"tenants.{name}: {error}") from error
 
 
 def train_in_turns(
@@ -234,7 +188,7 @@ class SharedBank:
     bank: AdapterBank
     budget: TokenBudget
     processor: Any
-    record: run.TrainingRecord
+    record: TrainingRecord
 
 
 class TenantTraining:
@@ -445,8 +399,7 @@ class TenantTraining:
         content = json.dumps({**asdict(self.state), "stateful_callbacks": position}, indent=2, sort_keys=True)
         with open_writer(place) as writer:
             writer.replace(STATE_FILE, content.encode())
-        limit = self.args.save_total_limit or 0
-        for step in _complete_steps(self._folder)[:-limit] if limit > 0 else ():
+        for step in steps_to_remove(_complete_steps(self._folder), self.args.save_total_limit, None):
             old = self._folder / f"checkpoint-{step}"
             (old / STATE_FILE).unlink()
             shutil.rmtree(old)

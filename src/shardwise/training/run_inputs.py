@@ -1,0 +1,201 @@
+"""What a training of one model or of many LoRAs begins with: arguments, the locked folder, the tokenizer, rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from shardwise.errors import ConfigError, StorageError
+from shardwise.execution.locked_folder import locked_by_first_rank
+from shardwise.execution.stop_signals import StopRequest, stopping_on_signals
+from shardwise.execution.world import World
+from shardwise.formats.contract import parse_object
+from shardwise.integrations.trainer_runs import checkpoints_in
+from shardwise.models import torch_api
+from shardwise.training import setup as trl_setup
+from shardwise.training.dataset_loading import AnyDataset
+from shardwise.training.rank_comparison import (
+    effective_settings,
+    mask_secrets,
+    require_same_rows,
+    require_same_run,
+)
+from shardwise.training.run_config import RunConfig
+from shardwise.training.tenant_config import read_tenants
+from shardwise.training.tenant_rows import tokenize
+
+RUN_FOLDER: Final = ".shardwise-run"
+"""A folder in ``output_dir`` with the record of its training, locked while the training runs."""
+
+_RUN_FILE: Final = "run.json"
+
+_IDENTITY_OF_BASE: Final = ("model_name_or_path", "model_revision", "load_in_4bit", "bnb_4bit_quant_type")
+
+_IDENTITY: Final = (
+    *_IDENTITY_OF_BASE,
+    *("dataset_name", "dataset_config", "datasets", "use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
+)
+"""Keys that may not change when a training resumes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """What a training begins with, equal on every rank.
+
+    Attributes:
+        arguments: configurations of the tenants by name, as parsed by TRL. That of one model is under "".
+        processor: the tokenizer, or the processor of a vision-language model.
+        data: for each of ``arguments`` rows to train on, and to evaluate on. Those of tenants are tokenized.
+        output: the folder of the run, which has a folder for each tenant.
+        record: the record of the training there.
+        request: of a signal to stop.
+    """
+
+    arguments: Mapping[str, trl_setup.TrlArguments]
+    processor: Any
+    data: Mapping[str, tuple[AnyDataset, AnyDataset | None]]
+    output: Path
+    record: TrainingRecord
+    request: StopRequest
+
+
+@contextmanager
+def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
+    """Parse a configuration, lock its folder within the block, and load the tokenizer and rows. Collective: yes.
+
+    Raises:
+        ShardwiseError: the same on every rank, if the configuration, the folder or the data cannot be used.
+    """
+    configs = read_tenants(config) if config.own.has_tenants else {"": config}
+    with World.current(call="train") as world:
+        with world.collective("parse the configuration"):
+            parsed = {name: trl_setup.parse(one) for name, one in configs.items()}
+        settings: dict[str, str] = {}
+        for name, arguments in parsed.items():
+            for key, value in effective_settings(config.method, arguments).items():
+                settings[f"{name}.{key}" if name else key] = value
+        require_same_run(world, settings)
+    first = next(iter(parsed.values()))
+    output = Path(first.training.output_dir)
+    identity = get_identity(config, config.method)
+    weights = ["*.safetensors"]
+    if config.own.has_tenants:
+        output = output.parent  # each tenant has a folder in it
+        weights = ["*/*.safetensors", "*/checkpoint-*/*.safetensors"]
+        identity = get_identity(config, "tenants", _IDENTITY_OF_BASE)
+        for name, one in configs.items():
+            identity |= {f"{name}.{key}": value for key, value in get_identity(one, one.method).items()}
+    with stopping_on_signals() as request, locked_output(output, identity, weights) as record:
+        honor_timeout(config, first)
+        with World.current(call="train") as world, world.collective("load the tokenizer"):
+            processor = trl_setup.processing_class(first, config.method)
+        data: dict[str, tuple[AnyDataset, AnyDataset | None]] = {}
+        for name, arguments in parsed.items():
+            with name_tenant(name):
+                data[name] = trl_setup.load_data(arguments, config.method, processor, local_rank)
+                if config.own.has_tenants:  # TRL's trainers tokenize rows themselves
+                    data[name] = tokenize(data[name], arguments, processor, local_rank)
+            for split, dataset in zip(("train", "test"), data[name], strict=True):
+                require_same_rows(f"{name}.{split}" if name else split, dataset)
+        yield RunInputs(parsed, processor, data, output, record, request)
+
+
+@contextmanager
+def name_tenant(name: str) -> Iterator[None]:
+    """Add the name of a tenant to errors of the block. That of one model is ""."""
+    try:
+        yield
+    except ConfigError as error:
+        if not name:
+            raise
+        raise ConfigError(f"tenants.{name}: {error}") from error
+
+
+def honor_timeout(config: RunConfig, arguments: trl_setup.TrlArguments) -> None:
+    """Have ranks wait for each other as long as ``ddp_timeout`` says, if it is set."""
+    if "ddp_timeout" in config.values and dist.is_initialized():
+        torch_api.set_timeout(arguments.training.ddp_timeout)
+
+
+def get_identity(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
+    """Return the keys that a resumed training must have in common, as recorded, without credentials in URLs."""
+    return {"method": method, **{key: mask_secrets(config.values.get(key)) for key in keys}}
+
+
+@contextmanager
+def locked_output(
+    output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*.safetensors",)
+) -> Iterator[TrainingRecord]:
+    """Lock an output folder within the block, and record its training there. Collective: yes.
+
+    Args:
+        output: the folder.
+        identity: keys that must be equal to those of a training whose weights are in the folder.
+        weights: patterns of files in the folder that are weights of a training.
+
+    Raises:
+        StorageError: another training runs there.
+        ConfigError: the folder has another training. The message has the key that differs.
+    """
+    folder = output / RUN_FOLDER
+    with World.current(call="train") as world:
+        with world.broadcast("create the folder"):
+            if world.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+        with locked_by_first_rank(world, folder) as saving:
+            with world.broadcast("record the run"):
+                if world.rank == 0:
+                    _record(output, identity, weights)
+            try:
+                yield TrainingRecord(folder / _RUN_FILE)
+            finally:
+                if world.rank == 0:
+                    saving.locked.release()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRecord:
+    """The record of a training in its output folder, without which its checkpoints do not resume."""
+
+    file: Path
+
+    def require(self) -> None:
+        """Require that the record is still there, before something is saved next to it. Collective: no.
+
+        Raises:
+            StorageError: it was removed during the training.
+        """
+        if not self.file.is_file():
+            raise StorageError(
+                f"{self.file}: was removed during the training, maybe with its folder, and nothing more is saved "
+                "there. Start the training again, in a folder that stays"
+            )
+
+
+def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -> None:
+    """Write the record of a training, unless the folder has another training."""
+    file = output / RUN_FOLDER / _RUN_FILE
+    has_weights = bool(checkpoints_in(output)) or any(any(output.glob(one)) for one in weights)
+    if has_weights and not file.is_file():
+        raise ConfigError(
+            f"output_dir: {output} has a model that this training would overwrite, and no record of its own "
+            f"training, {RUN_FOLDER}/{_RUN_FILE}. If it is a copy, copy that folder, too (cp -r out/. copy). Or "
+            "set another output_dir, and resume_from_checkpoint to a checkpoint of this one"
+        )
+    found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
+    of_run = [key for key in identity if key in found or "." not in key]  # tenants (NAME.KEY) may be added
+    if differing := [key for key in of_run if found.get(key) != identity[key]]:
+        key = differing[0]
+        raise ConfigError(
+            f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. Set "
+            "another output_dir, or remove that one"
+        )
+    written = file.with_suffix(".new")
+    written.write_text(json.dumps({**found, **identity}, indent=2), "utf-8")
+    written.replace(file)  # atomically
