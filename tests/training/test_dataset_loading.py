@@ -77,6 +77,21 @@ def test_a_streamed_data_set_without_rows_is_an_error(tmp_path: Path) -> None:
         load_data(arguments, "sft", tiny.tokenizer(), 0)
 
 
+def test_the_eos_token_of_a_configuration_is_that_of_the_tokenizer(tmp_path: Path) -> None:
+    """From the beginning, because templates may write it, of which shardwise makes masks."""
+    require_patched_names()
+    from shardwise.training.setup import processing_class
+
+    tiny.tokenizer().save_pretrained(tmp_path)
+    model = SimpleNamespace(model_name_or_path=str(tmp_path), model_revision=None)
+    training = SimpleNamespace(trust_remote_code=False, eos_token=tiny.PAD)
+    arguments: Any = SimpleNamespace(model=model, training=training, own=ShardwiseArguments())
+    assert processing_class(arguments, "sft").eos_token == tiny.PAD
+    training.eos_token = "<end>"
+    with pytest.raises(ConfigError, match="eos_token: <end> is not in the vocabulary"):
+        processing_class(arguments, "sft")
+
+
 def test_concatenated_datasets_are_split_alike_on_every_rank(tmp_path: Path) -> None:
     names = [write(tmp_path / f"{say}.jsonl", 40, say) for say in "ab"]
     first, second = (load(None, mixture(*({"path": name} for name in names), test_split_size=0.25)) for _ in "12")
