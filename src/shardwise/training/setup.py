@@ -221,7 +221,7 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
     """Load the processor of a vision-language model, or the tokenizer, as TRL does.
 
     Raises:
-        ConfigError: it cannot be loaded, lacks ``eos_token``, or ``chat_template_path`` would change a sharded model.
+        ConfigError: it cannot be loaded, lacks ``eos_token``, or ``chat_template_path`` is not a template.
     """
     own = arguments.own.tokenizer_name_or_path
     name, revision = own or arguments.model.model_name_or_path, None if own else arguments.model.model_revision
