@@ -12,11 +12,12 @@ from tests.bank import banking, on_ranks
 from tests.bank.banking import Recipe, no_rows, recipes, rows_for
 
 import shardwise
-from shardwise.bank import collective_resync
+from shardwise.bank import passes
 from shardwise.execution import Timeouts
-from shardwise.models.gradients import gather_zeros
 from shardwise.models.policies import MinSize
+from shardwise.planning.load_memory import Available
 
+QUICK = Timeouts(heartbeat_interval_s=0.1)
 BAD = banking.WORDS - 1
 """A token that a base in trouble does not bear."""
 MOST_ROWS = 8
@@ -33,7 +34,7 @@ def rows_of(name: str, recipe: Recipe, number: int, *, bad: bool = False) -> dic
     batch = rows_for(name, recipe, number)
     ids = batch["input_ids"] % BAD
     if bad:
-        ids[-1, 0] = BAD
+        ids[-1, 0] = ids[-1, 2] = BAD
     return {**batch, "input_ids": ids, "labels": batch["labels"].where(batch["labels"] < 0, ids)}
 
 
@@ -71,63 +72,116 @@ def trouble(bank: Any, kind: str) -> Iterator[None]:
             handle.remove()
 
 
-def go(
-    bank: Any, number: int, share: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda name, rows: rows
-) -> Any:
-    """A micro-batch of all, one of the rows of ``x`` bad; steps of all but ``x``."""
-    own = members()
-    batches = [(name, share(name, rows_of(name, recipe, number, bad=name == "x"))) for name, recipe in own.items()]
-    told = bank.forward_backward(batches)
-    for name in ("ada", "dee", "x", *(("bob",) if number % 2 else ())):
-        bank.optim_step(name)
-    return told
+def share(name: str, rows: dict[str, Any]) -> dict[str, Any]:
+    """Of this rank: the rows of ``x`` are on the last one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if name == "x":
+        return rows if rank == size - 1 else no_rows()
+    return {key: values[rank::size] for key, values in rows.items()}
+
+
+def batches(number: int, *, bad: bool = True) -> list[tuple[str, dict[str, Any]]]:
+    """A micro-batch of all, one of the rows of ``x`` bad."""
+    rows = {name: rows_of(name, recipe, number, bad=bad and name == "x") for name, recipe in members().items()}
+    return [(name, share(name, own)) for name, own in rows.items()]
+
+
+def gradients(bank: Any) -> dict[str, torch.Tensor]:
+    return {name: bank._tenants[name].gradient.clone() for name in bank.names}
 
 
 # ── on ranks ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def one_rank_fails(base: Path, groups: str) -> dict[str, Any]:
-    """The rows of ``x`` are on the last rank, which fails alone in the middle of passes."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+def one_rank_fails(base: Path, kind: str, groups: str) -> dict[str, Any]:
+    """The last rank fails alone in the middle of a pass, and the others wait for it in a gather."""
     sharding = {
         "blocks": shardwise.Sharding(activation_checkpointing=True),
         "every layer": shardwise.Sharding(wrap=MinSize(1)),
         "some ranks gather": shardwise.Sharding(reshard_after_forward=2),
     }[groups]
-    quick = Timeouts(heartbeat_interval_s=0.1)
-    with mock.patch("shardwise.execution.world.Timeouts", return_value=quick):
-        bank, quiet = (on_ranks.bank_of(base, members(), sharding=sharding) for _ in range(2))
+    with mock.patch("shardwise.execution.world.Timeouts", return_value=QUICK):
+        bank = on_ranks.bank_of(base, members(), sharding=sharding)
+    bank.forward_backward([batches(0, bad=False)[1]])
+    before = gradients(bank)
+    with trouble(bank, kind):
+        error = on_ranks.said(lambda: bank.forward_backward(batches(1)))
+    later = {
+        "forward_backward": on_ranks.said(lambda: bank.forward_backward(batches(2, bad=False))),
+        "optim_step": on_ranks.said(lambda: bank.optim_step("ada")),
+        "compute_logprobs": on_ranks.said(lambda: bank.compute_logprobs(batches(2, bad=False))),
+        "state_dict": on_ranks.said(lambda: bank.state_dict("ada")),
+        "save": on_ranks.said(lambda: bank.save("ada", "nowhere")),
+        "load": on_ranks.said(lambda: bank.load("eve", "nowhere")),
+        "add_adapter": on_ranks.said(lambda: bank.add_adapter("eve", recipes()["eve"].lora())),
+    }
+    return {"error": error, "later": later, "gradients": (before, gradients(bank))}
 
-    def share(name: str, rows: dict[str, Any]) -> dict[str, Any]:
-        if name == "x":
-            return rows if rank == size - 1 else no_rows()
-        return {key: values[rank::size] for key, values in rows.items()}
 
-    errors, waited_for = {}, set()
+def leave_alone(base: str, store: str, rank: int) -> None:
+    """The same in a process that then ends in order. Called in a process of its own."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    print(one_rank_fails(Path(base), "forward", "blocks")["error"])
 
-    def caught_up(root: Any, gathers: Any) -> None:
-        waited_for.update({f"{kind}: {len(gathers)} gathers"} if gathers else {})
-        gather_zeros(root, gathers)
 
-    for number, kind in enumerate(("forward", "backward")):
-        with trouble(bank, kind), mock.patch.object(collective_resync, "gather_zeros", caught_up):
-            errors[kind] = on_ranks.said(lambda number=number: go(bank, number, share))  # type: ignore[misc]
-            if kind == "forward":
-                alone = [("x", share("x", rows_of("x", members()["x"], number, bad=True)))]
-                errors["to look"] = on_ranks.said(lambda alone=alone: bank.compute_logprobs(alone))  # type: ignore[misc]
-        for each in (bank, quiet):
-            go(each, number, share)
-
-    broken = mock.patch.object(bank._tenants["x"].optimizer, "step", side_effect=ValueError("not this token"))
-    with broken if rank == size - 1 else nullcontext():
-        errors["step"] = on_ranks.said(lambda: go(bank, 2, share))
-    go(quiet, 2, share)
-    refused = on_ranks.said(lambda: bank.save("x", "nowhere"))
-    bank.delete_adapter("x")
+def one_loss_raises(base: Path) -> dict[str, Any]:
+    """The loss of ``x`` raises, on the last rank; before, there is not enough memory for the logits."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    bank, quiet = (on_ranks.bank_of(base, members(), sharding=shardwise.Sharding()) for _ in range(2))
+    for each in (bank, quiet):
+        each.forward_backward([batches(0, bad=False)[1]])
+    errors = {}
+    before = gradients(bank)
+    if rank == size - 1:
+        little = mock.patch.object(passes, "available_memory", return_value=Available(None, 10_000))
+    else:
+        little = nullcontext()
+    with little:
+        errors["memory"] = on_ranks.said(lambda: bank.forward_backward(batches(1)))
+    unchanged = gradients(bank)
+    with losses_raise():
+        errors["loss"] = on_ranks.said(lambda: bank.forward_backward(batches(1)))
+        errors["to look"] = on_ranks.said(lambda: bank.compute_logprobs(batches(1)))
+    quiet.forward_backward(batches(1))
+    after = gradients(bank), gradients(quiet)
+    after[1].pop("x")
+    full = on_ranks.said(lambda: bank.optim_step("x"))
+    for each in (bank, quiet):
+        each.optim_step("ada")
+        each.optim_step("bob")
     return {
         "errors": errors,
-        "refused": refused,
-        "waited for": waited_for,
-        "states": [{name: each.state_dict(name) for name in bank.names} for each in (bank, quiet)],
-        "gathered": {type(values).__name__ for values in bank._model.parameters()},
+        "before": (before, unchanged),
+        "x": ({"x": before["x"]}, {"x": after[0].pop("x")}),
+        "others": after,
+        "full": full,
+        "adapters": [{name: each.state_dict(name)["adapter"] for name in ("ada", "bob")} for each in (bank, quiet)],
     }
+
+
+@contextmanager
+def losses_raise() -> Iterator[None]:
+    """Of rows with the bad token."""
+    token_losses = passes.token_losses
+
+    def look(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if bool((labels == BAD).any()):
+            raise ValueError("not this token")
+        return token_losses(logits, labels)
+
+    with mock.patch.object(passes, "token_losses", look):
+        yield
+
+
+def one_step_fails(base: Path) -> dict[str, Any]:
+    """The optimizer of ``x``, on the last rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    bank = on_ranks.bank_of(base, members(), sharding=shardwise.Sharding())
+    bank.forward_backward(batches(0))
+    broken = mock.patch.object(bank._tenants["x"].optimizer, "step", side_effect=ValueError("not this token"))
+    with broken if rank == size - 1 else nullcontext():
+        error = on_ranks.said(lambda: bank.optim_step("x"))
+    refused = on_ranks.said(lambda: bank.save("x", "nowhere"))
+    bank.delete_adapter("x")
+    bank.optim_step("ada")
+    return {"error": error, "refused": refused}

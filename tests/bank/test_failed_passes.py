@@ -1,19 +1,20 @@
-"""A pass that fails is discarded as a whole, on all ranks, and the bank is as before."""
+"""A pass that fails is discarded as a whole, and the bank is as before, or ends on all ranks."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.bank import failing
 from tests.bank.failing import members, rows_of, trouble
 from tests.bank.on_ranks import bank_of
 from tests.bank.test_isolation import everything
+from tests.support.local_ranks import LIMIT_S
+from tests.support.world import require_words, run_forked
 from tests.truth import require_equal
 
-from shardwise.bank.collective_resync import longest
-from shardwise.errors import RankMismatchError, ShardwiseError
-from shardwise.models.gradients import Gather
+from shardwise.errors import ShardwiseError, TrainingError
 
 
 @pytest.mark.parametrize("backend", ["loop", "auto"], ids=["loop", "grouped"])
@@ -29,7 +30,7 @@ def test_a_pass_that_fails_changes_no_tenant_by_a_bit(base, kind, backend):
     before = {name: everything(bank, name) for name in own}
     with trouble(bank, kind), pytest.raises(ShardwiseError, match="not this token|no more") as told:
         bank.forward_backward(bad)
-    assert told.value.__notes__ == ["This was a pass of 'ada', 'bob', 'x', 'dee'; all of it is discarded."]
+    assert told.value.__notes__[-1] == "This was a pass of 'ada', 'bob', 'x', 'dee'; all of it is discarded."
     for name in own:
         require_equal(everything(bank, name), before[name])
     for each in (quiet, bank):
@@ -40,29 +41,88 @@ def test_a_pass_that_fails_changes_no_tenant_by_a_bit(base, kind, backend):
         require_equal(everything(bank, name), everything(quiet, name))
 
 
-def test_ranks_that_are_on_different_ways_cannot_be_brought_into_step():
-    first, second, other = (Gather(number, 4, torch.float32, uses_full_mesh=True) for number in range(3))
-    assert longest((0, 1, 2), [[first], [first, second], []]) == [first, second]
-    with pytest.raises(RankMismatchError, match="rank 6 has gathered other groups .* Start all ranks again"):
-        longest((0, 4, 6), [[first], [first, second], [other]])
+def test_a_loss_that_raises_changes_its_tenant_alone(base):
+    """Also in the middle of its window; the rows of the others are in the pass as they would be without it."""
+    own = members()
+    quiet, bank = bank_of(base, own), bank_of(base, own)
+    good = [(name, rows_of(name, recipe, 0)) for name, recipe in own.items()]
+    bad = [(name, rows_of(name, recipe, 1, bad=name == "bob")) for name, recipe in own.items()]
+    for each in (quiet, bank):
+        each.forward_backward(good[1:2])
+    before = failing.gradients(bank)["bob"]
+    with failing.losses_raise(), pytest.raises(TrainingError) as told:
+        bank.forward_backward(bad)
+    assert str(told.value) == (
+        "the loss of 'bob' raised, ValueError: not this token. Its gradient is as before the call; the "
+        "micro-batches of 'ada', 'x', 'dee' count"
+    )
+    quiet.forward_backward(bad)
+    after, expected = failing.gradients(bank), failing.gradients(quiet)
+    assert after.pop("bob").equal(before)
+    assert not before.equal(expected.pop("bob"))
+    require_equal(after, expected)
+    bank.forward_backward([(name, rows) for name, rows in bad if name == "bob"])
+    for name in own:
+        assert bank.optim_step(name).is_taken
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("size", "groups"),
-    [(2, "blocks"), (2, "every layer"), pytest.param(4, "some ranks gather", marks=pytest.mark.slow)],
+    ("size", "kind", "groups"),
+    [
+        (2, "forward", "blocks"),
+        (3, "backward", "blocks"),
+        pytest.param(2, "backward", "every layer", marks=pytest.mark.slow),
+        pytest.param(4, "backward", "some ranks gather", marks=pytest.mark.slow),
+    ],
 )
-def test_a_rank_that_fails_alone_delays_no_other_rank(worlds: Any, base: Path, size: int, groups: str) -> None:
-    """In the middle of a pass, while the others wait for it in a gather: they come out, and all go on."""
-    ranks = worlds(size).run(failing.one_rank_fails, base, groups)
+def test_a_rank_that_fails_alone_in_a_pass_ends_the_bank(base: Path, size: int, kind: str, groups: str) -> None:
+    """The others leave the gather in which they wait for it, with its error. All later calls raise it at once."""
+    ranks = run_forked(size, failing.one_rank_fails, base, kind, groups)
+    expected = (
+        f"RankLostError: rank {size - 1}: ValueError: not this token. It left a pass of 'ada', 'bob', 'x', 'dee' "
+        "in which other ranks wait for it, so the bank has ended. Start all ranks again, and resume from the last "
+        "save"
+    )
     for each in ranks:
-        assert set(each["errors"].values()) == {f"CheckpointError: rank {size - 1}: ValueError: not this token"}
-        both = {"forward: 1 gathers", "backward: 1 gathers"}
-        # Of several others, one may hear of the failure before it comes to the gather that the rest are in.
-        assert (
-            each["waited for"] == both if each is ranks[-1] else each["waited for"] <= (both if size > 2 else set())
-        )
-        assert each["refused"].startswith(f"ConfigError: 'x': a step failed, rank {size - 1}: ValueError")
-        bank, quiet = each["states"]
-        for name in bank:
-            require_equal(bank[name]["adapter"], quiet[name]["adapter"])
-        assert each["gathered"] == {"DTensor"}
+        assert each["error"] == expected
+        assert set(each["later"].values()) == {expected}
+        require_equal(*each["gradients"])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_processes_of_a_bank_that_has_ended_end(base: Path, tmp_path: Path) -> None:
+    call = "import sys; from tests.bank.failing import leave_alone; leave_alone(*sys.argv[1:3], int(sys.argv[3]))"
+    arguments = [sys.executable, "-c", call, str(base), str(tmp_path / "store")]
+    processes = [
+        subprocess.Popen([*arguments, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    ends = [process.communicate(timeout=LIMIT_S) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ends
+    assert all(out.startswith("RankLostError: rank 1: ValueError: not this token") for out, _ in ends)
+
+
+def test_a_loss_that_raises_on_one_rank_and_memory_that_is_lacking_there(worlds: Any, base: Path) -> None:
+    ranks = worlds(2).run(failing.one_loss_raises, base)
+    for each in ranks:
+        expected = {
+            "memory": "where 9.77 KiB is free. Pass fewer rows in a call",
+            "loss": "TrainingError: the loss of 'x' raised, rank 1: ValueError: not this token. Its gradient is",
+            "to look": "TrainingError: the loss of 'x' raised, rank 1: ValueError: not this token",
+        }
+        require_words(each["errors"], expected)
+        assert each["errors"] == ranks[0]["errors"]
+        require_equal(*each["before"])
+        require_equal(*each["x"])
+        require_equal(*each["others"])
+        require_equal(*each["adapters"])
+        assert each["full"].startswith("ConfigError: the window of 'x' has 0 micro-batches of 1")
+    assert "rank 1" in ranks[0]["errors"]["memory"]
+
+
+def test_a_step_that_fails_on_one_rank(worlds: Any, base: Path) -> None:
+    for each in worlds(2).run(failing.one_step_fails, base):
+        assert each["error"] == "CheckpointError: rank 1: ValueError: not this token"
+        assert each["refused"].startswith("ConfigError: 'x': a step failed, rank 1: ValueError")

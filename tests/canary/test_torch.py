@@ -105,40 +105,6 @@ def test_gradient_groups_and_offloaded_parameters() -> None:
         assert not averaging.is_synchronizing()
 
 
-def test_which_parameters_are_gathered_and_when() -> None:
-    """Each group before its module, in the forward and in the backward pass; what is raised there ends the pass."""
-    with fake_rank(1, 4):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(8, 4))
-        for module, kept in ((model[0], 2), (model[1], True), (model, True)):
-            fully_shard(module, reshard_after_forward=kept)
-        groups = list(private.param_groups(model))
-        comms = [group._all_gather_comm for group in groups]
-        seen: list[gradients.Gather] = []
-        with gradients.seeing_gathers(model, seen.append):
-            model[1](model[0](torch.ones(2, 4, requires_grad=True)).repeat(1, 2)).sum().backward()
-        told = [(gather.group, gather.numel, gather.uses_full_mesh) for gather in seen]
-        assert told == [(0, 5, True), (1, 9, True), (1, 9, True), (0, 10, False)]
-        assert [group._all_gather_comm for group in groups] == comms
-
-        def refuse(gather: gradients.Gather) -> None:
-            raise ValueError("no more")
-
-        for module in model:
-            module.reshard()
-        with gradients.seeing_gathers(model, refuse), pytest.raises(ValueError, match="no more"):
-            model[0](torch.ones(2, 4))
-        asked: list[tuple[int, int, int]] = []
-        for group in groups:
-            group._all_gather_comm = mock.Mock(
-                allocate=lambda size, **keywords: torch.ones(size, **keywords),
-                side_effect=lambda output_tensor, input_tensor, group: asked.append(
-                    (output_tensor.numel(), int(input_tensor.count_nonzero()), group.size())
-                ),
-            )
-        gradients.gather_zeros(model, seen[2:])
-        assert asked == [(36, 0, 4), (20, 0, 2)]
-
-
 def test_a_pass_that_was_broken_off_is_forgotten() -> None:
     """Wherever it was, nothing is left gathered, and the next pass gathers what a first one does."""
 
@@ -150,16 +116,24 @@ def test_a_pass_that_was_broken_off_is_forgotten() -> None:
         for module in (model[0], model[1], model):
             fully_shard(module)
 
-        def gathers(most: int | None = None) -> list[int]:
-            seen: list[int] = []
+        def gathers(most: int | None = None) -> list[str]:
+            seen: list[str] = []
 
-            def see(gather: gradients.Gather) -> None:
+            def gather(name: str, output_tensor: torch.Tensor, **_: object) -> None:
                 if len(seen) == most:
                     broken_off()
-                seen.append(gather.group)
+                seen.append(name)
+                output_tensor.zero_()
 
-            with gradients.seeing_gathers(model, see):
-                model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+            for name, module in model.named_modules():
+                if isinstance(module, FSDPModule):
+                    comm = mock.Mock(
+                        allocate=lambda size, **keywords: torch.empty(*size, **keywords),
+                        side_effect=partial(gather, name),
+                        return_value=None,
+                    )
+                    module.set_custom_all_gather(comm)
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
             return seen
 
         def fails_in(hook: Callable[..., None]) -> None:

@@ -12,10 +12,11 @@ A call of ``forward_backward`` has these steps:
 1. Each rank checks its rows. All ranks exchange the numbers of rows, the longest row and the supervised tokens of
    each tenant (``rows``). Invalid input on one rank raises the same error on all.
 2. Passes are planned, equal on every rank: tenants of one padded length share one.
-3. A pass (``calls``) concatenates rows, tenant by tenant, and owns the route that maps rows to tenants. Targeted
-   layers of the base read the route and add each tenant's delta to its own rows (``backends``). The backward pass
-   adds to the tenants' flat gradients directly.
-4. The ranks exchange losses or a failure. After a failure, gradients have their values from before the call.
+3. A pass (``passes``) concatenates rows, tenant by tenant, and owns the route that maps rows to tenants. Targeted
+   layers of the base read the route and add each tenant's delta to its own rows (``backends``). Losses are computed
+   tenant by tenant. The backward pass adds to the tenants' flat gradients directly.
+4. The ranks exchange losses or a failure (``calls``). After a failure, gradients have their values from before the
+   call, and if ranks have left one another in a gather, the bank has ended (``gathers``).
 
 ``optim_step`` sums one tenant's gradient over the ranks, checks that it is finite, clips, and steps
 (``stepping``). ``optim_steps`` does it for several tenants, and waits for the device once.

@@ -26,6 +26,7 @@ from shardwise.bank.files import (
     with_lent_tensors,
     without_embeddings,
 )
+from shardwise.bank.passes import SharedBase
 from shardwise.bank.routing import ActiveRouting, SiteHooks
 from shardwise.bank.rows import RowTensors
 from shardwise.bank.stepping import step_and_mark
@@ -33,7 +34,7 @@ from shardwise.checkpoints.header import compute_digest
 from shardwise.engines.arguments import check_options, comparing_arguments, get_world
 from shardwise.engines.save_plan import SaveOptions, SaveRequest, resolved_dtype
 from shardwise.engines.saving import execute_save
-from shardwise.errors import ConfigError, unknown_keyword
+from shardwise.errors import ConfigError, TrainingError, unknown_keyword
 from shardwise.execution.world import Clock, World
 from shardwise.models.selection import AdapterOnly
 from shardwise.models.view import computing_device
@@ -68,6 +69,25 @@ class AdapterBank:
     Every rank makes the same calls in the same order, each with its own rows. Methods state whether they are
     collective. Memory: with AdamW, 16 bytes for each trained number of each tenant, on every rank.
 
+    A caller can expect the following sequence. The states are those of
+    :class:`~shardwise.bank.tenant.TenantState`.
+
+    1. ``AdapterBank(model)``: the base is checked and frozen.
+    2. :meth:`add_adapter` or :meth:`load`: the tenant exists on all ranks. It is ACCUMULATING, or in the state that
+       was saved.
+    3. :meth:`forward_backward`, ``gradient_accumulation_steps`` times: after the last the tenant is FULL, and takes
+       no more rows. If its loss raises, its gradient and window are as before the call, and those of other tenants
+       have the micro-batch. After any other error, all are as before the call.
+    4. :meth:`optim_step` or :meth:`optim_steps`: the matrices change, unless the gradient is not finite, and the
+       tenant is ACCUMULATING with an empty window. If the step fails, it is FAILED, and takes nothing but
+       :meth:`load_state_dict` and :meth:`delete_adapter`.
+    5. :meth:`save`, :meth:`state_dict` and :meth:`compute_logprobs` at any time in between: they change nothing.
+       :meth:`load_state_dict` replaces the state of the tenant.
+    6. :meth:`delete_adapter`: the name is free, and the other tenants are not affected.
+
+    When a rank is lost, or leaves a pass in which others wait for it, the bank has ended: this call and every later
+    one raise the same RankLostError. Start all ranks again, and :meth:`load` what was saved.
+
     Args:
         model: a model of ``shardwise.from_pretrained`` without ``tuning=``, sharded or not. It is frozen.
         backend: "auto" computes adjacent tenants with one LoRA rank and equally many rows by one batched product.
@@ -90,7 +110,7 @@ class AdapterBank:
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
         self._device = computing_device(next(self._model.parameters()))
-        self._base = calls.SharedBase(self._world, self._model, self._device, self._switch, backend, pad_to)
+        self._base = SharedBase(self._world, self._model, self._device, self._switch, backend, pad_to)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -171,10 +191,12 @@ class AdapterBank:
     def forward_backward(self, batches: Sequence[tuple[str, RowTensors]]) -> tenants.FusedLosses:
         """Run a micro-batch of each given tenant through the base, together, and accumulate their gradients.
 
-        If a pass fails on any rank, the whole call is discarded on all ranks: gradients and windows do not change.
+        If a pass fails, the whole call is discarded on all ranks: gradients and windows do not change. If a loss
+        raises, those of its tenant do not change, and the others' do.
 
-        Collective: yes. Two small exchanges, and FSDP2's all-gathers of each pass. Memory: float32 logits of all
-        rows of a pass, and a copy of gradients whose window is open.
+        Collective: yes. Two small exchanges, and FSDP2's all-gathers of each pass. Memory: the logits of
+        all rows of a pass and their gradient, those of the tenant with the most rows in float32, and a copy of
+        gradients whose window is open.
 
         Args:
             batches: (tenant, its rows on this rank), each tenant once. All ranks name the same tenants, with empty
@@ -183,21 +205,28 @@ class AdapterBank:
         Raises:
             ConfigError: a batch or a tenant is invalid. Raised on every rank before anything is computed.
             RankMismatchError: ranks name different tenants.
-            TrainingError: the loss does not depend on an adapter, or the base has drawn random numbers.
+            TrainingError: the logits do not fit into memory, a loss raises or does not depend on an adapter, or the
+                base has drawn random numbers.
+            RankLostError: a rank is lost, or failed while others waited for it. The bank has ended.
             ShardwiseError: a pass failed. A note names its tenants.
         """
         call = calls.open_call(self._base, batches, self._tenants, is_training=True)
-        sums, passes = call.train()
+        sums = call.train()
         losses = {}
         for number, entry in enumerate(call.agreed):
+            if number in sums.failures:
+                continue
             tenant = self._tenant(str(entry.name))
             tenant.window.micro_batches += 1
             tenant.window.num_supervised_tokens += entry.num_supervised_tokens
             divisor = max(entry.num_supervised_tokens, 1) if tenant.options.reduction == "mean" else 1
             losses[tenant.name] = tenants.TenantLoss(
-                sums.get(number, 0.0) / divisor, entry.num_supervised_tokens, call.logprobs.get(number, [])
+                sums.losses.get(number, 0.0) / divisor, entry.num_supervised_tokens, call.logprobs.get(number, [])
             )
-        return tenants.FusedLosses(losses, passes, dict(call.chosen))
+        if sums.failures:
+            counted = f"; the micro-batches of {', '.join(map(repr, losses))} count" if losses else ""
+            raise TrainingError(f"{call.describe(sums.failures)}. Its gradient is as before the call{counted}")
+        return tenants.FusedLosses(losses, sums.num_passes, dict(call.chosen))
 
     def optim_step(self, name: str, **changes: Any) -> tenants.TenantStep:
         """Take a tenant's optimizer step at the end of its window.
@@ -213,7 +242,7 @@ class AdapterBank:
             ConfigError: its window is not full, or a change is invalid.
             RankMismatchError: ranks step different tenants or pass different changes, or their optimizers have
                 different settings (for example, from different schedules) or step counts. No step is taken.
-            RankLostError: a rank is lost. The bank cannot be used any more.
+            RankLostError: a rank is lost. The bank has ended.
             ShardwiseError: the optimizer or the schedule of a tenant fails on a rank. It, and tenants of the call
                 with equal optimizer settings, must be restored or deleted. The others took their steps.
         """
@@ -258,11 +287,10 @@ class AdapterBank:
 
     def _require_full(self, name: str) -> tenants.Tenant:
         tenant = self._tenant(name)
-        micro_batches, wanted = tenant.window.micro_batches, tenant.options.gradient_accumulation_steps
-        if micro_batches < wanted:
+        if tenant.state is not tenants.TenantState.FULL:
             raise ConfigError(
-                f"the window of {name!r} has {micro_batches} micro-batches of {wanted}. Call forward_backward "
-                "until it is full"
+                f"the window of {name!r} has {tenant.window.micro_batches} micro-batches of "
+                f"{tenant.options.gradient_accumulation_steps}. Call forward_backward until it is full"
             )
         return tenant
 

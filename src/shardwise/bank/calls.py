@@ -1,24 +1,19 @@
-"""Calls with rows of many tenants: checks them, plans passes, runs them, or rolls everything back."""
+"""Calls with rows of many tenants: checks them, plans passes, runs them, or rolls back."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 
-from shardwise.bank.backends import BackendChoice, row_keys, stable_key
-from shardwise.bank.collective_resync import in_step
-from shardwise.bank.routing import ActiveRouting, BatchRouting, TenantRows
+from shardwise.bank.gathers import CountedGather, are_in_step
+from shardwise.bank.passes import FusedPass, SharedBase
 from shardwise.bank.rows import (
-    IGNORED,
     PassPlan,
     RowCounts,
     RowTensors,
@@ -29,41 +24,25 @@ from shardwise.bank.rows import (
     plan_passes,
     summarize_rows,
 )
-from shardwise.bank.tenant import Tenant
-from shardwise.errors import ConfigError, ShardwiseError, TrainingError
-from shardwise.execution.world import World
-from shardwise.models.gradients import reset_fsdp_state
-from shardwise.models.torch_api import sent
-from shardwise.models.view import find_fsdp_root
+from shardwise.bank.tenant import Tenant, TenantState
+from shardwise.errors import ConfigError, RankLostError, ShardwiseError, TrainingError
+from shardwise.execution.outcomes import at_phase
+from shardwise.report.names import in_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SharedBase:
-    """The base of a bank, its ranks, and how adapters on it are computed."""
+@dataclass
+class PassSums:
+    """Results of the passes of a call, of one rank or of all.
 
-    world: World
-    model: PreTrainedModel
-    device: torch.device
-    switch: ActiveRouting
-    backend: BackendChoice
-    pad_to: int
+    Attributes:
+        losses: sums of the weighted losses by entry.
+        num_passes: equal on all ranks.
+        failures: errors of losses that raised, by entry.
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        embeddings: Any = self.model.get_input_embeddings()
-        return int(embeddings.weight.shape[0])
-
-    @property
-    def longest(self) -> int:
-        """Maximum number of tokens in a row."""
-        found = getattr(self.model.config, "max_position_embeddings", None)
-        return found if isinstance(found, int) and found > 0 else 1 << 30
-
-    def recover(self) -> None:
-        """Reset FSDP2 after an interrupted pass. Collective: no."""
-        root = find_fsdp_root(self.model)
-        if root is not None:
-            reset_fsdp_state(root)
+    losses: dict[int, float] = field(default_factory=dict)
+    num_passes: int = 0
+    failures: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,6 +54,7 @@ class RowCall:
         rows: rows of this rank.
         tenants: the tenant of each entry. None is the base without an adapter.
         agreed: counts of the rows of each entry on all ranks.
+        plans: the passes, equal on all ranks.
         chosen: number of adapted layer calls, by how they were computed.
         logprobs: log probabilities of this rank's rows, by entry number.
     """
@@ -83,6 +63,7 @@ class RowCall:
     rows: list[list[TenantRow]] = field(default_factory=list)
     tenants: list[Tenant | None] = field(default_factory=list)
     agreed: list[RowCounts] = field(default_factory=list)
+    plans: list[PassPlan] = field(default_factory=list)
     chosen: Counter[str] = field(default_factory=Counter)
     logprobs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
@@ -108,83 +89,154 @@ class RowCall:
             self.rows.append(parse_batch(_shown(name), batch, **limits, may_have_weights=has_weights))
         return [summarize_rows(name, own) for (name, _), own in zip(batches, self.rows, strict=True)]
 
-    def train(self) -> tuple[dict[int, float], int]:
+    def plan(self, free_bytes: Sequence[int | None], *, is_training: bool) -> None:
+        """Plan the passes, and check that their logits fit into the free memory of each rank. Collective: no.
+
+        The check is a lower bound: 2 bytes for each logit, again for its gradient, and for the entry with the most
+        rows a copy and the log-softmax in float32. On the CPU each rank is compared with the whole free memory of
+        the host, which ranks share. Unknown memory is not checked.
+
+        Raises:
+            TrainingError: they do not fit. The same on every rank.
+        """
+        base = self.base
+        ranks = {tenant.name: tenant.rank for tenant in self.tenants if tenant is not None}
+        self.plans = plan_passes(self.agreed, ranks, multiple=base.pad_to, longest=base.longest)
+        for plan in self.plans:
+            entries = [self.agreed[number] for number in plan.entries]
+            for rank, free in enumerate(free_bytes):
+                rows = [entry.rows[rank] for entry in entries]
+                logit_bytes = sum(rows) * (4 if is_training else 2) + max(rows) * 8  # of one token and word
+                need = logit_bytes * plan.tokens * base.vocab_size
+                if free is not None and need > free:
+                    names = ", ".join(_shown(entry.name) for entry in entries)
+                    number = base.world.global_ranks[rank]
+                    raise TrainingError(
+                        f"a pass of {names}: the logits of {sum(rows)} rows of {plan.tokens} tokens take at least "
+                        f"{in_bytes(need)} on rank {number}, where {in_bytes(free)} is free. Pass fewer rows in a "
+                        "call"
+                    )
+
+    def train(self) -> PassSums:
         """Accumulate the gradients of the tenants by forward and backward passes. Collective: yes.
 
-        Returns:
-            The losses of all ranks, summed by entry, and the number of passes.
+        A tenant whose loss raises has the gradient from before the call, and those of the others are accumulated.
 
         Raises:
             ShardwiseError: the same on every rank. A note names the tenants. Gradients are restored.
+            RankLostError: see :meth:`_run`. Gradients are restored.
         """
-        before = [
+        before = [  # by entry. A window without micro-batches has a gradient of zeros
             (tenant.gradient, tenant.gradient.clone() if tenant.window.micro_batches else None)
             for tenant in self.tenants
             if tenant is not None
         ]
+        restored: Collection[int] = range(len(before))
         try:
-            return self._run(is_training=True)
-        except BaseException:
-            for gradient, kept in before:
-                gradient.zero_() if kept is None else gradient.copy_(kept)
-            raise
+            sums = self._run(is_training=True)
+            restored = sums.failures
+        finally:
+            for number in restored:
+                gradient, values = before[number]
+                gradient.zero_() if values is None else gradient.copy_(values)
+        return sums
 
     def evaluate(self) -> None:
         """Run forward passes only. Collective: yes.
 
         Raises:
+            TrainingError: a loss raised. The message names the tenants.
             ShardwiseError: the same on every rank. A note names the tenants.
+            RankLostError: see :meth:`_run`.
         """
-        self._run(is_training=False)
+        if failures := self._run(is_training=False).failures:
+            raise TrainingError(self.describe(failures))
 
-    def _run(self, *, is_training: bool) -> tuple[dict[int, float], int]:
-        """Run passes on all ranks, and sum their results. See [Note: In step]."""
+    def describe(self, failures: Mapping[int, str]) -> str:
+        """Describe losses that raised, by entry."""
+        return "; ".join(
+            f"the loss of {_shown(self.agreed[number].name)} raised, {text}" for number, text in failures.items()
+        )
+
+    def _run(self, *, is_training: bool) -> PassSums:
+        """Run passes on all ranks, and sum their results.
+
+        Raises:
+            RankLostError: a rank is lost, or has left the others in a gather. See [Note: Left in a gather].
+        """
         base = self.base
-        root: Any = find_fsdp_root(base.model)
+        gathers = CountedGather(base.world)
         try:
-            with in_step(base.world, root, base.recover) as resync:
-                own = self._train if is_training else self._evaluate
-                with base.world.all_reduce("compute the pass", _summed) as exchange:
-                    exchange.local = resync.run(own)
-                summed: tuple[dict[int, float], int] = exchange.result
-                return summed
+            with base.world.all_reduce("compute the pass", self._sum) as exchange:
+                if base.world.size > 1:
+                    gathers.install(base.model)
+                exchange.local = self._train() if is_training else self._evaluate()
+            sums: PassSums = exchange.result
+            return sums
         except BaseException as error:
             base.recover()
-            if isinstance(error, ShardwiseError):
-                names = ", ".join(_shown(entry.name) for entry in self.agreed if sum(entry.rows))
-                error.add_note(f"This was a pass of {names}; all of it is discarded.")
+            if not isinstance(error, ShardwiseError):
+                raise
+            names = ", ".join(_shown(entry.name) for entry in self.agreed if sum(entry.rows))
+            if isinstance(error, RankLostError):
+                error.add_note(f"This was a pass of {names}.")
+                raise
+            if not are_in_step(base.world.global_ranks, base.world.all_gather_object(gathers.begun)):
+                text = f"{error}. It left a pass of {names} in which other ranks wait for it, so the bank has ended"
+                ended = RankLostError(f"{text}. Start all ranks again, and resume from the last save")
+                base.world.end(ended)
+                raise at_phase(ended, error.phase) from error
+            error.add_note(f"This was a pass of {names}; all of it is discarded.")
             raise
 
-    def _evaluate(self) -> tuple[dict[int, float], int]:
+    def _sum(self, results: Sequence[PassSums]) -> PassSums:
+        """Sum the losses of all ranks by entry. The number of passes is equal on all."""
+        sums = PassSums(num_passes=results[0].num_passes)
+        for rank, result in zip(self.base.world.global_ranks, results, strict=True):
+            for number, value in result.losses.items():
+                sums.losses[number] = sums.losses.get(number, 0.0) + value
+            for number, text in result.failures.items():
+                sums.failures.setdefault(number, f"rank {rank}: {text}" if len(results) > 1 else text)
+        return sums
+
+    def _evaluate(self) -> PassSums:
         passes = self._passes(is_training=False)
+        sums = PassSums(num_passes=len(passes))
         with _evaluating(self.base.model):
             for each in passes:
                 each.forward(self.base.model, self.base.switch)
+                sums.failures |= each.compute_losses()
                 self._collect(each)
-        return {}, len(passes)
+        return sums
 
-    def _train(self) -> tuple[dict[int, float], int]:
-        base, sums = self.base, dict[int, float]()
+    def _train(self) -> PassSums:
+        base = self.base
         scales = {
             number: 1 / max(entry.num_supervised_tokens, 1) if is_scaled_at_once(tenant) else 1.0
             for number, (tenant, entry) in enumerate(zip(self.tenants, self.agreed, strict=True))
         }
         passes = self._passes(is_training=True)
+        sums = PassSums(num_passes=len(passes))
         with no_random_numbers(base.device):
             for each in passes:
                 each.forward(base.model, base.switch)
-                sums |= each.backward(base.switch, scales)
-                each.route.require_reached()
+                # A loss that raises must not keep this rank from the backward pass, in which the others gather.
+                sums.failures |= each.compute_losses(scales)
+                each.backward(base.switch)
+                base.wait_for_device()
+                sums.losses |= each.sum_losses()
                 self._collect(each)
-        return sums, len(passes)
+        for each in passes:  # after the last gather
+            each.route.require_reached()
+        return sums
 
     def _passes(self, *, is_training: bool) -> list[FusedPass]:
-        ranks = {tenant.name: tenant.rank for tenant in self.tenants if tenant is not None}
-        plans = plan_passes(self.agreed, ranks, multiple=self.base.pad_to, longest=self.base.longest)
-        return [FusedPass(self, plan, is_training=is_training) for plan in plans]
+        return [
+            FusedPass(self.base, plan, self.tenants, self.agreed, self.rows, is_training=is_training)
+            for plan in self.plans
+        ]
 
     def _collect(self, done: FusedPass) -> None:
-        assert done.logprobs is not None
         self.chosen.update(done.route.chosen)
         for number, span in done.spans.items():
             self.logprobs[number] = [
@@ -218,16 +270,24 @@ def open_call(
     *,
     is_training: bool,
 ) -> RowCall:
-    """Return a call with the rows of this rank, checked and counted on all ranks. Collective: yes.
+    """Return a call with the rows of this rank, checked, counted and planned on all ranks. Collective: yes.
 
     Raises:
-        ConfigError, RankMismatchError: the same on every rank.
+        ConfigError, RankMismatchError, TrainingError: the same on every rank.
     """
     call = RowCall(base)
-    with base.world.all_reduce("check the rows", combine_counts) as exchange:
-        exchange.local = call.check(batches, tenants, is_training=is_training)
-    call.agreed = exchange.result
+    with base.world.all_reduce("check the rows", _combine) as exchange:
+        exchange.local = call.check(batches, tenants, is_training=is_training), base.free_bytes()
+    call.agreed, free_bytes = exchange.result
+    call.plan(free_bytes, is_training=is_training)
     return call
+
+
+def _combine(
+    facts: Sequence[tuple[list[RowCounts], int | None]],
+) -> tuple[list[RowCounts], list[int | None]]:
+    """Combine the counts of all ranks, and list their free memory by rank."""
+    return combine_counts([counts for counts, _ in facts]), [free for _, free in facts]
 
 
 def _require_pairs(batches: object) -> None:
@@ -251,7 +311,7 @@ def _shown(name: str | None) -> str:
 def get_tenant(tenants: Mapping[str, Tenant], name: object) -> Tenant:
     """Return the tenant of this name, or raise ConfigError if there is none or its last step failed."""
     found = find_tenant(tenants, name)
-    if found.failure is not None:
+    if found.state is TenantState.FAILED:
         raise ConfigError(f"{name!r}: a step failed, {found.failure}. Call load_state_dict, or delete it")
     return found
 
@@ -271,12 +331,9 @@ def _require_trainable(tenants: Sequence[Tenant | None]) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{', '.join(map(repr, twice))} is named twice. Pass a tenant's rows as one batch")
     for tenant in tenants:
-        if tenant is None:
-            continue
-        steps = tenant.options.gradient_accumulation_steps
-        if tenant.window.micro_batches >= steps:
+        if tenant is not None and tenant.state is TenantState.FULL:
             raise ConfigError(
-                f"the window of {tenant.name!r} is full ({steps} micro-batches). "
+                f"the window of {tenant.name!r} is full ({tenant.window.micro_batches} micro-batches). "
                 f"Call optim_step({tenant.name!r}) first"
             )
 
@@ -291,92 +348,3 @@ def is_scaled_at_once(tenant: Tenant | None) -> bool:
         and tenant.options.reduction == "mean"
         and tenant.options.gradient_accumulation_steps == 1
     )
-
-
-def _summed(results: Sequence[tuple[dict[int, float], int]]) -> tuple[dict[int, float], int]:
-    """Sum the losses of all ranks by entry. The number of passes is equal on all."""
-    sums: dict[int, float] = {}
-    for losses, _ in results:
-        for number, value in losses.items():
-            sums[number] = sums.get(number, 0.0) + value
-    return sums, results[0][1]
-
-
-class FusedPass:
-    """A pass of a micro-batch of many tenants through the base. It owns its route ([Note: A route])."""
-
-    def __init__(self, call: RowCall, plan: PassPlan, *, is_training: bool) -> None:
-        base = call.base
-        self.spans: dict[int, slice] = {}
-        own: list[tuple[Tenant, slice]] = []
-        keys = [torch.empty(0, dtype=torch.int64)]
-        rows: list[TenantRow] = []
-        for number in plan.entries:
-            tenant, first = call.tenants[number], sum(call.agreed[number].rows[: base.world.rank])
-            span = slice(len(rows), len(rows) + len(call.rows[number]))
-            rows.extend(call.rows[number])
-            self.spans[number] = span
-            if tenant is not None:
-                key = stable_key(tenant.options.seed, tenant.windows, tenant.window.micro_batches)
-                keys.append(row_keys(key, first, len(call.rows[number])))
-                own.append((tenant, span))
-        shape = (max(len(rows), 1), plan.tokens)
-        self.input_ids = torch.zeros(shape, dtype=torch.int64)
-        self.attention_mask = torch.zeros(shape, dtype=torch.int64)
-        self.labels = torch.full(shape, IGNORED)
-        self.weights = torch.zeros(shape)
-        for number, row in enumerate(rows):
-            length = len(row.input_ids)
-            self.input_ids[number, :length] = row.input_ids
-            self.attention_mask[number, :length] = 1
-            self.labels[number, :length] = row.labels
-            self.weights[number, :length] = row.weights
-        if not rows:  # one dummy row, so that this rank takes part in FSDP2's all-gathers
-            self.attention_mask[:] = 1
-        self.device = base.device
-        anchor = torch.zeros((), device=self.device, requires_grad=True)
-        on_device = sent(torch.cat(keys), self.device)  # keys of tenants' rows; rows of the base come last
-        members = tuple(TenantRows(tenant, at.start, at.stop, on_device[at]) for tenant, at in own)
-        self.route = BatchRouting(shape[0], shape[1], members, base.backend, anchor, is_training)
-        self.logprobs: torch.Tensor | None = None
-        """Log probability of each label, (rows, tokens - 1), float32. 0 for ignored labels."""
-
-    def forward(self, model: nn.Module, switch: ActiveRouting) -> None:
-        """Run the forward pass, and keep the log probabilities. Collective: if the model is sharded."""
-        with switch.on(self.route):
-            output: Any = model(
-                input_ids=sent(self.input_ids, self.device),
-                attention_mask=sent(self.attention_mask, self.device),
-                use_cache=False,
-            )
-        logits: torch.Tensor = output.logits[:, :-1]
-        following = sent(self.labels, self.device)[:, 1:]
-        losses = F.cross_entropy(
-            logits.flatten(0, 1).float(), following.flatten(), reduction="none", ignore_index=IGNORED
-        )
-        self.logprobs = -losses.view(following.shape)
-
-    def backward(self, switch: ActiveRouting, scales: Mapping[int, float]) -> dict[int, float]:
-        """Accumulate the tenants' gradients of each token's loss, times the token's weight and the entry's scale.
-
-        Losses are not summed over tenants, so a non-finite loss of one tenant does not affect the others.
-
-        Collective: as the model is.
-
-        Returns:
-            The sum of the weighted losses of this rank's rows by entry.
-        """
-        logprobs = self.logprobs
-        assert logprobs is not None
-        if not logprobs.requires_grad:
-            raise TrainingError("the loss depends on no adapter of these tenants. Check their targets")
-        weights = self.weights[:, 1:].clone()
-        weights[self.labels[:, 1:] == IGNORED] = 0
-        scaled = weights.clone()
-        for number, span in self.spans.items():
-            scaled[span] *= scales[number]
-        with switch.on(self.route):
-            torch.autograd.backward(logprobs, sent(-scaled, self.device))
-        self.logprobs = logprobs.detach()
-        losses = (-self.logprobs.double() * sent(weights, self.device)).cpu()  # the only device sync of a pass
-        return {number: float(losses[span].sum()) for number, span in self.spans.items()}

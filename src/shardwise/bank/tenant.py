@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
@@ -134,6 +135,17 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+class TenantState(Enum):
+    """What a tenant takes next."""
+
+    ACCUMULATING = auto()
+    """A micro-batch: its window is not full."""
+    FULL = auto()
+    """A step."""
+    FAILED = auto()
+    """Another state, or its deletion: its step has failed, and ranks may have other values of it."""
+
+
 @dataclass(slots=True)
 class TenantWindow:
     """Counts of a tenant since its last step, on all ranks."""
@@ -187,6 +199,13 @@ class Tenant:
         self.windows = 0
         """Completed windows, whether or not their step was taken."""
         self.steps = 0
+
+    @property
+    def state(self) -> TenantState:
+        if self.failure is not None:
+            return TenantState.FAILED
+        is_full = self.window.micro_batches >= self.options.gradient_accumulation_steps
+        return TenantState.FULL if is_full else TenantState.ACCUMULATING
 
     @property
     def rank(self) -> int:

@@ -112,7 +112,8 @@ class World:
                    exchange.local = read_headers(folder)
            index = exchange.result
 
-       At the end of each, ranks meet. If one has failed, all raise the same error, and no phase follows.
+       At the end of each, ranks meet. If one has failed, all raise the same error, and no phase follows. If one is
+       lost, all later phases raise the same error again.
     4. In long phases, :meth:`check` from time to time: it raises Stopped if another rank has failed.
     5. The end of the ``with`` block: this rank has left the call. Its failure is no longer waited for.
 
@@ -138,6 +139,8 @@ class World:
         self.channel: ControlChannel | None = None
         self._call = call
         self._phase: AbstractContextManager[None] | None = None
+        self._end: Failure | None = None
+        """The error after which ranks cannot meet again, without its traceback."""
         self._raised: weakref.ref[Exception] | None = None
         """The error that all ranks have raised. Its traceback must not keep the caller's tensors alive."""
         if size > 1:
@@ -288,10 +291,12 @@ class World:
         if self.channel is not None and self.channel.is_interrupted:
             raise Stopped("left its work: another rank has failed, or the store did not answer")
 
-    def interrupt(self) -> None:
-        """Announce that this rank has failed, before it reports its error in the next collective."""
-        if self.channel is not None:
-            self.channel.interrupt()
+    def end(self, error: ShardwiseError) -> None:
+        """Have all later phases raise this error, because ranks have left each other in a collective of torch's.
+
+        Collective: no, but all ranks call it.
+        """
+        self._end = Failure(type(error).__name__, str(error))
 
     def wait_for(self, work: dist.Work) -> None:
         """Wait for a collective begun with ``async_op=True``, or raise Stopped once another rank has failed."""
@@ -318,6 +323,8 @@ class World:
         channel, latest = self.channel, cast(object, own)
         if channel is None:
             return self._reduce_alone(own, reduce_fun)
+        if self._end is not None:
+            raise self._shared(self._end.to_error())
         if isinstance(own, Failure) and not own.is_stop:
             channel.interrupt()
         try:
@@ -333,6 +340,7 @@ class World:
                 channel.publish(message)
                 result = decode(message)
         except (RankLostError, TrainingError) as error:
+            self.end(error)
             if channel.store_loss() and isinstance(own, Failure) and not own.is_stop:
                 # The first rank has ended, maybe because of this failure, of which this rank has the details.
                 raise self._shared(own.at_rank(channel.global_ranks[self.rank]).to_error()) from own.cause

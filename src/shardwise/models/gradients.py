@@ -1,14 +1,12 @@
-"""Gradients of a sharded model: clipping, averaging of unsharded parameters, and gathers of FSDP2's passes.
+"""Gradients of a sharded model: clipping, averaging of unsharded parameters, and the state of FSDP2's passes.
 
 Unexported names of FSDP2's groups are used here, all others of torch in ``torch_api``.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -172,67 +170,6 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
             f"{abbreviate(elsewhere)}: trained on a mesh that has not all of the {ranks} ranks. Shard the model on "
             "a mesh of all ranks, with an axis for replicas"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """An all-gather of a group of parameters.
-
-    ``numel`` is per rank. ``uses_full_mesh`` is False in a backward pass with ``reshard_after_forward=n``.
-    """
-
-    group: int
-    numel: int
-    dtype: torch.dtype
-    uses_full_mesh: bool
-
-
-SeeGather: TypeAlias = Callable[[Gather], None]
-"""Called before each gather."""
-
-
-@contextlib.contextmanager
-def seeing_gathers(model: nn.Module, see: SeeGather) -> Iterator[None]:
-    """Call ``see`` before FSDP2 gathers a group of parameters, within the block.
-
-    Its exceptions abort the pass. The group is not changed.
-    """
-    groups = list(param_groups(model))
-    before = [group._all_gather_comm for group in groups]
-    for number, group in enumerate(groups):
-        group._all_gather_comm = _SeenGathers(group, number, see)
-    try:
-        yield
-    finally:
-        for group, comm in zip(groups, before, strict=True):
-            group._all_gather_comm = comm
-
-
-class _SeenGathers:
-    """Replaces the all-gather of a group of parameters. Implements torch's protocol ``AllGather``."""
-
-    def __init__(self, group: Any, number: int, see: SeeGather) -> None:
-        self._comm, self._all = group._all_gather_comm, group.mesh_info.shard_process_group
-        self._number, self._see = number, see
-
-    def allocate(self, *args: Any, **keywords: Any) -> Any:
-        return self._comm.allocate(*args, **keywords)
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:  # noqa: FBT001, FBT002
-        self._see(Gather(self._number, input_tensor.numel(), input_tensor.dtype, group is self._all))
-        return self._comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-
-
-def gather_zeros(model: nn.Module, gathers: Sequence[Gather]) -> None:
-    """Participate in gathers with zeros, and discard the results. Collective: yes."""
-    groups = list(param_groups(model))
-    for each in gathers:
-        group = groups[each.group]
-        comm = group._all_gather_comm
-        ranks = (group.mesh_info if each.uses_full_mesh else group.post_forward_mesh_info).shard_process_group
-        output = comm.allocate((each.numel * ranks.size(),), dtype=each.dtype, device=group.device)
-        own = output.narrow(0, each.numel * ranks.rank(), each.numel).zero_()
-        comm(output_tensor=output, input_tensor=own, group=ranks)
 
 
 def reset_fsdp_state(root: Any) -> None:

@@ -1,0 +1,206 @@
+"""A pass of many tenants through the base: forward, losses entry by entry, backward."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.bank.backends import BackendChoice, row_keys, stable_key
+from shardwise.bank.routing import ActiveRouting, BatchRouting, TenantRows
+from shardwise.bank.rows import IGNORED, PassPlan, RowCounts, TenantRow
+from shardwise.bank.tenant import Tenant
+from shardwise.errors import TrainingError
+from shardwise.execution.memory import available_memory
+from shardwise.execution.world import World
+from shardwise.models.gradients import reset_fsdp_state
+from shardwise.models.torch_api import sent
+from shardwise.models.view import find_fsdp_root
+
+_POLL_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBase:
+    """The base of a bank, its ranks, and how adapters on it are computed."""
+
+    world: World
+    model: PreTrainedModel
+    device: torch.device
+    switch: ActiveRouting
+    backend: BackendChoice
+    pad_to: int
+
+    @property
+    def vocab_size(self) -> int:
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.weight.shape[0])
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of tokens in a row."""
+        found = getattr(self.model.config, "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else 1 << 30
+
+    def free_bytes(self) -> int | None:
+        """Return free memory of the device, or of the host if that computes. None if unknown."""
+        memory = available_memory(self.device)
+        return memory.host_bytes if self.device.type == "cpu" else memory.device_bytes
+
+    def wait_for_device(self) -> None:
+        """Wait until the device has computed the pass.
+
+        Raises:
+            Stopped: another rank has failed, so that a gather on the device may never end.
+        """
+        if self.device.type == "cpu":
+            return
+        event = torch.get_device_module(self.device).Event()
+        event.record()
+        while not event.query():
+            self.world.check()
+            time.sleep(_POLL_S)
+
+    def recover(self) -> None:
+        """Reset FSDP2 after an interrupted pass. Collective: no."""
+        root = find_fsdp_root(self.model)
+        if root is not None:
+            reset_fsdp_state(root)
+
+
+class FusedPass:
+    """A pass of a micro-batch of many tenants through the base. It owns its route ([Note: A route]).
+
+    Args:
+        base: the base.
+        plan: the pass.
+        tenants: the tenant of each entry of the call.
+        agreed: counts of the rows of each entry, on all ranks.
+        own_rows: rows of each entry, of this rank.
+        is_training: False for evaluation.
+    """
+
+    def __init__(
+        self,
+        base: SharedBase,
+        plan: PassPlan,
+        tenants: Sequence[Tenant | None],
+        agreed: Sequence[RowCounts],
+        own_rows: Sequence[Sequence[TenantRow]],
+        *,
+        is_training: bool,
+    ) -> None:
+        self.spans: dict[int, slice] = {}
+        own: list[tuple[Tenant, slice]] = []
+        keys = [torch.empty(0, dtype=torch.int64)]
+        rows: list[TenantRow] = []
+        for number in plan.entries:
+            tenant, first = tenants[number], sum(agreed[number].rows[: base.world.rank])
+            span = slice(len(rows), len(rows) + len(own_rows[number]))
+            rows.extend(own_rows[number])
+            self.spans[number] = span
+            if tenant is not None:
+                key = stable_key(tenant.options.seed, tenant.windows, tenant.window.micro_batches)
+                keys.append(row_keys(key, first, len(own_rows[number])))
+                own.append((tenant, span))
+        shape = (max(len(rows), 1), plan.tokens)
+        self.input_ids = torch.zeros(shape, dtype=torch.int64)
+        self.attention_mask = torch.zeros(shape, dtype=torch.int64)
+        self.labels = torch.full(shape, IGNORED)
+        self.weights = torch.zeros(shape)
+        for number, row in enumerate(rows):
+            length = len(row.input_ids)
+            self.input_ids[number, :length] = row.input_ids
+            self.attention_mask[number, :length] = 1
+            self.labels[number, :length] = row.labels
+            self.weights[number, :length] = row.weights
+        if not rows:  # one dummy row, so that this rank takes part in FSDP2's all-gathers
+            self.attention_mask[:] = 1
+        self.device = base.device
+        anchor = torch.zeros((), device=self.device, requires_grad=True)
+        on_device = sent(torch.cat(keys), self.device)  # keys of tenants' rows; rows of the base come last
+        members = tuple(TenantRows(tenant, at.start, at.stop, on_device[at]) for tenant, at in own)
+        self.route = BatchRouting(shape[0], shape[1], members, base.backend, anchor, is_training)
+        self.logits: torch.Tensor | None = None
+        """(rows, tokens, vocabulary), from the forward pass to the backward pass."""
+        self.logits_grad: torch.Tensor | None = None
+        """Of the same shape and dtype, 0 for rows whose loss raised. None if it is 0 for all rows."""
+        self.loss_weights: torch.Tensor | None = None
+        """Weight of each label, 0 for ignored ones: (rows, tokens - 1)."""
+        self.logprobs = torch.zeros((shape[0], shape[1] - 1), device=self.device)
+        """Log probability of each label. 0 for ignored labels."""
+
+    def forward(self, model: nn.Module, switch: ActiveRouting) -> None:
+        """Run the forward pass, and keep the logits. Collective: if the model is sharded."""
+        with switch.on(self.route):
+            output: Any = model(
+                input_ids=sent(self.input_ids, self.device),
+                attention_mask=sent(self.attention_mask, self.device),
+                use_cache=False,
+            )
+        self.logits = output.logits
+
+    def compute_losses(self, scales: Mapping[int, float] | None = None) -> dict[int, str]:
+        """Compute log probabilities and, with scales, the gradient of the logits, entry by entry. Collective: no.
+
+        The gradient is that of each token's loss, times the token's weight and the entry's scale. Losses are not
+        summed, so a loss that raises or is not finite does not affect other entries.
+
+        Memory: the logits of an entry in float32, three times.
+
+        Returns:
+            Errors of losses that raised, by entry.
+        """
+        assert self.logits is not None
+        logits = self.logits.detach()
+        if scales is None:
+            self.logits = None
+        labels = sent(self.labels, self.device)[:, 1:]
+        self.loss_weights = sent(self.weights[:, 1:].masked_fill(self.labels[:, 1:] == IGNORED, 0), self.device)
+        failures = {}
+        for number, span in self.spans.items():
+            if span.start == span.stop:
+                continue
+            try:
+                own = logits[span, :-1].requires_grad_(scales is not None)
+                losses = token_losses(own, labels[span])
+                if scales is not None:
+                    if self.logits_grad is None:
+                        self.logits_grad = torch.zeros_like(logits)
+                    [gradient] = torch.autograd.grad(losses, own, self.loss_weights[span] * scales[number])
+                    self.logits_grad[span, :-1] = gradient
+                self.logprobs[span] = -losses.detach()
+            except Exception as error:
+                failures[number] = f"{type(error).__name__}: {error}"
+        return failures
+
+    def backward(self, switch: ActiveRouting) -> None:
+        """Accumulate the tenants' gradients. Collective: as the model is."""
+        logits, gradient = self.logits, self.logits_grad
+        self.logits = self.logits_grad = None
+        assert logits is not None
+        if not logits.requires_grad:
+            raise TrainingError("the loss depends on no adapter of these tenants. Check their targets")
+        with switch.on(self.route):
+            torch.autograd.backward(
+                logits, logits.new_zeros(()).expand_as(logits) if gradient is None else gradient
+            )
+
+    def sum_losses(self) -> dict[int, float]:
+        """Return the sum of the weighted losses of this rank's rows by entry."""
+        assert self.loss_weights is not None
+        losses = (-self.logprobs.double() * self.loss_weights).cpu()
+        return {number: float(losses[span].sum()) for number, span in self.spans.items()}
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each label in float32, 0 for ignored ones: (rows, tokens).
+
+    ``logits`` are (rows, tokens, vocabulary), and ``labels`` (rows, tokens), already shifted.
+    """
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none", ignore_index=IGNORED)
+    return losses.view(labels.shape)
