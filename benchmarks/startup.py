@@ -198,8 +198,8 @@ def draw(figures: Mapping[str, Any], timelines: Mapping[str, Timeline]) -> bytes
             growth_gib = figures[arm]["growth_bytes"] / 2**30
             title = f"{arm}\n{figures[arm]['seconds']:.1f} s, at most {growth_gib:.2f} GiB"
             panel.set_title(title, fontsize=9, loc="left")
-            panel.set(xlim=(0, None), ylim=(0, None))
             panel.label_outer()
+        panels[0].set(xlim=(0, None), ylim=(0, None))  # of all panels, when all are drawn
         figure.supxlabel("seconds", fontsize=8)
         figure.supylabel("GiB", fontsize=8)
         figure.legend(loc="outside lower left", ncols=6, frameon=False)
