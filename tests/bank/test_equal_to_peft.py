@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 import shardwise
 from shardwise import Sharding
 from shardwise.bank.backends import dropped, row_keys
-from shardwise.bank.calls import FusedPass, RowCall
+from shardwise.bank.passes import FusedPass
 from shardwise.bank.rows import PassPlan, parse_batch, summarize_rows
 from shardwise.errors import TrainingError
 
@@ -157,14 +157,15 @@ def two_in_flight(bank: Any, members: dict[str, Recipe], *, mixed_up: bool = Fal
             parse_batch("", rows_for(t.name, members[t.name], number), vocab_size=64, longest=64) for t in order
         ]
         agreed = [summarize_rows(t.name, own) for t, own in zip(order, rows, strict=True)]
-        call = RowCall(bank._base, rows, order, agreed)
-        passes.append(FusedPass(call, PassPlan(16, tuple(range(len(rows)))), is_training=True))
+        plan = PassPlan(16, tuple(range(len(rows))))
+        passes.append(FusedPass(bank._base, plan, order, agreed, rows, is_training=True))
     for each in passes:
         each.forward(bank._model, bank._switch)
     if mixed_up:
         passes[0].route, passes[1].route = passes[1].route, passes[0].route
     for each in passes:
-        each.backward(bank._switch, dict.fromkeys(each.spans, 1.0))
+        assert not each.compute_losses(dict.fromkeys(each.spans, 1.0))
+        each.backward(bank._switch)
         if not mixed_up:
             each.route.require_reached()
     found = {tenant.name: tenant.gradient.clone() for tenant in tenants}

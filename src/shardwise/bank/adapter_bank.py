@@ -70,7 +70,7 @@ class AdapterBank:
     collective. Memory: with AdamW, 16 bytes for each trained number of each tenant, on every rank.
 
     A caller can expect the following sequence. The states are those of
-    :class:`~shardwise.bank.tenant.TenantState`.
+    :class:`~shardwise.bank.tenant.AdapterState`.
 
     1. ``AdapterBank(model)``: the base is checked and frozen.
     2. :meth:`add_adapter` or :meth:`load`: the tenant exists on all ranks. It is ACCUMULATING, or in the state that
@@ -287,7 +287,7 @@ class AdapterBank:
 
     def _require_full(self, name: str) -> tenants.Tenant:
         tenant = self._tenant(name)
-        if tenant.state is not tenants.TenantState.FULL:
+        if tenant.state is not tenants.AdapterState.FULL:
             raise ConfigError(
                 f"the window of {name!r} has {tenant.window.micro_batches} micro-batches of "
                 f"{tenant.options.gradient_accumulation_steps}. Call forward_backward until it is full"

@@ -24,7 +24,7 @@ from shardwise.bank.rows import (
     plan_passes,
     summarize_rows,
 )
-from shardwise.bank.tenant import Tenant, TenantState
+from shardwise.bank.tenant import AdapterState, Tenant
 from shardwise.errors import ConfigError, RankLostError, ShardwiseError, TrainingError
 from shardwise.execution.outcomes import at_phase
 from shardwise.report.names import in_bytes
@@ -311,7 +311,7 @@ def _shown(name: str | None) -> str:
 def get_tenant(tenants: Mapping[str, Tenant], name: object) -> Tenant:
     """Return the tenant of this name, or raise ConfigError if there is none or its last step failed."""
     found = find_tenant(tenants, name)
-    if found.state is TenantState.FAILED:
+    if found.state is AdapterState.FAILED:
         raise ConfigError(f"{name!r}: a step failed, {found.failure}. Call load_state_dict, or delete it")
     return found
 
@@ -331,7 +331,7 @@ def _require_trainable(tenants: Sequence[Tenant | None]) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{', '.join(map(repr, twice))} is named twice. Pass a tenant's rows as one batch")
     for tenant in tenants:
-        if tenant is not None and tenant.state is TenantState.FULL:
+        if tenant is not None and tenant.state is AdapterState.FULL:
             raise ConfigError(
                 f"the window of {tenant.name!r} is full ({tenant.window.micro_batches} micro-batches). "
                 f"Call optim_step({tenant.name!r}) first"

@@ -135,8 +135,8 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class TenantState(Enum):
-    """What a tenant takes next."""
+class AdapterState(Enum):
+    """State of a tenant, by what it takes next."""
 
     ACCUMULATING = auto()
     """A micro-batch: its window is not full."""
@@ -201,11 +201,11 @@ class Tenant:
         self.steps = 0
 
     @property
-    def state(self) -> TenantState:
+    def state(self) -> AdapterState:
         if self.failure is not None:
-            return TenantState.FAILED
+            return AdapterState.FAILED
         is_full = self.window.micro_batches >= self.options.gradient_accumulation_steps
-        return TenantState.FULL if is_full else TenantState.ACCUMULATING
+        return AdapterState.FULL if is_full else AdapterState.ACCUMULATING
 
     @property
     def rank(self) -> int:
