@@ -295,6 +295,13 @@ def _is_plain(view: torch.Tensor) -> bool:
 class ChunkWriter:
     """Writes a rank's file from its beginning to its end.
 
+    A caller can expect the following sequence:
+
+    1. The caller creates the file with the size that the plan gives it.
+    2. :meth:`write`, once: chunks at their planned places, then values, without a gap. Checksums are added on the
+       way.
+    3. The caller writes what follows (the checksums), and syncs the file.
+
     Attributes:
         writer: to the folder of the file, which exists.
         file: its name.

@@ -132,6 +132,20 @@ class ReadExecutor:
 
     ``budget_bytes`` bounds the staging of all workers together. ``identities`` are those that the files of a remote
     storage had when their headers were read. ``processors`` is the number of CPUs that this rank may use.
+
+    A caller can expect the following sequence, on each rank and without communication:
+
+    1. :func:`plan_reads` decides what is read and computed. Then the targets get memory.
+    2. :meth:`place`, for one plan or for several in turn:
+
+       a. The identities of the files are compared with ``identities``.
+       b. Workers read the requests, into the targets or through staging, device by device.
+       c. Blocks that are computed from stored values follow.
+       d. The identities of the files are still those of a, or the values count for nothing.
+    3. ``written`` has the elements that were written by FQN, and ``read_bytes`` their bytes, for the audit.
+
+    :meth:`read_values` may come at any time: it returns values in memory of their own, and compares no identities.
+    The caller opens the reader, and closes it afterwards.
     """
 
     reader: StorageReader

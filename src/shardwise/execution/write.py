@@ -38,6 +38,17 @@ class Emitter:
     """Writer of this rank's tensors, with fingerprints by key (see [Note: Fingerprints]).
 
     ``tensors`` are this rank's own, by the numbers that segments have. ``written_bytes`` counts by file.
+
+    A caller can expect the following sequence:
+
+    1. The first rank locks the folder, and creates the files with their headers.
+    2. :meth:`write`, on each rank: the bytes of its requests are written, and fingerprints added up.
+    3. :meth:`finish`, on each rank, when all have written: the bytes are durable, and on the rank that has created
+       the files their sizes are.
+    4. :meth:`require_same`, if the save is to be verified, when all have finished.
+    5. Ranks add up ``sums`` and ``written_bytes``. The first commits the files if every byte was written once.
+
+    If a file has one writer (:func:`write_by_owners`), that takes the place of 1 (the files), 2 and 3.
     """
 
     writer: StorageWriter
@@ -204,6 +215,13 @@ def write_by_owners(
 
 class LocalFiles:
     """Writes this rank's files, one after the other, with fingerprints of their tensors.
+
+    A caller can expect the following sequence:
+
+    1. The folder is locked, and has none of the files.
+    2. :meth:`write`, any number of times: blocks arrive in the order of the files, and in each without a gap. Where
+       they reach the next file, the one before is synced, and the next is created with its header.
+    3. :meth:`finish`: the last file is synced, after files without elements. ``written`` has the fingerprints.
 
     Args:
         world: the ranks.

@@ -66,6 +66,16 @@ class StorageReader(Protocol):
 
     A missing file is a StorageError whose ``__cause__`` is a :class:`FileNotFoundError`. Every other failure
     (permission, truncated file, I/O error, closed reader) is a StorageError with another cause or none.
+
+    A reader can expect the following sequence of calls. None but the last changes its state, and any may be left
+    out:
+
+    1. :meth:`list`, or the names are known from an index.
+    2. :meth:`size` and :meth:`read`, for headers and small files.
+    3. :meth:`identity` of each file. Reads are planned for :attr:`policy`.
+    4. :meth:`read_vectored` of ranges, from ``policy.concurrency`` threads at once.
+    5. :meth:`identity` again.
+    6. :meth:`close`.
     """
 
     @property
@@ -208,6 +218,20 @@ class StorageWriter(Protocol):
     write permission). Nothing is durable or ordered before it is synced: if the machine dies, any subset of the
     later effects may survive. A process that dies may leave, in addition to the files it created, incomplete files
     with the suffix :data:`INCOMPLETE`.
+
+    A writer can expect the following sequence of calls in a save:
+
+    1. :meth:`create`, :meth:`write` and :meth:`sync`, or :meth:`replace`, of the small file that locks the folder.
+    2. :meth:`list` and :meth:`read`, to find what is there. What an interrupted save has left is removed.
+    3. :meth:`create` of each file, by one process.
+    4. :meth:`write` of ranges, by any process if ``policy.has_random_writes``, each byte once.
+    5. :meth:`sync` of each file, by every process that has written to it and by the one that has created it. Then
+       :meth:`sync_names`, for files that keep these names.
+    6. :meth:`sizes`, and then :meth:`replace`, :meth:`rename` and :meth:`publish`, one of which commits the save.
+    7. :meth:`remove` of the files of the older save, and of the lock, and :meth:`sync_names`.
+    8. :meth:`close`.
+
+    After a failure, the files of this save are removed, and then the lock.
     """
 
     @property
