@@ -1,92 +1,108 @@
 """What a crash leaves: careless saves are caught, careful ones are not, and what was synced stays."""
 
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.crash_simulation.saving import HALF, NBYTES, NEW, OLD, begin, commit, fill, old_save, see
-from tests.support import Effect, EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
-from tests.support.crashes import Created, NamesSynced, Renamed, Synced, Wrote
+from tests.support.crashes import (
+    BEFORE,
+    Called,
+    CrashState,
+    Created,
+    Effect,
+    EffectLog,
+    NamesSynced,
+    Renamed,
+    Returned,
+    Synced,
+    Wrote,
+    assert_nothing_is_lost,
+    recorded,
+    states_after_crash,
+)
 
 from shardwise.errors import StorageError
-from shardwise.storage.contract import LOCAL_WRITES, StorageWriter
 from shardwise.storage.writing import LocalWriter
 
+INDEX = "model.safetensors.index.json"
 NAMES = ["model-new-1", "model-new-2"]
-Save = Callable[[list[StorageWriter]], None]
+NBYTES = 3 * 4096 + 100
+HALF = 5000
+OLD = bytes([1]) * NBYTES
+NEW = (bytes(range(2, 102)) * (NBYTES // 100 + 1))[:NBYTES]
+BEFORE_ALL = {INDEX: b'["model-0ld-1", "model-0ld-2"]', "model-0ld-1": OLD, "model-0ld-2": OLD}
 
 
-def recorded(before: dict[str, bytes], save: Save, folder: Path) -> list[Effect]:
+class Recorder:
+    """A writer of one of two ranks, whose calls are noted in a log."""
+
+    def __init__(self, folder: Path, log: EffectLog, rank: int) -> None:
+        self._inner = LocalWriter(folder)
+        self._recorded = lambda: recorded(log, folder, writer=rank)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with self._recorded():
+                return getattr(self._inner, name)(*args)
+
+        return call
+
+
+def effects_of(save: Callable[[list[Recorder]], None], folder: Path) -> list[Effect]:
     """What two ranks do, on top of what was there before."""
     (folder / "model").mkdir()
-    for name, content in before.items():
-        (folder / "model" / name).write_bytes(content)
+    CrashState(BEFORE_ALL, 0, "").put_into(folder / "model")
     log = EffectLog(folder / "log")
-    save([RecordingWriter(writer_of(folder / "model"), log, writer=rank) for rank in range(2)])
+    save([Recorder(folder / "model", log, rank) for rank in range(2)])
     return log.effects()
 
 
-def writer_of(folder: Path) -> LocalWriter:
-    return LocalWriter(folder, policy=LOCAL_WRITES)
-
-
-def careful(writers: list[StorageWriter]) -> None:
-    begin(writers[0], NAMES)
-    for rank, writer in enumerate(writers):
-        fill(writer, rank, NAMES)
-    commit(writers[0], NAMES)
-
-
-def in_place(writers: list[StorageWriter]) -> None:
-    """As files are overwritten by those who do not think of crashes."""
-    for name in ("model-0ld-1", "model-0ld-2"):
-        for rank, writer in enumerate(writers):
-            start, stop = (0, HALF) if rank == 0 else (HALF, NBYTES)
+def fill(writers: list[Recorder], names: Sequence[str]) -> None:
+    """Each of two ranks writes its part of every file."""
+    for writer, start, stop in zip(writers, (0, HALF), (HALF, NBYTES), strict=True):
+        for name in names:
             writer.write(name, start, [memoryview(NEW)[start:stop]])
 
 
-def anew(writers: list[StorageWriter]) -> None:
-    writers[0].remove("model-0ld-1")
-    writers[0].create("model-0ld-1", NBYTES)
-    writers[0].write("model-0ld-1", 0, [memoryview(NEW)])
+def careful(writers: list[Recorder]) -> None:
+    first = writers[0]
+    for name in NAMES:
+        first.create(name, NBYTES)
+    fill(writers, NAMES)
+    for writer in writers:
+        for name in NAMES:
+            writer.sync(name)
+    first.sync_names()
+    first.replace(INDEX, json.dumps(NAMES).encode())
+    for name in ("model-0ld-1", "model-0ld-2"):
+        first.remove(name)
+    first.sync_names()
+
+
+def check(effects: Sequence[Effect]) -> int:
+    """After a crash all that the index names is old, or new; the number of states."""
+
+    def look(state: CrashState) -> tuple[bytes, ...]:
+        return tuple(state.files[name] for name in json.loads(state.files[INDEX]))
+
+    entries = [Called("new"), *effects, Returned("new")]
+    return assert_nothing_is_lost(BEFORE_ALL, entries, look, {BEFORE: (OLD,) * 2, "new": (NEW,) * 2}, samples=20)
 
 
 def test_a_careful_save_passes(tmp_path: Path) -> None:
-    effects = recorded(old_save(), careful, tmp_path)
-    looked_at = assert_old_or_new(old_save(), effects, see, old=[OLD] * 2, new=[NEW] * 2, samples=20)
-    assert looked_at > 5 * len(effects)
-
-
-@pytest.mark.parametrize("save", [in_place, anew])
-def test_a_careless_save_leaves_a_mixture(save: Save, tmp_path: Path) -> None:
-    effects = recorded(old_save(), save, tmp_path)
-    with pytest.raises(AssertionError, match=r"a crash .* leaves"):
-        assert_old_or_new(old_save(), effects, see, old=[OLD] * 2, new=[NEW] * 2)
-    found = [
-        state.files["model-0ld-1"]
-        for state in states_after_crash(old_save(), effects)
-        if "model-0ld-1" in state.files
-    ]
-    torn = [content for content in found if content not in (OLD, NEW)]
-    assert torn
-    # Torn at blocks, and where a writer's bytes end.
-    assert {len(content) for content in torn} - {0, NBYTES, 4096, 8192, 12288, HALF} == set()
-
-
-def without(effects: Sequence[Effect], left_out: Effect) -> list[Effect]:
-    position = effects.index(left_out)
-    return [*effects[:position], *effects[position + 1 :]]
+    effects = effects_of(careful, tmp_path)
+    assert check(effects) > 5 * len(effects)
 
 
 @pytest.mark.parametrize(
     "left_out",
     [
         Synced(0, NAMES[0]),
-        Synced(0, NAMES[1]),
-        Synced(1, NAMES[0]),
         Synced(1, NAMES[1]),
         NamesSynced(0),  # the one before the index is replaced
         Wrote(1, NAMES[1], HALF, NEW[HALF:]),
@@ -94,9 +110,21 @@ def without(effects: Sequence[Effect], left_out: Effect) -> list[Effect]:
     ids=str,
 )
 def test_nothing_of_a_careful_save_can_be_left_out(left_out: Effect, tmp_path: Path) -> None:
-    effects = without(recorded(old_save(), careful, tmp_path), left_out)
+    effects = effects_of(careful, tmp_path)
+    effects.remove(left_out)
     with pytest.raises(AssertionError, match=r"a crash .* leaves"):
-        assert_old_or_new(old_save(), effects, see, old=[OLD] * 2, new=[NEW] * 2, samples=0)
+        check(effects)
+
+
+def test_a_save_in_place_leaves_torn_files(tmp_path: Path) -> None:
+    """As files are overwritten by those who do not think of crashes; torn at blocks, and where a writer ends."""
+    effects = effects_of(lambda writers: fill(writers, ["model-0ld-1", "model-0ld-2"]), tmp_path)
+    with pytest.raises(AssertionError, match=r"a crash .* leaves"):
+        check(effects)
+    places = {0, 4096, HALF, 8192, 12288, NBYTES}
+    for torn in {state.files["model-0ld-1"] for state in states_after_crash(BEFORE_ALL, effects)} - {OLD, NEW}:
+        assert len(torn) == NBYTES
+        assert {at for at in range(1, NBYTES) if (torn[at] == 1) != (torn[at - 1] == 1)} <= places
 
 
 def test_a_renamed_file_keeps_its_old_name_at_most_beside_the_new_one() -> None:
@@ -114,8 +142,6 @@ def test_names_are_lost_in_any_order() -> None:
     ]
     found = {"".join(sorted(state.files)) for state in states_after_crash({}, effects, samples=0)}
     assert found >= {"", "a", "b", "c", "ab", "ac", "bc", "abc"}
-    told = {"".join(s.files) for s in states_after_crash({}, [*effects, NamesSynced(0)]) if s.completed == 10}
-    assert told == {"abc"}
 
 
 def test_a_sync_is_of_one_writer_only() -> None:
@@ -147,25 +173,6 @@ calls = st.one_of(
 )
 
 
-def executed(
-    given_calls: list[tuple[int, tuple[object, ...]]], folder: Path
-) -> list[tuple[Effect, dict[str, bytes]]]:
-    """The effects of the calls that succeed, and what was seen after each."""
-    place = Path(tempfile.mkdtemp(dir=folder))
-    log = EffectLog(place.with_suffix(".log"))
-    recording = [RecordingWriter(writer_of(place), log, writer=number) for number in range(2)]
-    seen: list[dict[str, bytes]] = []
-    for number, (name, *arguments) in given_calls:
-        if name == "write":
-            arguments[2] = [memoryview(arguments[2])]
-        try:
-            getattr(recording[number], name)(*arguments)
-        except StorageError:
-            continue
-        seen.append({path.name: path.read_bytes() for path in place.iterdir()})
-    return list(zip(log.effects(), seen, strict=True))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("effects")
@@ -173,19 +180,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(given_calls=st.lists(st.tuples(writers, calls), max_size=12))
 def test_visible_states_are_among_the_possible_ones_and_synced_writes_in_all(
-    folder: Path, given_calls: list[tuple[int, tuple[object, ...]]]
+    folder: Path, given_calls: list[tuple[int, tuple[Any, ...]]]
 ) -> None:
-    done = executed(given_calls, folder)
-    effects = [effect for effect, _ in done]
+    place = Path(tempfile.mkdtemp(dir=folder))
+    log = EffectLog(place.with_suffix(".log"))
+    recorders = [Recorder(place, log, rank) for rank in range(2)]
+    seen: list[dict[str, bytes]] = []
+    for rank, (name, *arguments) in given_calls:
+        if name == "write":
+            arguments[2] = [memoryview(arguments[2])]
+        try:
+            getattr(recorders[rank], name)(*arguments)
+        except StorageError:
+            continue
+        seen.append({path.name: path.read_bytes() for path in place.iterdir()})
+    effects = [
+        effect for effect in log.effects() if getattr(effect, "folder", "") != ".."
+    ]  # that is synced at first
     states = list(states_after_crash({}, effects, samples=4))
-    for number, (_, seen) in enumerate(done):
-        moment = [dict(state.files) for state in states if state.completed == number + 1]
-        assert seen in moment
+    for number, files in enumerate(seen, start=1):
+        assert files in [dict(state.files) for state in states if state.completed == number]
     # With everything synced at the end nothing is left to chance.
-    closing: list[Effect] = [Synced(writer, name) for writer in range(2) for name in "ab"] + [NamesSynced(0)]
-    last = [
-        state.files
-        for state in states_after_crash({}, effects + closing)
-        if state.completed == len(effects + closing)
-    ]
-    assert last == [done[-1][1] if done else {}]
+    effects += [*(Synced(rank, name) for rank in range(2) for name in "ab"), NamesSynced(0)]
+    last = [state.files for state in states_after_crash({}, effects) if state.completed == len(effects)]
+    assert last == [seen[-1] if seen else {}]

@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests import zoo
-from tests.support import EffectLog, assert_old_or_new, recorded, states_after_crash
+from tests.support.crashes import (
+    BEFORE,
+    Called,
+    EffectLog,
+    Returned,
+    assert_nothing_is_lost,
+    recorded,
+    states_after_crash,
+)
 from tests.support.files import contents
 from torch import nn
 
@@ -119,11 +127,11 @@ def test_a_file_without_tensors_is_synced_before_it_is_named(tmp_path, kind):
     whole = (root / "optimizer.bin").read_bytes()
     assert torch.load(root / "optimizer.bin", weights_only=True)["param_groups"][0]["lr"] == 0.5
 
-    def look(reader):
-        names = reader.list()
-        return reader.read("optimizer.bin", 0, reader.size("optimizer.bin")) if "optimizer.bin" in names else None
-
-    assert assert_old_or_new({}, log.effects(), look, old=None, new=whole, samples=4) > 10
+    entries = [Called("save"), *log.entries(), Returned("save")]
+    saves = {BEFORE: None, "save": whole}
+    assert (
+        assert_nothing_is_lost({}, entries, lambda state: state.files.get("optimizer.bin"), saves, samples=4) > 10
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -16,13 +16,12 @@ from peft import LoraConfig
 from safetensors.torch import load as load_safetensors
 from tests.checkpoints.tiny import Training
 from tests.faults.saving import Blocks
-from tests.support.crashes import CrashState
+from tests.support.crashes import CrashState, model_in
 from tests.torture import libraries
 from tests.tuning import reference
 
 import shardwise
 from shardwise import Checkpointer, Lora
-from shardwise.formats.opening import open_checkpoint
 
 OLD, NEW, OTHER, NEXT = 1, 2, 3, 4
 """Seeds: what was there, what the first actor saves, what another one does, and who comes after a crash."""
@@ -83,17 +82,6 @@ def saving(*sizes: str) -> Act:
         shardwise.save(Blocks(seed), folder, max_shard_size=sizes[seed % len(sizes)], options=options)
 
     return act
-
-
-def _model_in(state: CrashState) -> Found:
-    """Every tensor that a reader of the folder finds."""
-    if not {"model.safetensors", "model.safetensors.index.json"} & state.files.keys():
-        return None
-    with state.reader() as reader:
-        index = open_checkpoint(reader)
-        return frozenset(
-            (key, reader.read(entry.file, entry.start, entry.stop)) for key, entry in index.entries.items()
-        )
 
 
 # Adapters
@@ -314,10 +302,10 @@ def _state_in(state: CrashState) -> Found:
 
 
 VERBS: dict[str, Verb] = {
-    "one file": Verb(saving(ONE_FILE), _model_in),
-    "several files": Verb(saving(SEVERAL_FILES), _model_in),
-    "several over one": Verb(saving(ONE_FILE, ONE_FILE, SEVERAL_FILES, SEVERAL_FILES), _model_in),
-    "one over several": Verb(saving(SEVERAL_FILES, SEVERAL_FILES, ONE_FILE, ONE_FILE), _model_in),
+    "one file": Verb(saving(ONE_FILE), model_in),
+    "several files": Verb(saving(SEVERAL_FILES), model_in),
+    "several over one": Verb(saving(ONE_FILE, ONE_FILE, SEVERAL_FILES, SEVERAL_FILES), model_in),
+    "one over several": Verb(saving(SEVERAL_FILES, SEVERAL_FILES, ONE_FILE, ONE_FILE), model_in),
     "adapter": Verb(_saving_adapters(dict.fromkeys(SEEDS, 8)), _adapter_in, _put_adapters),
     "adapter of another scaling": Verb(
         _saving_adapters({seed: 8 + seed for seed in SEEDS}), _adapter_or_what_is_aside_in, _put_adapters
@@ -326,7 +314,7 @@ VERBS: dict[str, Verb] = {
     "tenant of another scaling": Verb(
         _saving_tenants({seed: 8 + seed for seed in SEEDS}), _tenant_or_what_is_aside_in, _put_base
     ),
-    "merge": Verb(_merge, _model_in, _put_adapters),
+    "merge": Verb(_merge, model_in, _put_adapters),
     "merge into a file": Verb(_merge_into_a_file, _torch_file("pytorch_model.bin"), _put_models),
     "checkpoint": Verb(_checkpointing("sync"), _checkpoint_in),
     "checkpoint beside": Verb(_checkpointing("async"), _checkpoint_in),

@@ -1,13 +1,13 @@
 """The saves that may be found at a moment, when one or several processes save; see [Note: Histories]."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from tests.support.crashes.effects import Called, Effect, Entry, Failed, Killed, Returned
+from tests.support.crashes.effects import Called, Entry, Failed, Killed, Returned
 from tests.support.crashes.states import CrashState, states_after_crash
-from tests.support.memory_storage import MemoryReader
 
+from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.contract import LOCAL_WRITES, WritePolicy
 
 Seen = TypeVar("Seen")
@@ -100,45 +100,17 @@ def assert_nothing_is_lost(
     return count
 
 
-def assert_old_or_new(
-    before: Mapping[str, bytes],
-    effects: Sequence[Effect],
-    look: Callable[[MemoryReader], Seen],
-    *,
-    old: Seen,
-    new: Seen,
-    policy: WritePolicy = LOCAL_WRITES,
-    samples: int = 8,
-    seed: int = 0,
-) -> int:
-    """After a crash at any moment, ``look`` sees either what was saved before or what was to be saved.
-
-    After the last effect it sees what was to be saved. ``look`` must read all that counts.
-
-    Returns:
-        How many states were looked at.
-
-    Raises:
-        AssertionError: for the first state in which something else is seen, or ``look`` fails; it says which.
-    """
-    count = 0
-    for state in states_after_crash(before, effects, policy=policy, samples=samples, seed=seed):
-        count += 1
-        allowed = [new] if state.completed == len(effects) else [old, new]
-
-        def read(state: CrashState) -> Seen:
-            with state.reader() as reader:
-                return look(reader)
-
-        seen = _looked_at(state, read)
-        if seen not in allowed:
-            kind = "what was there before" if seen == old else "neither the older nor the newer save"
-            raise AssertionError(f"a crash {state.what} leaves {kind}")
-    return count
-
-
 def _looked_at(state: CrashState, look: Callable[[CrashState], Seen]) -> Seen:
     try:
         return look(state)
     except Exception as error:
         raise AssertionError(f"a crash {state.what} leaves what cannot be read: {error}") from error
+
+
+def model_in(state: CrashState) -> Hashable:
+    """Every tensor that who opens the folder finds; None where there is no model."""
+    if not {"model.safetensors", "model.safetensors.index.json"} & state.files.keys():
+        return None
+    with state.reader() as reader:
+        entries = open_checkpoint(reader).entries
+        return frozenset((key, reader.read(entry.file, entry.start, entry.stop)) for key, entry in entries.items())

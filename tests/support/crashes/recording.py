@@ -1,4 +1,4 @@
-"""Writers that note what they do, one of them or all that a call opens."""
+"""A record of what all writers do below a folder within a block."""
 
 import functools
 import os
@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
 
-from tests.support.closing import Closing
 from tests.support.crashes.effects import (
     Created,
     Effect,
@@ -24,7 +23,7 @@ from tests.support.crashes.effects import (
     Wrote,
 )
 
-from shardwise.storage.contract import StorageWriter, WritePolicy
+from shardwise.storage.contract import StorageWriter
 from shardwise.storage.objects import ObjectWriter
 from shardwise.storage.writing import LocalWriter
 
@@ -33,72 +32,6 @@ PARENT: Final = ".."
 
 _CALLS: Final = ("create", "write", "sync", "rename", "publish", "replace", "remove", "sync_names")
 """The methods of a writer that have effects."""
-
-
-class RecordingWriter(Closing):
-    """Notes in ``log`` what happens through it to another writer, ``inner``; closing it closes that one.
-
-    Writers of several threads or processes share a log file: what they do is done one after the other. ``writer``
-    tells them apart (the rank). Calls that fail are not noted. Writers to several folders share one, too: the names
-    of files are noted with the ``folder`` in front. For writers that are opened by others see :func:`recorded`.
-    """
-
-    def __init__(self, inner: StorageWriter, log: EffectLog, *, writer: int = 0, folder: str = "") -> None:
-        self._inner = inner
-        self._log = log
-        self._writer = writer
-        self._folder = folder
-
-    @property
-    def root(self) -> str:
-        return self._inner.root
-
-    @property
-    def policy(self) -> WritePolicy:
-        return self._inner.policy
-
-    def list(self) -> list[str]:
-        return self._inner.list()
-
-    def sizes(self) -> dict[str, int]:
-        return self._inner.sizes()
-
-    def read(self, file: str) -> bytes | None:
-        return self._inner.read(file)
-
-    def create(self, file: str, nbytes: int) -> None:
-        self._do("create", file, nbytes)
-
-    def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        self._do("write", file, start, buffers)
-
-    def sync(self, file: str) -> None:
-        self._do("sync", file)
-
-    def rename(self, file: str, name: str) -> None:
-        self._do("rename", file, name)
-
-    def publish(self, file: str, name: str) -> None:
-        self._do("publish", file, name)
-
-    def replace(self, file: str, content: bytes) -> None:
-        self._do("replace", file, content)
-
-    def remove(self, file: str) -> None:
-        self._do("remove", file)
-
-    def sync_names(self) -> None:
-        self._do("sync_names")
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _do(self, name: str, *args: Any) -> None:
-        with self._log.next() as note:
-            effects = _effects_of(self._inner, name, self._writer, self._folder, args)
-            getattr(self._inner, name)(*args)
-            for effect in effects:
-                note(effect)
 
 
 @contextmanager
@@ -137,13 +70,13 @@ class _SeenRoot:
         self._root = root.rstrip("/") if "://" in root else os.path.abspath(root)
         self._writer = writer
         self._before = before
-        self._transformers_modules = threading.local()
+        self._inside = threading.local()
 
     def of_writer(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(writer: StorageWriter, *args: Any) -> Any:
             folder = self._within(writer.root)
-            if folder is None or getattr(self._transformers_modules, "note", None) is not None:
+            if folder is None or getattr(self._inside, "note", None) is not None:
                 return original(writer, *args)  # in the latter case as a part of what is noted
             with self._effect(folder) as note:
                 effects = _effects_of(writer, name, self._writer, folder, args)
@@ -173,7 +106,7 @@ class _SeenRoot:
             if stat.S_ISDIR(os.fstat(descriptor).st_mode):
                 path = os.readlink(f"/proc/self/fd/{descriptor}")
                 folder = PARENT if path == os.path.dirname(self._root) else self._within(path)
-            if folder is None or folder == getattr(self._transformers_modules, "folder", None):
+            if folder is None or folder == getattr(self._inside, "folder", None):
                 return original(file)  # the effect that it is a part of is noted
             with self._effect(None) as note:
                 original(file)
@@ -191,17 +124,17 @@ class _SeenRoot:
     @contextmanager
     def _effect(self, folder: str | None) -> Iterator[Callable[[Effect], None]]:
         """One effect, or one inside another."""
-        outer = getattr(self._transformers_modules, "note", None)
+        outer = getattr(self._inside, "note", None)
         if outer is not None:
             yield outer
             return
         self._before()
         with self._log.next() as note:
-            self._transformers_modules.note, self._transformers_modules.folder = note, folder
+            self._inside.note, self._inside.folder = note, folder
             try:
                 yield note
             finally:
-                self._transformers_modules.note = self._transformers_modules.folder = None
+                self._inside.note = self._inside.folder = None
 
 
 def _effects_of(inner: StorageWriter, name: str, writer: int, folder: str, args: Sequence[Any]) -> list[Effect]:
