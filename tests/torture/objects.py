@@ -5,7 +5,6 @@ upload that is not completed is never seen.
 """
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,8 +41,3 @@ def bucket(scheme: str) -> Iterator[str]:
 def behind(url: str) -> Path:
     """The folder in which the objects of a URL lie."""
     return BUCKETS / url.partition("://")[2].strip("/")
-
-
-def clear(url: str) -> None:
-    """Remove all that begins so."""
-    shutil.rmtree(behind(url), ignore_errors=True)

@@ -140,6 +140,13 @@ def kinds_of(files: Mapping[str, bytes]) -> list[str]:
     return sorted(TOKEN.sub("*", name) for name in files)
 
 
+def require_found(here: Stage, seed: int) -> None:
+    """The save of the seed is found, and nothing of another."""
+    about = known(here.verb, here.store)
+    assert here.look() == about.found[seed]
+    assert kinds_of(here.files()) == about.kinds[seed]
+
+
 def every(number: int, items: Sequence[Item]) -> list[Item]:
     """At most so many of them, evenly; the first and the last among them."""
     if len(items) <= number:
@@ -373,14 +380,22 @@ def _remove_mark(here: Stage) -> None:
             note(Removed(BY_HAND, mark.relative_to(here.folder).as_posix()))
 
 
-def effects_of(verb: str, store: str) -> int:
-    """How many effects a save has over an older one, as an actor counts them."""
+@cache
+def look_before_effects(verb: str, store: str) -> list[Found]:
+    """What is found before each effect of a save over an older one, as an actor counts them."""
     with stage(verb, store) as here:
         here.put(known(verb, store).before)
-        count = [0]
+        found: list[Found] = []
+        assert not play(here.part(NEW, FIRST), lambda: found.append(here.look()))
+    return found
 
-        def before() -> None:
-            count[0] += 1
 
-        assert not play(here.part(NEW, FIRST), before)
-    return count[0]
+def effects_of(verb: str, store: str) -> range:
+    """The numbers of the effects of a save."""
+    return range(1, len(look_before_effects(verb, store)) + 1)
+
+
+def last_step(verb: str, store: str) -> int:
+    """The number of the effect with which a save begins to count."""
+    seen = look_before_effects(verb, store)
+    return max(number for number, found in enumerate(seen, 1) if found != known(verb, store).found[NEW])

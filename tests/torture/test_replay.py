@@ -60,16 +60,18 @@ def test_a_save_after_a_crash_may_crash(verb: str, store: str) -> None:
 
 @slow_with_many_files
 def test_two_saves_at_once_leave_one_that_returned(verb: str, store: str) -> None:
-    holds = scenarios.every(3, range(1, scenarios.effects_of(verb, store) + 1))
+    holds = scenarios.every(3, scenarios.effects_of(verb, store))
     passes(scenarios.beside(verb, store, scenarios.another_saves, holds, samples=0))
 
 
 @slow_with_many_files
 def test_a_mark_that_is_taken_away_too_early_loses_nothing(verb: str, store: str) -> None:
-    holds = scenarios.every(3, range(1, scenarios.effects_of(verb, store) + 1))
-    passes(scenarios.beside(verb, store, scenarios.another_takes_over, holds, samples=0))
-    dies = scenarios.another_takes_over_and_dies(scenarios.effects_of(verb, store) // 2)
-    passes(scenarios.beside(verb, store, dies, holds[1:2], samples=0))
+    """Before the last step also by one that is killed."""
+    moments = scenarios.every(3, scenarios.effects_of(verb, store))
+    passes(scenarios.beside(verb, store, scenarios.another_takes_over, moments, samples=0))
+    for number in moments:
+        dies = scenarios.another_takes_over_and_dies(number)
+        passes(scenarios.beside(verb, store, dies, [scenarios.last_step(verb, store)], samples=0))
 
 
 # All of them
@@ -77,7 +79,7 @@ def test_a_mark_that_is_taken_away_too_early_loses_nothing(verb: str, store: str
 
 def _moments(verb: str, store: str) -> list[int]:
     """Numbers of the effects before which a save is held: all, or TORTURE_MOMENTS of them at random."""
-    effects = range(1, scenarios.effects_of(verb, store) + 1)
+    effects = scenarios.effects_of(verb, store)
     most = min(int(os.environ.get("TORTURE_MOMENTS", "0")) or len(effects), len(effects))
     seed = int(os.environ.get("TORTURE_SEED", random.SystemRandom().randrange(10**6)))
     print(f"{verb} on {store}: {most} of {len(effects)} moments; TORTURE_SEED={seed}")
@@ -90,7 +92,7 @@ def _beside(verb: str, store: str, meanwhile: scenarios.Meanwhile) -> list[str]:
 
 def _taken_over_and_died(verb: str, store: str) -> list[str]:
     """The moments of the one that is held, and three to twelve of the one that dies: about 400 pairs at most."""
-    effects = range(1, scenarios.effects_of(verb, store) + 1)
+    effects = scenarios.effects_of(verb, store)
     return [
         fault
         for number in scenarios.every(min(12, max(3, 400 // len(effects))), effects)

@@ -306,6 +306,10 @@ VERBS: dict[str, Verb] = {
     "several files": Verb(saving(SEVERAL_FILES), model_in),
     "several over one": Verb(saving(ONE_FILE, ONE_FILE, SEVERAL_FILES, SEVERAL_FILES), model_in),
     "one over several": Verb(saving(SEVERAL_FILES, SEVERAL_FILES, ONE_FILE, ONE_FILE), model_in),
+    "several, then one, over one": Verb(saving(ONE_FILE, ONE_FILE, SEVERAL_FILES, ONE_FILE), model_in),
+    "one, then several, over several": Verb(
+        saving(SEVERAL_FILES, SEVERAL_FILES, ONE_FILE, SEVERAL_FILES), model_in
+    ),
     "adapter": Verb(_saving_adapters(dict.fromkeys(SEEDS, 8)), _adapter_in, _put_adapters),
     "adapter of another scaling": Verb(
         _saving_adapters({seed: 8 + seed for seed in SEEDS}), _adapter_or_what_is_aside_in, _put_adapters
