@@ -12,7 +12,9 @@ import pytest
 from tests.training import trl_templates
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from shardwise.training.chat_masks import AssistantMasks, ChatError
+from shardwise.training.chat_checks import require_calls_trained
+from shardwise.training.chat_masks import AssistantMasks
+from shardwise.training.chat_rendering import Chat, ChatError
 
 pytestmark = pytest.mark.skipif(
     trl_templates.folder() is None, reason="TRL, which ships the templates, is not installed"
@@ -274,7 +276,8 @@ def test_calls_that_a_training_template_of_trl_leaves_out_are_an_error() -> None
     for name in [name for name in trl_templates.names() if trl_templates.has(f"{name}_training")]:
         named = re.escape(f"leaves out messages[1].{left_out.get(name)}")
         with pytest.raises(ChatError, match=named) if name in left_out else nullcontext():
-            masks(trl_templates.text(f"{name}_training")).require_calls(messages, TOOLS)
+            tokenizer = trl_templates.tokenizer(trl_templates.text(f"{name}_training"))
+            require_calls_trained(Chat.create(tokenizer, messages, TOOLS))
 
 
 HANDED = (ASSISTANT, TOOL_ENDED, "<|start|>assistant", "\n", "<think>\n\n</think>\n\n", "<think>\n", "<think>", "")

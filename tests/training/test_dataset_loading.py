@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 from tests.integrations.requirements import require_patched_names
-from tests.training import tiny
+from tests.training import tiny, trl_templates
 
 from shardwise.errors import ConfigError
 from shardwise.training import dataset_loading
@@ -60,21 +60,47 @@ def test_a_local_file_is_a_dataset(tmp_path: Path) -> None:
         dataset_loading.load(script(name, dataset_train_split="train_sft"), mixture(test_split_size=0.5), None, 0)
 
 
-def test_a_streamed_data_set_without_rows_is_an_error(tmp_path: Path) -> None:
+def load_data(name: Path, tokenizer: Any, *, masked: bool = False, **further: Any) -> Any:
+    """The rows for training, and whether TRL is to mask them."""
     require_patched_names()
-    from shardwise.training.setup import load_data
+    from shardwise.training import setup
 
+    training = SimpleNamespace(assistant_only_loss=masked, seed=0, eval_strategy="no")
+    named = script(str(name), dataset_test_split="test", **further)
+    arguments: Any = SimpleNamespace(script=named, training=training, mixture=mixture(), own=ShardwiseArguments())
+    rows, _ = setup.load_data(arguments, "sft", tokenizer, 0)
+    return rows, training.assistant_only_loss
+
+
+def test_a_streamed_data_set_without_rows_is_an_error(tmp_path: Path) -> None:
     name = tmp_path / "rows.parquet"
     datasets.Dataset.from_dict({"messages": []}).to_parquet(name)
-    training = SimpleNamespace(assistant_only_loss=False, seed=0, eval_strategy="no")
-    arguments: Any = SimpleNamespace(
-        script=script(str(name), dataset_test_split="test", dataset_streaming=True),
-        training=training,
-        mixture=mixture(),
-        own=ShardwiseArguments(),
-    )
     with pytest.raises(ConfigError, match="train: has no rows"):
-        load_data(arguments, "sft", tiny.tokenizer(), 0)
+        load_data(name, tiny.tokenizer(), dataset_streaming=True)
+
+
+def test_rows_with_weights_are_masked_by_the_training_template_of_trl(tmp_path: Path) -> None:
+    """Which keeps all reasoning in one rendering, as that of the model does not."""
+    answer = {**ASKED[1], "reasoning_content": "Be brief."}
+    for weight, masked_by_trl in ((None, True), (1, False), (0, False)):
+        first = answer if weight is None else {**answer, "weight": weight}
+        name = tiny.write_rows(tmp_path / f"{weight}.jsonl", {"messages": [ASKED[0], first, ASKED[0], answer]})
+        tokenizer = trl_templates.tokenizer(trl_templates.text("qwen3"))
+        rows, is_left_to_trl = load_data(name, tokenizer, masked=True)
+        assert (len(rows), is_left_to_trl) == (1, masked_by_trl)
+        if weight is not None:
+            tokens = zip(rows[0]["input_ids"], rows[0]["assistant_masks"], strict=True)
+            trained = tokenizer.decode([token for token, mask in tokens if mask])
+            assert trained.count("Be brief.\n</think>\n\nHo<|im_end|>") == 1 + weight
+            assert tokenizer.decode(rows[0]["input_ids"]).count("Be brief.") == 2
+
+
+def test_a_template_with_marks_may_render_answers_otherwise_when_more_follows(tmp_path: Path) -> None:
+    call = "{%- for c in m.tool_calls or () %}{{- c.function.name ~ c.function.arguments | tojson }}{%- endfor %}"
+    thought = "{%- if m.role == 'assistant' and loop.last %}{{- '(thought)' }}{%- endif %}"
+    template = tiny.MARKED.replace("{% generation %}", "{% generation %}" + thought + call)
+    name = tiny.write_rows(tmp_path / "rows.jsonl", {"messages": ASKED})
+    assert load_data(name, tiny.tokenizer(template), masked=True)[1]
 
 
 def test_the_eos_token_of_a_configuration_is_that_of_the_tokenizer(tmp_path: Path) -> None:
@@ -250,4 +276,4 @@ def test_a_row_with_a_call_that_the_marks_of_a_template_leave_out_is_named(strea
     found: Any = datasets.Dataset.from_list(rows)
     found = found.to_iterable_dataset() if streaming else found
     with pytest.raises(ConfigError, match=r"row 2 of the dataset: .* leaves out messages\[1\].tool_calls\[0\]"):
-        list(dataset_loading.with_rendered_calls(found, tiny.tokenizer(), tiny.MARKED))
+        list(dataset_loading.with_rendered_calls(found, tiny.tokenizer(tiny.MARKED)))

@@ -21,7 +21,9 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.execution.outcomes import Failure
 from shardwise.execution.world import World
 from shardwise.storage.names import redacted
-from shardwise.training.chat_masks import AssistantMasks, ChatError
+from shardwise.training.chat_checks import require_calls_trained
+from shardwise.training.chat_masks import AssistantMasks
+from shardwise.training.chat_rendering import Chat, ChatError
 
 T = TypeVar("T")
 
@@ -217,15 +219,13 @@ def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_pro
     return _mapped(found, partial(_tokenized, AssistantMasks(tokenizer)), num_proc)
 
 
-def with_rendered_calls(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, template: str) -> AnyDataset:
+def with_rendered_calls(found: AnyDataset, tokenizer: PreTrainedTokenizerBase) -> AnyDataset:
     """Check that a template whose marks TRL uses leaves out no tool call. A streamed dataset is checked when read.
 
     Raises:
         ConfigError: naming the row.
     """
-    tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_template = template
-    check = partial(_require_rendered_calls, AssistantMasks(tokenizer))
+    check = partial(_require_rendered_calls, tokenizer)
     if isinstance(found, datasets.IterableDataset):
         checked: AnyDataset = found.map(check, with_indices=True, features=found.features)
         return checked
@@ -234,12 +234,15 @@ def with_rendered_calls(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, t
     return found
 
 
-def _require_rendered_calls(masks: AssistantMasks, row: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+def _require_rendered_calls(
+    tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], index: int
+) -> Mapping[str, Any]:
     try:
         chat = to_messages(row)
         messages = chat.get("messages") or [*_turns("prompt", chat.get("prompt", [])), *chat.get("completion", [])]
         if any(message.get("tool_calls") for message in messages):
-            masks.require_calls(messages, chat.get("tools"), chat.get("chat_template_kwargs"))
+            tools, variables = chat.get("tools"), chat.get("chat_template_kwargs")
+            require_calls_trained(Chat.create(tokenizer, messages, tools, variables))
     except (MalformedRowError, ChatError) as error:
         raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
     return row

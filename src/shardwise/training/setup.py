@@ -15,7 +15,7 @@ from typing import Any, Final
 import transformers
 import trl as _trl
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import get_dataset_column_names, is_conversational
 from trl.trainer.utils import get_peft_config
@@ -279,33 +279,28 @@ def load_data(
         datasets = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
         if images := {"image", "images"} & set(get_dataset_column_names(datasets[0])):
             raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column")
-        needs_masks = is_masked and (_lacks_masks(processor) or any(map(dataset_loading.has_weights, datasets)))
-        is_chat = is_conversational(next(iter(datasets[0])))
-        if needs_masks and is_chat:
-            datasets = [dataset_loading.with_masks(dataset, processor, num_proc=num_proc) for dataset in datasets]
-        elif is_masked and is_chat and getattr(processor, "chat_template", None):
-            tokenizer = getattr(processor, "tokenizer", processor)
-            template = get_training_chat_template(processor) or processor.chat_template  # None if it has marks
-            datasets = [dataset_loading.with_rendered_calls(dataset, tokenizer, template) for dataset in datasets]
+        if is_masked and is_conversational(next(iter(datasets[0]))):
+            template = _training_template(processor)
+            tokenizer = copy.copy(getattr(processor, "tokenizer", processor))
+            tokenizer.chat_template = template or processor.chat_template
+            if template is None or any(map(dataset_loading.has_weights, datasets)):
+                datasets = [dataset_loading.with_masks(one, tokenizer, num_proc=num_proc) for one in datasets]
+                training.assistant_only_loss = False  # TRL would require marks in the chat template
+            else:
+                datasets = [dataset_loading.with_rendered_calls(one, tokenizer) for one in datasets]
         if "input_ids" not in dataset_loading.get_column_names(datasets[0]):
             datasets = [dataset_loading.checked_as_read(dataset, _text_field(training)) for dataset in datasets]
-    train, test = datasets[0], datasets[1] if len(datasets) > 1 else None
-    if needs_masks and "input_ids" in dataset_loading.get_column_names(train):
-        training.assistant_only_loss = False  # TRL would require marks in the chat template
-    return train, test
+    return datasets[0], datasets[1] if len(datasets) > 1 else None
 
 
-def _lacks_masks(processor: Any) -> bool:
-    """Return whether TRL has no chat template with generation marks for this processor."""
-    if not isinstance(processor, PreTrainedTokenizerBase) or not processor.chat_template:
-        return False
-    if has_generation_markers(processor.chat_template):
-        return False
+def _training_template(processor: Any) -> Any:
+    """Return the chat template by whose marks TRL masks chats, or None if it does not know that of the model."""
+    if not processor.chat_template or has_generation_markers(processor.chat_template):
+        return processor.chat_template
     try:
-        get_training_chat_template(processor)
+        return get_training_chat_template(processor)
     except ValueError:
-        return True
-    return False
+        return None
 
 
 def _text_field(training: Any) -> str:
