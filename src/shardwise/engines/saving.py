@@ -119,7 +119,7 @@ def _write_and_commit(
         shows_progress = options.progress and world.rank == 0
         with progress_bar("Saving weights", plan.nbytes // world.size, enabled=shows_progress) as bar:
             emitter = Emitter(writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world)
-            with clock.phase("write files"):
+            with clock.phase("write"):
                 if has_owners:
                     _write_by_owners(world, emitter, ready, options, bar)
                 else:

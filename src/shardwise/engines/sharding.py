@@ -187,7 +187,7 @@ def _move(
         traffic = distribute(
             world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.device
         )
-    with clock.phase("set up the sharded model"), world.collective("set up the sharded model"):
+    with clock.phase("finish"), world.collective("set up the sharded model"):
         awaiting = arrivals.finish(bounds, sharding, options.budget_bytes)
     return {
         "groups": groups,
