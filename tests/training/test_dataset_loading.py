@@ -227,7 +227,6 @@ def test_chats_are_tokenized_with_masks(streaming: bool) -> None:
         for one in found
     ]
     assert trained == ["(thought)Ho<|im_end|>"] * 3
-    assert dataset_loading.is_conversational(rows)
 
 
 def test_only_completions_are_trained_of_prompts_with_completions() -> None:

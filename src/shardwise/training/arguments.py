@@ -1,5 +1,7 @@
 """Keys of ``shardwise train`` that TRL does not have: defaults, help and checks."""
 
+# ruff: noqa: RUF009 - the defaults are made by a function
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,6 +9,11 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 TrainMethod: TypeAlias = Literal["sft", "dpo", "kto", "grpo", "reward"]
 METHODS: Final[tuple[TrainMethod, ...]] = get_args(TrainMethod)
+
+
+def _key(default: Any, text: str, *, least: int | None = None) -> Any:
+    """Declare a key with its default, its help, and the least number that it may be."""
+    return field(default=default, metadata={"help": text, "least": least})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,65 +24,24 @@ class ShardwiseArguments:
     table in ``docs/train.md`` are made of the fields.
     """
 
-    method: TrainMethod = field(
-        default="sft",
-        metadata={"help": "`sft`, `dpo`, `kto`, `grpo` or `reward`; also the first word on the command line"},
-    )
-    num_processes: int | None = field(
-        default=None,
-        metadata={
-            "help": "as `--nproc-per-node`, by default that of `accelerate_config`; not under a launcher",
-            "least": 1,
-        },
-    )
-    accelerate_config: str | None = field(
-        default=None,
-        metadata={
-            "help": "a file of accelerate, or the name of one that TRL ships (`fsdp2`); how the model is sharded"
-        },
-    )
-    transformer_layer_cls_to_wrap: list[str] | None = field(
-        default=None,
-        metadata={"help": "classes of modules that are gathered together, by default the model's blocks"},
-    )
-    min_num_params: int | None = field(
-        default=None, metadata={"help": "instead: modules with so many parameters are gathered together"}
-    )
-    dp_replicate_size: int = field(default=1, metadata={"help": "replicas of the sharded model (HSDP)", "least": 1})
-    cpu_offload: bool = field(
-        default=False, metadata={"help": "parameters, gradients and optimizer state stay in host memory"}
-    )
-    shard_adapters: bool = field(default=True, metadata={"help": "`false` keeps a LoRA whole on every rank"})
-    trainable_layers: int = field(
-        default=0, metadata={"help": "unless 0, train only so many of the last layers (negative: the first)"}
-    )
-    trainable_modules: list[str] | None = field(
-        default=None, metadata={"help": "of these layers, train only modules with these names"}
-    )
-    extra_modules: list[str] | None = field(
-        default=None, metadata={"help": "modules outside of the layers that are trained, too"}
-    )
-    interleave: list[float] | None = field(
-        default=None, metadata={"help": "weights of `datasets`, which are mixed row by row; `fraction` is TRL's"}
-    )
-    tenants: dict[str, Any] | None = field(
-        default=None, metadata={"help": "many LoRAs on one base: a mapping of names to keys"}
-    )
-    sweep: dict[str, Any] | None = field(
-        default=None, metadata={"help": "many LoRAs, one for each combination: a mapping of keys to lists"}
-    )
-    tokens_per_pass: int = field(
-        default=4096, metadata={"help": "with many LoRAs, tokens of a pass on one rank", "least": 1}
-    )
-    tokenizer_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "a folder or a name on the hub, for a model from a URL; by default the model's"},
-    )
-    early_stopping_patience: int | None = field(
-        default=None,
-        metadata={"help": "end after so many evaluations without a better one; needs `load_best_model_at_end`"},
-    )
-    env: dict[Any, Any] | None = field(default=None, metadata={"help": "environment variables of the training"})
+    method: TrainMethod = _key("sft", "`sft`, `dpo`, `kto`, `grpo`, `reward`; or as first word of the command")
+    num_processes: int | None = _key(None, "as `--nproc-per-node`; default: that of `accelerate_config`", least=1)
+    accelerate_config: str | None = _key(None, "how to shard: a file of accelerate, or one of TRL's (`fsdp2`)")
+    transformer_layer_cls_to_wrap: list[str] | None = _key(None, "modules gathered together; default: blocks")
+    min_num_params: int | None = _key(None, "gather modules with so many parameters together")
+    dp_replicate_size: int = _key(1, "replicas of the sharded model (HSDP)", least=1)
+    cpu_offload: bool = _key(False, "parameters, gradients, optimizer state in host memory")
+    shard_adapters: bool = _key(True, "`false` keeps a LoRA whole on every rank")
+    trainable_layers: int = _key(0, "unless 0, train only the last layers (negative: the first)")
+    trainable_modules: list[str] | None = _key(None, "modules of these layers; default: all")
+    extra_modules: list[str] | None = _key(None, "modules outside of layers to train, too")
+    interleave: list[float] | None = _key(None, "weights of `datasets`, mixed row by row (`fraction`: TRL's)")
+    tenants: dict[str, Any] | None = _key(None, "many LoRAs on one base: keys by name")
+    sweep: dict[str, Any] | None = _key(None, "many LoRAs, one for each combination: lists by key")
+    tokens_per_pass: int = _key(4096, "with many LoRAs, tokens of a pass on one rank", least=1)
+    tokenizer_name_or_path: str | None = _key(None, "for a model from a URL; default: the model's")
+    early_stopping_patience: int | None = _key(None, "end after so many evaluations without a better one")
+    env: dict[Any, Any] | None = _key(None, "environment variables of the training")
 
     @property
     def has_tenants(self) -> bool:

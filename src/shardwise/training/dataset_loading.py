@@ -345,12 +345,6 @@ def _require_embedded(
     return row
 
 
-def is_conversational(found: AnyDataset) -> bool:
-    """Return whether the first row has ``messages``, or a ``prompt`` that is a list of messages."""
-    row: Mapping[str, Any] = next(iter(found))
-    return "messages" in row or isinstance(row.get("prompt"), list)
-
-
 def has_weights(found: AnyDataset) -> bool:
     """Return whether messages of the first row have a "weight", which TRL does not read."""
     turns = next(iter(found)).get("messages")
