@@ -48,7 +48,7 @@ def expected(parts, x, y, weights):
     for part, (a, b) in zip(parts, leaves, strict=True):
         delta = torch.zeros_like(y)
         rows = slice(part.start, part.stop)
-        factors = part.dropped(torch.ones_like(x[rows]))  # 0 for what is dropped
+        factors = part.apply_dropout(torch.ones_like(x[rows]))  # 0 for what is dropped
         delta[rows] = (x[rows] * factors) @ a.T @ b.T * part.pair.scaling
         out = out + delta
     (out * weights).sum().backward()

@@ -120,7 +120,7 @@ class AdapterBank:
     @property
     def max_length(self) -> int:
         """Maximum number of tokens in a row."""
-        return self._base.longest
+        return self._base.max_length
 
     def num_trainable_parameters(self) -> dict[str, int]:
         """Return the number of trained elements by tenant."""
@@ -211,7 +211,8 @@ class AdapterBank:
             ShardwiseError: a pass failed. A note names its tenants.
         """
         call = calls.open_call(self._base, batches, self._tenants, is_training=True)
-        sums = call.train()
+        sums = call.accumulate_gradients()
+        # Before raising: micro-batches of tenants whose loss did not raise count.
         losses = {}
         for number, entry in enumerate(call.agreed):
             if number in sums.failures:
@@ -219,6 +220,7 @@ class AdapterBank:
             tenant = self._tenant(str(entry.name))
             tenant.window.micro_batches += 1
             tenant.window.num_supervised_tokens += entry.num_supervised_tokens
+            # Of this micro-batch, for the report. What divides the gradient is in RowCall and _step_all.
             divisor = max(entry.num_supervised_tokens, 1) if tenant.options.reduction == "mean" else 1
             losses[tenant.name] = tenants.TenantLoss(
                 sums.losses.get(number, 0.0) / divisor, entry.num_supervised_tokens, call.logprobs.get(number, [])
@@ -265,7 +267,9 @@ class AdapterBank:
         rates = [float(tenant.optimizer.param_groups[0].get("lr", math.nan)) for tenant in stepping]
         tokens = [tenant.window.num_supervised_tokens for tenant in stepping]
         scales = [
-            1 / max(count, 1) if tenant.options.reduction == "mean" and not calls.is_scaled_at_once(tenant) else 1.0
+            1 / max(count, 1)
+            if tenant.options.reduction == "mean" and not calls.scales_before_backward(tenant)
+            else 1.0
             for tenant, count in zip(stepping, tokens, strict=True)
         ]
         outcomes = step_and_mark(self._world, stepping, scales)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from shardwise.bank.tenant import LoraWeights
 from shardwise.models import torch_api
 
+# SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014), as signed int64.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
@@ -35,14 +36,16 @@ def row_keys(key: int, first: int, count: int) -> torch.Tensor:
     return _mixed(key + torch.arange(first, first + count) * _GOLDEN)
 
 
-def dropped(values: torch.Tensor, keys: torch.Tensor, site: int, probability: float) -> torch.Tensor:
+def apply_dropout(values: torch.Tensor, keys: torch.Tensor, site: int, probability: float) -> torch.Tensor:
     """Return values after dropout, scaled as by ``nn.Dropout``, by a mask of keys, site and position alone.
 
     Applied to a gradient, it is its own derivative. ``values`` is (rows * n, width), ``keys`` (rows,), on the same
     device.
     """
+    # A number for each element of a row of the batch: (n * width,). The hash of it and the key: (rows, n * width).
     places = torch.arange(values.numel() // max(len(keys), 1), device=values.device)
     hashed = _mixed((keys ^ site).unsqueeze(1) + places * _GOLDEN)
+    # The upper 31 bits are a uniform number: an element is kept if it is not below the probability.
     kept = (_shifted(hashed, 33) >= int(probability * (1 << 31))).view(values.shape)
     return torch.where(kept, values / (1 - probability), 0.0)
 
@@ -71,10 +74,10 @@ class RoutedSegment:
     keys: torch.Tensor | None = None
     site: int = 0
 
-    def dropped(self, values: torch.Tensor) -> torch.Tensor:
+    def apply_dropout(self, values: torch.Tensor) -> torch.Tensor:
         if self.keys is None:
             return values
-        return dropped(values, self.keys, self.site, self.pair.dropout)
+        return apply_dropout(values, self.keys, self.site, self.pair.dropout)
 
 
 class SegmentLoop:
@@ -88,31 +91,32 @@ class SegmentLoop:
         self, segments: Sequence[RoutedSegment], x: torch.Tensor, out: torch.Tensor
     ) -> list[torch.Tensor]:
         """Add the adapters to ``out``. Return the values saved for :meth:`backward_rows`."""
-        kept = []
+        saved = []
         for segment in segments:
             pair, rows = segment.pair, slice(segment.start, segment.stop)
-            z = F.linear(segment.dropped(x[rows]), pair.A.to(x.dtype))
+            z = F.linear(segment.apply_dropout(x[rows]), pair.A.to(x.dtype))  # (rows, r)
             out[rows] += F.linear(z, pair.B.to(x.dtype)) * pair.scaling
-            kept.append(z)
-        return kept
+            saved.append(z)
+        return saved
 
     def backward_rows(
         self,
         segments: Sequence[RoutedSegment],
         x: torch.Tensor,
-        kept: Sequence[torch.Tensor],
+        saved: Sequence[torch.Tensor],
         g: torch.Tensor,
         x_grad: torch.Tensor | None,
     ) -> None:
         """Add to the gradients of the matrices, and to that of ``x`` if there is one."""
-        for segment, z in zip(segments, kept, strict=True):
+        for segment, z in zip(segments, saved, strict=True):
             pair, rows = segment.pair, slice(segment.start, segment.stop)
+            # Products in g's dtype, added to the matrices' gradients in float32.
             scaled = g[rows] * pair.scaling
             pair.b_grad.add_(scaled.T @ z)
             z_grad = scaled @ pair.B.to(g.dtype)
-            pair.a_grad.add_(z_grad.T @ segment.dropped(x[rows]))
+            pair.a_grad.add_(z_grad.T @ segment.apply_dropout(x[rows]))
             if x_grad is not None:
-                x_grad[rows] += segment.dropped(z_grad @ pair.A.to(g.dtype))
+                x_grad[rows] += segment.apply_dropout(z_grad @ pair.A.to(g.dtype))
 
 
 class GroupedProducts(SegmentLoop):
@@ -128,40 +132,42 @@ class GroupedProducts(SegmentLoop):
         self, segments: Sequence[RoutedSegment], x: torch.Tensor, out: torch.Tensor
     ) -> list[torch.Tensor]:
         """Add the adapters to ``out``. Return the values saved for :meth:`backward_rows`."""
-        kept: list[torch.Tensor] = []
+        saved: list[torch.Tensor] = []
         for run in runs(segments):
             if len(run) == 1:
-                kept += super().forward_rows(run, x, out)
+                saved += super().forward_rows(run, x, out)
                 continue
             A, B = _stacked(run, x.dtype)
-            z = torch.bmm(_by_tenant(run, _dropped(run, _view_rows(run, x))), A.transpose(1, 2))
+            inputs = _by_tenant(run, _apply_dropout(run, _view_rows(run, x)))
+            z = torch.bmm(inputs, A.transpose(1, 2))  # (tenants, rows, r)
             scaled = (z * self._get_scales(run, x.device)).to(x.dtype)
             _by_tenant(run, _view_rows(run, out)).baddbmm_(scaled, B.transpose(1, 2))
-            kept.append(scaled)
-        return kept
+            # With the scale, in contrast to SegmentLoop, which saves z.
+            saved.append(scaled)
+        return saved
 
     def backward_rows(
         self,
         segments: Sequence[RoutedSegment],
         x: torch.Tensor,
-        kept: Sequence[torch.Tensor],
+        saved: Sequence[torch.Tensor],
         g: torch.Tensor,
         x_grad: torch.Tensor | None,
     ) -> None:
         """Add to the gradients of the matrices, and to that of ``x`` if there is one."""
-        for run, scaled in zip(runs(segments), kept, strict=True):
+        for run, scaled in zip(runs(segments), saved, strict=True):
             if len(run) == 1:
                 super().backward_rows(run, x, [scaled], g, x_grad)
                 continue
             A, B = _stacked(run, g.dtype)
-            own = _by_tenant(run, _view_rows(run, g))
-            b_grads = torch.bmm(scaled.transpose(1, 2), own).transpose(1, 2)  # faster than own.T @ scaled
-            z_grad = (torch.bmm(own, B) * self._get_scales(run, g.device)).to(g.dtype)
-            a_grads = torch.bmm(z_grad.transpose(1, 2), _by_tenant(run, _dropped(run, _view_rows(run, x))))
+            grad = _by_tenant(run, _view_rows(run, g))  # (tenants, rows, out)
+            b_grads = torch.bmm(scaled.transpose(1, 2), grad).transpose(1, 2)  # faster than grad.T @ scaled
+            z_grad = (torch.bmm(grad, B) * self._get_scales(run, g.device)).to(g.dtype)
+            a_grads = torch.bmm(z_grad.transpose(1, 2), _by_tenant(run, _apply_dropout(run, _view_rows(run, x))))
             torch_api.add_all([segment.pair.a_grad for segment in run], a_grads)
             torch_api.add_all([segment.pair.b_grad for segment in run], b_grads)
             if x_grad is not None:
-                _view_rows(run, x_grad).add_(_dropped(run, torch.bmm(z_grad, A).flatten(0, 1)))
+                _view_rows(run, x_grad).add_(_apply_dropout(run, torch.bmm(z_grad, A).flatten(0, 1)))
 
     def _get_scales(self, run: Sequence[RoutedSegment], device: torch.device) -> torch.Tensor:
         """Return the scales of a run, float32 (tenants, 1, 1)."""
@@ -191,7 +197,7 @@ class EmbeddingLoop(SegmentLoop):
         self,
         segments: Sequence[RoutedSegment],
         x: torch.Tensor,
-        kept: Sequence[torch.Tensor],  # noqa: ARG002
+        saved: Sequence[torch.Tensor],  # noqa: ARG002
         g: torch.Tensor,
         x_grad: torch.Tensor | None,  # noqa: ARG002
     ) -> None:
@@ -233,11 +239,11 @@ def _by_tenant(run: Sequence[RoutedSegment], rows: torch.Tensor) -> torch.Tensor
     return rows.view(len(run), -1, rows.shape[-1])
 
 
-def _dropped(run: Sequence[RoutedSegment], rows: torch.Tensor) -> torch.Tensor:
+def _apply_dropout(run: Sequence[RoutedSegment], rows: torch.Tensor) -> torch.Tensor:
     """Return the rows of a run after dropout, tenant by tenant, because its temporaries are large."""
     if all(segment.keys is None for segment in run):
         return rows
-    return torch.cat([segment.dropped(own) for segment, own in zip(run, rows.chunk(len(run)), strict=True)])
+    return torch.cat([segment.apply_dropout(own) for segment, own in zip(run, rows.chunk(len(run)), strict=True)])
 
 
 def _stacked(run: Sequence[RoutedSegment], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,17 +300,19 @@ class _SegmentedProducts(torch.autograd.Function):
         segments: tuple[RoutedSegment, ...],
         backend: SegmentLoop,
     ) -> torch.Tensor:
+        # A contiguous copy, so that flatten() below is a view: the backend adds to ``out`` through it.
         out = y.clone(memory_format=torch.contiguous_format)
-        kept = backend.forward_rows(segments, x.contiguous().flatten(0, -2), out.flatten(0, -2))
+        saved = backend.forward_rows(segments, x.contiguous().flatten(0, -2), out.flatten(0, -2))
         ctx.segments, ctx.backend = segments, backend
-        ctx.save_for_backward(x, *kept)
+        ctx.save_for_backward(x, *saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> Any:
-        x, *kept = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        # New and contiguous, so that ``flat`` is a view of it.
         x_grad = x.new_zeros(x.shape) if ctx.needs_input_grad[1] else None
         flat = None if x_grad is None else x_grad.flatten(0, -2)
         gradient = outer[0].contiguous().flatten(0, -2)
-        ctx.backend.backward_rows(ctx.segments, x.contiguous().flatten(0, -2), kept, gradient, flat)
+        ctx.backend.backward_rows(ctx.segments, x.contiguous().flatten(0, -2), saved, gradient, flat)
         return None, x_grad, outer[0], None, None

@@ -85,7 +85,7 @@ class RowCall:
             _require_trainable(self.tenants)
         for tenant, (name, batch) in zip(self.tenants, batches, strict=True):
             has_weights = tenant is None or tenant.options.reduction == "sum"
-            limits = {"vocab_size": self.base.vocab_size, "longest": self.base.longest}
+            limits = {"vocab_size": self.base.vocab_size, "longest": self.base.max_length}
             self.rows.append(parse_batch(_shown(name), batch, **limits, may_have_weights=has_weights))
         return [summarize_rows(name, own) for (name, _), own in zip(batches, self.rows, strict=True)]
 
@@ -101,7 +101,7 @@ class RowCall:
         """
         base = self.base
         ranks = {tenant.name: tenant.rank for tenant in self.tenants if tenant is not None}
-        self.plans = plan_passes(self.agreed, ranks, multiple=base.pad_to, longest=base.longest)
+        self.plans = plan_passes(self.agreed, ranks, multiple=base.pad_to, longest=base.max_length)
         for plan in self.plans:
             entries = [self.agreed[number] for number in plan.entries]
             for rank, free in enumerate(free_bytes):
@@ -117,7 +117,7 @@ class RowCall:
                         "call"
                     )
 
-    def train(self) -> PassSums:
+    def accumulate_gradients(self) -> PassSums:
         """Accumulate the gradients of the tenants by forward and backward passes. Collective: yes.
 
         A tenant whose loss raises has the gradient from before the call, and those of the others are accumulated.
@@ -131,6 +131,7 @@ class RowCall:
             for tenant in self.tenants
             if tenant is not None
         ]
+        # All, unless the passes succeed on every rank. Numbers are those of entries: training has none of the base.
         restored: Collection[int] = range(len(before))
         try:
             sums = self._run(is_training=True)
@@ -167,10 +168,11 @@ class RowCall:
         base = self.base
         gathers = CountedGather(base.world)
         try:
+            # _sum runs on the first rank.
             with base.world.all_reduce("compute the pass", self._sum) as exchange:
                 if base.world.size > 1:
                     gathers.install(base.model)
-                exchange.local = self._train() if is_training else self._evaluate()
+                exchange.local = self._forward_backward() if is_training else self._evaluate()
             sums: PassSums = exchange.result
             return sums
         except BaseException as error:
@@ -181,6 +183,7 @@ class RowCall:
             if isinstance(error, RankLostError):
                 error.add_note(f"This was a pass of {names}.")
                 raise
+            # All ranks are here: the block has raised one error on all of them.
             if not are_in_step(base.world.global_ranks, base.world.all_gather_object(gathers.begun)):
                 text = f"{error}. It left a pass of {names} in which other ranks wait for it, so the bank has ended"
                 ended = RankLostError(f"{text}. Start all ranks again, and resume from the last save")
@@ -209,10 +212,11 @@ class RowCall:
                 self._collect(each)
         return sums
 
-    def _train(self) -> PassSums:
+    def _forward_backward(self) -> PassSums:
         base = self.base
+        # A mean over one micro-batch is divided here. Over several, sums accumulate, and optim_step divides them.
         scales = {
-            number: 1 / max(entry.num_supervised_tokens, 1) if is_scaled_at_once(tenant) else 1.0
+            number: 1 / max(entry.num_supervised_tokens, 1) if scales_before_backward(tenant) else 1.0
             for number, (tenant, entry) in enumerate(zip(self.tenants, self.agreed, strict=True))
         }
         passes = self._passes(is_training=True)
@@ -223,10 +227,12 @@ class RowCall:
                 # A loss that raises must not keep this rank from the backward pass, in which the others gather.
                 sums.failures |= each.compute_losses(scales)
                 each.backward(base.switch)
+                # Polls, so that the failure of another rank ends the wait. sum_losses() would block.
                 base.wait_for_device()
                 sums.losses |= each.sum_losses()
                 self._collect(each)
-        for each in passes:  # after the last gather
+        # Only now: a rank that raises alone between two gathers would leave the others waiting in the next.
+        for each in passes:
             each.route.require_reached()
         return sums
 
@@ -338,7 +344,7 @@ def _require_trainable(tenants: Sequence[Tenant | None]) -> None:
             )
 
 
-def is_scaled_at_once(tenant: Tenant | None) -> bool:
+def scales_before_backward(tenant: Tenant | None) -> bool:
     """Return whether a tenant's loss is divided by its number of supervised tokens before the backward pass.
 
     That is possible for a mean over a window of one micro-batch. Otherwise the gradient is divided at the end.

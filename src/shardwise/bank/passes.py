@@ -41,7 +41,7 @@ class SharedBase:
         return int(embeddings.weight.shape[0])
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """Maximum number of tokens in a row."""
         found = getattr(self.model.config, "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else 1 << 30
@@ -98,15 +98,18 @@ class FusedPass:
         own: list[tuple[Tenant, slice]] = []
         keys = [torch.empty(0, dtype=torch.int64)]
         rows: list[TenantRow] = []
+        # This rank's rows, entry by entry. A row's dropout key depends on its place among those of all ranks.
         for number in plan.entries:
-            tenant, first = tenants[number], sum(agreed[number].rows[: base.world.rank])
+            tenant = tenants[number]
+            first_row = sum(agreed[number].rows[: base.world.rank])
             span = slice(len(rows), len(rows) + len(own_rows[number]))
             rows.extend(own_rows[number])
             self.spans[number] = span
             if tenant is not None:
                 key = stable_key(tenant.options.seed, tenant.windows, tenant.window.micro_batches)
-                keys.append(row_keys(key, first, len(own_rows[number])))
+                keys.append(row_keys(key, first_row, len(own_rows[number])))
                 own.append((tenant, span))
+        # (rows, tokens), padded on the right. Padding has no label, and so no loss.
         shape = (max(len(rows), 1), plan.tokens)
         self.input_ids = torch.zeros(shape, dtype=torch.int64)
         self.attention_mask = torch.zeros(shape, dtype=torch.int64)
@@ -157,15 +160,18 @@ class FusedPass:
         """
         assert self.logits is not None
         logits = self.logits.detach()
+        # Evaluation: no backward pass follows that needs them.
         if scales is None:
             self.logits = None
-        labels = sent(self.labels, self.device)[:, 1:]
+        labels = sent(self.labels, self.device)[:, 1:]  # (rows, tokens - 1): token i predicts label i + 1
         self.loss_weights = sent(self.weights[:, 1:].masked_fill(self.labels[:, 1:] == IGNORED, 0), self.device)
         failures = {}
+        # Entry by entry: only one has float32 copies of its logits at a time.
         for number, span in self.spans.items():
             if span.start == span.stop:
                 continue
             try:
+                # (own rows, tokens - 1, vocabulary), a leaf of its own
                 own = logits[span, :-1].requires_grad_(scales is not None)
                 losses = token_losses(own, labels[span])
                 if scales is not None:
@@ -185,6 +191,7 @@ class FusedPass:
         assert logits is not None
         if not logits.requires_grad:
             raise TrainingError("the loss depends on no adapter of these tenants. Check their targets")
+        # Also without any gradient: the others gather in this backward pass, so this rank must take part.
         with switch.on(self.route):
             torch.autograd.backward(
                 logits, logits.new_zeros(()).expand_as(logits) if gradient is None else gradient

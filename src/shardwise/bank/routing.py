@@ -61,8 +61,8 @@ class BatchRouting:
         is_training: False for evaluation, without dropout and without a backward pass.
         grouped: batched products of this micro-batch.
         chosen: how adapters were computed, with the number of layers.
-        passed: sites that the forward pass has reached.
-        reached: sites that the backward pass has reached.
+        forward_sites: sites that the forward pass has reached.
+        backward_sites: sites that the backward pass has reached.
     """
 
     rows: int
@@ -73,11 +73,11 @@ class BatchRouting:
     is_training: bool = True
     grouped: GroupedProducts = field(default_factory=GroupedProducts)
     chosen: Counter[str] = field(default_factory=Counter)
-    passed: set[str] = field(default_factory=set)
-    reached: set[str] = field(default_factory=set)
+    forward_sites: set[str] = field(default_factory=set)
+    backward_sites: set[str] = field(default_factory=set)
 
     def segments(self, site: str, step: int) -> list[RoutedSegment]:
-        """Return the rows with an adapter at a site, whose input has ``step`` rows for each row of the batch."""
+        """Return the rows with an adapter at a site, whose input has ``step`` rows (tokens) for each batch row."""
         found = []
         for member in self.members:
             pair = member.tenant.pairs.get(site)
@@ -93,13 +93,13 @@ class BatchRouting:
             select_backend(self.choice, segments, x, y, self.grouped) if segments else (SegmentLoop(), "no rows")
         )
         self.chosen[why] += 1
-        return self.note(site, adapt(self.anchor, x, y, segments, backend))
+        return self.record_site(site, adapt(self.anchor, x, y, segments, backend))
 
     def embedding(self, site: str, ids: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
         column = ids.unsqueeze(-1)
         self.require_rows(site, column)
         segments = self.segments(site, ids.numel() // self.rows)
-        return self.note(site, adapt(self.anchor, column, y, segments, EmbeddingLoop(factor)))
+        return self.record_site(site, adapt(self.anchor, column, y, segments, EmbeddingLoop(factor)))
 
     def bounds(self) -> list[int]:
         """Return where the rows of each member begin, and where those of the last end."""
@@ -109,12 +109,13 @@ class BatchRouting:
         """Return the matrices of each member at a site."""
         return [member.tenant.pairs.get(site) for member in self.members]
 
-    def note(self, site: str, y: torch.Tensor) -> torch.Tensor:
+    def record_site(self, site: str, y: torch.Tensor) -> torch.Tensor:
         """Record that the forward pass has reached a site, and when the backward pass does."""
         if self.is_training:
-            self.passed.add(site)
+            self.forward_sites.add(site)
         if y.requires_grad:
-            y.register_hook(lambda _gradient: self.reached.add(site))
+            # Called in the backward pass. It returns None, so the gradient stays as it is.
+            y.register_hook(lambda _gradient: self.backward_sites.add(site))
         return y
 
     def require_rows(self, site: str, x: torch.Tensor) -> None:
@@ -131,7 +132,7 @@ class BatchRouting:
         Raises:
             TrainingError: it has not. The message has the sites.
         """
-        if missed := sorted(self.passed - self.reached):
+        if missed := sorted(self.forward_sites - self.backward_sites):
             more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
             raise TrainingError(
                 f"the backward pass has not reached {', '.join(missed[:3])}{more}: the loss does not depend on "
@@ -161,13 +162,14 @@ def hook_layer(module: nn.Module, site: str, switch: ActiveRouting, *, is_embedd
     If the layer is a group of FSDP2, the hook runs before FSDP2's.
     """
 
-    def add(own: nn.Module, args: Sequence[Any], keywords: dict[str, Any], output: torch.Tensor) -> Any:
+    def add(layer: nn.Module, args: Sequence[Any], keywords: dict[str, Any], output: torch.Tensor) -> Any:
         if switch.route is None:
             return None
-        given = args[0] if args else next(iter(keywords.values()))
+        inputs = args[0] if args else next(iter(keywords.values()))
         if is_embedding:
-            return switch.route.embedding(site, given, output, float(getattr(own, "embed_scale", 1.0)))
-        return switch.route.linear(site, given, output)
+            # A scaled embedding (Gemma) multiplies its output, and so the delta of an adapter.
+            return switch.route.embedding(site, inputs, output, float(getattr(layer, "embed_scale", 1.0)))
+        return switch.route.linear(site, inputs, output)
 
     return module.register_forward_hook(add, prepend=True, with_kwargs=True)
 
@@ -209,6 +211,7 @@ def adapted_experts(
     Returns: (rows * tokens, width).
     """
     route.require_rows(name, hidden_states)
+    # Pairs (token, expert), by expert: (rows * tokens * k,). Stable, so tokens of an expert stay in order.
     chosen, order = top_k_index.flatten().sort(stable=True)
     tokens = order // top_k_index.shape[1]
     result = torch.zeros_like(hidden_states)
@@ -223,7 +226,8 @@ def adapted_experts(
         hidden = four_bit_layers.activated(module, hidden)
         hidden = _product(route, module, name, "down_proj", expert, hidden, cuts)
         result = result.index_add(0, own, (hidden * weights).to(result.dtype))
-    return route.note(name, adapt(route.anchor, result.detach(), result, [], SegmentLoop()))
+    # No segments: it attaches the anchor, so that the result requires a gradient on ranks without rows, too.
+    return route.record_site(name, adapt(route.anchor, result.detach(), result, [], SegmentLoop()))
 
 
 def _bounds(route: BatchRouting, chosen: torch.Tensor, tokens: torch.Tensor, experts: int) -> list[list[int]]:
@@ -231,6 +235,7 @@ def _bounds(route: BatchRouting, chosen: torch.Tensor, tokens: torch.Tensor, exp
 
     The host waits for the device once.
     """
+    # expert * most + token is ascending. So a member's pairs of an expert are one run, found by its bounds.
     most = route.rows * route.tokens
     firsts = torch.tensor([0, *(bound * route.tokens for bound in route.bounds()), most])
     wanted = torch.arange(experts).unsqueeze(1) * most + firsts

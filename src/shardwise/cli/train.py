@@ -77,6 +77,7 @@ def train_command(
         if check:
             click.echo(f"{config.source}: is a valid configuration of {config.method}")
             return
+        # Before ranks start and torch is imported: both read the environment.
         os.environ.update({name: str(value) for name, value in (config.own.env or {}).items()})
         config = without_token(config)
         ranks = nproc_per_node or _num_ranks(config)
@@ -138,18 +139,19 @@ def without_token(config: RunConfig) -> RunConfig:
 
 
 def train_on_rank(config: RunConfig) -> TrlOutcome:
-    """Train on one rank, with the environment variables of accelerate. Collective: yes."""
+    """Train on one rank, with torchrun's environment variables, which accelerate reads. Collective: yes."""
     from shardwise.execution.processes import get_rank_and_size
 
     if config.own.has_tenants:
-        from shardwise.training.tenants import train_tenants_on_rank as train
+        from shardwise.training.tenants import train_tenants_on_rank as run
     else:
-        from shardwise.training.run import train_on_rank as train
+        from shardwise.training.run import train_on_rank as run
     rank, size = get_rank_and_size()
     if size > 1:
+        # Ranks that are started here are all on this machine, so the local rank is the rank.
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
             os.environ.setdefault(name, str(value))
-    return train(config, int(os.environ.get("LOCAL_RANK", "0")))
+    return run(config, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _exit_code(outcome: TrlOutcome) -> int:

@@ -94,10 +94,10 @@ class Load:
         computed: values of non-persistent buffers, by FQN.
         programs: initializers of missing tensors, by FQN.
         device: device on which the model computes.
-        managers: FSDP2's parameter groups.
-        items: destinations of all that is read.
-        shared: the boxes by rank of tensors that ranks read together.
-        own: how the other items are read.
+        fsdp_params: FSDP2's ``FSDPParam`` of each parameter that it shards.
+        items: destinations of all that this rank's tensors need from the checkpoint.
+        shared: boxes by rank of tensors of which each replica reads a share, and sends it to the others.
+        read_plan: how this rank reads ``items``, and of shared ones its share only.
         settings: fields of the model's config.
     """
 
@@ -108,10 +108,10 @@ class Load:
     plan: LoadPlan
     programs: Mapping[str, Program]
     device: torch.device
-    managers: memory.Managers
+    fsdp_params: memory.FsdpParams
     items: Sequence[ReadItem]
     shared: Mapping[str, tuple[Boxes, ...]]
-    own: ReadPlan
+    read_plan: ReadPlan
     estimate: RankEstimate
     available: Available
     settings: Mapping[str, str]
@@ -120,7 +120,8 @@ class Load:
 class BaseForm:
     """Storage form of a model's weights: plain tensors, unless a subclass overrides it.
 
-    The methods are called in this order.
+    ``load`` calls the methods in this order. ``from_pretrained`` binds a model in four bits itself, and calls only
+    :meth:`deferred_names`, :meth:`allocate_staging` and :meth:`complete`.
     """
 
     def logical_layout(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:  # noqa: ARG002
@@ -144,7 +145,10 @@ class BaseForm:
         return {}
 
     def rollback(self, model: nn.Module) -> None:
-        """Restore the model's tensors from before a load that has failed."""
+        """Remove what a load that has failed left on the model.
+
+        Called after every load. It has no effect after one that has succeeded.
+        """
 
 
 def comparable_load_settings(
@@ -169,18 +173,21 @@ def comparable_load_settings(
 def prepare_load(world: World, model: nn.Module, source: OpenSource, request: LoadRequest) -> Load:
     """Decide how a model is filled, on this rank alone, before anything is read."""
     options, additions, policy = request.options, request.additions, source.reader.policy
+    # Again, after the keys were bound: ties and staging parameters may have changed the model's tensors.
     held = collect_tensors(model)
     require_plain_tensors(held)
     initializers = initialize.Initializers(model, held, additions)
+    # Buffers before the layout: build_layout calls find_origin for each tensor, which looks them up.
     computed = initializers.buffers(request.buffers, seed=options.seed)
     layout = build_layout(held, partial(find_origin, initializers, computed))
     rules = get_rules(additions.base or model)
     plan = plan_load(source.index, layout, request.bindings, rules, request.consent, additions.base_names)
     require_within_budget(plan, options.budget_bytes)
     programs = plan_initial_values(initializers, plan, options)
-    device, managers = memory.compute_device(held, options.device), torch_api.fsdp_params(model)
+    device, fsdp_params = memory.compute_device(held, options.device), torch_api.fsdp_params(model)
     by_name = {item.fqn: item for item in held}
-    items = read_targets(plan, by_name, memory.target_devices(held, managers, device))
+    items = read_targets(plan, by_name, memory.target_devices(held, fsdp_params, device))
+    # Replicas read a share each, and exchange them in execute_load.
     shared: Mapping[str, tuple[Boxes, ...]] = {}
     targets, mode = items, options.shared_reads
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
@@ -193,7 +200,7 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
         policy,
         device=device.type,
         budget_bytes=options.budget_bytes,
-        offloads_shards=device.type != "cpu" and memory.offloads_shards(managers),
+        offloads_shards=device.type != "cpu" and memory.offloads_shards(fsdp_params),
     )
     needs_memory = any(item.tensor.is_meta for item in held)
     return Load(
@@ -204,11 +211,11 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
         plan,
         programs,
         device,
-        managers,
+        fsdp_params,
         items,
         shared,
-        own=plan_reads(targets, source.index, policy, options.budget_bytes, world.rank / world.size),
-        estimate=estimate_rank(plan, world.rank, placement, padded_numels(held, managers)),
+        read_plan=plan_reads(targets, source.index, policy, options.budget_bytes, world.rank / world.size),
+        estimate=estimate_rank(plan, world.rank, placement, padded_numels(held, fsdp_params)),
         available=memory.available_memory(device) if needs_memory else Available(),
         settings=pretrained.get_settings(additions.base or model),
     )

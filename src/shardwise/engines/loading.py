@@ -40,7 +40,8 @@ def execute_load(
     """
     plan, options = load.plan, load.request.options
     with clock.phase("plan"):
-        sharers = agree_on(
+        # Before any tensor gets memory. The ranks of a container share its CPUs.
+        ranks_per_container = agree_on(
             world, plan, load.settings, load.estimate, load.available, check_memory=options.check_memory
         )
     shows_progress = options.progress and world.rank == 0
@@ -51,24 +52,29 @@ def execute_load(
             options.budget_bytes,
             world,
             source.identities,
-            processors=max(1, processor_count() // sharers),
+            processors=max(1, processor_count() // ranks_per_container),
             progress=bar,
         )
         with clock.phase("read"):
+            # Before tensors get memory: if this raises, none of them has been changed.
             require_equal_tied(world, plan, executor)
             with world.collective("read weights"):
                 materialize_and_read(load, executor, clock)
+        # Sums the rows that this rank has just read. finish() fills new rows with their mean.
         means = average_rows(world, load)
+        # After the read: each rank has its share, and the replicas exchange them.
         if load.shared:
             from shardwise.execution.shared_reads import exchange_shared
 
             with clock.phase("share"):
                 exchange_shared(world, load.shared, {item.fqn: item for item in load.held}, load.items, executor)
     with clock.phase("fill"):
+        # Needs all scales (engines/nesting.py), and counts what it writes for the audit in finish().
         completed = get_base_form(model).complete(world, model, budget_bytes=options.budget_bytes)
     with world.collective("set up the loaded model"):
         attributes = finish(model, load, means, {**executor.written, **completed}, clock)
     with clock.phase("audit"):
+        # After finish(), which fills the buffers.
         require_equal_buffers(world, load.held)
     return make_report(world, model, source, load, executor, attributes, clock)
 
@@ -85,8 +91,8 @@ def executor_class(device: torch.device) -> type[ReadExecutor]:
 def materialize_and_read(load: load_plan.Load, executor: ReadExecutor, clock: Clock) -> None:
     """Give this rank's tensors memory, and read their values."""
     with clock.phase("materialize"), gc_disabled():
-        local = materialize(load.held, load.managers, load.device)
-    executor.place(load.own, [local[item.fqn] for item in load.own.items])
+        local = materialize(load.held, load.fsdp_params, load.device)
+    executor.place(load.read_plan, [local[item.fqn] for item in load.read_plan.items])
 
 
 def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> None:
@@ -184,7 +190,7 @@ def finish(
 def average_rows(world: World, load: load_plan.Load) -> dict[str, torch.Tensor]:
     """Return the mean of the stored rows, in float64, of tensors whose new rows start as that. Equal on every rank.
 
-    The order of additions depends on the number of ranks. Collective: yes, if there are such tensors.
+    The order of additions depends on the number of ranks. Collective: yes, if new rows start as the mean.
     """
     if load.request.additions.new_rows != "mean":
         return {}
@@ -196,7 +202,8 @@ def average_rows(world: World, load: load_plan.Load) -> dict[str, torch.Tensor]:
         means = {
             name: torch.zeros(by_name[name].tensor.shape[1:], dtype=torch.float64, device="cpu") for name in rows
         }
-        for (name, box), total in sorted(found.items(), key=_first_offsets):
+        # In one order, whichever rank has which box.
+        for (name, box), total in sorted(found.items(), key=_get_offsets):
             means[name][column_slices(box)] += total / rows[name]
         return means
 
@@ -210,7 +217,7 @@ def average_rows(world: World, load: load_plan.Load) -> dict[str, torch.Tensor]:
     return means
 
 
-def _first_offsets(entry: tuple[tuple[str, Box], torch.Tensor]) -> tuple[int, ...]:
+def _get_offsets(entry: tuple[tuple[str, Box], torch.Tensor]) -> tuple[int, ...]:
     return entry[0][1].offsets
 
 
@@ -296,6 +303,7 @@ def set_value(item: view.TensorRef, value: torch.Tensor, staging: StagingBuffer)
 
 def get_base_form(model: nn.Module) -> load_plan.BaseForm:
     """Return how the layers of a model keep their weights."""
+    # Found by name, so that a load of other models does not import the four-bit code.
     if any(hasattr(type(module), "kept_as") for module in model.modules()):
         form: load_plan.BaseForm = found_at("shardwise.engines.nesting:FOUR_BITS")
         return form

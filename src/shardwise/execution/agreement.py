@@ -39,7 +39,7 @@ def agree_on(
     """
     container = machine.cgroup_namespace() + machine.read_text(machine.OWN_GROUP)
     own = (plan.digest, repr_digest(settings)), container, estimate, available
-    found = world.all_reduce_object(own, partial(_count_ranks, world, check_memory=check_memory))
+    found = world.all_reduce_object(own, partial(_check_plans, world, check_memory=check_memory))
     if isinstance(found, int):
         return found
     require_same_settings(world, settings)
@@ -50,7 +50,7 @@ def agree_on(
     )
 
 
-def _count_ranks(world: World, ranks: Sequence[RankPlan], *, check_memory: bool) -> MismatchedRanks | int:
+def _check_plans(world: World, ranks: Sequence[RankPlan], *, check_memory: bool) -> MismatchedRanks | int:
     """Compare plans, and require enough memory, of which the ranks of a container share what is free."""
     if mismatched := world.mismatched([digests for digests, *_ in ranks]):
         return mismatched

@@ -57,45 +57,51 @@ def staging_device(held: Sequence[TensorRef], tensors: Iterable[torch.Tensor]) -
     return compute_device(held, None if live is None else local_tensor(live).device)
 
 
-Managers: TypeAlias = Mapping[nn.Parameter, Any]
-"""FSDP2's own object for each parameter that it shards. Valid for meta tensors until they are materialized."""
+FsdpParams: TypeAlias = Mapping[nn.Parameter, Any]
+"""FSDP2's ``FSDPParam`` of each parameter that it shards. Keys are parameters before they are materialized."""
 
 
-def target_devices(held: Sequence[TensorRef], managers: Managers, device: torch.device) -> dict[str, torch.device]:
+def target_devices(
+    held: Sequence[TensorRef], fsdp_params: FsdpParams, device: torch.device
+) -> dict[str, torch.device]:
     """Return the device of each tensor by FQN, or the device that it will be materialized on."""
-    return {item.fqn: _get_device(item, managers, device) for item in held}
+    return {item.fqn: _get_device(item, fsdp_params, device) for item in held}
 
 
-def _get_device(item: TensorRef, managers: Managers, device: torch.device) -> torch.device:
+def _get_device(item: TensorRef, fsdp_params: FsdpParams, device: torch.device) -> torch.device:
     if not item.tensor.is_meta:
         return item.local.device
-    manager = _find_fsdp_param(item, managers)
-    return torch.device("cpu") if manager is not None and torch_api.is_offloaded(manager) else device
+    fsdp_param = _find_fsdp_param(item, fsdp_params)
+    return torch.device("cpu") if fsdp_param is not None and torch_api.is_offloaded(fsdp_param) else device
 
 
-def _find_fsdp_param(item: TensorRef, managers: Managers) -> Any:
-    return managers.get(item.tensor) if isinstance(item.tensor, nn.Parameter) else None
+def _find_fsdp_param(item: TensorRef, fsdp_params: FsdpParams) -> Any:
+    return fsdp_params.get(item.tensor) if isinstance(item.tensor, nn.Parameter) else None
 
 
-def materialize(held: Sequence[TensorRef], managers: Managers, device: torch.device) -> dict[str, torch.Tensor]:
+def materialize(
+    held: Sequence[TensorRef], fsdp_params: FsdpParams, device: torch.device
+) -> dict[str, torch.Tensor]:
     """Allocate uninitialized memory of this rank's shard for every meta tensor. Other tensors are unchanged.
 
-    ``managers`` belong to the model. A parameter that is not among them is in no FSDP2 group. Returns this rank's
-    local tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with their
+    ``fsdp_params`` belong to the model. A parameter that is not among them is in no FSDP2 group. Returns this
+    rank's local tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with their
     ``requires_grad`` and attributes. Memory: this rank's shards.
     """
-    return {item.fqn: _allocate(item, managers, device) if item.tensor.is_meta else item.local for item in held}
+    return {item.fqn: _allocate(item, fsdp_params, device) if item.tensor.is_meta else item.local for item in held}
 
 
-def _allocate(item: TensorRef, managers: Managers, device: torch.device) -> torch.Tensor:
+def _allocate(item: TensorRef, fsdp_params: FsdpParams, device: torch.device) -> torch.Tensor:
     """Replace a tensor on meta by one with uninitialized memory. Return its local tensor."""
-    tensor, device, manager = item.tensor, _get_device(item, managers, device), _find_fsdp_param(item, managers)
-    if manager is None:
+    tensor, fsdp_param = item.tensor, _find_fsdp_param(item, fsdp_params)
+    device = _get_device(item, fsdp_params, device)
+    if fsdp_param is None:
         local = torch.empty_like(local_tensor(tensor), device=device)
     else:
-        size, pins = torch_api.padded_size(manager), torch_api.pins_memory(manager)
+        # FSDP2 gathers shards of one size, that of rank 0. So memory is padded, and the parameter is a view of it.
+        size, pins = torch_api.padded_size(fsdp_param), torch_api.pins_memory(fsdp_param)
         padded = torch.empty(size, dtype=tensor.dtype, device=device, pin_memory=pins)
-        local = torch_api.without_padding(manager, padded)
+        local = torch_api.without_padding(fsdp_param, padded)
     made = torch_api.sharded_as(tensor, local) if isinstance(tensor, DTensor) else local
     if not isinstance(tensor, nn.Parameter):
         item.install(made)
@@ -103,14 +109,15 @@ def _allocate(item: TensorRef, managers: Managers, device: torch.device) -> torc
     parameter = made if isinstance(made, nn.Parameter) else nn.Parameter(made, requires_grad=tensor.requires_grad)
     take_after(parameter, tensor)
     item.install(parameter)
-    if manager is not None:
-        torch_api.adopt_sharded(manager, parameter)
+    # After install(): FSDP2 takes the parameter that is set on its modules.
+    if fsdp_param is not None:
+        torch_api.adopt_sharded(fsdp_param, parameter)
     return local
 
 
-def offloads_shards(managers: Managers) -> bool:
+def offloads_shards(fsdp_params: FsdpParams) -> bool:
     """Return whether sharded parameters live on the CPU although the mesh is of another device."""
-    return any(torch_api.is_offloaded(manager) for manager in managers.values())
+    return any(torch_api.is_offloaded(fsdp_param) for fsdp_param in fsdp_params.values())
 
 
 _MEMINFO = Path("/proc/meminfo")

@@ -71,7 +71,7 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
         call = size, folder, function, args
-        context: Any = start_processes(_call, call, size, join=False, start_method="spawn")
+        context: Any = start_processes(_run_rank, call, size, join=False, start_method="spawn")
         with _signals(context.processes, asks_first=asks_first):
             try:
                 first = _join_all(context)
@@ -90,7 +90,7 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
 
 
 def _priority(error: BaseException) -> int:
-    """Return the priority of an error: deliberate errors come before those of ranks that then lost their peer."""
+    """Return a sort key: deliberate errors (0) come before those of ranks that then lost their peer."""
     later = (RankEndedError, RankLostError, RankError)
     return 3 - next((place for place, kind in enumerate(later) if isinstance(error, kind)), 3)
 
@@ -152,7 +152,7 @@ def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None
 # On the ranks
 
 
-def _call(rank: int, size: int, folder: str, function: RankFunction, args: Sequence[Any]) -> None:
+def _run_rank(rank: int, size: int, folder: str, function: RankFunction, args: Sequence[Any]) -> None:
     """Join the other ranks, call the function, and write its outcome to a file in ``folder``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: sent when the parent ends

@@ -142,7 +142,8 @@ class ReadExecutor:
        b. Workers read the requests, into the targets or through staging, device by device.
        c. Blocks that are computed from stored values follow.
        d. The identities of the files are still those of a, or the values count for nothing.
-    3. ``written`` has the elements that were written by FQN, and ``read_bytes`` their bytes, for the audit.
+    3. ``written`` has the number of elements written by FQN, for the audit ("" for :meth:`read_values` and inputs).
+       ``read_bytes`` has the bytes of all requests, gaps and inputs of blocks included, for the report.
 
     :meth:`read_values` may come at any time: it returns values in memory of their own, and compares no identities.
     The caller opens the reader, and closes it afterwards.
@@ -158,11 +159,11 @@ class ReadExecutor:
     written: dict[str, int] = field(default_factory=dict)
     read_bytes: int = 0
     _last: tuple[object, Mapping[str, torch.Tensor]] | None = None
-    """The last block that was computed alone, and its key. Kept for a request that needs it and follows at once."""
+    """Key and outputs of the last block computed alone, for a request that needs it and follows at once."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def place(self, plan: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill this rank's own tensors, one for each destination. Memory: the budget.
+        """Fill this rank's own tensors, one for each of ``plan.items``. Memory: the budget.
 
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
@@ -200,9 +201,11 @@ class ReadExecutor:
         device: torch.device,
         budget_bytes: int,
     ) -> None:
+        # Large enough for each request: plan_reads cut them for the same budget, concurrency and kind of device.
         most_bytes = max_staged_bytes(requests)
         buffers = staging_buffers(budget_bytes, self.reader.policy.concurrency, device, most_bytes)
         try:
+            # Each thread calls self._read(targets, request, its buffer).
             WorkerPool(partial(self._read, targets), buffers, self.world.check).run(requests)
         finally:  # also after an error: copies in progress use memory that is freed next
             for buffer in buffers:
@@ -250,6 +253,7 @@ class ReadExecutor:
 
     def _read_request(self, request: FileRequest, targets: TargetTensors, buffer: StagingBuffer) -> None:
         """Read one range: direct segments into the tensors' memory, other segments and gaps into staging."""
+        # One read covers the request. Gaps between segments land in staging too, and are not looked at.
         staged: list[tuple[Segment, int]] = []
         views: list[memoryview] = []
         staging: memoryview | None = None
@@ -264,6 +268,7 @@ class ReadExecutor:
                 views.append(staging[used : used + gap])
                 used += aligned(gap)
             if segment.is_direct:
+                # In bytes. The target's offset is in elements of the tensor's memory.
                 start = segment.copy.target.offset * targets.tensors[segment.target].element_size()
                 views.append(targets.memory(segment.target)[start : start + segment.bytes.nbytes])
             else:
@@ -272,6 +277,7 @@ class ReadExecutor:
                 staged.append((segment, used))
                 used += aligned(segment.bytes.nbytes)
         self.reader.read_vectored(request.file, request.bytes.start, views)
+        # Direct segments are in place already.
         for segment, start in staged:
             buffer.put(segment, start, targets.tensors[segment.target])
         if staging is not None:

@@ -198,7 +198,7 @@ class IncomingShards:
     def __init__(self, model: nn.Module, supply: SourceTable) -> None:
         self.model = model
         self.supply = supply
-        self.managers = torch_api.fsdp_params(model)
+        self.fsdp_params = torch_api.fsdp_params(model)
         self.held = {item.fqn: item for item in collect_tensors(model)}
         live = next(iter(supply.live.values()), None)
         self.device = compute_device(list(self.held.values()), None if live is None else live.device)
@@ -228,7 +228,7 @@ class IncomingShards:
         keys = self.supply.keys
         parameters = [self.held[keys[name].parameter if name in keys else name] for name in names]
         wanted = [item for item in parameters if item.kind is TensorKind.PARAMETER]
-        materialize(wanted, self.managers, self.device)
+        materialize(wanted, self.fsdp_params, self.device)
         targets: dict[str, moving.LocalTensor] = {}
         for name in names:
             if name in keys:
@@ -256,7 +256,7 @@ class IncomingShards:
             and item.tensor.is_meta
             and (item.fqn in bound_names or _is_averaged(item.tensor, sharding))
         ]
-        materialize(awaiting, self.managers, self.device)
+        materialize(awaiting, self.fsdp_params, self.device)
         for item in awaiting:
             if item.tensor.dtype.is_floating_point and item.tensor.dtype.itemsize > 1:
                 item.local.fill_(float("nan"))

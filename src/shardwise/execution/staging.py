@@ -33,8 +33,8 @@ class HostStaging:
     def stage(self, values: torch.Tensor, start: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a row-major copy of a tensor at byte ``start`` of the buffer, cast to ``dtype`` if given."""
         dtype = values.dtype if dtype is None else dtype
-        rows = self.buffer[start : start + values.numel() * dtype.itemsize]
-        return rows.view(dtype).view(values.shape).copy_(values)
+        flat = self.buffer[start : start + values.numel() * dtype.itemsize]
+        return flat.view(dtype).view(values.shape).copy_(values)
 
     def begin(self) -> memoryview:
         """Return the buffer for the bytes of the next request."""
@@ -81,9 +81,10 @@ class DeviceStaging:
 
     def begin(self) -> memoryview:
         self._turn = 1 - self._turn
-        with self._module.device(self.device):  # the current one of a new thread is the first of the machine
+        with self._module.device(self.device):  # a new thread's current device is device 0
             if not self._copied:
                 self._copied = [self._module.Event() for _ in self._pinned]
+            # Until the copies out of this buffer, of two requests ago, have ended.
             self._copied[self._turn].synchronize()
             return self._pinned[self._turn].begin()
 
@@ -106,9 +107,9 @@ class DeviceStaging:
                 self._on_device = [
                     torch.empty(self.nbytes, dtype=torch.uint8, device=self.device) for _ in self._pinned
                 ]
-            rows = slice(start, start + segment.bytes.nbytes)
+            span = slice(start, start + segment.bytes.nbytes)
             buffer = self._on_device[self._turn]
-            buffer[rows].copy_(pinned[rows], non_blocking=True)
+            buffer[span].copy_(pinned[span], non_blocking=True)
             target.copy_(as_stored(buffer, segment, start))
 
     def end(self) -> None:

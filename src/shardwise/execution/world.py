@@ -102,7 +102,8 @@ class World:
     A call can expect the following sequence:
 
     1. :meth:`current` on every rank, with the name of the public function.
-    2. ``with world:``: the rank joins the call. Ranks that are in different calls find out here.
+    2. ``with world:``: the rank joins the call. Ranks that are in different calls find out here. A world that lasts
+       longer than a call (AdapterBank, the Trainer's steps) is not entered, and ranks find out in its first phase.
     3. Phases, the same on every rank and in the same order::
 
            with world.collective("plan the save"):

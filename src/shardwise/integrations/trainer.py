@@ -109,6 +109,7 @@ class ShardwiseTrainer(_Trainer):
                 self.args.save_only_model = self._save_only_model
         world = World.current(call="the Trainer's callbacks")
         self._events = AgreedEvents(self.callback_handler.call_event, world, self)
+        # On the instance, over the handler's method: on_step_end and all others go through it.
         vars(self.callback_handler)["call_event"] = self._events
         self._saved_step: int | None = None
         self._position: folders.StreamPosition | None = None
@@ -230,7 +231,9 @@ class ShardwiseTrainer(_Trainer):
                     if world.rank == 0:
                         folders.remove_left(run)
         self._saved_step, self._on_other_base = None, on_other_base
+        # Not entered: it lasts as long as the training.
         steps = World.current(call="the Trainer's steps")
+        # translate_collective_errors needs ranks that have met over the control channel.
         if steps.size > 1:
             steps.all_gather_object(None)
         try:
@@ -238,10 +241,12 @@ class ShardwiseTrainer(_Trainer):
             with translated, self._synchronized(steps):
                 return super().train(None if source is None else str(source), *others, **keywords)
         finally:
+            # An error leaves it set, and AgreedEvents would go on to wait for the other ranks.
             self.is_in_train = False
 
     def _synchronized(self, world: World) -> ExitStack:
         """Synchronize the ranks in each step within the block. See [Note: A rank that fails alone]."""
+        # On the instance, and within the block only: outside a training nothing is synchronized here.
         stack = ExitStack()
         if world.size > 1:
             batches = partial(self._make_batches, world, self.get_batch_samples)

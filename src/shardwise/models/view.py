@@ -377,13 +377,13 @@ def abbreviate(names: Sequence[str]) -> str:
     return few_names((name or "the root" for name in names), most=8)
 
 
-def padded_numels(held: Sequence[TensorRef], managers: Mapping[nn.Parameter, Any]) -> dict[str, int]:
+def padded_numels(held: Sequence[TensorRef], fsdp_params: Mapping[nn.Parameter, Any]) -> dict[str, int]:
     """Return the elements of this rank's memory for each sharded parameter by name, including padding.
 
-    ``managers`` are FSDP2's ``FSDPParam`` objects by parameter.
+    ``fsdp_params`` are FSDP2's ``FSDPParam`` objects by parameter.
     """
     return {
-        item.fqn: torch_api.padded_numel(managers[item.tensor])
+        item.fqn: torch_api.padded_numel(fsdp_params[item.tensor])
         for item in held
-        if isinstance(item.tensor, nn.Parameter) and item.tensor in managers
+        if isinstance(item.tensor, nn.Parameter) and item.tensor in fsdp_params
     }

@@ -33,7 +33,7 @@ class Segment:
 
     ``target`` is the index of the tensor that the copy fills. A direct segment is one contiguous run of bytes that
     is read straight into one contiguous run of the tensor's memory. Any other is staged: it is read into a staging
-    buffer, and copied from there with casts and strides.
+    buffer, and copied from there with casts and strides. Direct is not O_DIRECT, which no read uses.
     """
 
     bytes: ByteRange
@@ -88,22 +88,22 @@ def copies_by_run(copy: Copy, *, max_gap: int) -> Iterator[Copy]:
     """Yield the copy in pieces, cut at every gap of more than ``max_gap`` elements in the leaf."""
     source = copy.source
     # Axes of a copy are sorted, widest stride first. `run` is what the inner axes span.
-    run, kept = 1, len(source.sizes)
+    run, num_outer = 1, len(source.sizes)
     for axis in range(len(source.sizes) - 1, -1, -1):
         if source.strides[axis] - run > max_gap:
             break
         run += source.strides[axis] * (source.sizes[axis] - 1)
-        kept = axis
-    if kept == 0:
+        num_outer = axis
+    if num_outer == 0:
         yield copy
         return
-    for steps in itertools.product(*map(range, source.sizes[:kept])):
-        yield Copy(copy.leaf, _inner_view(source, kept, steps), _inner_view(copy.target, kept, steps))
+    for steps in itertools.product(*map(range, source.sizes[:num_outer])):
+        yield Copy(copy.leaf, _inner_view(source, num_outer, steps), _inner_view(copy.target, num_outer, steps))
 
 
-def _inner_view(view: Strided, kept: int, steps: tuple[int, ...]) -> Strided:
-    moved = sum(step * stride for step, stride in zip(steps, view.strides[:kept], strict=True))
-    return Strided(view.offset + moved, view.sizes[kept:], view.strides[kept:])
+def _inner_view(view: Strided, num_outer: int, steps: tuple[int, ...]) -> Strided:
+    moved = sum(step * stride for step, stride in zip(steps, view.strides[:num_outer], strict=True))
+    return Strided(view.offset + moved, view.sizes[num_outer:], view.strides[num_outer:])
 
 
 def plan_requests(
@@ -113,7 +113,7 @@ def plan_requests(
 
     Adjacent segments are joined if the gap is at most ``policy.max_gap_bytes``, gaps are a small part of the
     request, no segments overlap, and the staged bytes (gaps included) fit in ``staging_bytes``. Strided segments
-    are not joined with others because they may be copied in another way.
+    are joined with strided ones only, because they may be copied in another way.
 
     Args:
         segments: segments with their files.
@@ -127,8 +127,8 @@ def plan_requests(
     last, used, gaps = ("", False), 0, 0
     for file, segment in ordered:
         begin, stop = (joined[0].bytes.start, joined[-1].bytes.stop) if joined else (0, 0)
-        gap, own = segment.bytes.start - stop, 0 if segment.is_direct else aligned(segment.bytes.nbytes)
-        more = aligned(max(gap, 0)) + own
+        gap, staged = segment.bytes.start - stop, 0 if segment.is_direct else aligned(segment.bytes.nbytes)
+        more = aligned(max(gap, 0)) + staged
         if (
             joined
             and last == (file, segment.is_strided)
@@ -141,7 +141,7 @@ def plan_requests(
             joined.append(segment)
         else:
             requests += _request(last[0], joined)
-            last, joined, used, gaps = (file, segment.is_strided), [segment], own, 0
+            last, joined, used, gaps = (file, segment.is_strided), [segment], staged, 0
     requests += _request(last[0], joined)
     begin = int(len(requests) * start_at)
     return requests[begin:] + requests[:begin]

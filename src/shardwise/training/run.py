@@ -63,13 +63,15 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         require_pad_token(model, processor)
         reference = trl_setup.load_reference(arguments, config.method)
         trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data, local_rank)
-        progress = RunCallback(request, record)
-        trainer.add_callback(progress)
+        callback = RunCallback(request, record)
+        trainer.add_callback(callback)
         trackers = guard_trackers(trainer)
+        # First: it is collective, and a callback before it could raise on one rank alone.
         trainer.callback_handler.callbacks.insert(0, MemoryCallback(trackers))
-        done = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
+        result = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
         state = trainer.state
-        with World.current(call="train") as world:  # early stopping leaves steps, too
+        # A signal may have reached one rank only. Steps left are no sign of one: early stopping leaves some, too.
+        with World.current(call="train") as world:
             is_signaled = world.all_reduce_object(request.is_made, any)
         has_stopped = is_signaled and state.global_step < state.max_steps
         if not has_stopped:
@@ -82,15 +84,15 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
             if arguments.training.push_to_hub:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
         peak = peak_line(estimated_bytes)
-        tokens = trl_setup.tokens_seen(trainer) - progress.first_token
-        summary = summary_lines(state, progress.first_step, done.metrics["train_runtime"], tokens, peak)
+        tokens = trl_setup.tokens_seen(trainer) - callback.first_token
+        summary = summary_lines(state, callback.first_step, result.metrics["train_runtime"], tokens, peak)
         if hasattr(trainer, "end"):  # since transformers 5.18
             trainer.end()
     return TrlOutcome(
         str(output),
         int(state.global_step),
         has_stopped,
-        dict(done.metrics),
+        dict(result.metrics),
         tuple(state.log_history),
         tuple(summary),
     )

@@ -323,6 +323,7 @@ def make_trainer(
             on every rank.
     """
     base = getattr(trl, _NAMES[method][1])
+    # ShardwiseTrainer first: its methods override those of TRL and the Trainer, and call them by super().
     kind = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
     further: dict[str, Any] = {}
     if reference is not None:
@@ -331,6 +332,7 @@ def make_trainer(
         further["reward_funcs"] = _reward_functions(arguments.script)
     train, test = data
     patience = arguments.own.early_stopping_patience
+    # Kept until the block below, where it is raised on all ranks.
     failure, made = None, None
     try:
         with dataset_loading.preparing_together(base, local_rank, data, _text_field(arguments.training)):
@@ -418,7 +420,7 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
         ranks: number of ranks. None for its ``num_processes``.
         placed: ``nodes``, ``device`` and ``memory_bytes``.
 
-    Collective: no.
+    Collective: no, unless ``accelerate_config`` has replicas, whose mesh is made.
 
     Raises:
         ConfigError: the configuration is rejected, or has no number of ranks.
