@@ -115,6 +115,18 @@ def require_equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+def unlike(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of what is not bit for bit, shape for shape and dtype for dtype the same."""
+    faults = sorted(found.keys() ^ wanted.keys())
+    for name in found.keys() & wanted.keys():
+        one, other = found[name], wanted[name]
+        if (one.dtype, one.shape) != (other.dtype, other.shape) or not torch.equal(
+            raw_bytes(one), raw_bytes(other)
+        ):
+            faults.append(name)
+    return faults
+
+
 def differences(found: dict[str, Any], truth: dict[str, Any]) -> list[str]:
     """What is not bitwise the same in two snapshots."""
     faults: list[str] = []

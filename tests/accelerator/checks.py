@@ -2,7 +2,7 @@
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,10 +10,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
-from safetensors.torch import load_file
 from tests.accelerator import simulated
 from tests.engines import sharding
 from tests.integrations import runs
+from tests.merging.adapters import tensors_of
+from tests.truth import unlike
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -26,8 +27,7 @@ from shardwise.errors import ShardingError
 from shardwise.execution.distributed_chunks import ChunkStaging
 from shardwise.execution.processes import try_collectives
 from shardwise.execution.staging import DeviceStaging, HostStaging
-
-Values = Mapping[str, torch.Tensor]
+from shardwise.models.view import local_tensor as _local
 
 LOADS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -48,26 +48,6 @@ def own_values(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's part of each tensor, on the CPU."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: _local(tensor).detach().cpu().clone() for name, tensor in named}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def unlike(found: Values, expected: Values) -> list[str]:
-    """Names of tensors that are not bit for bit the same, or that one lacks."""
-    names = dict.fromkeys([*found, *expected])
-    return [
-        name
-        for name in names
-        if name not in found or name not in expected or not _same(found[name], expected[name])
-    ]
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def both(folder: str, what: str = "float32", **keywords: Any) -> tuple[nn.Module, nn.Module]:
@@ -168,15 +148,11 @@ def saves(folder: str, out: str) -> list[str]:
     there, here = both(folder, "bfloat16")
     shardwise.save(there, f"{out}/there")
     shardwise.save(here, f"{out}/here")
-    files = [_tensors_in(Path(out) / name) for name in ("there", "here")]
+    files = [tensors_of(Path(out, name)) for name in ("there", "here")]
     streams = [
         {name: tensor.cpu().clone() for name, tensor in shardwise.iter_hf_tensors(model)} for model in (there, here)
     ]
     return unlike(*files) + unlike(*streams)
-
-
-def _tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
 
 
 def trained(folder: str, **keywords: Any) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:

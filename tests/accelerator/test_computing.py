@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.accelerator import checks, simulated
 from tests.accelerator.test_ranks import require_same, written
 from tests.quantized import quantizing
+from tests.truth import unlike
 
 import shardwise
 from shardwise.execution import device_computing, reading
@@ -41,7 +42,7 @@ def loads(folder: str, keywords: dict[str, Any]) -> list[str]:
     with checks.late_copies(), there_alone:
         there = shardwise.from_pretrained(folder, **keywords)
     here = shardwise.from_pretrained(folder, **keywords, sharding=checks.on_host())
-    return checks.unlike(checks.own_values(there), checks.own_values(here))
+    return unlike(checks.own_values(there), checks.own_values(here))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def blocks_on_the_host(folder: str) -> int:
     with mock.patch.object(reading, "evaluate", wraps=reading.evaluate) as evaluate:
         there = shardwise.from_pretrained(folder, dtype="bfloat16")
     here = shardwise.from_pretrained(folder, dtype="bfloat16", sharding=checks.on_host())
-    assert checks.unlike(checks.own_values(there), checks.own_values(here)) == []
+    assert unlike(checks.own_values(there), checks.own_values(here)) == []
     return evaluate.call_count
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.accelerator.checks import unlike
 from tests.accelerator.simulated import environment
 from tests.integrations.requirements import require_patched_names
 from tests.training import tiny
+from tests.truth import unlike
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,6 +5,7 @@ import torch
 from tests.accelerator import checks
 from tests.accelerator.ranks import simulated_ranks
 from tests.accelerator.test_ranks import written
+from tests.truth import unlike
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -20,7 +21,7 @@ def flattened(folder: str) -> list[str]:
     sharding = shardwise.Sharding(mesh=mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
     with checks.late_copies():
         there, here = checks.both(folder, sharding=sharding)
-    return checks.unlike(checks.own_values(there), checks.own_values(here))
+    return unlike(checks.own_values(there), checks.own_values(here))
 
 
 def by_plans(folder: str) -> list[str]:
@@ -33,7 +34,7 @@ def by_plans(folder: str) -> list[str]:
         shardwise.load(model, folder)
     whole = shardwise.from_pretrained(folder, dtype="float32", sharding=checks.on_host())
     states = [shardwise.get_model_state_dict(each, "full_on_all_ranks") for each in (model, whole)]
-    return checks.unlike(*states)
+    return unlike(*states)
 
 
 @pytest.mark.parametrize("check", [flattened, by_plans], ids=lambda check: check.__name__)

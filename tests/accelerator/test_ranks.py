@@ -13,6 +13,7 @@ from tests.accelerator.ranks import simulated_ranks
 from tests.integrations import runs
 from tests.integrations.requirements import require_patched_names
 from tests.quantized import quantizing
+from tests.truth import unlike
 
 pytestmark = pytest.mark.distributed
 
@@ -105,7 +106,7 @@ def test_a_trainer(ranks, worlds, tmp_path):
         checks.trainer, run.but(arguments={**run.arguments, "output_dir": f"{folder}/2", "use_cpu": False})
     )
     for one, other in zip(there, here, strict=True):
-        assert checks.unlike(one, other) == []
+        assert unlike(one, other) == []
 
 
 def test_values_between_device_and_files_are_not_copied_through_pageable_memory(ranks, llama, fp8, tmp_path):

@@ -5,14 +5,10 @@ from pathlib import Path
 
 import pytest
 from tests.checkpoints.tiny import Training, differences
-from tests.engines.test_concurrent_saves import Before
+from tests.support.meanwhile import meanwhile, unmark
 
 from shardwise import Checkpointer, FormatError, StorageError
 from shardwise.checkpoints import write
-from shardwise.execution import locked_folder as marked
-from shardwise.storage.writing import open_writer
-
-MARK = "shardwise.saving"
 
 
 @pytest.fixture
@@ -26,7 +22,7 @@ def saved(tmp_path: Path) -> tuple[Path, Training]:
 
 def other_run(root: Path, step: int) -> Training:
     """Another run takes the folder over, and saves; its training."""
-    (root / MARK).unlink()
+    unmark(root)
     training = Training(seed=7)
     Checkpointer(root, keep=None).save(step, training.state)
     return training
@@ -49,21 +45,13 @@ MOMENTS = {
 
 @pytest.mark.parametrize("step", [3, 5], ids=["the same step", "a later step"])
 @pytest.mark.parametrize("at", MOMENTS)
-def test_one_that_lost_its_mark_harms_neither_the_other_nor_the_older(saved, at, step, monkeypatch):
+def test_one_that_lost_its_mark_harms_neither_the_other_nor_the_older(saved, at, step):
     root, training = saved
     good = training.taken()
     others: list[Training] = []
     checkpointer = Checkpointer(root, keep=1)
-    with monkeypatch.context() as patched:
-
-        def act() -> None:
-            patched.undo()
-            others.append(other_run(root, step))
-
-        for home in (write, marked):
-            patched.setattr(home, "open_writer", lambda target: Before(open_writer(target), MOMENTS[at], act))
-        with pytest.raises(StorageError):
-            checkpointer.save(3, training.state)
+    with meanwhile(MOMENTS[at], lambda: others.append(other_run(root, step))), pytest.raises(StorageError):
+        checkpointer.save(3, training.state)
     assert Checkpointer(root).steps() == [1, step]
     assert differences(restored(root, step), others[0].taken()) == []
     assert differences(restored(root, 1), good) == []

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
-from shardwise.models.view import raw_bytes
 from shardwise.storage.machine import pid_namespace
 
 OPTIONS = shardwise.options.SaveOptions(budget_bytes=4096, progress=False)
@@ -57,17 +56,6 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def expected(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     values = {name: cast(tensor, dtype) for name, tensor in model.state_dict().items()}
     return {name: value for name, value in values.items() if name != "head.weight"}
-
-
-def unlike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
-    """Names of what is not bit for bit, shape for shape and dtype for dtype the same."""
-    faults = sorted(found.keys() ^ wanted.keys())
-    for key in found.keys() & wanted.keys():
-        one, other = found[key], wanted[key]
-        is_alike = one.dtype == other.dtype and one.shape == other.shape
-        if not is_alike or not torch.equal(raw_bytes(one), raw_bytes(other)):
-            faults.append(key)
-    return faults
 
 
 def save_odd(folder: str, size: str, dtype: torch.dtype | None) -> None:

@@ -14,11 +14,11 @@ from tests.support.world import attempt
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import Sharding
 from shardwise.execution.moving import ShardExchange
+from shardwise.models.view import local_tensor as local
 from shardwise.models.view import raw_bytes
 from shardwise.options import Ignore
 
@@ -108,10 +108,6 @@ def large_state() -> list[str]:
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     shardwise.shard(model, Sharding(mesh=sharding.mesh_of("hsdp"), wrap="whole_model"))
     return state_differences(shardwise.get_model_state_dict(model, "full_on_all_ranks"), expected)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(state: dict[str, torch.Tensor], provided_by: str) -> dict[str, torch.Tensor] | None:

@@ -167,9 +167,3 @@ def test_a_folder_is_made_to_last_by_its_finder(tmp_path, monkeypatch):
     )
     save(1, tmp_path / "run")
     assert str(tmp_path) in synced
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _tidy():
-    yield
-    shutil.rmtree("two-saves", ignore_errors=True)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engines.saving import expected, full_disk, linear, mark, unlike
+from tests.engines.saving import expected, full_disk, linear, mark
 from tests.merging.adapters import tensors_of
 from tests.support.files import contents as content
 from tests.support.files import small_file_system
+from tests.truth import unlike
 from torch import nn
 
 import shardwise

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import load_cases
-from tests.engines.saving import unlike
 from tests.merging.adapters import tensors_of
 from tests.support.world import attempt
+from tests.truth import unlike
 from transformers import AutoModelForCausalLM
 
 import shardwise

@@ -7,9 +7,10 @@ from safetensors.torch import load_file
 from tests import zoo
 from tests.engines import saving
 from tests.engines.conftest import MIXTRAL, small_qwen3
-from tests.engines.saving import OPTIONS, Odd, expected, unlike
+from tests.engines.saving import OPTIONS, Odd, expected
 from tests.merging.adapters import tensors_of
 from tests.support.world import require_same_error
+from tests.truth import unlike
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast

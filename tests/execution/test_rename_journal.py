@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.interchange.test_commit import contents, last_mark_removed, meanwhile
+from tests.support.files import contents
+from tests.support.meanwhile import meanwhile, unmark
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution import committing, rename_journal
@@ -51,7 +52,7 @@ def test_files_count_though_another_has_carried_out_their_renames_and_died(tmp_p
     taken: list[LockedFolder] = []
 
     def other() -> None:
-        last_mark_removed(tmp_path)
+        unmark(tmp_path)
         writer = open_writer(tmp_path)
         taken.append(LockedFolder(writer, "0123abcd"))
         (file,) = listed(tmp_path)
@@ -64,7 +65,7 @@ def test_files_count_though_another_has_carried_out_their_renames_and_died(tmp_p
     with meanwhile(lambda name, *_: name == "rename" and listed(tmp_path), other):
         save(2, tmp_path)
     taken[0].release()
-    last_mark_removed(tmp_path)
+    unmark(tmp_path)
     assert seen(tmp_path) == 2
 
 
@@ -72,7 +73,7 @@ def test_one_that_lost_its_mark_before_the_list_counts_is_reported(tmp_path):
     save(1, tmp_path)
 
     def other() -> None:
-        last_mark_removed(tmp_path)
+        unmark(tmp_path)
         save(3, tmp_path)
 
     with meanwhile(lambda name, *_: name == "publish", other), pytest.raises(StorageError):
@@ -87,7 +88,7 @@ def test_one_that_lost_its_mark_behind_the_list_leaves_the_other_s_files(tmp_pat
     (tmp_path / "random_states_7.pkl").write_text("of more ranks")
 
     def other() -> None:
-        last_mark_removed(tmp_path)
+        unmark(tmp_path)
         save(3, tmp_path)
         (tmp_path / "random_states_7.pkl").write_text("of more ranks once more")
 

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
+from tests.truth import unlike as same_bits
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
@@ -169,11 +170,6 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: value.clone() for name, value in shardwise.get_model_state_dict(model, "full_on_all_ranks").items()
     }
-
-
-def same_bits(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> list[str]:
-    names = sorted(found.keys() ^ truth.keys())
-    return names + [name for name in truth if name in found and not torch.equal(found[name], truth[name])]
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.interchange.test_commit import FORMS, contents, model, save, seed_in
+from tests.interchange.test_commit import FORMS, model, save, seed_in
+from tests.support.files import contents
 from tests.torture.libraries import accelerated, save_by_accelerate
 from torch import nn
 

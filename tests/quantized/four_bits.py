@@ -6,19 +6,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from tests.peers import use_peers
+from tests.truth import whole
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardwise
+from shardwise.models.view import local_tensor as local_of
 from shardwise.options import Fp4, LoadOptions, MergedAdapter, Nf4
 
 FORMS = {"nf4": Nf4, "fp4": Fp4}
 STEPS = 20
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharding_on(mesh: str, **policies: Any) -> shardwise.Sharding:
@@ -108,10 +106,6 @@ def differing_alone(folder: str, mesh: str, form: str, scales: str, out: str) ->
             if first.keys() != second.keys() or not all(torch.equal(first[key], second[key]) for key in first):
                 found.append(f"{dtype}: files")
     return found
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def answers_of(model: Any) -> dict[str, torch.Tensor]:

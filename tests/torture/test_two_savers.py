@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import pytest
+from tests.support.meanwhile import unmark
 from tests.torture.actors import Actor, actor, play
 from tests.torture.libraries import has_trainer
 from tests.torture.scenarios import FIRST, SECOND, THIRD, Stage, effects_of, known, last_step, require_found, stage
-from tests.torture.verbs import MARK, NEW, NEXT, OTHER
+from tests.torture.verbs import NEW, NEXT, OTHER
 
 MODELS = [
     ("several over one", "disk"),
@@ -41,12 +42,6 @@ def held(here: Stage, seed: int, *, at_last_step: bool = False) -> AbstractConte
     return actor(here.part(seed, FIRST), last_step(here.verb, here.store) if at_last_step else half)
 
 
-def unmark(here: Stage) -> None:
-    """By hand, and too early."""
-    for mark in here.folder.rglob(f"{MARK}*"):
-        mark.unlink()
-
-
 @saving_all
 def test_the_second_is_refused_while_the_first_continues_and_saves_when_that_was_killed(here: Stage) -> None:
     with held(here, NEW) as first:
@@ -69,7 +64,7 @@ def test_the_second_is_refused_while_the_first_continues_and_saves_when_that_was
 def test_one_that_is_taken_over_is_reported_and_harms_nothing(here: Stage, at_last_step: bool) -> None:
     with held(here, NEW, at_last_step=at_last_step) as first:
         assert first.is_held(), first.error
-        unmark(here)
+        unmark(here.folder)
         assert play(here.part(OTHER, SECOND)) == ""
         assert first.finish().startswith("StorageError")
     require_found(here, OTHER)

@@ -17,6 +17,7 @@ from safetensors.torch import load as load_safetensors
 from tests.checkpoints.tiny import Training
 from tests.faults.saving import Blocks
 from tests.support.crashes import CrashState, model_in
+from tests.support.meanwhile import MARK, unmark
 from tests.torture import libraries
 from tests.tuning import reference
 
@@ -27,7 +28,6 @@ OLD, NEW, OTHER, NEXT = 1, 2, 3, 4
 """Seeds: what was there, what the first actor saves, what another one does, and who comes after a crash."""
 
 SEEDS = (OLD, NEW, OTHER, NEXT)
-MARK = "shardwise.saving"
 ONE_FILE, SEVERAL_FILES = "1GB", "3KB"
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
@@ -62,8 +62,7 @@ def put_down(state: CrashState) -> Iterator[Path]:
     """The files of a state, in a folder. Whose mark is there has died with the machine."""
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         state.put_into(folder)
-        for mark in Path(folder).rglob(MARK):
-            mark.unlink()
+        unmark(Path(folder))
         yield Path(folder)
 
 
