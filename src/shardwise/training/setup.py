@@ -28,6 +28,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.execution.collective_errors import is_collective_error, is_out_of_memory
 from shardwise.execution.world import World
 from shardwise.integrations import ShardwiseTrainer, for_trainer
+from shardwise.models.accelerate_config import read_accelerate_config
 from shardwise.models.policies import Classes, MinSize, WrapPolicy
 from shardwise.models.quantization import Fp4, Nf4
 from shardwise.models.torch_api import accelerator
@@ -420,7 +421,7 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
         ranks: number of ranks. None for its ``num_processes``.
         placed: ``nodes``, ``device`` and ``memory_bytes``.
 
-    Collective: no, unless ``accelerate_config`` has replicas, whose mesh is made.
+    Collective: no.
 
     Raises:
         ConfigError: the configuration is rejected, or has no number of ranks.
@@ -429,8 +430,12 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
     ranks = ranks or config.own.num_processes
     if not ranks:
         raise ConfigError("num_processes: is missing. Set it, or give --ranks")
-    replicas, rows_per_example = config.own.dp_replicate_size, 2 if config.method == "dpo" else 1
-    on_one = replace(config, own=replace(config.own, dp_replicate_size=1))
+    rows_per_example = 2 if config.method == "dpo" else 1
+    # Replicas are a mesh of this process's ranks in a training. Here there are no ranks.
+    replicas, fields = config.own.dp_replicate_size, dict[str, Any]()
+    if config.own.accelerate_config:
+        fields, replicas, _ = read_accelerate_config(trl_accelerate_config(config.own.accelerate_config))
+    on_one = replace(config, own=replace(config.own, dp_replicate_size=1, accelerate_config=None))
     arguments = parse(on_one)
     training = arguments.training
     loaded: Any = model_options(arguments, config.method)
@@ -446,6 +451,8 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
         "mixed_precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
     }
     options |= placed
+    if fields:
+        options["sharding"] = Sharding(**fields)
     if isinstance(tuning, Full):
         options["trained_dtype"] = "unchanged"
     if replicas > 1:
