@@ -8,7 +8,7 @@ from typing import Any
 from tests.training import tiny
 from tests.training.on_ranks import COMMON, words
 
-from shardwise.cli.train import train_on_rank
+from shardwise.cli.train import run_on_rank
 from shardwise.training.run import TrlOutcome
 from shardwise.training.run_config import read_run_config
 from shardwise.training.tenant_config import read_tenants
@@ -64,13 +64,13 @@ def config(given: dict[str, Any]) -> list[str]:
 
 def train(given: dict[str, Any]) -> TrlOutcome:
     """Train on this rank."""
-    return train_on_rank(read_run_config(config(given)))
+    return run_on_rank(read_run_config(config(given)))
 
 
 def train_alone(given: dict[str, Any], name: str) -> list[float]:
     """Train one of the tenants by TRL's trainer on this rank; the losses of all steps."""
     own = read_tenants(read_run_config(config(given)))[name]
-    outcome = train_on_rank(own)
+    outcome = run_on_rank(own)
     return [entry["loss"] for entry in outcome.history if "loss" in entry]
 
 

@@ -29,7 +29,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from shardwise.cli.train import train_on_rank, without_token
+from shardwise.cli.train import run_on_rank, without_token
 from shardwise.errors import ShardwiseError
 from shardwise.execution import slow_ranks
 from shardwise.training import setup as trl_setup
@@ -121,7 +121,7 @@ def words(values: dict[str, Any]) -> list[str]:
 def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
     """Train on this rank; what came of it, and the losses of all steps."""
     with mock.patch.object(torch, "multinomial", quantile) if values.get("method") == "grpo" else nullcontext():
-        outcome = train_on_rank(without_token(read_run_config(words({**COMMON, **values}))))
+        outcome = run_on_rank(without_token(read_run_config(words({**COMMON, **values}))))
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
 
 
@@ -370,7 +370,7 @@ def by_command(words: list[str], place: Path) -> TrlOutcome:
     """Do on this rank, in a folder, what ``shardwise train`` does on each."""
     place.mkdir(exist_ok=True)
     os.chdir(place)
-    return train_on_rank(without_token(read_run_config(words)))
+    return run_on_rank(without_token(read_run_config(words)))
 
 
 def initial_adapter(values: dict[str, Any], folder: str) -> None:

@@ -81,7 +81,7 @@ def train_command(
         os.environ.update({name: str(value) for name, value in (config.own.env or {}).items()})
         config = without_token(config)
         ranks = nproc_per_node or _num_ranks(config)
-        outcomes = run_ranks(ranks, train_on_rank, config)
+        outcomes = run_ranks(ranks, run_on_rank, config)
     except KeyboardInterrupt:
         click.echo("interrupted: all ranks have ended. Earlier checkpoints are complete.", err=True)
         sys.exit(130)
@@ -138,20 +138,23 @@ def without_token(config: RunConfig) -> RunConfig:
     return replace(config, values=values)
 
 
-def train_on_rank(config: RunConfig) -> TrlOutcome:
+def run_on_rank(config: RunConfig) -> TrlOutcome:
     """Train on one rank, with torchrun's environment variables, which accelerate reads. Collective: yes."""
     from shardwise.execution.processes import get_rank_and_size
 
-    if config.own.has_tenants:
-        from shardwise.training.tenants import train_tenants_on_rank as run
-    else:
-        from shardwise.training.run import train_on_rank as run
     rank, size = get_rank_and_size()
     if size > 1:
         # Ranks that are started here are all on this machine, so the local rank is the rank.
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
             os.environ.setdefault(name, str(value))
-    return run(config, int(os.environ.get("LOCAL_RANK", "0")))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if config.own.has_tenants:
+        from shardwise.training.tenants import train_tenants
+
+        return train_tenants(config, local_rank)
+    from shardwise.training.run import train
+
+    return train(config, local_rank)
 
 
 def _exit_code(outcome: TrlOutcome) -> int:

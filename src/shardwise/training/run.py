@@ -49,7 +49,7 @@ class TrlOutcome:
     summary: tuple[str, ...]
 
 
-def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
+def train(config: RunConfig, local_rank: int) -> TrlOutcome:
     """Train from a configuration. Collective: yes, over the default process group.
 
     Raises:

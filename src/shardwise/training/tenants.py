@@ -37,7 +37,7 @@ from shardwise.training.tenant_rows import MicroBatch, StepOrder, TokenBudget, T
 _PAD_TO: Final = 64
 
 
-def train_tenants_on_rank(config: RunConfig, local_rank: int) -> run.TrlOutcome:
+def train_tenants(config: RunConfig, local_rank: int) -> run.TrlOutcome:
     """Train many LoRAs from a configuration. Collective: yes, over the default process group.
 
     Returns:
