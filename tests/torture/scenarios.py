@@ -1,14 +1,13 @@
 """What may happen to saves: crashes, kills, a second process at any moment, and who comes afterwards.
 
-A scene returns what is wrong, in words; an empty list is a scene that went well. Whatever happens: an acknowledged
-save is never lost, unless to one that was called later; what is found is wholly one save or wholly another, by
-values; there is always one; what nobody needs any more is removed by who comes next.
+Whatever happens: an acknowledged save is never lost, unless to one that was called later; what is found is wholly
+one save or wholly another, by values; there is always one; what nobody needs any more is removed by who comes next.
 """
 
 import atexit
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -37,7 +36,6 @@ from tests.torture import objects
 from tests.torture.actors import Part, actor, files_in, play
 from tests.torture.verbs import IN_MEMORY, MARK, NEW, NEXT, OLD, OTHER, SEEDS, VERBS, Found
 
-from shardwise.errors import StorageError
 from shardwise.storage.contract import LOCAL_WRITES, OBJECT_STORE_WRITES, WritePolicy
 
 POLICIES = {"disk": LOCAL_WRITES, "s3": OBJECT_STORE_WRITES, "az": OBJECT_STORE_WRITES}
@@ -164,17 +162,13 @@ def played(verb: str, store: str, *, over: bool) -> tuple[dict[str, bytes], list
             error = first.end()
         assert not error, error
         entries = here.log.entries()
-        faults = _not_recorded(here, before, entries)
-        assert not faults, faults
+        _require_record(here, before, entries)
     return before, entries
 
 
-def _not_recorded(here: Stage, before: Mapping[str, bytes], entries: Sequence[Entry]) -> list[str]:
-    """What was done to files beside all writers: then the record does not lead to what is there."""
-    try:
-        *_, last = states_after_kill(before, entries, policy=here.policy)
-    except StorageError as error:
-        return [str(error)]
+def _require_record(here: Stage, before: Mapping[str, bytes], entries: Sequence[Entry]) -> None:
+    """Nothing was done to files beside all writers: then the record would not lead to what is there."""
+    *_, last = states_after_kill(before, entries, policy=here.policy)
     files, there = last.state.files, here.files()
     has_ended_early = any(isinstance(entry, Killed | Failed) for entry in entries)
     left = VERBS[here.verb].is_of_others if has_ended_early else lambda _: False
@@ -183,62 +177,47 @@ def _not_recorded(here: Stage, before: Mapping[str, bytes], entries: Sequence[En
         for name in {*files, *there}
         if files.get(name) != there.get(name) and not (left(name) and (name not in files or name.endswith("/")))
     )
-    return [f"written beside all writers: {', '.join(odd)}"] if odd else []
+    assert not odd, f"written beside all writers: {', '.join(odd)}"
 
 
-def _checked(
+def _require_whole(
     here: Stage,
     before: Mapping[str, bytes],
     entries: Sequence[Entry],
     values: Mapping[str, Found],
     samples: int,
     since: int = 0,
-) -> list[str]:
-    try:
-        assert_nothing_is_lost(
-            before, entries, VERBS[here.verb].look, values, policy=here.policy, samples=samples, since=since
-        )
-    except AssertionError as error:
-        return [str(error)]
-    return []
+) -> None:
+    """The record is whole, and the machine may die at any moment of it."""
+    _require_record(here, before, entries)
+    look = VERBS[here.verb].look
+    assert_nothing_is_lost(before, entries, look, values, policy=here.policy, samples=samples, since=since)
 
 
 # The scenes
 
 
-def alone(verb: str, store: str, *, over: bool, samples: int) -> list[str]:
+def alone(verb: str, store: str, *, over: bool, samples: int) -> None:
     """The machine dies at any moment of a save."""
-    try:
-        before, entries = played(verb, store, over=over)
-    except AssertionError as error:
-        return [f"alone: {error}"]
-    with stage(verb, store) as here:
-        faults = _checked(here, before, entries, known(verb, store).values(over=over), samples)
-    return [f"alone: {fault}" for fault in faults]
+    before, entries = played(verb, store, over=over)
+    values, look = known(verb, store).values(over=over), VERBS[verb].look
+    assert_nothing_is_lost(before, entries, look, values, policy=POLICIES[store], samples=samples)
 
 
-def after_a_kill(verb: str, store: str, *, over: bool, most: int, samples: int) -> list[str]:
+def after_a_kill(verb: str, store: str, *, over: bool, most: int, samples: int) -> None:
     """A process is killed at any moment of its save; another one saves; the machine dies at any moment of that."""
-    faults: list[str] = []
-    try:
-        before, entries = played(verb, store, over=over)
-    except AssertionError as error:
-        return [f"after a kill: {error}"]
+    before, entries = played(verb, store, over=over)
     values = known(verb, store).values(over=over)
     moments = list(states_after_kill(before, entries, policy=POLICIES[store]))
     cut_short = [moment for moment in moments if _is_in_a_rename(moment)]
     for killed in {id(moment): moment for moment in [*every(most, moments), *every(most, cut_short)]}.values():
-        with stage(verb, store) as here:
+        with stage(verb, store) as here, at(f"{killed.state.what}, then another save"):
             for entry in killed.done:
                 here.log.note(entry)
             if FolderMade(FIRST, "") in killed.done:
                 here.folder.mkdir(parents=True)
             here.put(killed.state.files)
-            faults += [
-                f"{killed.state.what}, then another save: {fault}"
-                for fault in _next(here, before, values, OTHER, SECOND, samples, since=len(killed.done))
-            ]
-    return faults
+            _require_next(here, before, values, OTHER, SECOND, samples, since=len(killed.done))
 
 
 def _is_in_a_rename(moment: KilledState) -> bool:
@@ -246,29 +225,27 @@ def _is_in_a_rename(moment: KilledState) -> bool:
     return isinstance(last, Partly) and isinstance(last.effect, Renamed)
 
 
-def after_a_crash(verb: str, store: str, *, over: bool, most: int, samples: int) -> list[str]:
+def after_a_crash(verb: str, store: str, *, over: bool, most: int, samples: int) -> None:
     """The machine dies at any moment of a save; another one follows, at any moment of which it dies again."""
-    faults: list[str] = []
-    try:
-        before, entries = played(verb, store, over=over)
-    except AssertionError as error:
-        return [f"after a crash: {error}"]
+    before, entries = played(verb, store, over=over)
     for state in every(most, list(states_after_crash(before, entries, policy=POLICIES[store], samples=1))):
-        with stage(verb, store) as here:
+        with stage(verb, store) as here, at(f"a crash {state.what}, then another save"):
             here.put(state.files)
-            try:
-                values = known(verb, store).values(over=False, first=VERBS[verb].look(state))
-            except Exception as error:
-                faults.append(f"a crash {state.what} leaves what cannot be read: {error}")
-                continue
-            faults += [
-                f"a crash {state.what}, then another save: {fault}"
-                for fault in _next(here, state.files, values, NEXT, THIRD, samples)
-            ]
-    return faults
+            values = known(verb, store).values(over=False, first=VERBS[verb].look(state))
+            _require_next(here, state.files, values, NEXT, THIRD, samples)
 
 
-def _next(
+@contextmanager
+def at(moment: str) -> Iterator[None]:
+    """Whatever fails in the block tells the moment."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(moment)
+        raise
+
+
+def _require_next(
     here: Stage,
     before: Mapping[str, bytes],
     values: Mapping[str, Found],
@@ -276,25 +253,15 @@ def _next(
     writer: int,
     samples: int,
     since: int = 0,
-) -> list[str]:
+) -> None:
     """Somebody saves, alone: it succeeds, is found, and leaves nothing of others."""
     with marks_are_filled_soon():
         error = play(here.part(seed, writer))
-    if error:
-        return [f"it fails: {error}"]
-    faults = []
-    if here.look() != values[f"seed {seed}"]:
-        faults.append("it is not found")
-    clean = known(here.verb, here.store).kinds[seed]
-    litter = [kind for kind in kinds_of(here.files()) if kind not in clean]
-    if litter:
-        faults.append(f"it leaves {', '.join(litter)}")
-    entries = here.log.entries()
-    return [
-        *faults,
-        *_not_recorded(here, before, entries),
-        *_checked(here, before, entries, values, samples, since),
-    ]
+    assert not error, f"it fails: {error}"
+    assert here.look() == values[f"seed {seed}"], "it is not found"
+    litter = [kind for kind in kinds_of(here.files()) if kind not in known(here.verb, here.store).kinds[seed]]
+    assert not litter, f"it leaves {', '.join(litter)}"
+    _require_whole(here, before, here.log.entries(), values, samples, since)
 
 
 @contextmanager
@@ -304,70 +271,58 @@ def marks_are_filled_soon() -> Iterator[None]:
         yield
 
 
-Meanwhile = Callable[[Stage], list[str]]
+Meanwhile = Callable[[Stage], None]
 """What happens while the first actor is held."""
 
 
-def beside(verb: str, store: str, meanwhile: Meanwhile, holds: Sequence[int] | None, *, samples: int) -> list[str]:
+def beside(verb: str, store: str, meanwhile: Meanwhile, holds: Iterable[int], *, samples: int) -> None:
     """Something happens while a save is held before one of its effects; then that goes on, and somebody follows.
 
-    ``holds`` are the numbers of the effects; None for all.
+    ``holds`` are the numbers of the effects.
     """
     about = known(verb, store)
     values = about.values(over=True)
-    faults: list[str] = []
-    hold = 0
-    for hold in holds or range(1, 10_000):
-        with stage(verb, store) as here:
+    for hold in holds:
+        with stage(verb, store) as here, at(f"held before effect {hold}"):
             here.put(about.before)
             with actor(here.part(NEW, FIRST), hold) as first:
                 if not first.is_held():
                     assert hold > 1, first.error
                     break
                 since = len(here.log.entries())
-                found = meanwhile(here)
+                meanwhile(here)
                 error = first.finish()
             entries = here.log.entries()
-            found += _not_recorded(here, about.before, entries)
-            found += _checked(here, about.before, entries, values, samples, since)
-            if error and not error.startswith("StorageError"):
-                found.append(f"the one that was held fails: {error}")
+            assert not error or error.startswith("StorageError"), error
+            _require_whole(here, about.before, entries, values, samples, since)
             has_died = any(isinstance(entry, Killed) for entry in entries)  # who has, may have been in the way
-            if not has_died and not any(isinstance(entry, Returned) for entry in entries):
-                found.append(f"nobody succeeds: {error}")
-            if not found:
-                found += _next(here, about.before, values, NEXT, THIRD, samples, since=len(entries))
-        done = next((entry for entry in entries[since:] if getattr(entry, "writer", None) == FIRST), "its end")
-        faults += [f"held before effect {hold} ({done}): {fault}" for fault in found]
-    return faults
+            assert has_died or any(isinstance(entry, Returned) for entry in entries), f"nobody succeeds: {error}"
+            _require_next(here, about.before, values, NEXT, THIRD, samples, since=len(entries))
 
 
-def another_saves(here: Stage) -> list[str]:
+def another_saves(here: Stage) -> None:
     """Which is refused, or is one of two that overlap; the one that is held has its mark still."""
     with marks_are_filled_soon():
         error = play(here.part(OTHER, SECOND))
-    if error and not error.startswith("StorageError"):
-        return [f"the other one fails: {error}"]
-    return []
+    assert not error or error.startswith("StorageError"), error
 
 
-def another_takes_over(here: Stage) -> list[str]:
+def another_takes_over(here: Stage) -> None:
     """As somebody does who removes the mark by hand, too early, and saves."""
     _remove_mark(here)
     with marks_are_filled_soon():
         error = play(here.part(OTHER, SECOND))
-    return [f"the other one fails: {error}"] if error else []
+    assert not error, error
 
 
 def another_takes_over_and_dies(hold_before: int) -> Meanwhile:
     """The same, but that one is killed before one of its effects."""
 
-    def meanwhile(here: Stage) -> list[str]:
+    def meanwhile(here: Stage) -> None:
         _remove_mark(here)
         with actor(here.part(OTHER, SECOND), hold_before) as second:
             if second.is_held():
                 second.kill()
-        return []
 
     return meanwhile
 

@@ -305,10 +305,6 @@ VERBS: dict[str, Verb] = {
     "several files": Verb(saving(SEVERAL_FILES), model_in),
     "several over one": Verb(saving(ONE_FILE, ONE_FILE, SEVERAL_FILES, SEVERAL_FILES), model_in),
     "one over several": Verb(saving(SEVERAL_FILES, SEVERAL_FILES, ONE_FILE, ONE_FILE), model_in),
-    "several, then one, over one": Verb(saving(ONE_FILE, ONE_FILE, SEVERAL_FILES, ONE_FILE), model_in),
-    "one, then several, over several": Verb(
-        saving(SEVERAL_FILES, SEVERAL_FILES, ONE_FILE, SEVERAL_FILES), model_in
-    ),
     "adapter": Verb(_saving_adapters(dict.fromkeys(SEEDS, 8)), _adapter_in, _put_adapters),
     "adapter of another scaling": Verb(
         _saving_adapters({seed: 8 + seed for seed in SEEDS}), _adapter_or_what_is_aside_in, _put_adapters
@@ -330,3 +326,12 @@ VERBS: dict[str, Verb] = {
 if libraries.has_trainer():
     VERBS["trainer"] = Verb(libraries.save_by_trainer, _trainer_in, is_of_others=libraries.is_of_the_trainer)
 """All of them, by name."""
+
+OF_TWO_SIZES = {
+    "several, then one, over one": Verb(saving(ONE_FILE, ONE_FILE, SEVERAL_FILES, ONE_FILE), model_in),
+    "one, then several, over several": Verb(
+        saving(SEVERAL_FILES, SEVERAL_FILES, ONE_FILE, SEVERAL_FILES), model_in
+    ),
+}
+"""Two at once that write differently. Of these one that was taken over sets the other's file aside for a moment."""
+VERBS |= OF_TWO_SIZES
