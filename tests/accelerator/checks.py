@@ -316,12 +316,6 @@ def costs(folder: str, out: str) -> dict[str, dict[str, int]]:
     step(model, optimizer, 0)
     with simulated.counting() as found["step"]:
         step(model, optimizer, 1)
-    bank = bank_of(shardwise.from_pretrained(folder, dtype="float32"))
-    pass_of(bank, 0)
-    for tenant in range(3):
-        bank.optim_step(f"{tenant}")
-    with simulated.counting() as found["bank pass"]:
-        pass_of(bank, 1)
     return {what: {name: counts[name] for name in COUNTED} for what, counts in found.items()}
 
 

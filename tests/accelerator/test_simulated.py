@@ -1,12 +1,13 @@
 """The simulated accelerator itself, and how often the host waits for it."""
 
 import math
+import os
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from tests.accelerator import checks, simulated, simulation
+from tests.accelerator import checks, simulated
 from tests.accelerator.ranks import simulated_ranks
 from tests.accelerator.test_ranks import written
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl
@@ -32,9 +33,8 @@ BUDGETS = {
     "load": {"host_waits": 12, "pageable_to_device": 0, "pageable_to_host": 2, "pinned_peak": 8 << 20},
     "save": {"host_waits": 22, "pageable_to_device": 0, "pageable_to_host": 0, "pinned_peak": 32 << 20},
     "step": {"host_waits": 2, "pageable_to_device": 1, "pageable_to_host": 0, "pinned_peak": 0},
-    "bank pass": {"host_waits": 8, "pageable_to_device": 5, "pageable_to_host": 1, "pinned_peak": 0},
 }
-"""Of a Llama of two layers, one rank, three tenants. A load's workers wait once for each request at most."""
+"""Of a Llama of two layers, one rank. A load's workers wait once for each request at most."""
 
 
 def test_budgets(rank, tmp_path):
@@ -46,28 +46,88 @@ def test_budgets(rank, tmp_path):
     assert over == {}
 
 
+def read_too_early() -> tuple[list[float], list[float]]:
+    """Values that another stream brings: read without a wait, and after one."""
+    host = torch.arange(4.0).pin_memory()
+    device = torch.empty(4, device="npu")
+    side = torch.npu.Stream()
+    with torch.npu.stream(side), simulated.paused():
+        device.copy_(host, non_blocking=True)
+        with torch.npu.stream(torch.npu.default_stream()):
+            early = device.tolist()
+    torch.npu.current_stream().wait_stream(side)
+    return early, device.tolist()
+
+
 def test_who_does_not_wait_reads_poison(rank):
-    ((early, late),) = rank.run(simulation.read_too_early)
+    ((early, late),) = rank.run(read_too_early)
     assert late == [0, 1, 2, 3]
     assert all(value < -1e8 for value in early)
 
 
+def freed_too_early(is_recorded: bool) -> list[float]:
+    """What another stream copies of memory that is freed meanwhile."""
+    source, target = torch.ones(4, device="npu"), torch.zeros(4, device="npu")
+    torch.npu.synchronize()
+    side = torch.npu.Stream()
+    with torch.npu.stream(side), simulated.paused():
+        target.copy_(source)
+        if is_recorded:
+            source.record_stream(side)
+        del source
+        torch.npu.default_stream().synchronize()  # in whose order it is freed
+    side.synchronize()
+    values: list[float] = target.tolist()
+    return values
+
+
 def test_memory_is_freed_in_the_order_of_its_stream(rank):
-    (found,) = rank.run(simulation.freed_too_early, False)
+    (found,) = rank.run(freed_too_early, False)
     assert all(map(math.isnan, found))
-    assert rank.run(simulation.freed_too_early, True) == [[1, 1, 1, 1]]
+    assert rank.run(freed_too_early, True) == [[1, 1, 1, 1]]
+
+
+def counts() -> dict[str, int]:
+    """Of a copy of each kind, one wait, and a mask, whose shape the host must know."""
+    pinned, pageable = torch.ones(1000, dtype=torch.uint8).pin_memory(), torch.ones(8)
+    device = torch.ones(8, device="npu")
+    torch.npu.synchronize()
+    with simulated.counting() as found:
+        device.copy_(pageable)
+        small = torch.empty(1000, dtype=torch.uint8, device="npu")
+        small.copy_(pinned, non_blocking=True)
+        pinned.copy_(small, non_blocking=True)
+        torch.npu.synchronize()
+        device[device > 0]
+        device.cpu()
+        held = torch.empty(1025, dtype=torch.uint8, pin_memory=True)
+    assert held.is_pinned()
+    return found
 
 
 def test_counted_waits_and_copies(rank):
-    (found,) = rank.run(simulation.counts)
+    (found,) = rank.run(counts)
     names = ("pageable_to_device", "pageable_to_host", "pinned_to_device", "pinned_to_host", "async_copies")
     assert [found[name] for name in names] == [1, 1, 1, 1, 2]
     assert found["host_waits"] == 5  # the mask counts twice: its nonzero, and the index
     assert found["pinned_bytes"] == 2048
 
 
+def use_in_a_fork() -> int:
+    """The exit status of a process that is forked from this one and uses the device: 7 where it is refused."""
+    torch.ones(1, device="npu")
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.ones(1, device="npu")
+        except RuntimeError as error:
+            os._exit(7 if "forked" in str(error) and torch.npu._is_in_bad_fork() else 1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def test_a_forked_process_cannot_use_it(rank):
-    assert rank.run(simulation.use_in_a_fork) == [7]
+    assert rank.run(use_in_a_fork) == [7]
 
 
 def waits(counted: dict[str, int]) -> list[int]:
