@@ -23,8 +23,7 @@ import platform
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
-from importlib import metadata
-from types import TracebackType
+from importlib import import_module, metadata
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 T = TypeVar("T")
@@ -118,35 +117,61 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups())) if match else ()
 
 
-class KnownNames:
-    """Context for the use of a library's private names.
+_KNOWN = {
+    "torch": "2.11 to 2.15",
+    "transformers": "5.17 to 5.23",
+    "accelerate": "1.13 to 1.15",
+    "peft": "0.20 or 0.21",
+}
+"""Versions whose private names are known."""
+
+
+def private(path: str, instance: object = None) -> Any:
+    """Look up a private name of a library, such as ``torch.autograd:Variable._execution_engine``.
+
+    Call it where the feature that needs the name starts, so that no other feature depends on the name.
+
+    Args:
+        path: the module, and the name in it.
+        instance: an object of the class in ``path`` whose attribute is returned, in place of the class's own.
 
     Raises:
-        ConfigError: the library is too old, or a name is missing. The message has the name, the installed version,
-            and the supported ones.
+        ConfigError: the library is too old, or lacks the name.
     """
-
-    def __init__(self, library: str, versions: str) -> None:
-        self.library = library
-        self.versions = versions
-
-    def __enter__(self) -> None:
-        require_version(self.library, self.versions.partition(" ")[0])
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, (ImportError, AttributeError)):
-            raise ConfigError(
-                f"{self.library} {_get_version(self.library)} lacks a private name that shardwise needs ({error}). "
-                f"Use {self.library} {self.versions}, or a newer shardwise"
-            ) from error
+    try:
+        return getattr(*find_private(path)) if instance is None else getattr(instance, path.rpartition(".")[2])
+    except AttributeError as error:
+        raise lacks(path) from error
 
 
-def require_names(owner: object, names: str) -> None:
-    """Raise AttributeError unless an object has all of these names, which are separated by spaces."""
-    for name in names.split():
+@functools.cache
+def find_private(path: str) -> tuple[Any, str]:
+    """Return the module or class that has a private name, and the name in it. Errors are those of ``private``."""
+    module, _, names = path.partition(":")
+    *classes, name = names.split(".")
+    try:
+        owner = functools.reduce(getattr, classes, import_module(module))
         getattr(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise lacks(path) from error
+    return owner, name
+
+
+def require_private(owner: str, names: str, instance: object = None) -> None:
+    """Look up several names of one class, separated by spaces. Errors are those of ``private``."""
+    for name in names.split():
+        private(f"{owner}.{name}", instance)
+
+
+def lacks(path: str) -> ConfigError:
+    """Return the error for a private name that a library lacks."""
+    module, _, name = path.partition(":")
+    library = module.partition(".")[0]
+    require_version(library, _KNOWN[library].partition(" ")[0])
+    return ConfigError(
+        f"{library} {_get_version(library)} lacks the private name {name} ({module}). Use {library} "
+        f"{_KNOWN[library]}, or a newer shardwise"
+    )
 
 
 def _get_version(library: str) -> str:

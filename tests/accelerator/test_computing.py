@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.accelerator import checks, simulated
 from tests.accelerator.test_ranks import require_same, written
 from tests.quantized import quantizing
+from tests.quantized.requirements import needs_packed_shards
 from tests.truth import unlike
 
 import shardwise
@@ -59,6 +60,7 @@ def test_decoding(two_ranks, stored, kind, dtype):
     require_same(two_ranks, loads, stored(kind), {"dtype": dtype, "options": SMALL})
 
 
+@needs_packed_shards
 @pytest.mark.parametrize("form", [Nf4(block_size=32), Fp4(block_size=32)], ids=["nf4", "fp4"])
 @pytest.mark.parametrize("kind", ["numbers", "fp8 blocks"])
 def test_packing(two_ranks, stored, kind, form):

@@ -13,6 +13,7 @@ from tests.accelerator.ranks import simulated_ranks
 from tests.integrations import runs
 from tests.integrations.requirements import require_patched_names
 from tests.quantized import quantizing
+from tests.quantized.requirements import needs_packed_shards
 from tests.truth import unlike
 
 pytestmark = pytest.mark.distributed
@@ -53,7 +54,10 @@ def require_same(ranks, check, *args) -> None:
         assert not differing, "\n".join(differing)
 
 
-@pytest.mark.parametrize("what", list(checks.LOADS))
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(what, marks=[needs_packed_shards] if "nf4" in what else []) for what in checks.LOADS],
+)
 def test_loads(ranks, llama, fp8, what):
     require_same(ranks, checks.loads, fp8 if what == "fp8" else llama, what)
 

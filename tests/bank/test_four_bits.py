@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.bank import four_bits
+from tests.quantized.requirements import needs_packed_shards
 from tests.quantized.stored_experts import make_gpt_oss
 from tests.quantized.test_four_bit_experts import plain as mixture  # noqa: F401 - a fixture
 
@@ -15,6 +16,7 @@ def require_learned(told: dict[str, Any]) -> None:
     assert told["falls"], told
 
 
+@needs_packed_shards
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_tenants_learn_as_by_a_lora(worlds, mixture: Path, tmp_path, size):  # noqa: F811
     """Experts are in four bits, too. What is saved is opened by PEFT alone."""
@@ -23,12 +25,14 @@ def test_tenants_learn_as_by_a_lora(worlds, mixture: Path, tmp_path, size):  # n
         assert not told["opened"], told
 
 
+@needs_packed_shards
 @pytest.mark.slow
 def test_adapters_of_experts_need_no_numbers(worlds, mixture: Path):  # noqa: F811
     for told in worlds(2).run(four_bits.experts_learned, str(mixture)):
         require_learned(told)
 
 
+@needs_packed_shards
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 2])
 def test_tenants_learn_on_experts_as_they_are_stored(worlds, tmp_path, size):

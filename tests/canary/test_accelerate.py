@@ -7,10 +7,12 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate import accelerator as accelerator_module
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 from torch import nn
 
+from shardwise.errors import find_private
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.models import build
 from shardwise.models.rebind import plain_optimizer
@@ -34,7 +36,7 @@ def llama(folder: Path) -> transformers.PreTrainedModel:
     return model
 
 
-MODULE, FSDP = compat.accelerator_module, ("fsdp_plugin", "accelerator")
+FSDP = ("fsdp_plugin", "accelerator")
 
 
 @pytest.mark.parametrize(
@@ -48,11 +50,11 @@ MODULE, FSDP = compat.accelerator_module, ("fsdp_plugin", "accelerator")
         (Accelerator, "clip_grad_norm_", ("self", "parameters", "max_norm", "norm_type")),
         (Accelerator, "save_state", ("self", "output_dir", "safe_serialization")),
         (Accelerator, "load_state", ("self", "input_dir", "load_kwargs")),
-        (MODULE, "save_fsdp_model", (*FSDP, "model", "output_dir", "model_index")),
-        (MODULE, "load_fsdp_model", (*FSDP, "model", "input_dir", "model_index")),
-        (MODULE, "save_fsdp_optimizer", (*FSDP, "optimizer", "model", "output_dir", "optimizer_index")),
-        (MODULE, "load_fsdp_optimizer", (*FSDP, "optimizer", "model", "input_dir", "optimizer_index")),
-        (compat.fsdp_utils, "fsdp2_load_full_state_dict", ("accelerator", "model", "full_sd")),
+        (accelerator_module, "save_fsdp_model", (*FSDP, "model", "output_dir", "model_index")),
+        (accelerator_module, "load_fsdp_model", (*FSDP, "model", "input_dir", "model_index")),
+        (accelerator_module, "save_fsdp_optimizer", (*FSDP, "optimizer", "model", "output_dir", "optimizer_index")),
+        (accelerator_module, "load_fsdp_optimizer", (*FSDP, "optimizer", "model", "input_dir", "optimizer_index")),
+        (fsdp_utils, "fsdp2_load_full_state_dict", ("accelerator", "model", "full_sd")),
         (AcceleratorState, "__init__", ("self", "mixed_precision", "cpu")),
     ],
 )
@@ -89,7 +91,7 @@ def test_objects_prepared_with_a_model(accelerator) -> None:
 def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypatch) -> None:
     """The model is on meta, with nothing tied; what the outcome says is missing is tied, or initialized."""
     saved = llama(tmp_path)
-    owner, name = build.loading_function()
+    owner, name = find_private(build.LOADING_FUNCTION)
     original, seen = getattr(owner, name), []
 
     def door(model, state_dict, files, config, *others):
@@ -104,7 +106,7 @@ def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypa
         return same, rest
 
     monkeypatch.setattr(owner, name, staticmethod(door))
-    owner, name = build.allocating_function()
+    owner, name = find_private(build.ALLOCATING_FUNCTION)
     placing = vars(owner)[name]
 
     def place(model, missing, *others):
@@ -125,7 +127,7 @@ def test_peft_moves_adapters_through_patched_methods_and_copies_modules(tmp_path
     from peft import LoraConfig, get_peft_model
 
     seen: list[nn.Module] = []
-    for owner, name in peft_compat.methods_to_patch():
+    for owner, name in map(find_private, peft_compat.moving_functions()):
         original = vars(owner)[name]
 
         def door(*given, original=original, **keywords):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import trainer_utils
+from transformers import core_model_loading, modeling_utils, trainer_utils
 
 from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER
 from shardwise.interchange import trainer_restoring
@@ -32,13 +32,13 @@ def llama() -> transformers.PreTrainedModel:
 def test_conversion_objects(mixtral: transformers.PreTrainedModel) -> None:
     """A key of the hub's leads to a name and a converter's pattern; that runs on the tensors of all its keys."""
     transforms = pretrained.conversion_transforms(mixtral, {"^old": "new"})
-    renamings = [item for item in transforms if isinstance(item, pretrained.WeightRenaming)]
-    converters = [item for item in transforms if isinstance(item, pretrained.WeightConverter)]
+    renamings = [item for item in transforms if isinstance(item, core_model_loading.WeightRenaming)]
+    converters = [item for item in transforms if isinstance(item, core_model_loading.WeightConverter)]
     assert renamings[0].rename_source_key("old.weight")[0] == "new.weight"
     stem = "model.layers.1.block_sparse_moe.experts"
     names = dict(mixtral.state_dict())
     found = {
-        key: pretrained.rename_source_key(key, renamings, converters, mixtral.base_model_prefix, names)
+        key: core_model_loading.rename_source_key(key, renamings, converters, mixtral.base_model_prefix, names)
         for key in (f"{stem}.0.w1.weight", f"{stem}.1.w1.weight", f"{stem}.0.w3.weight", f"{stem}.1.w3.weight")
     }
     assert {name for name, _ in found.values()} == {"model.layers.1.mlp.experts.gate_up_proj"}
@@ -64,14 +64,14 @@ def test_conversions_are_left_on_the_model_and_run_backwards(
     loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
     used = revert.saved_conversions(loaded)
     assert any(item.was_used() for item in used)
-    reverted = revert.revert_weight_conversion(loaded, loaded.state_dict())
+    reverted = core_model_loading.revert_weight_conversion(loaded, loaded.state_dict())
     assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in reverted
     assert revert.saved_conversions(mixtral), "a model that was not loaded has its class's own"
 
 
 def test_ties_plans_and_lists_of_a_model(llama: transformers.PreTrainedModel) -> None:
     assert pretrained.declared_ties(llama) == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert set(revert._get_tied_weight_keys(llama)) == {"lm_head.weight"}
+    assert set(modeling_utils._get_tied_weight_keys(llama)) == {"lm_head.weight"}
     assert pretrained.no_split_classes(llama) == {"LlamaDecoderLayer"}
     assert llama.base_model_prefix == "model"
     assert pretrained.text_layers(llama) == 2

@@ -2,12 +2,10 @@
 
 import dataclasses
 import gc
-import runpy
 import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +18,7 @@ from torch.distributed._composable.replicate import replicate as old_replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard, placement_types
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise
@@ -257,25 +255,11 @@ def test_files_with_padded_headers(tmp_path: Path) -> None:
     assert (where.relative_path, where.offset, where.length) == ("x", 3, 5)  # type: ignore[attr-defined]
 
 
-def test_a_name_that_is_gone_is_one_error_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(placement_types, "_StridedShard")
-    with pytest.raises(shardwise.ConfigError) as caught:
-        runpy.run_path(private.__file__)
-    message = str(caught.value)
-    assert message.startswith(f"torch {metadata.version('torch')} lacks a private name that shardwise needs (")
-    assert "_StridedShard" in message
-    assert message.endswith("Use torch 2.11 to 2.15, or a newer shardwise")
-    monkeypatch.undo()
-    monkeypatch.delattr(dist.distributed_c10d, "_get_object_coll_device")
-    with pytest.raises(shardwise.ConfigError, match="has no attribute '_get_object_coll_device'"):
-        runpy.run_path(private.__file__)
-
-
 def test_a_mode_sees_every_storage_as_long_as_it_lives() -> None:
     """Of tensors without data, too: by their storages' keys, and by what is told when these go."""
     seen: list[int] = []
 
-    class Mode(private.TorchDispatchMode):
+    class Mode(private.dispatch_mode()):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             result = func(*args, **(kwargs or {}))
             if isinstance(result, torch.Tensor):
@@ -283,7 +267,7 @@ def test_a_mode_sees_every_storage_as_long_as_it_lives() -> None:
             return result
 
     gone: list[object] = []
-    with private.FakeTensorMode(), Mode():
+    with private.fake_mode(), Mode():
         made = torch.ones(3, 4)
         view = made.view(12)
         other = made + 1

@@ -9,6 +9,7 @@ import pytest
 from tests.integrations.requirements import require_patched_names
 from tests.training import tiny
 from transformers import Trainer, TrainingArguments
+from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.trainer_callback import CallbackHandler
 
 require_patched_names()
@@ -29,7 +30,7 @@ def arguments(folder: Path, **given: Any) -> TrainingArguments:
 
 def test_a_marked_model_is_left_alone_and_its_checkpoints_are_refused(model: Any, tmp_path: Path) -> None:
     assert compat.is_open(model)
-    assert compat.is_fsdp_managed_module(model)
+    assert is_fsdp_managed_module(model)
     with pytest.raises(ValueError, match="Resuming is not supported for models sharded at load time"):
         Trainer(model=model, args=arguments(tmp_path, save_strategy="steps"))
     trainer = Trainer(model=model, args=arguments(tmp_path, save_only_model=True))

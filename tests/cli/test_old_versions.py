@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import _OLDEST, ConfigError, KnownNames, require_version
+from shardwise.errors import _OLDEST, ConfigError, private, require_version
 
 _START = """
 import sys
@@ -69,13 +69,17 @@ def test_a_command_reports_an_old_version_in_one_line():
 )
 def test_versions_are_compared_as_numbers(monkeypatch, found, is_old):
     monkeypatch.setattr("shardwise.errors.metadata.version", lambda _: found)
-    for act in (lambda: require_version("torch", "2.11"), KnownNames("torch", "2.11 to 2.15").__enter__):
-        if is_old:
-            words = r"is too old\. shardwise needs 2\.11 or newer. Run pip install -U torch"
-            with pytest.raises(ConfigError, match=words):
-                act()
-        else:
-            act()
+    old = "is too old. shardwise needs 2.11 or newer. Run pip install -U torch"
+    if is_old:
+        with pytest.raises(ConfigError, match=re.escape(old)):
+            require_version("torch", "2.11")
+    else:
+        require_version("torch", "2.11")
+    lacks = (
+        f"torch {found} lacks the private name Tensor._none (torch). Use torch 2.11 to 2.15, or a newer shardwise"
+    )
+    with pytest.raises(ConfigError, match=re.escape(old if is_old else lacks)):
+        private("torch:Tensor._none")
 
 
 def test_the_oldest_versions_are_those_of_the_package():

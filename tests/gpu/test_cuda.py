@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tests import truth, zoo
 from tests.engines import on_ranks, sharding
 from tests.quantized import quantizing
+from tests.quantized.requirements import needs_packed_shards
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 
@@ -223,6 +224,7 @@ def test_a_checksum_is_that_of_the_host(monkeypatch, numel, kind):
     assert checksums([tensor.to(kind) for tensor in tensors]) == checksums(tensors)
 
 
+@needs_packed_shards
 @pytest.mark.parametrize("double_quant", [False, True])
 def test_a_base_in_four_bits(tmp_path, one_rank, double_quant, kind):
     """Its bytes are those of the CPU; products are within the rounding of bfloat16."""

@@ -1,7 +1,5 @@
 """Trainings that cannot work are refused by name, on all ranks, before anything is built."""
 
-import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from tests.support import EffectLog, recorded, states_after_crash
 from tests.support.local_ranks import LocalRanks
 from tests.support.world import agreed, require_words
 from tests.truth import require_equal
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.world import World
@@ -115,16 +113,6 @@ def test_trainers_of_trl(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "sequences": "Mine(cp_size=2) with a trainer of TRL: it would compute from this rank's part",
     }
     require_words(found, expected)
-
-
-def test_a_transformers_without_the_patched_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One error, which names the door and the versions that have it."""
-    kept = sys.modules.pop("shardwise.integrations.trainer_compat")
-    owner = next(kind for kind in PreTrainedModel.__mro__ if "is_distributed_loading_by_transformers" in vars(kind))
-    monkeypatch.delattr(owner, "is_distributed_loading_by_transformers")
-    with pytest.raises(ConfigError, match=r"lacks a private name.*is_distributed_loading.*Use transformers 5\.19"):
-        importlib.import_module("shardwise.integrations.trainer_compat")
-    sys.modules["shardwise.integrations.trainer_compat"] = kept
 
 
 def test_one_process_needs_no_sharding(tmp_path: Path) -> None:

@@ -51,6 +51,18 @@ def faults(folder: str) -> dict[str, Any]:
     return told
 
 
+def refused(folder: str, path: str) -> dict[str, Any]:
+    """Loads, and a live model that is sharded, where FSDP2 shards floating-point parameters only."""
+    live = torch.load(path, weights_only=False)
+    with mock.patch.object(torch, "__version__", "2.12.1+cpu"):
+        told = {
+            "loaded": attempt(our_model, folder, "nf4", torch.bfloat16, "flat"),
+            "sharded": attempt(shardwise.shard, live),
+        }
+    told["changed"] = [name for name, each in live.named_parameters() if type(each) is not torch.nn.Parameter]
+    return told
+
+
 def beside_bitsandbytes(folder: str, out: str) -> dict[str, Any]:
     """Compiled blocks, with the kernels of bitsandbytes; and a model of its own layers."""
     use_peers("bitsandbytes")

@@ -10,6 +10,7 @@ from tests import zoo
 from tests.bank.four_bits import STACKS, give_numbers
 from tests.quantized import four_bit_experts
 from tests.quantized.four_bits import draw
+from tests.quantized.requirements import needs_packed_shards
 from tests.support.world import run_forked
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
@@ -30,6 +31,7 @@ def plain(tmp_path_factory) -> Path:
     return zoo.save_original(model, tmp_path_factory.mktemp("experts"), max_shard_size="300KB")
 
 
+@needs_packed_shards
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("mesh", "size", "form", "scales"),

@@ -12,6 +12,7 @@ from tests import zoo
 from tests.engines.conftest import small_qwen3
 from tests.merging.adapters import save_adapter, tensors_of
 from tests.quantized import four_bits, quantizing
+from tests.quantized.requirements import needs_packed_shards
 from tests.support.files import change_json
 from tests.support.world import run_forked
 from tests.truth import require_equal
@@ -33,6 +34,7 @@ def plain(tmp_path_factory) -> Path:
     return written(tmp_path_factory.mktemp("plain"))
 
 
+@needs_packed_shards
 @pytest.mark.parametrize(
     ("mesh", "size", "form", "scales"),
     [
@@ -49,6 +51,7 @@ def test_bytes_answers_gradients_and_files(worlds, plain, tmp_path, mesh, size, 
     assert worlds(size).run(four_bits.differing_alone, *how) == [[]] * size
 
 
+@needs_packed_shards
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("mesh", "size", "placement"),
@@ -67,6 +70,7 @@ def test_a_lora_learns_as_on_bitsandbytes(plain, mesh, size, placement):
         assert told["gradients"] < 1e-5, told
 
 
+@needs_packed_shards
 @pytest.mark.parametrize("is_nested", [False, True], ids=["plain", "nested"])
 def test_a_live_model_in_four_bits_is_sharded(worlds, plain, tmp_path, is_nested):
     live = four_bits.our_model(str(plain), "nf4", torch.bfloat16, "flat", is_nested)
@@ -74,6 +78,7 @@ def test_a_live_model_in_four_bits_is_sharded(worlds, plain, tmp_path, is_nested
     assert worlds(2).run(four_bits.sharded_live, str(tmp_path / "live"), str(plain), is_nested) == [[]] * 2
 
 
+@needs_packed_shards
 @pytest.mark.parametrize(("mesh", "size", "scales"), [("flat", 3, "plain"), ("hsdp", 4, "nested")])
 def test_a_lora_is_merged_into_the_numbers(worlds, plain, mesh, size, scales):
     for told in worlds(size).run(four_bits.merged, str(plain), mesh, scales):

@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from tests.quantized import four_bits_in_use
 from tests.quantized.four_bits import draw, layers_of
+from tests.quantized.requirements import needs_packed_shards
 from tests.quantized.test_four_bits import written
 from tests.support.world import agreed, run_forked
 from tests.truth import require_equal
@@ -34,6 +35,7 @@ def require(told: tuple[str, str], kind: str, message: str) -> None:
     assert re.search(message, told[1]), told
 
 
+@needs_packed_shards
 def test_an_error_of_one_rank_is_raised_on_all(worlds, plain):
     first = agreed(worlds(2), four_bits_in_use.faults, str(plain))
     require(first["other blocks"], "RankMismatchError", r"quantization on rank 1 .*block_size=32.* against .*=64")
@@ -41,12 +43,24 @@ def test_an_error_of_one_rank_is_raised_on_all(worlds, plain):
     require(first["merged"], "ConfigError", "is in four bits, and cannot be merged into in place. Save the")
 
 
+def test_an_older_torch_is_refused_before_anything_is_sharded(worlds, plain, tmp_path):
+    torch.save(shardwise.from_pretrained(str(plain), quantization=NESTED), tmp_path / "live")
+    told = agreed(worlds(2), four_bits_in_use.refused, str(plain), str(tmp_path / "live"))
+    for what in ("loaded", "sharded"):
+        require(
+            told[what], "ConfigError", r"^torch 2\.12.*q_proj\.weight is torch\.uint8.*need torch 2\.13 or newer"
+        )
+    assert not told["changed"]
+
+
+@needs_packed_shards
 def test_mixed_precision_leaves_packed_weights_as_they_are(worlds, plain):
     mixed, same = (worlds(2).run(four_bits_in_use.logits, str(plain), dtype) for dtype in (torch.bfloat16, None))
     for one, other in zip(mixed, same, strict=True):
         assert torch.equal(one, other)
 
 
+@needs_packed_shards
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_blocks_are_compiled_and_models_of_bitsandbytes_are_not_saved_without_scales(plain, tmp_path):

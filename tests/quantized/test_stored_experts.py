@@ -10,6 +10,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from tests.quantized import stored_experts
 from tests.quantized.four_bits import answers_of
+from tests.quantized.requirements import needs_packed_shards
 from tests.quantized.stored_experts import STACKS, opened, packed_stacks
 from tests.quantized.test_four_bit_experts import plain as mixture  # noqa: F401 - a fixture
 from tests.truth import require_equal
@@ -38,6 +39,7 @@ def wanted_of_gpt_oss(folder: Path) -> dict[str, Any]:
     return {"stacks": stacks, "internally": False, **stored_experts.as_alone(str(folder))}
 
 
+@needs_packed_shards
 @pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 5))])
 def test_mxfp4_on_ranks(worlds, gpt_oss, tmp_path, size):
     wanted = wanted_of_gpt_oss(gpt_oss)
@@ -89,6 +91,7 @@ def test_a_lora_learns_as_on_numbers(gpt_oss):
     assert stored_experts.distance(found, wanted) < 1e-5
 
 
+@needs_packed_shards
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_a_lora_learns_on_ranks_as_alone(worlds, gpt_oss, size):
@@ -120,6 +123,7 @@ def test_an_adapter_is_saved_and_not_merged(gpt_oss, tmp_path):
     torch.testing.assert_close(model(tokens).logits, merged(tokens).logits, rtol=0.05, atol=0.05)
 
 
+@needs_packed_shards
 def test_experts_that_were_packed_one_by_one(worlds, one_by_one, tmp_path):
     """Of bitsandbytes, before experts were fused: the bytes of all are stacked, and not packed again."""
     folder, stored = one_by_one

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.quantized.requirements import needs_packed_shards
 from tests.support.http_store import HttpStore
 from tests.support.local_ranks import LocalRanks, RankError
 from tests.support.world import run_forked as run_world
@@ -176,6 +177,7 @@ def test_a_file_of_accelerate_shards_the_model(folder: Path) -> None:
     assert losses(2, values) == pytest.approx(losses(1, plain), abs=1e-5)
 
 
+@needs_packed_shards
 def test_a_base_in_four_bits(folder: Path) -> None:
     lora = {"use_peft": True, "load_in_4bit": True, "lora_dropout": 0.0, "lora_target_modules": ["q_proj"]}
     values = keys(folder, **lora, model_name_or_path=str(write_wide(folder)), output_dir=str(folder / "nf4"))

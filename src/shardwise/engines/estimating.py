@@ -20,7 +20,7 @@ from shardwise.execution.memory import gc_disabled
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex, wrapper_notes
 from shardwise.layout import Activations, MeshShape, ModelLayout, TensorKind, WorldLayout
-from shardwise.models.estimate_layout import predict_layout, trace_activations
+from shardwise.models.estimate_layout import predict_layout
 from shardwise.models.initialize import Initializers
 from shardwise.models.policies import WrapPolicy, repeated_blocks
 from shardwise.models.torch_api import from_torch
@@ -239,6 +239,8 @@ def _head(base: Any, param_dtype: torch.dtype | None, options: PlanOptions) -> e
 def _traced(
     tuned: Tuned, world: WorldLayout, size: tuple[int, int], param_dtype: torch.dtype | None, options: PlanOptions
 ) -> Activations:
+    from shardwise.models.activations import trace_activations  # needs a private name of torch to be imported
+
     try:
         blocks = repeated_blocks(tuned.base)
     except ShardingError:  # a model without any runs as a whole

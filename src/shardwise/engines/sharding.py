@@ -161,7 +161,7 @@ def _require_shardable(
     require_movable(held)
     if sharding.mesh is not None:
         require_steps_shards(optimizers)
-        group_parameters(model, sharding.wrap)
+        wrap.require_shardable_dtypes(model, group_parameters(model, sharding.wrap))
     wrap.blocks_to_prepare(model, sharding)
 
 

@@ -1,7 +1,7 @@
 """Unexported names of accelerate, and the functions that are replaced in it. No other module uses them.
 
-Checked with accelerate 1.13 and 1.15. A missing name is one error when the switch is first used. ``tests/canary``
-asserts arguments and meanings.
+Checked with accelerate 1.13 and 1.15. Each name is looked up when it is used, those of replaced functions when the
+switch is turned on. ``tests/canary`` asserts arguments and meanings.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,24 +11,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError, KnownNames, require_version
+from shardwise.errors import ConfigError, private, require_version
 
 require_version("accelerate", "1.13")
 try:
-    import accelerate as _accelerate  # noqa: F401
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils import patch_environment as patch_environment
 except ImportError as _absent:
     raise ConfigError("accelerate is not installed. Run pip install 'shardwise[accelerate]'") from _absent
 
-known_names = KnownNames("accelerate", "1.13 to 1.15")
-
-with known_names:
-    from accelerate import Accelerator
-    from accelerate import accelerator as accelerator_module
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
-    from accelerate.utils import patch_environment as patch_environment
-
-__all__ = ["Accelerator", "AcceleratorState", "DistributedType", "accelerator_module", "fsdp_utils"]
+__all__ = ["DistributedType"]
 
 Original: TypeAlias = Callable[..., Any]
 """A function of accelerate that is replaced."""
@@ -45,7 +37,7 @@ def become_fsdp2(state: Any, plugin: Any) -> None:
         plugin.set_mixed_precision(state.mixed_precision)
     state.fsdp_plugin = plugin
     state.distributed_type = DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    private("accelerate.state:PartialState._shared_state")["distributed_type"] = DistributedType.FSDP
 
 
 def fsdp2_plugin() -> Any:
@@ -57,26 +49,28 @@ def fsdp2_plugin() -> Any:
 
 def is_begun() -> bool:
     """Return whether an accelerator exists in this process, which determines the distributed type."""
-    return bool(PartialState._shared_state)
+    return bool(private("accelerate.state:PartialState._shared_state"))
 
 
 def left_as_they_are(
     accelerator: Any, objects: Sequence[Any], device_placement: Sequence[bool | None]
 ) -> tuple[Any, ...]:
     """Prepare objects as accelerate does, but only register models, and do not move optimizers to a device."""
+    prepare = private("accelerate:Accelerator._prepare_one", accelerator)
+    registered, _ = _prepared(accelerator)
     first = [
         item
         if isinstance(item, nn.Module)
-        else accelerator._prepare_one(
+        else prepare(
             item, first_pass=True, device_placement=False if isinstance(item, torch.optim.Optimizer) else placement
         )
         for item, placement in zip(objects, device_placement, strict=True)
     ]
-    result = [item if isinstance(item, nn.Module) else accelerator._prepare_one(item) for item in first]
+    result = [item if isinstance(item, nn.Module) else prepare(item) for item in first]
     for item in result:
         if isinstance(item, nn.Module):
-            if not any(item is model for model in accelerator._models):
-                accelerator._models.append(item)
+            if not any(item is model for model in registered):
+                registered.append(item)
             item._is_accelerate_prepared = True  # type: ignore[assignment]
     return tuple(result)
 
@@ -124,18 +118,25 @@ def split_sequences(accelerator: Any, config: Any, model: nn.Module) -> None:
     """
     accelerator.state.parallelism_config = config
     accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
-    accelerator._prepare_cp(model)
+    private("accelerate:Accelerator._prepare_cp", accelerator)(model)
 
 
 def prepared_counts(accelerator: Any) -> tuple[int, int]:
     """Return the numbers of models and of optimizers that an accelerator has prepared."""
-    return len(accelerator._models), len(accelerator._optimizers)
+    models, optimizers = _prepared(accelerator)
+    return len(models), len(optimizers)
+
+
+def _prepared(accelerator: Any) -> tuple[list[nn.Module], list[Any]]:
+    """Return the lists of models and of optimizers that an accelerator has prepared."""
+    models = private("accelerate:Accelerator._models", accelerator)
+    return models, private("accelerate:Accelerator._optimizers", accelerator)
 
 
 @contextmanager
 def without_models(accelerator: Any) -> Iterator[tuple[list[nn.Module], list[Any]]]:
     """Remove the models and optimizers from an accelerator within the block, and yield them."""
-    models, optimizers = accelerator._models, accelerator._optimizers
+    models, optimizers = _prepared(accelerator)
     accelerator._models, accelerator._optimizers = [], []
     try:
         yield models, optimizers

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.engines.model_states import get_model_state_dict
-from shardwise.errors import ConfigError, ShardingError
+from shardwise.errors import ConfigError, ShardingError, find_private, lacks
 from shardwise.execution.state_values import StateOptions
 from shardwise.execution.world import World
 from shardwise.integrations import accelerate_compat as compat
@@ -32,13 +32,13 @@ from shardwise.integrations.context_parallel import SplitSequences, require_spli
 from shardwise.interchange import accelerate_writing as writing
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
 from shardwise.interchange.accelerate_writing import LinkedFolder, WorkFolder
-from shardwise.models.build import allocating_function, loading_function
+from shardwise.models.build import ALLOCATING_FUNCTION, LOADING_FUNCTION
 from shardwise.models.gradients import average_replicated_gradients, clip_gradients, require_synchronized
 from shardwise.models.rebind import bind_optimizers, plain_optimizer
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.models.view import collect_tensors, is_sharded, without_compile
 from shardwise.planning.matching import FileForm
-from shardwise.tuning.peft_compat import methods_to_patch
+from shardwise.tuning.peft_compat import moving_functions
 
 
 def accelerate() -> AccelerateSwitch:
@@ -73,10 +73,11 @@ class AccelerateSwitch:
         if self._is_on:
             return
         if AccelerateSwitch._count == 0:
-            with ExitStack() as stack, compat.known_names:
-                for owner, name, replacement in _replacements():
-                    if name not in vars(owner):
-                        raise AttributeError(f"{owner.__name__} has no {name}")
+            with ExitStack() as stack:
+                for path, replacement in _replacements().items():
+                    owner, name = find_private(path)
+                    if name not in vars(owner):  # but in a parent
+                        raise lacks(path)
                     stack.callback(_restore, owner, name, vars(owner)[name], _replace(owner, name, replacement))
                 AccelerateSwitch._restoring = stack.pop_all()
         self._is_on = True
@@ -99,26 +100,26 @@ class AccelerateSwitch:
         self.remove()
 
 
-def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """List the replaced functions: owner, name, and replacement, whose first argument is the function."""
-    return [
-        (compat.AcceleratorState, "__init__", begin_state),
-        (compat.Accelerator, "prepare", prepare_objects),
-        (compat.Accelerator, "_prepare_cp", prepare_context_parallel),
-        (compat.Accelerator, "_prepare_fsdp2", pending.prepare_fsdp2),
-        (compat.fsdp_utils, "fsdp2_load_full_state_dict", pending.load_full_state_dict),
-        (compat.Accelerator, "get_state_dict", get_state_dict),
-        (compat.Accelerator, "clip_grad_norm_", clip_grad_norm),
-        (compat.Accelerator, "save_state", save_state),
-        (compat.Accelerator, "load_state", load_state),
-        (compat.accelerator_module, "save_fsdp_model", save_model),
-        (compat.accelerator_module, "load_fsdp_model", load_model),
-        (compat.accelerator_module, "save_fsdp_optimizer", save_optimizer),
-        (compat.accelerator_module, "load_fsdp_optimizer", load_optimizer),
-        (*loading_function(), pending.load_later),
-        (*allocating_function(), pending.place_missing),
-        *((*wrapper, pending.keep_adapter) for wrapper in methods_to_patch()),
-    ]
+def _replacements() -> dict[str, Callable[..., Any]]:
+    """Return the replacements of functions, whose first argument is the function."""
+    return {
+        "accelerate.state:AcceleratorState.__init__": begin_state,
+        "accelerate:Accelerator.prepare": prepare_objects,
+        "accelerate:Accelerator._prepare_cp": prepare_context_parallel,
+        "accelerate:Accelerator._prepare_fsdp2": pending.prepare_fsdp2,
+        "accelerate.utils.fsdp_utils:fsdp2_load_full_state_dict": pending.load_full_state_dict,
+        "accelerate:Accelerator.get_state_dict": get_state_dict,
+        "accelerate:Accelerator.clip_grad_norm_": clip_grad_norm,
+        "accelerate:Accelerator.save_state": save_state,
+        "accelerate:Accelerator.load_state": load_state,
+        "accelerate.accelerator:save_fsdp_model": save_model,
+        "accelerate.accelerator:load_fsdp_model": load_model,
+        "accelerate.accelerator:save_fsdp_optimizer": save_optimizer,
+        "accelerate.accelerator:load_fsdp_optimizer": load_optimizer,
+        LOADING_FUNCTION: pending.load_later,
+        ALLOCATING_FUNCTION: pending.place_missing,
+        **dict.fromkeys(moving_functions(), pending.keep_adapter),
+    }
 
 
 def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:

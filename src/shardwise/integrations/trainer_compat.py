@@ -1,34 +1,22 @@
 """Unexported names of transformers' Trainer and of TRL's trainers. No other module uses them.
 
 Checked with transformers 5.19 to 5.23 (in 5.17 and 5.18 the Trainer does not support sharded models) and TRL 1.16.
-A missing name is one error when this file is imported. ``tests/canary`` asserts their meanings.
+A missing name is an error of :func:`require_names`. ``tests/canary`` asserts their meanings.
 """
 
 import inspect
 from functools import partial
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
-from shardwise.errors import ConfigError, KnownNames, require_names
+from shardwise.errors import ConfigError, private, require_private, require_version
 from shardwise.models.torch_api import original_class
 
-with KnownNames("transformers", "5.19 to 5.23"):
-    from transformers import Trainer
-    from transformers.distributed.configuration_utils import DistributedConfig
-    from transformers.distributed.fsdp import is_fsdp_managed_module as is_fsdp_managed_module
-    from transformers.trainer_callback import CallbackHandler
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
-    from transformers.trainer_utils import has_length as has_length
+require_version("transformers", "5.19")
 
-    require_names(PreTrainedModel, "is_distributed_loading_by_transformers _is_distributed_loading_by_transformers")
-    require_names(Trainer, "_load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state _load_scaler")
-    require_names(Trainer, "_load_best_model _save_checkpoint _save_optimizer_and_scheduler _save_rng_state")
-    require_names(Trainer, "_save _save_scaler _get_output_dir _sync_replicated_trainable_parameters")
-    require_names(Trainer, "get_batch_samples compute_loss get_total_train_batch_size")
-    require_names(Trainer, "_run_epoch _finalize_training create_accelerator_and_postprocess")
-    require_names(CallbackHandler, "call_event")
-
+PREFIX_CHECKPOINT_DIR = "checkpoint"
+"""Start of the name of a checkpoint's folder."""
 _MARK = "_is_distributed_loading_by_transformers"
 _MANAGED = "_is_fsdp_managed_module"
 _NAME = "_get_name"
@@ -39,6 +27,33 @@ REFERENCE = "ref"
 """TRL's name of the frozen copy of an adapter that it compares with."""
 
 
+def require_names() -> None:
+    """Reject a Trainer that would not take a sharded model as it is, or has other methods than those overridden.
+
+    Raises:
+        ConfigError: a name is missing.
+    """
+    require_private("transformers:PreTrainedModel", "is_distributed_loading_by_transformers")
+    require_private("transformers:PreTrainedModel", "_is_distributed_loading_by_transformers")
+    private("transformers.distributed.fsdp:is_fsdp_managed_module")
+    private("transformers.trainer_callback:CallbackHandler.call_event")
+    require_private("transformers:Trainer", "_load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state")
+    require_private("transformers:Trainer", "_load_scaler _load_best_model _save_checkpoint _save_rng_state _save")
+    require_private("transformers:Trainer", "_save_optimizer_and_scheduler _save_scaler _get_output_dir")
+    require_private("transformers:Trainer", "_sync_replicated_trainable_parameters get_batch_samples compute_loss")
+    require_private("transformers:Trainer", "get_total_train_batch_size _run_epoch _finalize_training")
+    require_private("transformers:Trainer", "create_accelerator_and_postprocess")
+
+
+def has_length(loader: object) -> bool:
+    """Return whether a loader of data has a length, by which the Trainer counts steps."""
+    try:
+        len(loader)  # type: ignore[arg-type]
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
 def add_marks(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
     """Mark a model as sharded by transformers, so that the Trainer neither moves nor wraps it.
 
@@ -47,7 +62,8 @@ def add_marks(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
     """
     setattr(model, _MARK, True)
     if hasattr(Trainer, "_defer_fsdp_gradient_reduction"):  # 5.23; older ones exchange gradients each time
-        setattr(model.config, _CONFIG, DistributedConfig(dp_replicate_size=replicas))
+        make_config = private("transformers.distributed.configuration_utils:DistributedConfig")
+        setattr(model.config, _CONFIG, make_config(dp_replicate_size=replicas))
     if by_fsdp:
         setattr(model, _MANAGED, True)
         # By this name, which FSDP2 changes, label smoothing decides whether labels are those of the next token.

@@ -230,6 +230,7 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
     Raises:
         ConfigError, ShardingError: the Trainer cannot train it.
     """
+    compat.require_names()
     if without_compile(model) is not model:
         raise ConfigError(
             "for_trainer: the model was returned by torch.compile. Pass the model itself, and call "
@@ -281,6 +282,7 @@ def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> Non
     Raises:
         ConfigError: an argument is not supported.
     """
+    compat.require_names()
     model, args = given.get("model"), given.get("args")
     if given.get("model_init") is not None or not isinstance(model, nn.Module):
         shown = repr(model) if isinstance(model, str) else type(model).__name__

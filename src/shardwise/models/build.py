@@ -14,23 +14,13 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression, Unstored, concat, slice_dim
-from shardwise.errors import ConfigError, FormatError, KnownNames, require_names
+from shardwise.errors import ConfigError, FormatError, private
 from shardwise.models import pretrained
 from shardwise.models.initialize import NewRows
 from shardwise.models.pretrained import get_model_mapping
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import TensorRef, collect_tensors
 from shardwise.tensors import DType
-
-with KnownNames("transformers", "5.17 to 5.23"):
-    from transformers.distributed.fsdp import is_fsdp_enabled
-    from transformers.models.auto import modeling_auto
-    from transformers.models.auto.auto_factory import _get_model_class
-    from transformers.monkey_patching import patch_output_recorders
-    from transformers.utils.loading_report import LoadStateDictInfo
-
-    require_names(PreTrainedModel, "_from_config get_init_context _load_pretrained_model")
-    require_names(PreTrainedModel, "_move_missing_keys_from_meta_to_device")
 
 
 def read_config(
@@ -180,12 +170,14 @@ def build_on_meta(
         ConfigError: the class cannot be built from the config.
         FormatError: the checkpoint's ``generation_config.json`` cannot be read.
     """
+    get_contexts = private("transformers:PreTrainedModel.get_init_context")
+    patch_outputs = private("transformers.monkey_patching:patch_output_recorders")
     try:
         with contextlib.ExitStack() as stack:
-            for context in PreTrainedModel.get_init_context(dtype, False, False, None):
+            for context in get_contexts(dtype, False, False, None):
                 stack.enter_context(context)
             model = model_class(config)
-            patch_output_recorders(model)
+            patch_outputs(model)
     except Exception as error:  # of a model's own code, for values that are untrusted
         cause = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(".")
         raise ConfigError(
@@ -288,7 +280,7 @@ def _with_rows(expression: Expression, size: int) -> Expression:
 
 def registered_model_class(config: PreTrainedConfig, names: Collection[str]) -> Any:
     """Return a class of one of these names that a user has registered with an Auto class, or None."""
-    for auto_class in list(vars(modeling_auto).values()):
+    for auto_class in list(vars(private("transformers.models.auto:modeling_auto")).values()):
         own = getattr(get_model_mapping(auto_class), "_extra_content", {})
         found = own.get(type(config)) if isinstance(own, dict) else None
         if found is not None and found.__name__ in names:
@@ -305,7 +297,7 @@ def auto_model_class(config: PreTrainedConfig, auto_class: Any) -> tuple[Any, Pr
     mapping = auto_class._model_mapping
     if type(config) not in mapping:
         raise ConfigError(f"{auto_class.__name__} has no model for {type(config).__name__}")
-    found = _get_model_class(config, mapping)
+    found = private("transformers.models.auto.auto_factory:_get_model_class")(config, mapping)
     text = config.sub_configs.get("text_config")
     if text is not None and getattr(found, "config_class", None) == text:
         return found, config.get_text_config()
@@ -329,26 +321,23 @@ def set_implementations(
         config._experts_implementation = experts  # type: ignore[assignment]
 
 
-def loading_function() -> tuple[Any, str]:
-    """Return the class and the name of the function by which ``from_pretrained`` fills a model on meta.
+LOADING_FUNCTION: Final = "transformers:PreTrainedModel._load_pretrained_model"
+"""The function by which ``from_pretrained`` fills a model on meta.
 
-    Its arguments are the model, a state dict or None, the files or None, and a config of the load.
-    """
-    return PreTrainedModel, "_load_pretrained_model"
+Its arguments are the model, a state dict or None, the files or None, and a config of the load.
+"""
 
+ALLOCATING_FUNCTION: Final = "transformers:PreTrainedModel._move_missing_keys_from_meta_to_device"
+"""The function by which transformers allocates missing tensors for initialization.
 
-def allocating_function() -> tuple[Any, str]:
-    """Return the class and the name of transformers' function that allocates missing tensors for initialization.
-
-    Its first arguments are the model and the names of missing tensors. Under FSDP it differs between ranks, and in
-    transformers 5.17 allocates the full model on all but the first.
-    """
-    return PreTrainedModel, "_move_missing_keys_from_meta_to_device"
+Its first arguments are the model and the names of missing tensors. Under FSDP it differs between ranks, and in
+transformers 5.17 allocates the full model on all but the first.
+"""
 
 
 def loads_for_fsdp() -> bool:
     """Return whether the environment requests that ``from_pretrained`` loads weights on the first rank only."""
-    return bool(is_fsdp_enabled())
+    return bool(private("transformers.distributed.fsdp:is_fsdp_enabled")())
 
 
 def is_plain_load(config: Any) -> bool:
@@ -363,7 +352,7 @@ def get_load_dtype(config: Any) -> torch.dtype:
 
 def load_outcome(missing: set[str], unexpected: set[str], mismatched: set[tuple[str, Any, Any]]) -> Any:
     """Return the loading info with which transformers ties, initializes and reports."""
-    return LoadStateDictInfo(
+    return private("transformers.utils.loading_report:LoadStateDictInfo")(
         missing_keys=missing,
         unexpected_keys=unexpected,
         mismatched_keys=mismatched,

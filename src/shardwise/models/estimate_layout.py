@@ -1,22 +1,17 @@
-"""Groups and layouts that ``wrap`` would create on a mesh, and the activations of a step, without processes.
+"""Groups and layouts that ``wrap`` would create on a mesh, without processes.
 
 Groups, unsharded parameters and split dimensions come from :mod:`shardwise.models.policies`, and the boxes of a
 rank from torch's placements, as in a load.
 """
 
-import inspect
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwise.errors import ShardingError
 from shardwise.layout import (
-    Activations,
     GroupLayout,
     MeshShape,
     ModelLayout,
@@ -27,7 +22,6 @@ from shardwise.layout import (
     WorldLayout,
 )
 from shardwise.models.policies import WrapPolicy, group_parameters, shard_dim
-from shardwise.models.torch_api import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
 from shardwise.models.view import (
     TensorRef,
     boxes_at,
@@ -117,163 +111,3 @@ class _Spreader:
         strides = contiguous_strides(first.box.sizes)
         boxes = tuple(boxes_at(shape, placements, sizes, each, strides) for each in coordinates)
         return Spread(boxes, first.box.numel)
-
-
-aten = torch.ops.aten
-
-
-def trace_activations(
-    model: nn.Module,
-    base: nn.Module,
-    blocks: Sequence[str],
-    size: tuple[int, int],
-    *,
-    param_dtype: torch.dtype | None = None,
-    autocast: torch.dtype | None = None,
-    in_root: Iterable[str] = (),
-) -> Activations:
-    """Run a model on fake tensors and measure its activations. The model must be on meta, and is changed.
-
-    Logits are computed for one token of each row if the model can do that.
-
-    Args:
-        model: the model to train, in PEFT's wrapper if there is an adapter.
-        base: the transformers model in it.
-        blocks: names of the repeated blocks in ``base``.
-        size: the number of rows, and of tokens in each row.
-        param_dtype: dtype of gathered parameters. None for their own.
-        autocast: dtype of autocast, if it is used.
-        in_root: names of parameters whose gradients are kept until the end of the backward pass.
-
-    Raises:
-        Exception: whatever the model raises if it cannot run without data.
-    """
-    roots = set(in_root)
-    mode = FakeTensorMode()
-    with mode:
-        _make_fake(model, param_dtype)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and name not in roots:
-            parameter.register_post_accumulate_grad_hook(_free_gradient)
-    model.train()
-    watch = _LiveBytes((*model.parameters(), *model.buffers()))
-    passes = _Passes(watch, [base.get_submodule(name) for name in blocks])
-    with mode, watch, torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-        ids = torch.zeros(size, dtype=torch.int64, device="cpu")
-        known = inspect.signature(base.forward).parameters
-        keywords = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in known}
-        output = next(leaf for leaf in tree_leaves(model(input_ids=ids, **keywords)) if _needs_gradient(leaf))
-        output.float().sum().backward()
-    return passes.found()
-
-
-def _free_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
-
-
-def _needs_gradient(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
-def _make_fake(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Replace tensors on meta by fake ones on the CPU. Ties are kept."""
-    for item in collect_tensors(model):
-        tensor = item.tensor
-        is_parameter = item.kind is TensorKind.PARAMETER
-        is_cast = dtype is not None and is_parameter and tensor.is_floating_point()
-        fake = torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device="cpu")
-        item.replace(nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake)
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live storages that operations create. Reading a value (``.item()``) returns 1."""
-
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        self._known: dict[int, Any] = {}
-        for tensor in known:
-            self._count(tensor, 0)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = self._run(func, args, kwargs or {})
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor, tensor.untyped_storage().nbytes())
-        # Autograd sums two gradients of a tensor in place, except under a mode.
-        if func is not aten.add.Tensor or torch.is_grad_enabled():
-            self.peak = max(self.peak, self.live)
-        return result
-
-    def take_peak(self) -> int:
-        """Return the peak since the last call."""
-        found, self.peak = max(self.peak, self.live), self.live
-        return found
-
-    @staticmethod
-    def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is aten.nonzero.default:  # its size depends on data: assume all elements
-            return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
-        if func is aten._local_scalar_dense.default:
-            return 1
-        if func is aten._grouped_mm.default:  # torch's fake implementation is for bfloat16 only
-            left, right = args[:2]
-            count = left.shape[0] if left.ndim == 3 else len(args[2]) if left.ndim == right.ndim else None
-            shape = (left.shape[-2], right.shape[-1])
-            return left.new_empty(shape if count is None else (count, *shape))
-        return func(*args, **kwargs)
-
-    def _count(self, tensor: torch.Tensor, nbytes: int) -> None:
-        storage = tensor.untyped_storage()
-        key = storage_key(storage)
-        if key in self._known:
-            return
-
-        def forget(_: object) -> None:
-            self._known.pop(key, None)
-            self.live -= nbytes
-
-        self._known[key] = weakref.ref(storage, forget)
-        self.live += nbytes
-
-
-class _Passes:
-    """Measures the forward and backward passes with hooks on the first and last blocks."""
-
-    def __init__(self, watch: _LiveBytes, blocks: Sequence[nn.Module]) -> None:
-        self.watch = watch
-        self.kept = self.loss = self.backward = 0
-        self.is_back = False
-        if blocks:
-            blocks[0].register_forward_pre_hook(self._enter, with_kwargs=True)
-            blocks[-1].register_forward_hook(self._leave)
-
-    def _enter(self, _: nn.Module, args: Any, keywords: Any) -> None:
-        for leaf in filter(_needs_gradient, () if self.is_back else tree_leaves((args, keywords))):
-            leaf.register_hook(self._end_blocks)
-
-    def _leave(self, _: nn.Module, _args: Any, output: Any) -> None:
-        if self.is_back:  # recomputation
-            return
-        self.kept = self.watch.live
-        self.watch.take_peak()
-        if (leaf := next(filter(_needs_gradient, tree_leaves(output)), None)) is not None:
-            leaf.register_hook(self._end_loss)
-
-    def _end_loss(self, _: torch.Tensor) -> None:
-        if not self.is_back:
-            self.is_back = True
-            self.loss = self.watch.take_peak() - self.kept
-
-    def _end_blocks(self, _: torch.Tensor) -> None:
-        self.backward = max(self.watch.take_peak() - self.kept, self.backward)
-
-    def found(self) -> Activations:
-        rest = self.watch.take_peak()
-        if not self.is_back:  # only the head is trained
-            self.loss = rest - self.kept
-        elif not self.backward:  # nothing before the blocks is trained
-            self.backward = max(rest - self.kept, 0)
-        return Activations(self.kept, self.loss, self.backward, rest if self.backward else 0)

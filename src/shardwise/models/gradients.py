@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, private, require_private
 from shardwise.models import torch_api
 from shardwise.models.torch_api import param_groups
 from shardwise.models.view import abbreviate, canonical, local_tensor
@@ -42,7 +42,7 @@ def clip_gradients(
         dist.all_reduce(total, group=group)
     norm = math.sqrt(square) if math.isfinite(square := total.item()) else square
     if math.isfinite(norm) and norm + _TINY > max_norm:
-        torch._foreach_mul_([gradient for _, gradient in found], max_norm / (norm + _TINY))
+        private("torch:_foreach_mul_")([gradient for _, gradient in found], max_norm / (norm + _TINY))
     return norm
 
 
@@ -92,6 +92,12 @@ class Averaging:
     def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
         self.mesh = mesh
         self._group = next(param_groups(model), None)
+        if self._group is not None:
+            require_private(
+                "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+                "all_reduce_grads reduce_grads",
+                self._group,
+            )
         self._waiting: dict[int, list[torch.Tensor]] = {}
         """Parameters by backward pass. Nested passes (reentrant checkpointing) have their own buckets."""
 

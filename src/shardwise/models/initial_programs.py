@@ -246,7 +246,7 @@ def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
         with not_initializing():
-            fresh: PreTrainedModel = model_class._from_config(model.config)
+            fresh: PreTrainedModel = pretrained.build_from_config(model_class, model.config)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
     return fresh

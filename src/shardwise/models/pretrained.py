@@ -1,7 +1,7 @@
 """Properties of a transformers model, and the binding of a checkpoint's keys to its tensors.
 
-This file, ``build`` and ``revert`` use transformers' unexported names (checked with 5.17 and 5.23). An imported
-name that is missing is an error when its file is imported. ``tests/canary`` asserts the behavior of each name.
+This file, ``build`` and ``revert`` use transformers' unexported names (checked with 5.17 and 5.23). Each is looked
+up when it is used. A module that is not of transformers needs none of them.
 
 [Note: Keys] The order of steps is that of transformers' loader (``convert_and_load_state_dict_in_model``): keys in
 natural order, all renames, at most one converter, the retry for keys that are already the model's, the base-model
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,29 +25,13 @@ from transformers.utils import logging as hf_logging
 
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression, Stored, stored_key, substitute
-from shardwise.errors import ConfigError, KnownNames, require_names
+from shardwise.errors import ConfigError, private
 from shardwise.layout import ModelLayout
 from shardwise.models.torch_api import original_classes, to_torch
 from shardwise.report.names import plain_key
 
 if TYPE_CHECKING:
     from shardwise.models.tracing import Conversion
-
-
-with KnownNames("transformers", "5.17 to 5.23"):
-    from transformers import initialization as hf_init
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        build_glob_alternation,
-        dot_natural_key,
-        rename_source_key,
-    )
-
-    require_names(hf_init, "TORCH_INIT_FUNCTIONS guard_torch_init_functions no_init_weights")
-    require_names(PreTrainedModel, "_get_dtype_plan _no_split_modules initialize_weights tie_weights")
-    require_names(PreTrainedModel, "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected")
 
 
 def declared_ties(model: nn.Module) -> dict[str, str]:
@@ -91,8 +75,9 @@ def _text_config(model: nn.Module) -> object:
 
 def kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
     """Return a function from a name to the dtype that a model of ``dtype`` keeps it in, or None for any dtype."""
-    plan = dict(model._get_dtype_plan(dtype))
-    alternation, by_group, _ = build_glob_alternation(list(plan))
+    plan = dict(private("transformers:PreTrainedModel._get_dtype_plan", model)(dtype))
+    build_alternation = private("transformers.core_model_loading:build_glob_alternation")
+    alternation, by_group, _ = build_alternation(list(plan))
 
     def kept(name: str) -> torch.dtype | None:
         found = alternation.search(name)
@@ -140,14 +125,28 @@ def conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | Non
             raise ConfigError(f"key_mapping: {source!r} is no valid regex ({error})") from error
     if isinstance(model, PreTrainedModel):
         with original_classes(model):
-            return list(get_model_conversion_mapping(model, mapping))
-    return [WeightRenaming(source, target) for source, target in (mapping or {}).items()]
+            return list(private("transformers.conversion_mapping:get_model_conversion_mapping")(model, mapping))
+    if not mapping:
+        return []
+    rename = private("transformers.core_model_loading:WeightRenaming")
+    return [rename(source, target) for source, target in mapping.items()]
 
 
 def rename_keys(keys: Iterable[str], key_mapping: Mapping[str, str]) -> dict[str, str]:
     """Return the keys of a checkpoint of an unknown model with their names under ``key_mapping``."""
     renamings = conversion_transforms(nn.Module(), key_mapping)
-    return {key: rename_source_key(key, renamings, [])[0] for key in keys}
+    return {key: _rename(key, renamings, [], None, {})[0] for key in keys}
+
+
+def _rename(
+    key: str, renamings: Sequence[Any], converters: Sequence[Any], prefix: str | None, names: Mapping[str, object]
+) -> tuple[str, str | None]:
+    """Return a key under the renames, and the pattern of the converter that takes it. ``prefix`` is the base's."""
+    if not renamings and not converters and prefix is None:
+        return key, None
+    rename = private("transformers.core_model_loading:rename_source_key")
+    name, pattern = rename(key, renamings, converters, prefix, names)
+    return name, pattern
 
 
 def get_model_mapping(auto_class: Any) -> Any:
@@ -162,8 +161,9 @@ def ignore_patterns(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
     """
     if not isinstance(model, PreTrainedModel):
         return (), ()
-    missing = tuple(sorted(model._keys_to_ignore_on_load_missing or ()))
-    unexpected = tuple(sorted(model._keys_to_ignore_on_load_unexpected or ()))
+    missing = tuple(sorted(private("transformers:PreTrainedModel._keys_to_ignore_on_load_missing", model) or ()))
+    ignored = private("transformers:PreTrainedModel._keys_to_ignore_on_load_unexpected", model)
+    unexpected = tuple(sorted(ignored or ()))
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         unexpected += (r"rotary_emb\.inv_freq",)
@@ -207,6 +207,8 @@ def fsdp_plan(model: nn.Module) -> dict[str, str]:
 
 def no_split_classes(model: nn.Module) -> set[str]:
     """Return class names of blocks that must stay whole."""
+    if isinstance(model, PreTrainedModel):
+        return set(private("transformers:PreTrainedModel._no_split_modules", model) or ())
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
@@ -227,24 +229,31 @@ def run_initializers(model: PreTrainedModel, modules: Collection[nn.Module]) -> 
     """Run ``_init_weights`` on these modules of a model, children first, of the model that each belongs to."""
     for module in model.modules():
         vars(module)["_is_hf_initialized"] = module not in modules  # the others are skipped
-    with torch.no_grad(), original_classes(model), hf_init.guard_torch_init_functions():
+    guard = private("transformers.initialization:guard_torch_init_functions")
+    with torch.no_grad(), original_classes(model), guard():
         model.initialize_weights()
 
 
 @contextlib.contextmanager
 def init_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Replace torch's initializer of this name in transformers' initializers within the block."""
-    original = hf_init.TORCH_INIT_FUNCTIONS[name]
-    hf_init.TORCH_INIT_FUNCTIONS[name] = function
+    functions = private("transformers.initialization:TORCH_INIT_FUNCTIONS")
+    original = functions[name]
+    functions[name] = function
     try:
         yield
     finally:
-        hf_init.TORCH_INIT_FUNCTIONS[name] = original
+        functions[name] = original
 
 
-def not_initializing() -> contextlib.AbstractContextManager[None]:
-    """Disable torch's initializers within the block, because meta tensors have no values."""
-    return hf_init.no_init_weights()
+def not_initializing() -> Any:
+    """Return a context that disables torch's initializers, because meta tensors have no values."""
+    return private("transformers.initialization:no_init_weights")()
+
+
+def build_from_config(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Any:
+    """Build a model by transformers' function for models without weights."""
+    return private("transformers:PreTrainedModel._from_config", model_class)(config)
 
 
 @dataclass
@@ -265,17 +274,20 @@ def assign_keys(
 ) -> Assignment:
     """Apply the renames to every key. ``names`` are the tensors that the model saves."""
     prefix = model.base_model_prefix if isinstance(model, PreTrainedModel) else None
-    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
-    converters = [item for item in transforms if isinstance(item, WeightConverter)]
-    known = cast("dict[str, Any]", names)
+    renaming = "transformers.core_model_loading:WeightRenaming"
+    converter = "transformers.core_model_loading:WeightConverter"
+    renamings = [item for item in transforms if isinstance(item, private(renaming))]
+    converters = [item for item in transforms if isinstance(item, private(converter))]
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
     result = Assignment()
-    for key in sorted(keys, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+    is_renamed = bool(transforms) or prefix is not None
+    order = private("transformers.core_model_loading:dot_natural_key") if is_renamed else None
+    for key in sorted(keys, key=order):
+        name, pattern = _rename(key, renamings, converters, prefix, names)
         if name not in names and key in names:
-            name, pattern = rename_source_key(key, [], [], prefix, known)
+            name, pattern = _rename(key, [], [], prefix, names)
         if name not in names and (plain := plain_key(key)) != key:
-            name, pattern = rename_source_key(plain, renamings, converters, prefix, known)
+            name, pattern = _rename(plain, renamings, converters, prefix, names)
             result.wrapped += [key] if name in names else []
         if name not in names:
             result.unmatched[key] = name

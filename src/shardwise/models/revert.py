@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from shardwise.conversion.computed import ComputedBlock, FullOperation
 from shardwise.conversion.expression import Expression, Stored
-from shardwise.errors import KnownNames, require_names
+from shardwise.errors import private
 from shardwise.layout import ModelLayout, TensorLayout
 from shardwise.models import torch_api
 from shardwise.models.pretrained import quantized_configs
@@ -26,14 +26,6 @@ from shardwise.models.tracing import (
     shapes_by_name,
 )
 from shardwise.tensors import DType
-
-with KnownNames("transformers", "5.17 to 5.23"):
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, revert_weight_conversion
-    from transformers.dynamic_module_utils import custom_object_save
-    from transformers.modeling_utils import _get_tied_weight_keys
-
-    require_names(PreTrainedModel, "_keys_to_ignore_on_save is_remote_code")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +65,8 @@ class _Reversal:
     tensors: Mapping[str, TensorLayout]
 
     def outputs(self) -> dict[str, Output]:
+        if not self.facade._weight_conversions:
+            return {name: Output.unchanged(name, tensor) for name, tensor in self.tensors.items()}
         try:
             return self._recorded(list(self.tensors))
         except NotStructural:
@@ -92,9 +86,8 @@ class _Reversal:
         return {key: outputs[key] for key in followed}
 
     def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if not self.facade._weight_conversions:
-            return dict(values)
-        return dict(revert_weight_conversion(self.facade, dict(values)))
+        run = private("transformers.core_model_loading:revert_weight_conversion")
+        return dict(run(self.facade, dict(values)))
 
     def _recorded(self, names: Sequence[str]) -> dict[str, Output]:
         recorded: dict[str, torch.Tensor] = {}
@@ -138,13 +131,15 @@ def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
     Names of a transformers model that share a tensor without being declared tied are all saved, because a load
     would not tie them again.
     """
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    names = [name for name in tensor.names if name not in ignored]
+    ignored = getattr(model, "_keys_to_ignore_on_save", None)
+    if isinstance(model, PreTrainedModel):
+        ignored = private("transformers:PreTrainedModel._keys_to_ignore_on_save", model)
+    names = [name for name in tensor.names if name not in (ignored or ())]
     if len(names) < 2:
         return tuple(names)
     if not isinstance(model, PreTrainedModel):
         return tuple(names[:1])
-    targets = _get_tied_weight_keys(model)
+    targets = private("transformers.modeling_utils:_get_tied_weight_keys")(model)
     for name in sorted(names):
         if len(names) > 1 and any(re.search(pattern, name) for pattern in targets):
             names.remove(name)
@@ -217,8 +212,9 @@ def saved_conversions(model: nn.Module) -> list[Any]:
     if used is not None:
         return list(used)
     with torch_api.original_classes(model):
-        found = get_model_conversion_mapping(model, add_legacy=False)
-    return [item for item in found if not isinstance(item, PrefixChange)]
+        found = private("transformers.conversion_mapping:get_model_conversion_mapping")(model, add_legacy=False)
+    prefix_change = private("transformers.core_model_loading:PrefixChange")
+    return [item for item in found if not isinstance(item, prefix_change)]
 
 
 def save_configs(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
@@ -237,8 +233,8 @@ def save_configs(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> N
     if not getattr(model, "is_quantized", False):
         for section in quantized_configs(config):
             del section.quantization_config
-    if kind.is_remote_code():
-        custom_object_save(model, str(folder), config=config)
+    if private("transformers:PreTrainedModel.is_remote_code", kind)():
+        private("transformers.dynamic_module_utils:custom_object_save")(model, str(folder), config=config)
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)

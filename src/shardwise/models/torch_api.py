@@ -1,8 +1,8 @@
 """torch's unexported names, accelerators and dtypes.
 
 Unexported names of FSDP2's passes are in ``gradients``.
-Checked with torch 2.11, 2.13 and 2.15. ``tests/canary`` asserts the behavior of each unexported name. A missing one
-is an error when this file is imported.
+Checked with torch 2.11, 2.13 and 2.15. Each name is looked up when it is used, so a missing one is an error of the
+calls that need it, and of ``tests/canary``, which asserts what each name means.
 
 Accelerators are those of CUDA and ROCm, Intel (xpu) and Huawei (npu), through ``torch.get_device_module``. Others,
 such as mps, are rejected. Without a supported accelerator, tensors stay on the CPU.
@@ -12,50 +12,19 @@ import contextlib
 import ctypes
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from shardwise.errors import KnownNames, ShardingError, require_names
+from shardwise.errors import ShardingError, lacks, private, require_private
 from shardwise.tensors import DType
-
-with KnownNames("torch", "2.11 to 2.15"):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._composable.replicate import DDP as _OldReplicateModule  # noqa: N811
-    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-    from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.tensor.placement_types import _StridedShard
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves, tree_map_only
-
-    require_names(nn.Module(), "_parameters _buffers _non_persistent_buffers_set _compiled_call_impl")
-    require_names(nn.modules.batchnorm, "_BatchNorm")
-    require_names(torch, "_foreach_add_ _foreach_copy_ _foreach_mul_")
-    require_names(torch._C, "_current_graph_task_id")
-    require_names(torch.autograd.Variable, "_execution_engine")
-    require_names(torch.Tensor, "_version _make_wrapper_subclass")
-    require_names(distributed_c10d, "_get_default_store _get_default_group _get_object_coll_device _world")
-    require_names(distributed_c10d, "_set_pg_timeout default_pg_timeout default_pg_nccl_timeout")
-    require_names(dist.ProcessGroup, "_device_types _get_backend")
-    require_names(FSDPModule, "_get_fsdp_state")
-    require_names(FSDPParam, "init_dtype_attrs reset_sharded_param")
-    require_names(Shard, "_split_tensor")
-    require_names(_StridedShard, "_split_tensor")
-
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map_only"]
-
 
 KINDS = ("cuda", "xpu", "npu")
 
@@ -160,32 +129,20 @@ def saved_dtype(dtype: DType, target: torch.dtype | None) -> DType:
     return from_torch(target, "dtype") if is_cast and target is not None else dtype
 
 
-def _make_parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:  # noqa: FBT001,FBT002
-    return nn.Parameter(data, requires_grad and (data.is_floating_point() or data.is_complex()))
-
-
-_init_dtypes = FSDPParam.init_dtype_attrs
-
-
-def _init_dtypes_of_floats(param: FSDPParam, mp_policy: MixedPrecisionPolicy) -> None:
-    dtype = mp_policy.param_dtype if param.sharded_param.is_floating_point() else None
-    _init_dtypes(param, replace(mp_policy, param_dtype=dtype))
-
-
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-    # FSDP2 makes every shard with ``requires_grad=True``, so that it rejects integers, and would cast them.
-    vars(_fsdp_param)["nn"] = SimpleNamespace(**{**vars(nn), "Parameter": _make_parameter})
-    FSDPParam.init_dtype_attrs = _init_dtypes_of_floats  # type: ignore[assignment,method-assign]
-
-
 def get_parameters(module: nn.Module) -> dict[str, Any]:
     """Return a module's registry of parameters. Insertions bypass ``nn.Module``'s checks."""
-    return module._parameters
+    try:  # called too often for ``private``
+        return module._parameters
+    except AttributeError as error:
+        raise lacks("torch.nn:Module._parameters") from error
 
 
 def get_buffers(module: nn.Module) -> dict[str, Any]:
     """Return a module's registry of buffers."""
-    return module._buffers
+    try:
+        return module._buffers
+    except AttributeError as error:
+        raise lacks("torch.nn:Module._buffers") from error
 
 
 def sets_grad_dtype(parameter: nn.Parameter) -> bool:
@@ -203,22 +160,22 @@ def take_after(parameter: nn.Parameter, other: nn.Parameter) -> None:
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """``copy_`` all tensors by one call. Copies from accelerators may be in progress when this returns."""
     if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+        private("torch:_foreach_copy_")(targets, sources, non_blocking=True)
 
 
 def backward_pass() -> int:
     """Return the unique number of the current backward pass."""
-    return torch._C._current_graph_task_id()
+    return int(private("torch._C:_current_graph_task_id")())
 
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` at the end of the current backward pass, on the thread and stream it began on."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    private("torch.autograd:Variable._execution_engine").queue_callback(callback)
 
 
 def add_all(targets: list[torch.Tensor], stacked: torch.Tensor) -> None:
     """Add a stack (tensors, ...), cast to their dtype, to tensors, by few kernels."""
-    torch._foreach_add_(targets, list(stacked.to(targets[0].dtype)))
+    private("torch:_foreach_add_")(targets, list(stacked.to(targets[0].dtype)))
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -230,22 +187,42 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def get_temporary_names(module: nn.Module) -> set[str]:
     """Return the names of a module's buffers that were registered with ``persistent=False``."""
-    return module._non_persistent_buffers_set
+    return set(private("torch.nn:Module._non_persistent_buffers_set", module))
 
 
 def normalizes_over_rows(module: nn.Module) -> bool:
     """Return whether this is a batch normalization."""
-    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return isinstance(module, private("torch.nn.modules.batchnorm:_BatchNorm"))
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` has been called."""
-    return module._compiled_call_impl is not None
+    return private("torch.nn:Module._compiled_call_impl", module) is not None
+
+
+def tree_leaves(tree: Any) -> Any:
+    """Return the leaves of nested containers, in order."""
+    return private("torch.utils._pytree:tree_leaves")(tree)
+
+
+def tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return nested containers with the leaves of a class replaced by the results of a function."""
+    return private("torch.utils._pytree:tree_map_only")(kind, function, tree)
+
+
+def dispatch_mode() -> Any:
+    """Return the class of modes that see every operation."""
+    return private("torch.utils._python_dispatch:TorchDispatchMode")
+
+
+def fake_mode() -> Any:
+    """Return a mode in which new tensors take no memory."""
+    return private("torch._subclasses.fake_tensor:FakeTensorMode")()
 
 
 def save_without_data(make: Callable[[], object], file: Path) -> None:
     """Call ``torch.save`` on the result of ``make``, with space for its tensors, which are not allocated."""
-    with FakeTensorMode():
+    with fake_mode():
         hollow = make()
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(hollow, file)
@@ -253,25 +230,27 @@ def save_without_data(make: Callable[[], object], file: Path) -> None:
 
 def stored_at(file: str, start: int, nbytes: int) -> object:
     """Return the location of a chunk as an entry of a distributed checkpoint's metadata."""
-    from torch.distributed.checkpoint import filesystem  # slow to import, and only for checkpoints
-
-    return filesystem._StorageInfo(file, start, nbytes)
+    location: object = private("torch.distributed.checkpoint.filesystem:_StorageInfo")(file, start, nbytes)
+    return location
 
 
 def writes_to(tensor: torch.Tensor) -> int:
     """Return the version of a tensor, which grows with every in-place operation."""
-    return tensor._version
+    try:
+        return tensor._version
+    except AttributeError as error:
+        raise lacks("torch:Tensor._version") from error
 
 
 def without_data(kind: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
     """Return an instance of a tensor subclass that has a shape and a dtype, but no memory."""
-    return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+    make = private("torch:Tensor._make_wrapper_subclass")
+    return make(kind, tuple(shape), dtype=dtype, device=torch.device("cpu"))
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a key that is equal for all Python objects of one storage while it is alive."""
-    key: int = storage._cdata
-    return key
+    return int(private("torch:UntypedStorage._cdata", storage))
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -282,7 +261,8 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 def is_under_replicate(module: nn.Module) -> bool:
     """Return whether one of torch's two ``replicate()`` has been applied to a module."""
-    return isinstance(module, (ReplicateModule, _OldReplicateModule))
+    names = {"torch.distributed._composable.replicate", "torch.distributed._composable.replicate_with_fsdp"}
+    return any(kind.__module__ in names for kind in type(module).__mro__)
 
 
 @contextlib.contextmanager
@@ -304,31 +284,33 @@ def original_classes(model: nn.Module) -> Iterator[None]:
 
 def default_store() -> Any:
     """Return the store of the default process group's rendezvous."""
-    return distributed_c10d._get_default_store()
+    return private("torch.distributed.distributed_c10d:_get_default_store")()
 
 
 def get_given_timeout(group: Any) -> float | None:
     """Return the timeout of a process group (None: the default one) in seconds. None if it is torch's default."""
-    group = group or distributed_c10d._get_default_group()
-    names: Any = distributed_c10d
-    defaults = {names.default_pg_timeout, names.default_pg_nccl_timeout}
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
+    group = group or dist.group.WORLD
+    for device in private("torch.distributed:ProcessGroup._device_types", group):
+        backend = private("torch.distributed:ProcessGroup._get_backend", group)(device)
+        options = getattr(backend, "options", None)
         timeout = getattr(options, "_timeout", None)
-        if timeout is not None and timeout not in defaults:
+        if timeout is None or timeout == dist.default_pg_timeout:
+            continue
+        if timeout != private("torch.distributed.distributed_c10d:default_pg_nccl_timeout"):
             return float(timeout.total_seconds())
     return None
 
 
 def set_timeout(seconds: float) -> None:
     """Set the timeout of all process groups of this process."""
-    for group in [*distributed_c10d._world.pg_map]:
-        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    change = private("torch.distributed.distributed_c10d:_set_pg_timeout")
+    for group in [*private("torch.distributed.distributed_c10d:_world").pg_map]:
+        change(timedelta(seconds=seconds), group)
 
 
 def object_device(group: Any) -> torch.device:
     """Return the device that object collectives of a process group (None: the default one) use."""
-    return torch.device(distributed_c10d._get_object_coll_device(group))
+    return torch.device(private("torch.distributed.distributed_c10d:_get_object_coll_device")(group))
 
 
 def keep_forever(group: Any) -> None:
@@ -336,18 +318,28 @@ def keep_forever(group: Any) -> None:
 
     Destroying it, also at exit, would wait for it: with gloo, half an hour.
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group or distributed_c10d._get_default_group()))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group or dist.group.WORLD))
 
 
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:
     """Return the ``FSDPParam`` of each sharded parameter."""
-    return {param.sharded_param: param for group in param_groups(model) for param in group.fsdp_params}
+    found: dict[nn.Parameter, Any] = {}
+    for group in param_groups(model):
+        for param in group.fsdp_params:
+            require_private(
+                "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+                "_sharded_param_data fsdp_placement offload_to_cpu padded_sharded_param_size pin_memory "
+                "reset_sharded_param sharded_size",
+                param,
+            )
+            found[param.sharded_param] = param
+    return found
 
 
 def param_groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
+            state: Any = private("torch.distributed.fsdp:FSDPModule._get_fsdp_state", module)()
             if hasattr(state, "_fsdp_param_groups"):
                 yield from state._fsdp_param_groups
             elif state._fsdp_param_group is not None:  # torch < 2.13 has one group for a module
@@ -392,7 +384,8 @@ def sharded_as(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
     Without autograd, as FSDP2 creates its own, and without the ``detach`` of ``nn.Parameter``.
     """
-    made = _from_local_no_grad(local, tensor._spec)
+    make = private("torch.distributed.fsdp._fully_shard._fsdp_common:_from_local_no_grad")
+    made: DTensor = make(local, tensor._spec)
     if isinstance(tensor, nn.Parameter):
         made.requires_grad_(tensor.requires_grad)
         made._is_param = True
@@ -435,18 +428,31 @@ def local_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tup
 @lru_cache(maxsize=1024)
 def _all_runs(size: int, placement: Placement, chunks: int) -> tuple[tuple[Run, ...], ...]:
     """Return the runs at every coordinate. A plan for a thousand ranks needs all of them."""
-    if not isinstance(placement, _StridedShard):  # pieces in order, however many indices there are
-        sizes = [len(piece) for piece in _split(torch.empty(size, device="meta"), placement, chunks)]
-        starts = itertools.accumulate(sizes, initial=0)
-        return tuple(((start, count),) if count else () for start, count in zip(starts, sizes, strict=False))
+    if not _is_strided(placement):  # however many indices there are
+        return tuple(((start, count),) if count else () for start, count in _chunks(size, chunks))
     return tuple(_runs(indices) for indices in _split(torch.arange(size, device="cpu"), placement, chunks))
 
 
-def _split(indices: torch.Tensor, placement: Placement, chunks: int) -> Sequence[torch.Tensor]:
-    along: Any = (
-        _StridedShard(0, split_factor=placement.split_factor) if isinstance(placement, _StridedShard) else Shard(0)
-    )
-    pieces: Sequence[torch.Tensor] = along._split_tensor(indices, chunks, with_padding=False, contiguous=True)[0]
+def _is_strided(placement: Placement) -> bool:
+    """Return whether ranks hold several runs of a dimension, as after tensor parallelism on the same one."""
+    if isinstance(placement, (Shard, Replicate, Partial)):
+        return False
+    return isinstance(placement, private("torch.distributed.tensor.placement_types:_StridedShard"))
+
+
+def _chunks(size: int, chunks: int) -> list[Run]:
+    """Return the runs of a plain shard, which are those of ``torch.chunk``."""
+    length = -(-size // chunks)
+    starts = [min(coordinate * length, size) for coordinate in range(chunks)]
+    return [(start, min(length, size - start)) for start in starts]
+
+
+def _split(indices: torch.Tensor, placement: Any, chunks: int) -> Sequence[torch.Tensor]:
+    if not _is_strided(placement):
+        return [indices[start : start + count] for start, count in _chunks(len(indices), chunks)]
+    along = type(placement)(0, split_factor=placement.split_factor)
+    split = private("torch.distributed.tensor.placement_types:_StridedShard._split_tensor", along)
+    pieces: Sequence[torch.Tensor] = split(indices, chunks, with_padding=False, contiguous=True)[0]
     return pieces
 
 
@@ -459,8 +465,6 @@ def _runs(indices: torch.Tensor) -> tuple[Run, ...]:
     return tuple((starts[first if breaks else 0], stop - first) for first, stop in itertools.pairwise(edges))
 
 
-def splitting_dim(placement: Placement) -> int | None:
+def splitting_dim(placement: Any) -> int | None:
     """Return the dimension that a placement splits, or None if it replicates."""
-    if isinstance(placement, (Shard, _StridedShard)):
-        return int(placement.dim)
-    return None
+    return int(placement.dim) if isinstance(placement, Shard) or _is_strided(placement) else None

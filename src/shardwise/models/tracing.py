@@ -28,6 +28,7 @@ from shardwise.conversion.expression import (
     stack,
     substitute,
 )
+from shardwise.errors import ConfigError
 from shardwise.layout import ModelLayout
 from shardwise.models.torch_api import from_torch, to_torch, without_data
 from shardwise.tensors import numel
@@ -80,6 +81,8 @@ def trace_conversions(
             continue
         try:
             made = tracer.trace(conversion)
+        except ConfigError:  # a private name that this torch lacks
+            raise
         except Exception as error:  # converters raise anything, which is reported with all other faults
             keys = conversion.keys
             several = f" and {len(keys) - 1} more" if len(keys) > 1 else ""

@@ -207,6 +207,7 @@ def wrap(
 
     Raises:
         ShardingError: the policy matches nothing, or ``fully_shard`` would reject the mesh or a parameter.
+        ConfigError: this torch cannot shard packed weights.
     """
     mesh = sharding.mesh
     if mesh is None:
@@ -312,12 +313,30 @@ def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -
             "fully_shard on the others, and call shardwise.load. For context parallelism, pass a mesh whose axes "
             "dp_shard and cp are flattened into one"
         )
+    require_shardable_dtypes(model, grouping)
     for name, parameter in model.named_parameters():
         if parameter not in grouping.whole and not parameter.is_contiguous():
             raise ShardingError(
                 f"{canonical(name)} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
                 f"cannot be sharded on the mesh {axes}: fully_shard takes contiguous parameters only. Have the "
                 "model's class make it contiguous"
+            )
+
+
+def require_shardable_dtypes(model: nn.Module, grouping: Grouping) -> None:
+    """Reject packed weights where FSDP2 makes every shard one that takes gradients.
+
+    Raises:
+        ConfigError: torch is older than 2.13, and the message has the first packed parameter that would be sharded.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        return
+    for name, parameter in model.named_parameters():
+        if parameter not in grouping.whole and not (parameter.is_floating_point() or parameter.is_complex()):
+            raise ConfigError(
+                f"torch {torch.__version__}: FSDP2 shards floating-point parameters only, and {canonical(name)} is "
+                f"{parameter.dtype}. Packed weights on several ranks need torch 2.13 or newer. "
+                "Run pip install -U torch"
             )
 
 

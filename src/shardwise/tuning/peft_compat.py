@@ -1,7 +1,7 @@
 """Unexported names of PEFT, and properties of its layers that are not a public API. Used in this file only.
 
 Checked with PEFT 0.20 and 0.21. PEFT is optional and slow to import, so functions import it when they are called.
-A missing name is an error at the first injection. ``tests/canary`` asserts the behavior of each name.
+A missing name is an error of an injection, or when it is used. ``tests/canary`` asserts the behavior of each name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ConfigError, KnownNames, require_names
+from shardwise.errors import ConfigError, find_private, private, require_private
 from shardwise.models import pretrained
 from shardwise.models.four_bit_layers import is_in_four_bits, patched_shapes
 from shardwise.models.torch_api import original_class
@@ -199,15 +199,13 @@ def _without_conversion() -> Iterator[None]:
 
     It replaces the names of shared experts, and of the layers of dense blocks, too.
     """
-    with KnownNames("peft", "0.20 or 0.21"):
-        from peft.utils import transformers_weight_conversion as conversion
-
-        original = conversion.convert_peft_config_for_transformers
-    conversion.convert_peft_config_for_transformers = lambda *_args, **_keywords: None
+    owner, name = find_private("peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers")
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *_args, **_keywords: None)
     try:
         yield
     finally:
-        conversion.convert_peft_config_for_transformers = original
+        setattr(owner, name, original)
 
 
 def _is_packed(layer: Any) -> bool:
@@ -271,16 +269,9 @@ _INSTEAD = "Save the adapter with shardwise.save_adapter, and merge the files wi
 
 
 def _require_names() -> None:
-    with KnownNames("peft", "0.20 or 0.21"):
-        from peft.tuners import tuners_utils
-        from peft.tuners.lora import LoraLayer
-        from peft.tuners.lora.layer import ParamWrapper
-        from peft.utils.other import ModulesToSaveWrapper
-
-        require_names(LoraLayer, "get_base_layer reset_lora_parameters")
-        require_names(ParamWrapper, "_activate_lora")
-        require_names(ModulesToSaveWrapper, "forward")
-        require_names(tuners_utils.BaseTuner, "merge_adapter _unload_and_optionally_merge")
+    require_private("peft.tuners.lora:LoraLayer", "get_base_layer reset_lora_parameters")
+    private("peft.tuners.lora.layer:ParamWrapper._activate_lora")
+    require_private("peft.tuners.tuners_utils:BaseTuner", "merge_adapter _unload_and_optionally_merge")
 
 
 def _called(tuner: Any, *args: Any, **keywords: Any) -> Any:
@@ -305,9 +296,8 @@ def get_targets(model: PeftModel, adapter: str) -> AdaptedNames:
 
 
 def _has_copy(module: nn.Module, adapter: str) -> bool:
-    from peft.utils.other import ModulesToSaveWrapper
-
-    return isinstance(module, ModulesToSaveWrapper) and adapter in module.modules_to_save
+    wrapper = private("peft.utils.other:ModulesToSaveWrapper")
+    return isinstance(module, wrapper) and adapter in module.modules_to_save
 
 
 def copies(model: PeftModel, adapter: str) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -338,10 +328,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
     """Yield the LoRA layers of a model, by name."""
-    from peft.tuners.lora import LoraLayer
-
+    kind = private("peft.tuners.lora:LoraLayer")
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, kind):
             yield name, module
 
 
@@ -365,11 +354,10 @@ def magnitude(layer: Any, adapter: str) -> nn.Module | None:
 
 def rank_and_alpha(config: LoraConfig, module: str) -> tuple[int, float]:
     """Return ``r`` and ``lora_alpha`` of a module, which patterns may give it."""
-    from peft.utils.other import get_pattern_key
-
+    find_pattern = private("peft.utils.other:get_pattern_key")
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
-    rank: int = ranks.get(get_pattern_key(list(ranks), module), config.r)
-    alpha: float = alphas.get(get_pattern_key(list(alphas), module), config.lora_alpha)
+    rank: int = ranks.get(find_pattern(list(ranks), module), config.r)
+    alpha: float = alphas.get(find_pattern(list(alphas), module), config.lora_alpha)
     return rank, alpha
 
 
@@ -431,42 +419,37 @@ def save_config(model: Any, adapter: str, folder: str) -> None:
     config.save_pretrained(folder, auto_mapping_dict=mapping)
 
 
-def methods_to_patch() -> list[tuple[Any, str]]:
-    """Return (class, name) of the functions by which PEFT moves a new adapter to the device of its layer.
+def moving_functions() -> list[str]:
+    """Return the names of the functions by which PEFT moves a new adapter to the device of its layer.
 
     Their arguments are modules, including the layer with the adapter. Empty if PEFT is not installed.
     """
     if importlib.util.find_spec("peft") is None:
         return []
-    with KnownNames("peft", "0.20 or 0.21"):
-        from peft.tuners.lora.layer import ParamWrapper
-        from peft.tuners.lora.model import LoraModel
-        from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-
-        moved, replaced = "_move_adapter_to_device_of_base_layer", "_replace_module"
-        methods = [(BaseTunerLayer, moved), (ParamWrapper, moved), (BaseTuner, replaced), (LoraModel, replaced)]
-        for owner, name in methods:
-            require_names(owner, name)
-    return methods
+    return [
+        "peft.tuners.tuners_utils:BaseTunerLayer._move_adapter_to_device_of_base_layer",
+        "peft.tuners.lora.layer:ParamWrapper._move_adapter_to_device_of_base_layer",
+        "peft.tuners.tuners_utils:BaseTuner._replace_module",
+        "peft.tuners.lora.model:LoraModel._replace_module",
+    ]
 
 
 def find_adapter_layer(given: Iterable[object]) -> nn.Module | None:
     """Return the layer with adapters among the arguments of such a function."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return next((item for item in given if isinstance(item, BaseTunerLayer) and isinstance(item, nn.Module)), None)
+    kind = private("peft.tuners.tuners_utils:BaseTunerLayer")
+    return next((item for item in given if isinstance(item, kind) and isinstance(item, nn.Module)), None)
 
 
 def copied_names(model: nn.Module) -> dict[str, str]:
     """Map the names of parameters and buffers that PEFT copied for training to those of their originals."""
     if importlib.util.find_spec("peft") is None:
         return {}
-    from peft.utils.other import ModulesToSaveWrapper
-
+    wrapper = private("peft.utils.other:ModulesToSaveWrapper")
     found: dict[str, str] = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            for adapter, copied in module.modules_to_save.items():
+        if isinstance(module, wrapper):
+            by_adapter: Any = module.modules_to_save
+            for adapter, copied in by_adapter.items():
                 for name, _ in [*copied.named_parameters(), *copied.named_buffers()]:
                     found[f"{prefix}.modules_to_save.{adapter}.{name}"] = f"{prefix}.original_module.{name}"
     return found
