@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
 from shardwise.engines.load_plan import SharedReads
-from shardwise.execution import Timeouts
+from shardwise.execution.timeouts import Timeouts
 from shardwise.models.policies import group_parameters
 from shardwise.models.view import collect_tensors
 from shardwise.report.reports import LoadReport

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 import shardwise
 from shardwise.engines.save_plan import SaveOptions
-from shardwise.execution import Timeouts
+from shardwise.execution.timeouts import Timeouts
 
 OPTIONS = SaveOptions(budget_bytes=1 << 20, timeouts=Timeouts(heartbeat_timeout_s=120))
 

@@ -13,9 +13,9 @@ from tests.bank.banking import Recipe, no_rows, recipes, rows_for
 
 import shardwise
 from shardwise.bank import passes
-from shardwise.execution import Timeouts
+from shardwise.execution.timeouts import Timeouts
 from shardwise.models.policies import MinSize
-from shardwise.planning.load_memory import Available
+from shardwise.report.reports import Available
 
 QUICK = Timeouts(heartbeat_interval_s=0.1)
 BAD = banking.WORDS - 1

@@ -11,7 +11,7 @@ from transformers import core_model_loading, modeling_utils, trainer_utils
 
 from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER
 from shardwise.interchange import trainer_restoring
-from shardwise.models import build, four_bit_layers, initial_programs, pretrained, revert, tracing
+from shardwise.models import build, four_bit_layers, initial_programs, policies, pretrained, revert, tracing
 from shardwise.tuning import peft_compat
 
 SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 2, "head_dim": 8}
@@ -72,7 +72,7 @@ def test_conversions_are_left_on_the_model_and_run_backwards(
 def test_ties_plans_and_lists_of_a_model(llama: transformers.PreTrainedModel) -> None:
     assert pretrained.declared_ties(llama) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert set(modeling_utils._get_tied_weight_keys(llama)) == {"lm_head.weight"}
-    assert pretrained.no_split_classes(llama) == {"LlamaDecoderLayer"}
+    assert policies._no_split_classes(llama) == {"LlamaDecoderLayer"}
     assert llama.base_model_prefix == "model"
     assert pretrained.text_layers(llama) == 2
     assert pretrained.get_attention_implementation(llama) == "sdpa"

@@ -171,7 +171,7 @@ def buffers_differ(directory: str) -> tuple[str, str]:
 
 def downloads(folder: str) -> tuple[bool, str]:
     """Whether this rank was the one to download, and the path it got."""
-    from shardwise.engines.arguments import resolve_everywhere
+    from shardwise.engines.source import resolve_everywhere
     from shardwise.storage import remote as repositories
 
     asked: list[bool] = []

@@ -15,9 +15,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from shardwise.engines.arguments import OpenSource
 from shardwise.engines.estimating import estimate
 from shardwise.engines.pretrained_loading import Located
+from shardwise.engines.source import OpenSource
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.formats.quantized import parse_form
 from shardwise.layout import MeshShape

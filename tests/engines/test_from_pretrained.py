@@ -297,7 +297,7 @@ def test_one_rank_of_a_machine_downloads(worlds, tmp_path):
 def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monkeypatch):
     from shardwise.engines import loading
     from shardwise.execution import memory
-    from shardwise.planning.load_memory import Available
+    from shardwise.report.reports import Available
 
     def read(*_):
         raise AssertionError("a tensor was read")

@@ -6,7 +6,7 @@ from tests.support.world import said
 
 import shardwise
 from shardwise.execution import memory
-from shardwise.planning.load_memory import Available
+from shardwise.report.reports import Available
 
 
 def test_ranks_of_one_machine_share_its_memory(worlds, qwen3):

@@ -20,7 +20,7 @@ from shardwise.conversion.expression import Stored
 from shardwise.engines import save_plan
 from shardwise.engines.streaming import StreamOptions, iter_hf_tensors
 from shardwise.errors import ConfigError, KeyMismatchError
-from shardwise.execution import Timeouts
+from shardwise.execution.timeouts import Timeouts
 from shardwise.models.revert import Output
 from shardwise.models.selection import MergedAdapter
 from shardwise.models.view import raw_bytes

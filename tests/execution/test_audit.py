@@ -9,8 +9,9 @@ from shardwise.errors import KeyMismatchError
 from shardwise.execution.audit import audit
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.models.view import build_layout, collect_tensors, meta_leftovers
-from shardwise.planning.load_memory import stored_tensors
-from shardwise.planning.load_plan import Consent, ModelRules, plan_load
+from shardwise.planning.consents import Consent
+from shardwise.planning.load_plan import ModelRules, plan_load
+from shardwise.planning.stored_tensors import stored_tensors
 from shardwise.tensors import DType
 
 

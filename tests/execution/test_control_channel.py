@@ -18,10 +18,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, RankMismatchError
-from shardwise.execution import Timeouts, control_channel, failure_detection, slow_ranks
+from shardwise.execution import control_channel, failure_detection, slow_ranks
 from shardwise.execution.control_channel import ControlChannel
 from shardwise.execution.failure_detection import get_detector, heartbeat_keys
 from shardwise.execution.outcomes import decode, encode
+from shardwise.execution.timeouts import Timeouts
 from shardwise.storage.machine import ProcessId
 
 

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from tests.execution.test_control_channel import QUICK, Ranks, meet
 
 from shardwise.errors import RankLostError
-from shardwise.execution import Timeouts, failure_detection, slow_ranks
+from shardwise.execution import failure_detection, slow_ranks
 from shardwise.execution.slow_ranks import WARN_S, Meeting, RankStatus, find_wait
+from shardwise.execution.timeouts import Timeouts
 from shardwise.execution.world import World
 from shardwise.models import torch_api
 from shardwise.observing import busy_with, main_thread_work, phase

@@ -14,11 +14,10 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import RankMismatchError, ShardingError, StorageError
-from shardwise.execution import Timeouts
 from shardwise.execution.agreement import agree_on
+from shardwise.execution.timeouts import Timeouts
 from shardwise.execution.world import World
-from shardwise.planning.load_memory import Available
-from shardwise.report.reports import RankEstimate
+from shardwise.report.reports import Available, RankEstimate
 
 CALM = Timeouts(heartbeat_interval_s=60, heartbeat_timeout_s=600, join_timeout_s=600)
 MANY = [pytest.param(size, marks=pytest.mark.slow) for size in (256, 1024)]

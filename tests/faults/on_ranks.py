@@ -19,7 +19,8 @@ from tests.faults.fault_injection import PATIENT, Outcome, Seat
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from shardwise.execution import Timeouts, control_channel, failure_detection
+from shardwise.execution import control_channel, failure_detection
+from shardwise.execution.timeouts import Timeouts
 from shardwise.storage.reading import LocalReader
 
 STAGES = {

@@ -13,8 +13,9 @@ from tests.faults.fault_injection import PATIENT, Doomed, Seat, through_a_file, 
 from tests.support.world import attempt
 
 import shardwise
-from shardwise.execution import Timeouts, control_channel
+from shardwise.execution import control_channel
 from shardwise.execution.outcomes import Failure
+from shardwise.execution.timeouts import Timeouts
 from shardwise.execution.world import World
 from shardwise.storage.machine import ProcessId
 

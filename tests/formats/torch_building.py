@@ -13,7 +13,7 @@ from shardwise.conversion.computed import copies
 from shardwise.conversion.expression import Stored
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.models.torch_api import to_torch
-from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.stored_tensors import stored_tensors
 from shardwise.storage.contract import StorageReader
 from shardwise.tensors import Box
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from shardwise.errors import CheckpointError
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
-from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.stored_tensors import stored_tensors
 
 FILES = Path(__file__).parent.parent / "fixtures" / "files" / "2"
 

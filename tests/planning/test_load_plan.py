@@ -7,19 +7,9 @@ from shardwise.conversion.expression import Stored, slice_dim, stack
 from shardwise.errors import ConfigError, KeyMismatchError
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
-from shardwise.planning.load_memory import stored_tensors
-from shardwise.planning.load_plan import (
-    Consent,
-    FromCheckpoint,
-    Ignore,
-    Init,
-    Initialize,
-    Keep,
-    ModelRules,
-    Recompute,
-    Tie,
-    plan_load,
-)
+from shardwise.planning.consents import Consent, Ignore, Initialize
+from shardwise.planning.load_plan import FromCheckpoint, Init, Keep, ModelRules, Recompute, Tie, plan_load
+from shardwise.planning.stored_tensors import stored_tensors
 from shardwise.tensors import Box, DType, Strided, numel
 
 

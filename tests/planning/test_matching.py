@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.errors import KeyMismatchError, RankMismatchError
-from shardwise.planning.load_plan import Consent, Ignore
+from shardwise.planning.consents import Consent, Ignore
 from shardwise.planning.matching import Provided, StateSlot, match, match_groups
 from shardwise.tensors import Box, DType
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ShardingError
+from shardwise.planning.consents import describe_faults
 from shardwise.planning.fingerprints import RecordedSave, fingerprint_file, from_bytes, to_bytes
-from shardwise.planning.load_memory import Available, require_fits
-from shardwise.planning.load_plan import describe_faults
+from shardwise.planning.load_memory import require_fits
 from shardwise.planning.segments import ComputingShare, plan_staging
-from shardwise.report.reports import RankEstimate
+from shardwise.report.reports import Available, RankEstimate
 
 # Staging
 

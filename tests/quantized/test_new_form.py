@@ -11,7 +11,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import ConfigError
 from shardwise.formats.opening import QUANTIZED
-from shardwise.planning.load_memory import NODES
+from shardwise.planning.stored_tensors import NODES
 
 
 def stored(folder: Path, **config: object) -> torch.Tensor:

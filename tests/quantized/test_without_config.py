@@ -15,7 +15,7 @@ import shardwise
 from shardwise.engines.offline import config_content
 from shardwise.engines.outline import load_config
 from shardwise.models import pretrained
-from shardwise.planning.load_plan import Ignore, Initialize
+from shardwise.planning.consents import Ignore, Initialize
 
 QUIET = shardwise.options.LoadOptions(progress=False)
 FP8 = {"quant_method": "fp8"}

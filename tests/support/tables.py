@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardwise.formats.safetensors_files import FORMAT as SAFETENSORS
     from shardwise.formats.torch_files import FORMAT as TORCH
     from shardwise.planning.coded import four_bits, grouped, scaled
-    from shardwise.planning.load_memory import MakeNode
+    from shardwise.planning.stored_tensors import MakeNode
 
     _formats: tuple[CheckpointFormat, ...] = (SAFETENSORS, TORCH, FOLDERS)
     _quantized: tuple[FormOf, ...] = (

@@ -45,9 +45,9 @@ from shardwise.models.build import build_on_meta
 from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.models.torch_api import original_class
 from shardwise.models.view import collect_tensors, local_tensor
-from shardwise.planning.load_memory import stored_tensors
-from shardwise.planning.load_plan import Consent, allows
+from shardwise.planning.consents import Consent, allows
 from shardwise.planning.matching import OnFault
+from shardwise.planning.stored_tensors import stored_tensors
 from shardwise.storage.reading import LocalReader
 from shardwise.tuning.earlier import rename_adapter
 from shardwise.tuning.lora import Adapter

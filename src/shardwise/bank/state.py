@@ -30,7 +30,7 @@ from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.contract import parse_object
 from shardwise.models.optimizer_parsing import set_group, unlike
 from shardwise.models.torch_api import in_memory
-from shardwise.planning.load_plan import allows
+from shardwise.planning.consents import allows
 from shardwise.planning.matching import OnFault
 from shardwise.storage.names import shown
 from shardwise.tensors import DType

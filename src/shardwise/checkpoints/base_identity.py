@@ -25,8 +25,8 @@ from shardwise.errors import FormatError, RankMismatchError
 from shardwise.layout import TensorKind, locate_box
 from shardwise.models.four_bit_layers import SCALES
 from shardwise.models.view import TensorRef, local_boxes, local_tensor, strided_view
+from shardwise.planning.consents import allows
 from shardwise.planning.fingerprints import MODULUS, word_weights
-from shardwise.planning.load_plan import allows
 from shardwise.planning.matching import OnFault
 from shardwise.tensors import Box, numel
 

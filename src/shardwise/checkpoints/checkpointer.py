@@ -37,7 +37,7 @@ from shardwise.execution.state_values import StateOptions, require_values
 from shardwise.execution.world import Clock, World
 from shardwise.models.optimizer_parsing import class_name
 from shardwise.models.selection import AdapterOnly, Selection
-from shardwise.planning.load_plan import Consent, OnDiffering
+from shardwise.planning.consents import Consent, OnDiffering
 from shardwise.planning.matching import OnFault
 from shardwise.report.save_reports import CheckpointReport, RestoreReport
 

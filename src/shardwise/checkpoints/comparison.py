@@ -21,7 +21,7 @@ from shardwise.formats.joining import KeyPath
 from shardwise.models.optimizer_parsing import by_parameter, scheduler_mismatch, unlike
 from shardwise.models.selection import Selection
 from shardwise.models.torch_api import in_memory
-from shardwise.planning.load_plan import Consent, allows, describe_faults
+from shardwise.planning.consents import Consent, allows, describe_faults
 from shardwise.planning.matching import STATE_REMEDIES
 
 

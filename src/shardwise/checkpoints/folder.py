@@ -34,7 +34,7 @@ from shardwise.execution.rename_journal import remove_pending
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.distributed import MAX_METADATA_BYTES, ChunkPlace, open_state, parse_metadata
 from shardwise.formats.joining import METADATA, KeyPath
-from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.stored_tensors import stored_tensors
 from shardwise.report.save_reports import ReopenReport
 from shardwise.storage.contract import INCOMPLETE, StorageWriter
 from shardwise.storage.names import is_url

@@ -26,10 +26,10 @@ from shardwise.checkpoints.state import (
 )
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression
-from shardwise.engines.arguments import OpenSource
 from shardwise.engines.load_plan import LoadOptions, LoadRequest, prepare_load
 from shardwise.engines.loading import execute_load
 from shardwise.engines.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
+from shardwise.engines.source import OpenSource
 from shardwise.errors import FormatError, ShardingError, StorageError
 from shardwise.execution.memory import gc_disabled
 from shardwise.execution.reading import ReadExecutor, ReadItem, plan_reads
@@ -44,7 +44,7 @@ from shardwise.models.rebind import Key, rebuild_state_tensor
 from shardwise.models.selection import Selection
 from shardwise.models.torch_api import in_memory, to_torch
 from shardwise.models.view import collect_tensors, local_boxes, local_tensor
-from shardwise.planning.load_plan import Consent
+from shardwise.planning.consents import Consent
 from shardwise.planning.matching import Provided
 from shardwise.report.save_reports import RestoreReport
 from shardwise.storage.contract import StorageReader

@@ -15,17 +15,19 @@ from transformers import PreTrainedModel
 
 from shardwise.conversion.computed import Bindings, SmallestBlocks, computed_leaves, computes
 from shardwise.conversion.expression import rows_stored, stored_leaves
-from shardwise.engines.arguments import OpenSource
+from shardwise.engines.source import OpenSource
 from shardwise.errors import ConfigError, KeyMismatchError, ShardingError
-from shardwise.execution import Timeouts, memory
+from shardwise.execution import memory
 from shardwise.execution.reading import ReadItem, ReadPlan, plan_reads
+from shardwise.execution.timeouts import Timeouts
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import initialize, pretrained, torch_api
 from shardwise.models.view import TensorRef, build_layout, collect_tensors, padded_numels, require_plain_tensors
-from shardwise.planning.load_memory import Available, MemoryPlacement, estimate_rank
-from shardwise.planning.load_plan import Consent, Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
-from shardwise.report.reports import RankEstimate
+from shardwise.planning.consents import Consent
+from shardwise.planning.load_memory import MemoryPlacement, estimate_rank
+from shardwise.planning.load_plan import Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
+from shardwise.report.reports import Available, RankEstimate
 
 if TYPE_CHECKING:
     from shardwise.models.initial_programs import Program

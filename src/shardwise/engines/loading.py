@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._face import found_at
 from shardwise.conversion.expression import rows_stored
 from shardwise.engines import arguments, load_plan
+from shardwise.engines.source import OpenSource, Source, open_source
 from shardwise.errors import KeyMismatchError, ShardingError, answer_keywords
 from shardwise.execution.agreement import agree_on
 from shardwise.execution.audit import audit, find_unequal_tied, require_equal_buffers
@@ -22,8 +23,9 @@ from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, las
 from shardwise.models import pretrained, view
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
 from shardwise.models.pretrained import bind, mark_loaded
-from shardwise.planning.load_memory import extra_tensors, stored_tensors
-from shardwise.planning.load_plan import Consent, FromCheckpoint, Init, Keep, LoadPlan, OnMissing, OnUnexpected
+from shardwise.planning.consents import Consent, OnMissing, OnUnexpected
+from shardwise.planning.load_plan import FromCheckpoint, Init, Keep, LoadPlan
+from shardwise.planning.stored_tensors import extra_tensors, stored_tensors
 from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import processor_count
@@ -32,7 +34,7 @@ from shardwise.tensors import Box
 
 
 def execute_load(
-    world: World, model: nn.Module, source: arguments.OpenSource, load: load_plan.Load, clock: Clock
+    world: World, model: nn.Module, source: OpenSource, load: load_plan.Load, clock: Clock
 ) -> LoadReport:
     """Agree on the plan, materialize, read, fill and audit: one order for every model and every world size.
 
@@ -116,7 +118,7 @@ def sorted_union(names: Sequence[Sequence[str]]) -> list[str]:
 def make_report(
     world: World,
     model: nn.Module,
-    source: arguments.OpenSource,
+    source: OpenSource,
     load: load_plan.Load,
     executor: ReadExecutor,
     attributes: tuple[str, ...],
@@ -313,7 +315,7 @@ def get_base_form(model: nn.Module) -> load_plan.BaseForm:
 def prepare_checkpoint(
     world: World,
     model: nn.Module,
-    source: arguments.OpenSource,
+    source: OpenSource,
     consent: Consent,
     buffers: BufferRules,
     options: load_plan.LoadOptions,
@@ -334,7 +336,7 @@ def prepare_checkpoint(
 def load_checkpoint(
     world: World,
     model: nn.Module,
-    checkpoint: arguments.Source,
+    checkpoint: Source,
     consent: Consent,
     options: load_plan.LoadOptions,
     clock: Clock,
@@ -345,7 +347,7 @@ def load_checkpoint(
 ) -> LoadReport:
     """Open a checkpoint and fill a model from it. Ranks have already compared their arguments. Collective: yes."""
     with clock.phase("index"):
-        source = arguments.open_source(world, checkpoint, hub)
+        source = open_source(world, checkpoint, hub)
     with source.closing():
         try:
             with clock.phase("plan"), world.collective("plan the load"):
@@ -372,7 +374,7 @@ _ON_DEVICE = (
 )
 def load(
     model: nn.Module,
-    checkpoint: arguments.Source,
+    checkpoint: Source,
     *,
     key_mapping: Mapping[str, str] | None = None,
     buffers: BufferRules | None = None,
@@ -435,7 +437,7 @@ def load(
 
 def _check_load(
     model: nn.Module,
-    checkpoint: arguments.Source,
+    checkpoint: Source,
     key_mapping: Mapping[str, str] | None,
     buffers: BufferRules,
     consent: Consent,

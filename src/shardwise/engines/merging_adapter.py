@@ -42,7 +42,7 @@ from shardwise.models.revert import Output
 from shardwise.models.selection import find_transposed_modules, parameters_by_module
 from shardwise.models.view import collect_tensors
 from shardwise.planning import merge_plan
-from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.stored_tensors import stored_tensors
 from shardwise.report.save_reports import MergeAdapterReport
 from shardwise.storage.names import HubOptions, shown, unsafe_name_reason
 from shardwise.storage.reading import CombinedReader, LocalReader, open_storage

@@ -28,10 +28,10 @@ from shardwise.models.initialize import Initializers
 from shardwise.models.selection import Selection, names_outside
 from shardwise.models.torch_api import from_torch, fsdp_params, in_memory
 from shardwise.models.view import TensorRef, canonical, collect_tensors, require_plain_tensors, without_compile
-from shardwise.planning.load_memory import stored_tensors
-from shardwise.planning.load_plan import Consent, OnDiffering
+from shardwise.planning.consents import Consent, OnDiffering
 from shardwise.planning.matching import OnFault, StateSlot, match
 from shardwise.planning.moves import StateForm
+from shardwise.planning.stored_tensors import stored_tensors
 from shardwise.report.reports import StateReport
 from shardwise.storage.reading import LocalReader
 from shardwise.tuning.lora import exchange_experts

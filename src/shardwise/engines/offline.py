@@ -32,9 +32,10 @@ from shardwise.models.pretrained import progress_bar
 from shardwise.models.revert import Output, revert
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import build_layout, collect_tensors
-from shardwise.planning.load_memory import stored_tensors
-from shardwise.planning.load_plan import Consent, Ignore, Initialize, LoadPlan, OnMissing, Tie, plan_load
+from shardwise.planning.consents import Consent, Ignore, Initialize, OnMissing
+from shardwise.planning.load_plan import LoadPlan, Tie, plan_load
 from shardwise.planning.save_plan import plan_save
+from shardwise.planning.stored_tensors import stored_tensors
 from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.storage.names import shown
 from shardwise.storage.reading import OpenStorage

@@ -15,7 +15,7 @@ from shardwise.models.rebind import Bound, Key, state_like
 from shardwise.models.torch_api import in_memory, to_torch
 from shardwise.models.view import TensorRef
 from shardwise.planning import matching
-from shardwise.planning.load_plan import Consent
+from shardwise.planning.consents import Consent
 from shardwise.report.names import abbreviate
 from shardwise.tensors import DType
 

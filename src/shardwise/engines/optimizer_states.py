@@ -24,7 +24,7 @@ from shardwise.models.optimizer_parsing import ParsedState, class_name, copied, 
 from shardwise.models.rebind import Bound, Scalar, bind_optimizers, has_rank_local_state
 from shardwise.models.view import TensorRef, collect_tensors, without_compile
 from shardwise.planning import matching
-from shardwise.planning.load_plan import Consent
+from shardwise.planning.consents import Consent
 from shardwise.planning.matching import digest
 from shardwise.planning.moves import StateForm, receivers
 from shardwise.report.reports import StateReport

@@ -30,8 +30,8 @@ from shardwise.models.quantization import Fp4, Mxfp4, Nf4, Quantization, from_tr
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import build_layout, collect_tensors
 from shardwise.models.wrap import Sharding, TrainedDtype, require_trainable_dtype
-from shardwise.planning.load_memory import extra_tensors, stored_tensors
-from shardwise.planning.load_plan import Consent, OnMissing, OnUnexpected
+from shardwise.planning.consents import Consent, OnMissing, OnUnexpected
+from shardwise.planning.stored_tensors import extra_tensors, stored_tensors
 from shardwise.report.names import in_bytes
 from shardwise.storage.names import HubOptions
 from shardwise.tensors import DType

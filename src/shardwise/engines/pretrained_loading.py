@@ -14,6 +14,7 @@ from shardwise.engines import arguments
 from shardwise.engines import outline as outlines
 from shardwise.engines.load_plan import Load, LoadOptions, LoadRequest, comparable_load_settings, prepare_load
 from shardwise.engines.loading import execute_load, get_base_form, sorted_union
+from shardwise.engines.source import OpenSource, open_everywhere, read_index, resolve_everywhere
 from shardwise.errors import ConfigError, FormatError, RankMismatchError, StorageError
 from shardwise.execution.agreement import require_same_settings
 from shardwise.execution.reading import ReadExecutor
@@ -24,7 +25,7 @@ from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read
 from shardwise.models import pretrained, wrap
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.wrap import Sharding
-from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.stored_tensors import stored_tensors
 from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import mount_namespace
@@ -123,7 +124,7 @@ def wrap_blocks(tuned: Tuned, sharding: Sharding) -> None:
 
 def prepare_tuned(
     world: World,
-    source: arguments.OpenSource,
+    source: OpenSource,
     tuned: Tuned,
     keywords: outlines.PretrainedOptions,
     already_read_bytes: int,
@@ -158,7 +159,7 @@ class Located:
     directory: Path
     config: PreTrainedConfig
     index: CheckpointIndex
-    source: arguments.OpenSource
+    source: OpenSource
     adapters: Mapping[str, Adapter]
 
 
@@ -173,16 +174,16 @@ def find(
     if is_remote:
         directory = stack.enter_context(downloaded_configs(world, named, hub))
     else:
-        directory = arguments.resolve_everywhere(world, name_or_path, hub, wanted)
+        directory = resolve_everywhere(world, name_or_path, hub, wanted)
     with world.collective("load the config"):
         config = outlines.load_config(directory, keywords)
     config.name_or_path = without_secrets(named)
     extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
     if extra and not is_remote:
-        directory = arguments.resolve_everywhere(world, name_or_path, hub, replace(wanted, extra=extra))
-    opened = arguments.open_everywhere(world, name_or_path if is_remote else directory, hub)
+        directory = resolve_everywhere(world, name_or_path, hub, replace(wanted, extra=extra))
+    opened = open_everywhere(world, name_or_path if is_remote else directory, hub)
     stack.enter_context(opened.reader)
-    source = arguments.read_index(
+    source = read_index(
         world, opened, weights_name=getattr(config, "transformers_weights", None), variant=hub.variant, extra=extra
     )
     adapters: dict[str, Adapter] = {}
@@ -194,12 +195,12 @@ def find(
 
 def _with_adapter(
     world: World,
-    source: arguments.OpenSource,
+    source: OpenSource,
     name: str,
     given: str | os.PathLike[str],
     keywords: outlines.PretrainedOptions,
     stack: ExitStack,
-) -> tuple[arguments.OpenSource, Adapter]:
+) -> tuple[OpenSource, Adapter]:
     """Join a checkpoint and the adapter that the tuning starts from. Collective: yes.
 
     Raises:
@@ -208,11 +209,11 @@ def _with_adapter(
     """
     # Another repository than the base's, with revisions and folders of its own.
     hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="", variant=None)
-    folder = arguments.resolve_everywhere(world, given, hub, AdapterFiles())
+    folder = resolve_everywhere(world, given, hub, AdapterFiles())
     with world.collective("open the adapter"):
         file, config = weights_in(folder), read_lora_config(folder)
         reader = stack.enter_context(LocalReader(folder))
-    found, inside = arguments.read_index(world, OpenStorage(reader, file)), stored_prefix(name)
+    found, inside = read_index(world, OpenStorage(reader, file)), stored_prefix(name)
     index, notes = without_wrappers(found.index)
     both = replace(
         source,
@@ -290,7 +291,7 @@ def decide_ties(
     world: World,
     built: outlines.Outline,
     pairs: Sequence[tuple[str, str]],
-    source: arguments.OpenSource,
+    source: OpenSource,
     options: LoadOptions,
 ) -> tuple[set[str], int]:
     """Return the declared ties that stay untied because their stored values differ, and the bytes read.

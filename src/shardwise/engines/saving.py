@@ -30,7 +30,7 @@ from shardwise.models.pretrained import progress_bar
 from shardwise.models.selection import AdapterOnly
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import without_compile
-from shardwise.planning.load_plan import OnDiffering
+from shardwise.planning.consents import OnDiffering
 from shardwise.planning.save_plan import SavePlan
 from shardwise.report.save_reports import SaveReport
 from shardwise.storage import machine

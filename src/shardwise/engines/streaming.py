@@ -12,17 +12,17 @@ from torch import nn
 
 from shardwise.engines.save_plan import WrittenNames, collect_for_files, resolved_dtype, reverted
 from shardwise.errors import ConfigError, answer_keywords
-from shardwise.execution import Timeouts
 from shardwise.execution.memory import compute_device
 from shardwise.execution.moving import ShardExchange, box_view
 from shardwise.execution.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares, logical_boxes
+from shardwise.execution.timeouts import Timeouts
 from shardwise.execution.world import World
 from shardwise.models import four_bit_files, selection
 from shardwise.models.four_bit_layers import SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.revert import Output
 from shardwise.models.torch_api import saved_dtype, to_torch
 from shardwise.models.view import TensorRef, build_layout, collect_tensors, without_compile
-from shardwise.planning.load_plan import OnDiffering
+from shardwise.planning.consents import OnDiffering
 from shardwise.planning.moves import Move, Round, full_on_ranks, plan_rounds
 from shardwise.tensors import Box
 

@@ -23,8 +23,9 @@ from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, find
 from shardwise.layout import Origin
 from shardwise.models.view import build_layout, collect_tensors
 from shardwise.planning import fingerprints
+from shardwise.planning.consents import Consent, Ignore
 from shardwise.planning.fingerprints import MODULUS, RecordedSave, fingerprint
-from shardwise.planning.load_plan import Consent, Ignore, plan_load
+from shardwise.planning.load_plan import plan_load
 from shardwise.planning.save_plan import ADAPTER, MODEL
 from shardwise.report.save_reports import ReopenReport
 from shardwise.storage.contract import StorageReader

@@ -10,10 +10,10 @@ from typing import TypeAlias
 
 from shardwise.errors import RankMismatchError
 from shardwise.execution.world import MismatchedRanks, World, repr_digest
-from shardwise.planning.load_memory import Available, require_fits
+from shardwise.planning.load_memory import require_fits
 from shardwise.planning.load_plan import LoadPlan
 from shardwise.report.names import few_names
-from shardwise.report.reports import RankEstimate
+from shardwise.report.reports import Available, RankEstimate
 from shardwise.storage import machine
 
 RankPlan: TypeAlias = tuple[tuple[str, bytes], str, RankEstimate, Available]

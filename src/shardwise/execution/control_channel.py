@@ -25,10 +25,10 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from shardwise.errors import RankLostError, RankMismatchError, ShardwiseError
-from shardwise.execution import Timeouts
 from shardwise.execution.failure_detection import KeyStore, get_detector, heartbeat_keys
 from shardwise.execution.outcomes import Failure
 from shardwise.execution.slow_ranks import Meeting
+from shardwise.execution.timeouts import Timeouts
 from shardwise.report.names import format_ranks
 from shardwise.storage.machine import ProcessId
 

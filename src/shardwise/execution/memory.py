@@ -32,7 +32,7 @@ from shardwise.errors import ConfigError
 from shardwise.models import torch_api
 from shardwise.models.torch_api import take_after
 from shardwise.models.view import TensorRef, local_tensor
-from shardwise.planning.load_memory import Available
+from shardwise.report.reports import Available
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.machine import GROUPS, OWN_GROUP, control_groups, number_in, read_text
 

@@ -26,7 +26,7 @@ from shardwise.models.rebind import Bound
 from shardwise.models.selection import Factors
 from shardwise.models.torch_api import sets_grad_dtype
 from shardwise.models.view import TensorRef, local_boxes, local_tensor, strided_view
-from shardwise.planning.load_plan import OnDiffering
+from shardwise.planning.consents import OnDiffering
 from shardwise.planning.matching import Item, digest, require_alike
 from shardwise.planning.moves import Boxes, Common, first_holder_shares, in_common, shares_by_rank
 from shardwise.report.names import few_names, format_ranks

@@ -15,7 +15,7 @@ from shardwise.execution.torch_saves import Levels, load_plain, loaded, nested
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.distributed import DistributedMetadata, open_state, read_metadata
 from shardwise.models.torch_api import to_torch
-from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.stored_tensors import stored_tensors
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 

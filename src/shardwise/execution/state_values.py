@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion.expression import Expression
 from shardwise.errors import ConfigError, KeyMismatchError, ShardingError, StorageError
-from shardwise.execution import Timeouts, moving, tensor_metadata
+from shardwise.execution import moving, tensor_metadata
 from shardwise.execution.audit import are_equal, require_one_checkpoint
 from shardwise.execution.memory import require_budget
 from shardwise.execution.reading import ReadExecutor, ReadItem, plan_reads
+from shardwise.execution.timeouts import Timeouts
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.models import torch_api

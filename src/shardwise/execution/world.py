@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError, RankLostError, RankMismatchError, ShardwiseError, TrainingError
-from shardwise.execution import Timeouts
 from shardwise.execution.outcomes import Failure, Stopped, at_phase, attempt, decode, encode
+from shardwise.execution.timeouts import Timeouts
 from shardwise.models import torch_api
 from shardwise.observing import current_phases, phase
 from shardwise.report.names import format_ranks

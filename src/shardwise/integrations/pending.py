@@ -25,11 +25,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.conversion.expression import Expression
-from shardwise.engines.arguments import read_index
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.model_states import set_model_values
 from shardwise.engines.outline import Outline, build_outline
 from shardwise.engines.pretrained_loading import decide_ties
+from shardwise.engines.source import read_index
 from shardwise.errors import ConfigError, KeyMismatchError, ShardingError
 from shardwise.execution.state_values import ProvidedValues, StateOptions, StoredValues, Values, by_canonical_names
 from shardwise.execution.world import Clock, World
@@ -39,7 +39,7 @@ from shardwise.models import build, pretrained
 from shardwise.models.rebind import Bound, bind_optimizers, plain_optimizer, require_steps_shards
 from shardwise.models.torch_api import get_buffers, get_parameters, writes_to
 from shardwise.models.view import abbreviate, collect_tensors, without_compile
-from shardwise.planning.load_plan import Consent, Ignore
+from shardwise.planning.consents import Consent, Ignore
 from shardwise.storage.reading import LocalReader, OpenStorage
 from shardwise.tuning import peft_compat
 

@@ -28,9 +28,9 @@ from shardwise.models.optimizer_parsing import ParameterOrder, ParsedState, read
 from shardwise.models.rebind import label
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.models.view import canonical, collect_tensors, without_compile
-from shardwise.planning.load_memory import stored_tensors
-from shardwise.planning.load_plan import Consent, Ignore, OnMissing
+from shardwise.planning.consents import Consent, Ignore, OnMissing
 from shardwise.planning.matching import OnFault
+from shardwise.planning.stored_tensors import stored_tensors
 from shardwise.report.reports import StateReport
 from shardwise.storage.reading import LocalReader
 

@@ -34,7 +34,7 @@ from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, SavedKind, is_a
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import TensorRef, without_compile
 from shardwise.planning.commit_plan import WrittenFiles, temporary_name
-from shardwise.planning.load_plan import OnDiffering
+from shardwise.planning.consents import OnDiffering
 from shardwise.planning.matching import FileForm
 from shardwise.report.save_reports import FilesReport
 from shardwise.storage.folders import FoldersWriter, folders_in, remove_folder

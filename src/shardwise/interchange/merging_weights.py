@@ -39,8 +39,8 @@ from shardwise.models import pretrained
 from shardwise.models.pretrained import assign_keys, progress_bar, rename_keys
 from shardwise.models.torch_api import to_torch
 from shardwise.planning.commit_plan import WrittenFiles, get_folder_state, temporary_name
-from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.save_plan import INDEX_FILE, Saved
+from shardwise.planning.stored_tensors import stored_tensors
 from shardwise.report.names import in_bytes
 from shardwise.report.save_reports import MergeWeightsReport
 from shardwise.storage.contract import StorageReader

@@ -29,7 +29,7 @@ from shardwise.interchange.accelerate_reading import FilesSource, read_model, re
 from shardwise.models.optimizer_parsing import ParameterOrder, scheduler_mismatch
 from shardwise.models.selection import AdapterOnly, has_adapters
 from shardwise.models.view import without_compile
-from shardwise.planning.load_plan import Consent
+from shardwise.planning.consents import Consent
 from shardwise.planning.matching import OnFault
 from shardwise.report.reports import LoadReport, StateReport
 from shardwise.report.save_reports import TrainerReport

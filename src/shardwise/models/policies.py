@@ -12,10 +12,10 @@ from typing import Final, TypeAlias
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from shardwise.errors import ConfigError, ShardingError
+from shardwise.errors import ConfigError, ShardingError, private
 from shardwise.layout import NamedPolicy
-from shardwise.models import pretrained
 from shardwise.models.torch_api import get_parameters
 
 
@@ -138,7 +138,7 @@ def _matching(model: nn.Module, policy: WrapPolicy) -> list[str]:
         case "model_plan":
             return _planned(model)
         case "no_split_modules":
-            return _find_by_class(model, pretrained.no_split_classes(model))
+            return _find_by_class(model, _no_split_classes(model))
         case Classes(names):
             return _find_by_class(model, names)
         case "module_list":
@@ -156,7 +156,7 @@ def _planned(model: nn.Module) -> list[str]:
 
     Modules that it keeps gathered stay in the root group, which is also kept.
     """
-    freed = {rule for rule, style in pretrained.fsdp_plan(model).items() if style == "free_full_weight"}
+    freed = {rule for rule, style in _fsdp_plan(model).items() if style == "free_full_weight"}
     names = [
         name
         for name, module in model.named_modules()
@@ -165,6 +165,18 @@ def _planned(model: nn.Module) -> list[str]:
     ]
     repeats = any(re.search(r"\.\d+(\.|$)", name) for name in names)
     return names if repeats else []  # a plan that misses the blocks would leave them all in the root group
+
+
+def _fsdp_plan(model: nn.Module) -> dict[str, str]:
+    """Return the styles of the model's FSDP plan by module name, with ``*`` for numbers."""
+    return dict(getattr(model, "_fsdp_plan", None) or {})
+
+
+def _no_split_classes(model: nn.Module) -> set[str]:
+    """Return class names of blocks that must stay whole."""
+    if isinstance(model, PreTrainedModel):
+        return set(private("transformers:PreTrainedModel._no_split_modules", model) or ())
+    return set(getattr(model, "_no_split_modules", None) or ())
 
 
 def _find_by_class(model: nn.Module, classes: Iterable[str]) -> list[str]:

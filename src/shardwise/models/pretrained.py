@@ -200,18 +200,6 @@ def quantized_configs(config: Any) -> list[Any]:
     return [item for item in configs if getattr(item, "quantization_config", None) is not None]
 
 
-def fsdp_plan(model: nn.Module) -> dict[str, str]:
-    """Return the styles of the model's FSDP plan by module name, with ``*`` for numbers."""
-    return dict(getattr(model, "_fsdp_plan", None) or {})
-
-
-def no_split_classes(model: nn.Module) -> set[str]:
-    """Return class names of blocks that must stay whole."""
-    if isinstance(model, PreTrainedModel):
-        return set(private("transformers:PreTrainedModel._no_split_modules", model) or ())
-    return set(getattr(model, "_no_split_modules", None) or ())
-
-
 def outermost_pretrained(model: nn.Module, prefix: str = "") -> list[tuple[str, PreTrainedModel]]:
     """Return the outermost transformers models in a module, with their prefixes."""
     if isinstance(model, PreTrainedModel):

@@ -1,25 +1,19 @@
-"""The tensors that a checkpoint stores as expressions, and an estimate of a load's memory on a rank.
-
-A load whose estimate does not fit into memory is refused.
-"""
+"""An estimate of a load's memory on a rank. A load whose estimate does not fit into memory is refused."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
 
-from shardwise._face import found_at
 from shardwise.conversion.computed import Computed, SmallestBlocks, computed_leaves, computes
-from shardwise.conversion.expression import Expression, Stored, as_strided, concat, rows_stored, stored_leaves
-from shardwise.errors import ConfigError, ShardingError
-from shardwise.formats.contract import CheckpointIndex, Composition, Joined, View, Whole
+from shardwise.conversion.expression import rows_stored, stored_leaves
+from shardwise.errors import ShardingError
 from shardwise.layout import LocalBox, Spread, TensorKind, TensorLayout
 from shardwise.planning.load_plan import LoadPlan
 from shardwise.planning.segments import plan_staging
 from shardwise.report.names import in_bytes
-from shardwise.report.reports import RankEstimate
+from shardwise.report.reports import Available, RankEstimate
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import numel
 
@@ -144,19 +138,6 @@ def is_sharded(tensor: TensorLayout) -> bool:
     return tensor.kind is TensorKind.PARAMETER and tensor.placement != "whole"
 
 
-@dataclass(frozen=True, slots=True)
-class Available:
-    """Free memory of a rank in bytes, or None if unknown.
-
-    Attributes:
-        device_bytes: free memory of its accelerator.
-        host_bytes: free memory of its machine.
-    """
-
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-
-
 def require_fits(estimate: RankEstimate, available: Available, ranks: int = 1) -> None:
     """Refuse a load that does not fit, before anything is read.
 
@@ -182,54 +163,3 @@ def require_fits(estimate: RankEstimate, available: Available, ranks: int = 1) -
             "the shards offloaded to the host (Sharding(offload_policy=CPUOffloadPolicy())). "
             "LoadOptions(check_memory=False) skips this check"
         )
-
-
-MakeNode: TypeAlias = Callable[[Any, Callable[[str], Expression]], Expression]
-"""Makes the expression of a :class:`~shardwise.formats.contract.Coded` of one kind, given leaves by key."""
-
-NODES: Final[dict[str, str]] = {
-    "scaled": "shardwise.planning.coded:scaled",
-    "four bits": "shardwise.planning.coded:four_bits",
-    "grouped": "shardwise.planning.coded:grouped",
-}
-"""Location of the :data:`MakeNode` of each kind, as ``package.module:name``."""
-
-
-def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
-    """Return the checkpoint's tensors by key, in file order: a leaf for each, or an expression over several leaves.
-
-    Raises:
-        ConfigError: a tensor is quantized in a format that has no entry in :data:`NODES`.
-    """
-    return {
-        item.key: _expression(index, index.composed[item.key].composition)
-        if item.key in index.composed
-        else Stored(item.key, item.shape, item.dtype)
-        for item in index.tensors()
-    }
-
-
-def extra_tensors(index: CheckpointIndex) -> dict[str, Expression]:
-    """Return the tensors, by key, that are loaded only into a model that has a tensor of that name."""
-    return {key: Stored(key, index.entries[key].shape, index.entries[key].dtype) for key in sorted(index.extra)}
-
-
-def _expression(index: CheckpointIndex, composition: Composition) -> Expression:
-    def leaf(key: str) -> Stored:
-        entry = index.entries[key]
-        return Stored(key, entry.shape, entry.dtype)
-
-    match composition:
-        case Whole(key):
-            return leaf(key)
-        case View(key, strided):
-            return as_strided(leaf(key), strided)
-        case Joined(pieces, dim):
-            return concat([_expression(index, inner) for inner in pieces], dim)
-        case _:
-            if composition.kind not in NODES:
-                raise ConfigError(
-                    f"{composition.kind!r}: has no entry in NODES, by which it is dequantized. Add one"
-                )
-            node: MakeNode = found_at(NODES[composition.kind])
-            return node(composition, leaf)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from shardwise.errors import KeyMismatchError, RankMismatchError
-from shardwise.planning.load_plan import Consent, OnUnexpected, allows, describe_faults
+from shardwise.planning.consents import Consent, OnUnexpected, allows, describe_faults
 from shardwise.planning.moves import covers
 from shardwise.report.names import ALL_RANKS, abbreviate, collapse, few_names, format_ranks
 from shardwise.tensors import Box, DType, follows

@@ -97,6 +97,19 @@ class RankEstimate:
     read_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Available:
+    """Free memory of a rank in bytes, or None if unknown.
+
+    Attributes:
+        device_bytes: free memory of its accelerator.
+        host_bytes: free memory of its machine.
+    """
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadReport(RankReport):
     """Facts of one load, as seen by one rank. Sizes in bytes, times in seconds.

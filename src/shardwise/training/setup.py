@@ -34,7 +34,7 @@ from shardwise.models.quantization import Fp4, Nf4
 from shardwise.models.torch_api import accelerator
 from shardwise.models.wrap import Sharding, replicated_mesh
 from shardwise.observing import busy_with
-from shardwise.planning.load_plan import Ignore, Initialize
+from shardwise.planning.consents import Ignore, Initialize
 from shardwise.report.estimate import Estimate
 from shardwise.storage.names import HubOptions, redacted, without_secrets
 from shardwise.training import dataset_loading
