@@ -211,7 +211,7 @@ def measure_share(job: BankJob, repeats: int) -> dict[str, list[list[float]]]:
 
 def measure_products(width: int, adapters: int, tokens: int, rank: int, repeats: int) -> dict[str, Any]:
     """By dtype, seconds of the adapters' own products in one layer: grouped, and one after the other."""
-    from shardwise.bank.backends import GroupedProducts, LoraWeights, RoutedSegment, SegmentLoop
+    from shardwise.bank.kernels import GroupedProducts, LoraWeights, RoutedSegment, SegmentLoop
 
     quieten()
     device = own_device()

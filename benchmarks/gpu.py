@@ -233,7 +233,7 @@ def load_computed(folder: str, warm_up: str, packs: bool, on_device: bool) -> fl
     import torch.distributed as dist
 
     import shardwise
-    from shardwise.execution import device_computing
+    from shardwise.loading import device_computing
 
     quieten()
     form = shardwise.options.Nf4() if packs else "dequantize"
@@ -369,7 +369,7 @@ def many_loras(bench: Bench, adapters: int = 8, backends: Sequence[str] = ("auto
 
 def more_banks(bench: Bench) -> Figures:
     """32 adapters by each backend, and the products of one layer."""
-    from shardwise.bank.backends import BackendChoice
+    from shardwise.bank.kernels import BackendChoice
 
     yield from many_loras(bench, 32, get_args(BackendChoice))
     small = (64, 2, 4, 4, 1) if bench.tiny else (4096, 32, 128, 8, 5)

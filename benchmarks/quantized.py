@@ -89,8 +89,8 @@ def pack(numel: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from shardwise.conversion.four_bit import quantize_rows
-    from shardwise.tensors import Form4
+    from shardwise.core.tensors import Form4
+    from shardwise.files.four_bit_blocks import quantize_rows
 
     quieten()
     rows, width = 1024, 2048

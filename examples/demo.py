@@ -15,8 +15,8 @@ import yaml
 
 import shardwise
 from shardwise.cli.launch import read_launch
-from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.execution.processes import run_spawned
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.ranks.processes import run_spawned
 
 QUESTIONS = ("What color is grass?", "What is the capital of France?", "How many legs does a spider have?")
 

@@ -66,7 +66,7 @@ def closure(start: str, trees: dict[str, ast.Module]) -> set[str]:
 
 
 def height_of(place: str) -> int:
-    """How high the room of a module, or of ``module:function``, is in the import contract; 0: the top, or none."""
+    """Return the height of the package of a module, or of ``module:function``, in the import contract, or 0."""
     return _heights().get(place.partition(":")[0].split(".")[1], 0)
 
 
@@ -74,7 +74,7 @@ def height_of(place: str) -> int:
 def _heights() -> dict[str, int]:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = contracts[0]["layers"]
-    return {room.strip("( )"): -number for number, layer in enumerate(layers) for room in layer.split("|")}
+    return {name.strip("( )"): -number for number, layer in enumerate(layers) for name in layer.split("|")}
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:

@@ -30,8 +30,8 @@ import pytest
 from tests.quiet import quieten
 from tests.support.local_ranks import LocalRanks
 
-from shardwise.errors import ConfigError, require_version
-from shardwise.execution.stop_signals import RELAYED, STOP_SIGNALS
+from shardwise.core.errors import ConfigError, require_version
+from shardwise.ranks.stop_signals import RELAYED, STOP_SIGNALS
 
 try:
     require_version("transformers", "5.19")

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
-from shardwise.engines.load_plan import SharedReads
-from shardwise.execution.timeouts import Timeouts
-from shardwise.models.policies import group_parameters
-from shardwise.models.view import collect_tensors
-from shardwise.report.reports import LoadReport
-from shardwise.storage import objects
-from shardwise.storage.contract import StorageReader
+from shardwise.core.reports import LoadReport
+from shardwise.files import objects
+from shardwise.files.storage import StorageReader
+from shardwise.fsdp.named_tensors import collect_tensors
+from shardwise.fsdp.policies import group_parameters
+from shardwise.loading.prepare import SharedReads
+from shardwise.ranks.timeouts import Timeouts
 
 
 @dataclass(frozen=True, slots=True)

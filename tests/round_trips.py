@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoConfig
 
 import shardwise
-from shardwise.engines.save_plan import SaveOptions
-from shardwise.execution.timeouts import Timeouts
+from shardwise.ranks.timeouts import Timeouts
+from shardwise.saving.prepare import SaveOptions
 
 OPTIONS = SaveOptions(budget_bytes=1 << 20, timeouts=Timeouts(heartbeat_timeout_s=120))
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests import load_cases, round_trips, truth, zoo
-from tests.conversion.random_expressions import check_expression
+from tests.core.random_expressions import check_expression
 from tests.load_cases import Way
 from tests.quiet import quieten
 from tests.support.http_store import HttpStore

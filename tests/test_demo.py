@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from examples.demo import prepare_folder
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 
 def test_files_of_others_are_not_removed_by_the_demo(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from tests.integrations.requirements import require_patched_names
 from tests.support.local_ranks import LocalRanks
 
 import shardwise
+from shardwise.training.adapters_config import read_tenants
 from shardwise.training.keys import find_faults
 from shardwise.training.run_config import read_run_config
-from shardwise.training.tenant_config import read_tenants
 
 EVERY = [block for page in PAGES for block in blocks_of(page)]
 

@@ -9,24 +9,24 @@ import pytest
 from tests.integrations.requirements import require_patched_names
 
 import shardwise
-from shardwise._face import found_at
+from shardwise.core.lazy_exports import found_at
 
-ROOMS = [shardwise, shardwise.integrations, shardwise.options, shardwise.report, shardwise.storage]
+MODULES = [shardwise, shardwise.integrations, shardwise.options, shardwise.report, shardwise.storage]
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
-def test_every_name_that_is_stated_is_there(room):
-    if room is shardwise.integrations:
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_name_that_is_stated_is_there(module):
+    if module is shardwise.integrations:
         require_patched_names()
-    for name in room.__all__:
-        found = getattr(room, name)
+    for name in module.__all__:
+        found = getattr(module, name)
         assert getattr(found, "__name__", name).rpartition(".")[2] == name, name
-    assert dir(room) == room.__all__
+    assert dir(module) == module.__all__
 
 
 def test_public_names_fit_on_a_page():
     assert len(shardwise.__all__) <= 41
-    names = [name for room in ROOMS for name in room.__all__]
+    names = [name for module in MODULES for name in module.__all__]
     assert len(names) == len(set(names)), "a name has one home"
 
 
@@ -48,16 +48,17 @@ def test_every_stub_is_installed_with_its_package():
     root = Path(shardwise.__file__).parent.parent
     project = tomllib.loads((root.parent / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]
-    stubs = {path.parent.relative_to(root).as_posix().replace("/", ".") for path in root.rglob("*.pyi")}
-    assert stubs == {room.__name__ for room in ROOMS}
+    files = [path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.pyi")]
+    stubs = {name.removesuffix("/__init__").replace("/", ".") for name in files}
+    assert stubs == {module.__name__ for module in MODULES}
     for package in stubs:
         assert any("*.pyi" in patterns.get(name, ()) for name in (package, "*")), package
 
 
 @pytest.mark.parametrize(
-    "place", ["no.such.module:name", "shardwise.errors:NoSuchName", "shardwise.no_such_module"]
+    "place", ["no.such.module:name", "shardwise.core.errors:NoSuchName", "shardwise.no_such_module"]
 )
 def test_a_line_of_a_table_that_leads_nowhere_is_an_error_that_names_it(place):
     words = rf"{place} .*(No module|no attribute).*correct the line"
-    with pytest.raises(shardwise.errors.ConfigError, match=words):
+    with pytest.raises(shardwise.core.errors.ConfigError, match=words):
         found_at(place)

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
-from shardwise.models.view import canonical, raw_bytes
-from shardwise.report.reports import LoadReport
+from shardwise.core.reports import LoadReport
+from shardwise.fsdp.named_tensors import canonical, raw_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -4,7 +4,7 @@ Public names: the main functions, tuning modes, and errors. Option types are in 
 ``shardwise.report``, readers and writers in ``shardwise.storage``.
 """
 
-from shardwise._face import lazy_exports
+from shardwise.core.lazy_exports import lazy_exports
 
 __version__ = "0.1.0"
 

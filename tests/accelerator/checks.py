@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from tests.accelerator import simulated
-from tests.engines import sharding
 from tests.integrations import runs
-from tests.merging.adapters import tensors_of
+from tests.saving.adapters import tensors_of
+from tests.state import sharding
 from tests.truth import unlike
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,12 +22,13 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.checkpoints import write
-from shardwise.engines import loading, saving
-from shardwise.errors import ShardingError
-from shardwise.execution.distributed_chunks import ChunkStaging
-from shardwise.execution.processes import try_collectives
-from shardwise.execution.staging import DeviceStaging, HostStaging
-from shardwise.models.view import local_tensor as _local
+from shardwise.core.errors import ShardingError
+from shardwise.fsdp.named_tensors import local_tensor as _local
+from shardwise.loading import load
+from shardwise.ranks.processes import try_collectives
+from shardwise.saving import save
+from shardwise.transfer.distributed_chunks import ChunkStaging
+from shardwise.transfer.staging import DeviceStaging, HostStaging
 
 LOADS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -100,8 +101,8 @@ def loads_without_a_wait(folder: str) -> list[str]:
     with (
         mock.patch.object(DeviceStaging, "begin", begin_late),
         mock.patch.object(DeviceStaging, "finish", finish),
-        mock.patch.object(loading, "require_equal_buffers"),
-        mock.patch.object(loading, "upload_buffer", return_value=HostStaging(0)),
+        mock.patch.object(load, "require_equal_buffers"),
+        mock.patch.object(load, "upload_buffer", return_value=HostStaging(0)),
     ):
         there = shardwise.from_pretrained(folder, dtype="float32")
         found = own_values(there)
@@ -353,7 +354,7 @@ def copies_through_pageable_memory(folder: str, fp8: str, out: str) -> list[str]
     for has_owners in (False, True):
         with (
             counted(f"save, by owners: {has_owners}"),
-            mock.patch.object(saving, "_has_owners", return_value=has_owners),
+            mock.patch.object(save, "_has_owners", return_value=has_owners),
         ):
             budget = options.SaveOptions(budget_bytes=BUDGET_BYTES)
             shardwise.save(model, f"{out}/saved {has_owners}", options=budget)

@@ -28,7 +28,7 @@ def _join(store: str) -> None:
     import torch.distributed as dist
     from tests.quiet import quieten
 
-    from shardwise.models.torch_api import both_backends
+    from shardwise.fsdp.torch_private import both_backends
 
     quieten()
     rank, size = dist.get_rank(), dist.get_world_size()

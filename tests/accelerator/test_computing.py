@@ -14,7 +14,8 @@ from tests.quantized.requirements import needs_packed_shards
 from tests.truth import unlike
 
 import shardwise
-from shardwise.execution import device_computing, reading
+from shardwise.loading import device_computing
+from shardwise.transfer import read
 
 pytestmark = pytest.mark.distributed
 
@@ -39,7 +40,7 @@ def stored(tmp_path_factory):
 
 def loads(folder: str, keywords: dict[str, Any]) -> list[str]:
     """What differs from a load on the CPU. Nothing is computed on the host."""
-    there_alone = mock.patch.object(reading, "evaluate", side_effect=AssertionError("computed on the host"))
+    there_alone = mock.patch.object(read, "evaluate", side_effect=AssertionError("computed on the host"))
     with checks.late_copies(), there_alone:
         there = shardwise.from_pretrained(folder, **keywords)
     here = shardwise.from_pretrained(folder, **keywords, sharding=checks.on_host())
@@ -81,7 +82,7 @@ def changed(source: str, folder: Path, name: str, value: int | float) -> str:
 
 
 def blocks_on_the_host(folder: str) -> int:
-    with mock.patch.object(reading, "evaluate", wraps=reading.evaluate) as evaluate:
+    with mock.patch.object(read, "evaluate", wraps=read.evaluate) as evaluate:
         there = shardwise.from_pretrained(folder, dtype="bfloat16")
     here = shardwise.from_pretrained(folder, dtype="bfloat16", sharding=checks.on_host())
     assert unlike(checks.own_values(there), checks.own_values(here)) == []
@@ -136,7 +137,7 @@ def test_a_device_with_other_bits_computes_nothing(two_ranks, stored):
 
 def costs(folder: str) -> dict[str, int]:
     """What the reads of a load take beyond the model, and how they copy and wait."""
-    place, found = reading.ReadExecutor.place, dict[str, int]()
+    place, found = read.ReadExecutor.place, dict[str, int]()
 
     def counted(executor: Any, *given: Any) -> None:
         simulated.native.reset_peaks()
@@ -144,7 +145,7 @@ def costs(folder: str) -> dict[str, int]:
         place(executor, *given)
         found.update({name: value - before[name] for name, value in simulated.counters().items()})
 
-    with mock.patch.object(reading.ReadExecutor, "place", counted):
+    with mock.patch.object(read.ReadExecutor, "place", counted):
         for _ in range(2):  # the first keeps tables
             shardwise.from_pretrained(folder, dtype="bfloat16", options=SMALL)
     return found

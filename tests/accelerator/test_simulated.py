@@ -13,9 +13,9 @@ from tests.accelerator.test_ranks import written
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl
 
 import shardwise
+from shardwise.core.tensors import Code, Form4
 from shardwise.integrations.agreed_events import AgreedEvents
-from shardwise.models.quantization import LocalScales, Packing, product
-from shardwise.tensors import Code, Form4
+from shardwise.models.four_bit.config import LocalScales, Packing, product
 
 pytestmark = pytest.mark.distributed
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from tests import zoo
-from tests.tuning import reference
+from tests.models import reference
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 

@@ -13,9 +13,9 @@ from tests.bank.banking import Recipe, no_rows, recipes, rows_for
 
 import shardwise
 from shardwise.bank import passes
-from shardwise.execution.timeouts import Timeouts
-from shardwise.models.policies import MinSize
-from shardwise.report.reports import Available
+from shardwise.core.reports import Available
+from shardwise.fsdp.policies import MinSize
+from shardwise.ranks.timeouts import Timeouts
 
 QUICK = Timeouts(heartbeat_interval_s=0.1)
 BAD = banking.WORDS - 1
@@ -100,7 +100,7 @@ def one_rank_fails(base: Path, kind: str, groups: str) -> dict[str, Any]:
         "every layer": shardwise.Sharding(wrap=MinSize(1)),
         "some ranks gather": shardwise.Sharding(reshard_after_forward=2),
     }[groups]
-    with mock.patch("shardwise.execution.world.Timeouts", return_value=QUICK):
+    with mock.patch("shardwise.ranks.world.Timeouts", return_value=QUICK):
         bank = on_ranks.bank_of(base, members(), sharding=sharding)
     bank.forward_backward([batches(0, bad=False)[1]])
     before = gradients(bank)

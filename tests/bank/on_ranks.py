@@ -18,7 +18,7 @@ from tests.support.world import said
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import shardwise
-from shardwise.models.policies import MinSize
+from shardwise.fsdp.policies import MinSize
 
 LATE = 4
 """Micro-batches before the tenant ``eve`` comes."""

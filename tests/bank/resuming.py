@@ -12,7 +12,7 @@ from tests.bank.on_ranks import bank_of, here
 from tests.support.world import said
 
 import shardwise
-from shardwise.bank.tenant import unchanging
+from shardwise.bank.adapter import unchanging
 
 WINDOWS, HALF, ALL = 3, 7, 12
 """Micro-batches of a window, after which it is saved (in the third window), and of a training."""

@@ -23,7 +23,7 @@ from tests.support.world import said
 from tests.truth import require_equal
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from shardwise.errors import ConfigError, FormatError, KeyMismatchError, ShardwiseError
+from shardwise.core.errors import ConfigError, FormatError, KeyMismatchError, ShardwiseError
 
 BATCH = rows_for("x", X, 9)
 

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 
 import shardwise
 from shardwise import Sharding
-from shardwise.bank.backends import apply_dropout, row_keys
+from shardwise.bank.kernels import apply_dropout, row_keys
 from shardwise.bank.passes import FusedPass
 from shardwise.bank.rows import PassPlan, parse_batch, summarize_rows
-from shardwise.errors import TrainingError
+from shardwise.core.errors import TrainingError
 
 MICRO_BATCHES = 3 * STEPS
 

@@ -12,7 +12,7 @@ from tests.bank.on_ranks import bank_of
 from tests.truth import require_equal
 
 import shardwise
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 STEPS = 20
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

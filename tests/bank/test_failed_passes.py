@@ -14,7 +14,7 @@ from tests.support.local_ranks import LIMIT_S
 from tests.support.world import require_words, run_forked
 from tests.truth import require_equal
 
-from shardwise.errors import ShardwiseError, TrainingError
+from shardwise.core.errors import ShardwiseError, TrainingError
 
 
 @pytest.mark.parametrize("backend", ["loop", "auto"], ids=["loop", "grouped"])

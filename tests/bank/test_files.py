@@ -17,7 +17,7 @@ from tests.truth import require_equal
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.bank.tenant import TenantStart, unchanging
+from shardwise.bank.adapter import TenantStart, unchanging
 from shardwise.options import Ignore
 
 

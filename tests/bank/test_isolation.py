@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, ResNetCo
 
 import shardwise
 from shardwise.bank.rows import RowCounts, plan_passes
-from shardwise.errors import ConfigError, TrainingError
+from shardwise.core.errors import ConfigError, TrainingError
 
 
 def everything(bank: Any, name: str) -> dict[str, torch.Tensor]:

@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.bank import stepping
-from shardwise.bank.tenant import TenantStart
-from shardwise.execution import control_channel
+from shardwise.bank import optimizer_steps
+from shardwise.bank.adapter import TenantStart
+from shardwise.ranks import control_channel
 
 ADA = recipes()["ada"]
 
@@ -191,7 +191,7 @@ def step_with(seat: Seat, base: str, how: str) -> dict[str, Any]:
     bank = bank_of(Path(base), members)
     train(bank, members, 1, rank=seat.rank, size=seat.size)
     bank.forward_backward([("ada", rows_for("ada", ADA, 1))])
-    own = stepping.sum_all
+    own = optimizer_steps.sum_all
 
     def struck(world: Any, values: Any) -> Any:
         if seat.rank == 1 and how == "killed":
@@ -204,7 +204,7 @@ def step_with(seat: Seat, base: str, how: str) -> dict[str, Any]:
     seat.leaves = seat.rank == 0 and how == "the store goes"
     late = how == "the store goes" and seat.rank == 1
     with (
-        mock.patch.object(stepping, "sum_all", struck),
+        mock.patch.object(optimizer_steps, "sum_all", struck),
         mock.patch.object(control_channel, "_FIRST_POLL_S", 0.3 if late else 0.0001),
         mock.patch.object(control_channel, "_LAST_POLL_S", 0.3 if late else 0.05),
     ):

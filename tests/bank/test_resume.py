@@ -24,13 +24,13 @@ from tests.truth import require_equal
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR, SequentialLR
 
 import shardwise
-import shardwise.engines.saving
-from shardwise.bank.tenant import TenantStart
-from shardwise.bank.tenant_facts import from_json, to_json
-from shardwise.execution.committing import commit_save
+import shardwise.saving.save
+from shardwise.bank.adapter import TenantStart
+from shardwise.bank.adapter_settings import from_json, to_json
 from shardwise.options import Ignore
-from shardwise.planning import fingerprints
-from shardwise.planning.fingerprints import fingerprint
+from shardwise.saving.commit import commit_save
+from shardwise.transfer import fingerprints
+from shardwise.transfer.fingerprints import fingerprint
 
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
 
@@ -242,7 +242,7 @@ def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, t
     def fails(*_: Any) -> None:
         raise RuntimeError("in between")
 
-    monkeypatch.setattr(shardwise.engines.saving, "commit_save", fails)
+    monkeypatch.setattr(shardwise.saving.save, "commit_save", fails)
     with pytest.raises(Exception, match="in between"):
         bank.save("ada", tmp_path)
     assert {name: own for name, own in contents(tmp_path).items() if name.startswith("adapter_")} == before
@@ -256,7 +256,7 @@ def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, t
         commit_save(*given)
         raise RuntimeError("in between")
 
-    monkeypatch.setattr(shardwise.engines.saving, "commit_save", fails_later)
+    monkeypatch.setattr(shardwise.saving.save, "commit_save", fails_later)
     train(bank, tenants, 1, first=HALF)
     with pytest.raises(Exception, match="in between"):
         bank.save("ada", tmp_path)
@@ -401,7 +401,7 @@ def test_a_base_whose_values_were_replaced_is_refused_unless_it_is_allowed(base,
     assert told.base.startswith("another, as allowed (of 24 tensors sampled, 1 differ")
     bank.load_state_dict("same", state, on_other_base=Ignore(only=("values",)))
     change(next(tmp_path.glob("adapter_training.*")), base={"identity": "{}"})
-    with pytest.raises(shardwise.errors.FormatError, match="holds no identity of a base"):
+    with pytest.raises(shardwise.core.errors.FormatError, match="holds no identity of a base"):
         bank.load("forged", tmp_path, schedule=stepped)
 
 

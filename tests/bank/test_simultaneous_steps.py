@@ -13,9 +13,9 @@ from tests.truth import require_equal
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
-from shardwise.bank import stepping
-from shardwise.bank import tenant as tenants
-from shardwise.errors import ConfigError
+from shardwise.bank import adapter as tenants
+from shardwise.bank import optimizer_steps
+from shardwise.core.errors import ConfigError
 
 
 def bank_of(kinds: list[type[torch.optim.Optimizer]]) -> shardwise.AdapterBank:
@@ -107,5 +107,5 @@ def test_learning_rates_that_are_tensors_are_told_apart():
     for weight in weights:
         weight.grad = torch.ones(2)
     made = [torch.optim.SGD([weight], lr=rate) for weight, rate in zip(weights, rates, strict=True)]
-    stepping._step_all([SimpleNamespace(optimizer=each) for each in made])
+    optimizer_steps._step_all([SimpleNamespace(optimizer=each) for each in made])
     assert [float(weight.detach()[0]) for weight in weights] == [-float(rate) for rate in rates]

@@ -176,7 +176,7 @@ def renamed(folder: Path) -> None:
 
 def sharded(folder: Path) -> None:
     import shardwise
-    from shardwise.models.gradients import clip_gradients
+    from shardwise.fsdp.gradients import clip_gradients
 
     model = Net()
     with one_rank():
@@ -186,19 +186,19 @@ def sharded(folder: Path) -> None:
 
 
 def process_group(folder: Path) -> None:
-    from shardwise.models import torch_api
+    from shardwise.fsdp import torch_private
 
     with one_rank():
-        torch_api.default_store()
-        torch_api.set_timeout(60)
-        torch_api.get_given_timeout(None)
-        torch_api.object_device(None)
+        torch_private.default_store()
+        torch_private.set_timeout(60)
+        torch_private.get_given_timeout(None)
+        torch_private.object_device(None)
 
 
 def strided(_: Path) -> None:
-    from shardwise.models import torch_api
+    from shardwise.fsdp import torch_private
 
-    assert torch_api.local_runs(8, ((_StridedShard(0, split_factor=2), 2, 0),)) == ((0, 2), (4, 2))
+    assert torch_private.local_runs(8, ((_StridedShard(0, split_factor=2), 2, 0),)) == ((0, 2), (4, 2))
 
 
 def checkpoint(folder: Path) -> None:
@@ -265,9 +265,9 @@ def existing_lora(folder: Path) -> None:
 
 
 def earlier_lora(_: Path) -> None:
-    from shardwise.tuning import peft_compat
+    from shardwise.models.lora import peft_private
 
-    assert peft_compat.scaling(LoraConfig(**LORA), "q_proj", 2) == 4
+    assert peft_private.scaling(LoraConfig(**LORA), "q_proj", 2) == 4
 
 
 def merged(folder: Path) -> None:
@@ -394,7 +394,7 @@ def import_without(paths: Iterable[str], modules: Iterable[str]) -> list[str]:
 
 
 def use_without(path: str, folder: Path) -> dict[str, str]:
-    from shardwise.errors import find_private
+    from shardwise.core.errors import find_private
 
     hide(path)
     find_private.cache_clear()

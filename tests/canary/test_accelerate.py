@@ -12,11 +12,11 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 from torch import nn
 
-from shardwise.errors import find_private
+from shardwise.core.errors import find_private
+from shardwise.fsdp.rebind import plain_optimizer
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.models import build
-from shardwise.models.rebind import plain_optimizer
-from shardwise.tuning import peft_compat
+from shardwise.models.lora import peft_private
 
 
 @pytest.fixture
@@ -127,11 +127,11 @@ def test_peft_moves_adapters_through_patched_methods_and_copies_modules(tmp_path
     from peft import LoraConfig, get_peft_model
 
     seen: list[nn.Module] = []
-    for owner, name in map(find_private, peft_compat.moving_functions()):
+    for owner, name in map(find_private, peft_private.moving_functions()):
         original = vars(owner)[name]
 
         def door(*given, original=original, **keywords):
-            layer = peft_compat.find_adapter_layer(given)
+            layer = peft_private.find_adapter_layer(given)
             if layer is not None:
                 seen.append(layer)
                 assert [tensor.shape for tensor in layer.get_base_layer().parameters()] == [(8, 8)]
@@ -145,4 +145,4 @@ def test_peft_moves_adapters_through_patched_methods_and_copies_modules(tmp_path
     assert {id(item) for item in seen} == {id(layer)}
     prefix = "base_model.model.model.norm"
     wanted = {f"{prefix}.modules_to_save.default.weight": f"{prefix}.original_module.weight"}
-    assert peft_compat.copied_names(model) == wanted
+    assert peft_private.copied_names(model) == wanted

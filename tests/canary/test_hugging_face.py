@@ -9,10 +9,12 @@ import transformers
 from torch import nn
 from transformers import core_model_loading, modeling_utils, trainer_utils
 
-from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER
-from shardwise.interchange import trainer_restoring
-from shardwise.models import build, four_bit_layers, initial_programs, policies, pretrained, revert, tracing
-from shardwise.tuning import peft_compat
+from shardwise.files.accelerate_saves import MODEL, OPTIMIZER
+from shardwise.fsdp import policies
+from shardwise.integrations import trainer_restoring
+from shardwise.models import build, initial_programs, pretrained, revert, tracing
+from shardwise.models.four_bit import layers
+from shardwise.models.lora import peft_private
 
 SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 2, "head_dim": 8}
 SMALL = {**SIZES, "num_attention_heads": 1, "num_key_value_heads": 1}
@@ -119,36 +121,38 @@ def test_building_and_initializing(llama: transformers.PreTrainedModel, tmp_path
 def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:
     with torch.device("meta"):
         base = transformers.LlamaForCausalLM(llama.config)
-    config = peft_compat.lora_config(r=2, target_modules=["q_proj"], modules_to_save=["model.norm"])
-    model = peft_compat.inject(base, config, "mine", is_new=True)
-    targets = peft_compat.get_targets(model, "mine")
+    config = peft_private.lora_config(r=2, target_modules=["q_proj"], modules_to_save=["model.norm"])
+    model = peft_private.inject(base, config, "mine", is_new=True)
+    targets = peft_private.get_targets(model, "mine")
     assert targets.modules == tuple(f"model.layers.{number}.self_attn.q_proj" for number in range(2))
     assert targets.copied == ("model.norm",)
-    ((original, copy),) = peft_compat.copies(model, "mine")
+    ((original, copy),) = peft_private.copies(model, "mine")
     assert type(original) is type(copy)
     assert original is not copy
-    name, layer = next(peft_compat.layers(model))
+    name, layer = next(peft_private.layers(model))
     assert name.endswith("layers.0.self_attn.q_proj")
-    assert [(type(item), what) for item, what in peft_compat.matrices(layer, "mine")] == [(nn.Linear, "weight")] * 2
+    assert [(type(item), what) for item, what in peft_private.matrices(layer, "mine")] == [
+        (nn.Linear, "weight")
+    ] * 2
     assert layer.lora_A["mine"].weight.shape == (2, 8)
-    assert peft_compat.magnitude(layer, "mine") is None
-    assert peft_compat.has_row_norms(layer)
+    assert peft_private.magnitude(layer, "mine") is None
+    assert peft_private.has_row_norms(layer)
     rows = torch.tensor([[3.0, 4.0]])
-    assert peft_compat.row_norms(rows).tolist() == [5]
-    patterned = peft_compat.lora_config(r=2, rank_pattern={"q_proj": 4}, alpha_pattern={"layers.0.k_proj": 3})
-    assert peft_compat.rank_and_alpha(patterned, "layers.0.q_proj") == (4, 8)
-    assert peft_compat.rank_and_alpha(patterned, "layers.0.k_proj") == (2, 3)
+    assert peft_private.row_norms(rows).tolist() == [5]
+    patterned = peft_private.lora_config(r=2, rank_pattern={"q_proj": 4}, alpha_pattern={"layers.0.k_proj": 3})
+    assert peft_private.rank_and_alpha(patterned, "layers.0.q_proj") == (4, 8)
+    assert peft_private.rank_and_alpha(patterned, "layers.0.k_proj") == (2, 3)
 
 
 def test_fused_experts(mixtral: transformers.PreTrainedModel) -> None:
-    (experts, *_) = [module for module in mixtral.modules() if four_bit_layers.are_fused_experts(module)]
-    assert not four_bit_layers.are_fused_experts(mixtral)
-    assert not four_bit_layers.are_parted_experts(experts)
+    (experts, *_) = [module for module in mixtral.modules() if layers.are_fused_experts(module)]
+    assert not layers.are_fused_experts(mixtral)
+    assert not layers.are_parted_experts(experts)
     assert (experts.has_gate, experts.has_bias, experts.is_transposed) == (True, False, False)
     gate, up = torch.randn(3, 4), torch.randn(3, 4)
     expected = nn.functional.silu(gate) * up
-    torch.testing.assert_close(four_bit_layers.activated(experts, torch.cat([gate, up], 1)), expected)
-    eager = four_bit_layers.eager_experts(type(experts))
+    torch.testing.assert_close(layers.activated(experts, torch.cat([gate, up], 1)), expected)
+    eager = layers.eager_experts(type(experts))
     assert eager is not type(experts).forward
     assert not hasattr(eager, "__wrapped__")
 

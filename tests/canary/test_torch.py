@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.models.on_fake_ranks import fake_rank
+from tests.fsdp.on_fake_ranks import fake_rank
 from torch import nn
 from torch.distributed._composable.replicate import replicate as old_replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise
-from shardwise.models import gradients
-from shardwise.models import torch_api as private
+from shardwise.fsdp import gradients
+from shardwise.fsdp import torch_private as private
 
 
 class Child(nn.Linear):

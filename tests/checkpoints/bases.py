@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from tests.engines.on_ranks import attempt
+from tests.loading.on_ranks import attempt
 
 import shardwise
 from shardwise import Checkpointer, TrainState

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from tests import zoo
 from tests.checkpoints import tiny
 from tests.checkpoints.tiny import Positions, Training, differences
-from tests.engines.conftest import small_qwen3
-from tests.engines.on_ranks import attempt
+from tests.loading.on_ranks import attempt
+from tests.small_checkpoints import small_qwen3
 from tests.support import EffectLog, recorded
 from tests.support.files import flip_bit
 from torch import nn
@@ -27,12 +27,12 @@ from torch.distributed.fsdp import fully_shard
 import shardwise
 from shardwise import Checkpointer, TrainState
 from shardwise.checkpoints import write
-from shardwise.errors import StorageError
-from shardwise.execution import saving_lock
-from shardwise.execution.distributed_chunks import ChunkStaging
-from shardwise.execution.locked_folder import LockedFolder
+from shardwise.core.errors import StorageError
+from shardwise.files.local_writer import open_writer
 from shardwise.options import AdapterOnly, Ignore, StateOptions
-from shardwise.storage.writing import open_writer
+from shardwise.saving import saving_lock
+from shardwise.saving.locked_folder import LockedFolder
+from shardwise.transfer.distributed_chunks import ChunkStaging
 
 
 def seed_all(seed: int) -> None:
@@ -456,15 +456,15 @@ def save_steps(folder: str, steps: list[int], keep: int, mode: str, log: str | N
 def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
     """A save while another machine's mark is there, which is renewed or not."""
     with (
-        mock.patch("shardwise.execution.saving_lock.RENEWAL_S", 0.1),
-        mock.patch("shardwise.execution.saving_lock._POLL_S", 0.01),
-        mock.patch("shardwise.execution.saving_lock._MAX_MISSED", 10**6 if is_renewed else 3),
+        mock.patch("shardwise.saving.saving_lock.RENEWAL_S", 0.1),
+        mock.patch("shardwise.saving.saving_lock._POLL_S", 0.01),
+        mock.patch("shardwise.saving.saving_lock._MAX_MISSED", 10**6 if is_renewed else 3),
     ):
         Path(folder).mkdir(exist_ok=True)
         with open_writer(folder) as writer:
             with (
                 mock.patch("socket.gethostname", return_value="elsewhere"),
-                mock.patch("shardwise.storage.machine.pid_namespace", return_value="elsewhere"),
+                mock.patch("shardwise.core.machine.pid_namespace", return_value="elsewhere"),
             ):
                 held = LockedFolder(writer, "theirs")
             if not is_renewed:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.engines.on_ranks import attempt
+from tests.loading.on_ranks import attempt
 from tests.peers import use_peers
 from tests.quiet import quieten
 from torch import nn
@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise
 from shardwise import Checkpointer, TrainState
-from shardwise.models.rebind import inner_tensors
-from shardwise.models.view import local_tensor, raw_bytes
+from shardwise.fsdp.named_tensors import local_tensor, raw_bytes
+from shardwise.fsdp.rebind import inner_tensors
 
 KINDS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 
@@ -124,7 +124,7 @@ def made_for_shards() -> dict[str, Any]:
     """What is said of torchao's optimizer of these shards: what stays in 32 bits, and what cannot be."""
     import logging
 
-    from shardwise.models import rebind
+    from shardwise.fsdp import rebind
 
     lines: list[str] = []
     handler = logging.Handler()

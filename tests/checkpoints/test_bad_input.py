@@ -19,9 +19,9 @@ import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints import header as header_module
 from shardwise.checkpoints.header import CheckpointHeader
-from shardwise.formats.distributed import read_metadata
+from shardwise.files.distributed import read_metadata
+from shardwise.files.local_reader import LocalReader
 from shardwise.options import StateOptions
-from shardwise.storage.reading import LocalReader
 
 CALLS = {
     "meta": ("ShardingError", "are on meta and have no values"),

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.checkpoints import bases
-from tests.engines.conftest import small_qwen3
+from tests.small_checkpoints import small_qwen3
 
 import shardwise
 from shardwise import Checkpointer, TrainState
 from shardwise.checkpoints import header
 from shardwise.checkpoints.base_identity import BaseSamples
-from shardwise.models.view import collect_tensors
+from shardwise.fsdp.named_tensors import collect_tensors
 
 SAME = "nothing differs; samples of 25 tensors compared"
 
@@ -66,7 +66,7 @@ def test_what_several_ranks_hold_counts_once():
     after = samples.identity([samples.fingerprints()])
     assert after.samples["weight"] == before.samples["weight"]
     assert after.samples["bias"] != before.samples["bias"]
-    with pytest.raises(shardwise.errors.RankMismatchError, match="frozen parameters"):
+    with pytest.raises(shardwise.core.errors.RankMismatchError, match="frozen parameters"):
         samples.identity([once, {("x", (), ()): 1}])
 
 
@@ -171,5 +171,5 @@ def test_what_is_frozen_and_stored_comes_from_the_checkpoint(base, tmp_path):
 def test_a_permission_that_is_none_is_refused(base, tmp_path):
     bases.save(str(base), str(tmp_path / "run"))
     state = TrainState(bases.tuned(str(base)))
-    with pytest.raises(shardwise.errors.ConfigError, match="on_other_base"):
+    with pytest.raises(shardwise.core.errors.ConfigError, match="on_other_base"):
         Checkpointer(tmp_path / "run").restore(state, on_other_base=True)

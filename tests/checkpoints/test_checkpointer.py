@@ -10,8 +10,8 @@ import torch
 from tests import zoo
 from tests.checkpoints import on_ranks, tiny
 from tests.checkpoints.tiny import Training, differences
-from tests.engines.conftest import small_qwen3
-from tests.interchange.resuming import MADE
+from tests.integrations.resuming import MADE
+from tests.small_checkpoints import small_qwen3
 from torch.optim import lr_scheduler as schedules
 
 import shardwise

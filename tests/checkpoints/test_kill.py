@@ -14,8 +14,9 @@ from tests.faults.fault_injection import PATIENT, Doomed, Seat
 import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints import write
-from shardwise.execution import distributed_chunks, locked_folder, saving_lock
 from shardwise.options import StateOptions
+from shardwise.saving import locked_folder, saving_lock
+from shardwise.transfer import distributed_chunks
 
 pytestmark = pytest.mark.distributed
 

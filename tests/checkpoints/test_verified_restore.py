@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from tests import zoo
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
-from tests.engines.conftest import small_qwen3
-from tests.engines.on_ranks import attempt
+from tests.loading.on_ranks import attempt
+from tests.small_checkpoints import small_qwen3
 
 import shardwise
 from shardwise import Checkpointer

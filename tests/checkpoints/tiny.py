@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tests.engines.optimizing import differences as differences
+from tests.state.optimizing import differences as differences
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import Result
 from tests.cli.running import RUNNER
-from tests.formats.building import file_of, index_of, tensor
+from tests.files.building import file_of, index_of, tensor
 from torch.distributed import checkpoint as dcp
 
 from shardwise.cli import main

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from tests import zoo
-from tests.merging.adapters import save_adapter, tensors_of
+from tests.saving.adapters import save_adapter, tensors_of
 
 from shardwise.cli import main
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import _OLDEST, ConfigError, private, require_version
+from shardwise.core.errors import _OLDEST, ConfigError, private, require_version
 
 _START = """
 import sys
@@ -17,11 +17,11 @@ version = metadata.version
 metadata.version = lambda name: {found!r} if name == {library!r} else version(name)
 """
 _IMPORTS = """
-import importlib, shardwise.errors
+import importlib, shardwise.core.errors
 for name in {names!r}:
     try:
         importlib.import_module("shardwise." + name)
-    except shardwise.errors.ConfigError as error:
+    except shardwise.core.errors.ConfigError as error:
         print(error)
 assert not {{"torch", "transformers"}} & sys.modules.keys()
 """
@@ -68,7 +68,7 @@ def test_a_command_reports_an_old_version_in_one_line():
     ],
 )
 def test_versions_are_compared_as_numbers(monkeypatch, found, is_old):
-    monkeypatch.setattr("shardwise.errors.metadata.version", lambda _: found)
+    monkeypatch.setattr("shardwise.core.errors.metadata.version", lambda _: found)
     old = "is too old. shardwise needs 2.11 or newer. Run pip install -U torch"
     if is_old:
         with pytest.raises(ConfigError, match=re.escape(old)):

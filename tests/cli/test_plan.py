@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tests import zoo
 from tests.cli.running import RUNNER
-from tests.engines.conftest import small_qwen3
+from tests.small_checkpoints import small_qwen3
 
 from shardwise.cli import main
 from shardwise.cli.train import parse_mesh
-from shardwise.errors import ConfigError, require_version
+from shardwise.core.errors import ConfigError, require_version
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.training.on_ranks import by_command
 from shardwise.cli import main
 from shardwise.cli.launch import read_launch
 from shardwise.cli.train import STOPPED
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 
 def config(folder: Path, **values: object) -> str:

@@ -29,8 +29,8 @@ from tests.support.crashes import (
     states_after_kill,
 )
 
-from shardwise.storage.contract import OBJECT_STORE_WRITES
-from shardwise.storage.writing import LocalWriter
+from shardwise.files.local_writer import LocalWriter
+from shardwise.files.storage import OBJECT_STORE_WRITES
 
 
 def of_file(name: str, content: bytes, writer: int = 0) -> list[Effect]:

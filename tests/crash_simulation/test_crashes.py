@@ -26,8 +26,8 @@ from tests.support.crashes import (
     states_after_crash,
 )
 
-from shardwise.errors import StorageError
-from shardwise.storage.writing import LocalWriter
+from shardwise.core.errors import StorageError
+from shardwise.files.local_writer import LocalWriter
 
 INDEX = "model.safetensors.index.json"
 NAMES = ["model-new-1", "model-new-2"]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests import zoo
-from tests.engines.conftest import small_qwen3
-from tests.engines.on_ranks import Plain
+from tests.loading.on_ranks import Plain
+from tests.small_checkpoints import small_qwen3
 
 
 @pytest.fixture(scope="session")

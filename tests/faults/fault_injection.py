@@ -29,8 +29,8 @@ from tests.support.closing import Closing
 from tests.support.fork_server import start_server
 from tests.support.local_ranks import LIMIT_S
 
-from shardwise.execution import failure_detection
-from shardwise.execution.timeouts import Timeouts
+from shardwise.ranks import failure_detection
+from shardwise.ranks.timeouts import Timeouts
 
 _IN_MEMORY = Path("/dev/shm")
 

@@ -13,44 +13,44 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.engines import sharding
-from tests.engines.on_ranks import Plain, angles
 from tests.faults.fault_injection import PATIENT, Outcome, Seat
+from tests.loading.on_ranks import Plain, angles
+from tests.state import sharding
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from shardwise.execution import control_channel, failure_detection
-from shardwise.execution.timeouts import Timeouts
-from shardwise.storage.reading import LocalReader
+from shardwise.files.local_reader import LocalReader
+from shardwise.ranks import control_channel, failure_detection
+from shardwise.ranks.timeouts import Timeouts
 
 STAGES = {
-    "open": ("shardwise.engines.arguments", "open_storage"),
-    "headers": ("shardwise.engines.arguments", "open_checkpoint"),
-    "build": ("shardwise.engines.outline", "outline"),
-    "wrap": ("shardwise.models.wrap", "wrap"),
-    "plan": ("shardwise.engines.load_plan", "plan_load"),
-    "materialize": ("shardwise.engines.loading", "materialize"),
-    "read": ("shardwise.storage.reading", "LocalReader.read_vectored"),
-    "join": ("shardwise.execution.shared_reads", "boxes_by_rank"),
-    "share": ("shardwise.execution.moving", "ShardExchange._step"),
+    "open": ("shardwise.ranks.call_arguments", "open_storage"),
+    "headers": ("shardwise.ranks.call_arguments", "open_checkpoint"),
+    "build": ("shardwise.loading.meta_model", "outline"),
+    "wrap": ("shardwise.fsdp.wrap", "wrap"),
+    "plan": ("shardwise.loading.prepare", "plan_load"),
+    "materialize": ("shardwise.loading.load", "materialize"),
+    "read": ("shardwise.files.local_reader", "LocalReader.read_vectored"),
+    "join": ("shardwise.loading.shared_reads", "boxes_by_rank"),
+    "share": ("shardwise.transfer.move", "ShardExchange._step"),
     "send": ("torch.distributed", "all_to_all_single"),
-    "fill": ("shardwise.engines.loading", "fill"),
-    "audit": ("shardwise.engines.loading", "audit"),
-    "look": ("shardwise.engines.sharding", "collect_tensors"),
-    "give": ("shardwise.execution.moving", "ShardExchange._source_values"),
-    "take": ("shardwise.execution.moving", "ShardExchange._put"),
-    "pack": ("shardwise.execution.replicas", "ShardSender.share"),
-    "plan_reads": ("shardwise.engines.save_plan", "prepare"),
-    "create": ("shardwise.storage.writing", "LocalWriter.create"),
-    "mark": ("shardwise.engines.saving", "require_lock"),
-    "write": ("shardwise.execution.write", "Emitter._buffers"),
-    "sync": ("shardwise.storage.writing", "LocalWriter.sync"),
-    "compare": ("shardwise.execution.write", "Emitter.require_same"),
-    "commit": ("shardwise.engines.saving", "commit_save"),
-    "beside": ("shardwise.execution.committing", "fingerprints.to_bytes"),
-    "name": ("shardwise.storage.writing", "LocalWriter.rename"),
-    "remove": ("shardwise.storage.writing", "LocalWriter.remove"),
-    "tidy": ("shardwise.execution.saving_lock", "release_lock"),
+    "fill": ("shardwise.loading.load", "fill"),
+    "audit": ("shardwise.loading.load", "audit"),
+    "look": ("shardwise.state.shard", "collect_tensors"),
+    "give": ("shardwise.transfer.move", "ShardExchange._source_values"),
+    "take": ("shardwise.transfer.move", "ShardExchange._put"),
+    "pack": ("shardwise.transfer.replicas", "ShardSender.share"),
+    "plan_reads": ("shardwise.saving.prepare", "prepare"),
+    "create": ("shardwise.files.local_writer", "LocalWriter.create"),
+    "mark": ("shardwise.saving.save", "require_lock"),
+    "write": ("shardwise.saving.write", "Emitter._buffers"),
+    "sync": ("shardwise.files.local_writer", "LocalWriter.sync"),
+    "compare": ("shardwise.saving.write", "Emitter.require_same"),
+    "commit": ("shardwise.saving.save", "commit_save"),
+    "beside": ("shardwise.saving.commit", "fingerprints.to_bytes"),
+    "name": ("shardwise.files.local_writer", "LocalWriter.rename"),
+    "remove": ("shardwise.files.local_writer", "LocalWriter.remove"),
+    "tidy": ("shardwise.saving.saving_lock", "release_lock"),
 }
 """By stage, a function that a rank calls in it, as module and name."""
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
-from shardwise.execution.timeouts import Timeouts
+from shardwise.ranks.timeouts import Timeouts
 
 ONE_FILE, SEVERAL_FILES = "1GB", "2KB"
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tests import truth
-from tests.models.on_fake_ranks import fake_rank
+from tests.fsdp.on_fake_ranks import fake_rank
 from tests.support.world import attempt, require_same_error
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardwise
-from shardwise.engines.load_plan import SharedReads
-from shardwise.errors import ShardingError
-from shardwise.models.wrap import Sharding, wrap
+from shardwise.core.errors import ShardingError
+from shardwise.fsdp.wrap import Sharding, wrap
+from shardwise.loading.prepare import SharedReads
 
 
 class Wide(nn.Module):

@@ -11,7 +11,7 @@ from tests.faults import on_ranks
 from tests.faults.fault_injection import PATIENT, Doomed, through_rank_0
 from tests.faults.on_ranks import Blow, assert_all_end_alike, falling
 
-from shardwise.execution.timeouts import Timeouts
+from shardwise.ranks.timeouts import Timeouts
 
 pytestmark = pytest.mark.distributed
 

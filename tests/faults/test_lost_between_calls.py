@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.engines.on_ranks import Plain, angles, shard_plain
 from tests.faults.fault_injection import PATIENT, Doomed, Seat, through_a_file, through_rank_0
+from tests.loading.on_ranks import Plain, angles, shard_plain
 from tests.support.world import attempt
 
 import shardwise
-from shardwise.execution import control_channel
-from shardwise.execution.outcomes import Failure
-from shardwise.execution.timeouts import Timeouts
-from shardwise.execution.world import World
-from shardwise.storage.machine import ProcessId
+from shardwise.core.machine import ProcessId
+from shardwise.ranks import control_channel
+from shardwise.ranks.outcomes import Failure
+from shardwise.ranks.timeouts import Timeouts
+from shardwise.ranks.world import World
 
 Told = tuple[str, str]
 

@@ -1,7 +1,7 @@
 """The formats that strangers write, each as a function of bytes, and what must hold whatever the bytes are.
 
 Every input is put where a user would have it: into a local folder, opened through ``open_checkpoint``. It opens,
-and what is said of it is within its files; or it is refused with a :class:`~shardwise.errors.CheckpointError`.
+and what is said of it is within its files; or it is refused with a :class:`~shardwise.core.errors.CheckpointError`.
 Either way nothing stays open, and neither memory nor time grow with what the bytes claim.
 
 Imports nothing but shardwise and Python's own library.
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from shardwise.errors import CheckpointError
-from shardwise.formats.contract import CheckpointIndex
-from shardwise.formats.opening import open_checkpoint
-from shardwise.planning.stored_tensors import stored_tensors
+from shardwise.core.errors import CheckpointError
+from shardwise.files.checkpoint_index import CheckpointIndex
+from shardwise.files.open_checkpoint import open_checkpoint
+from shardwise.files.stored_tensors import stored_tensors
 
 FILES = Path(__file__).parent.parent / "fixtures" / "files" / "2"
 

@@ -6,18 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import truth, zoo
-from tests.engines import on_ranks, sharding
+from tests.loading import on_ranks
 from tests.quantized import quantizing
 from tests.quantized.requirements import needs_packed_shards
+from tests.state import sharding
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 
 import shardwise
-from shardwise.execution import reading
-from shardwise.execution.checksums import checksums
-from shardwise.execution.device_computing import matches_cpu_bitwise
-from shardwise.models.torch_api import both_backends
-from shardwise.models.view import raw_bytes
+from shardwise.fsdp.named_tensors import raw_bytes
+from shardwise.fsdp.torch_private import both_backends
+from shardwise.loading.device_computing import matches_cpu_bitwise
+from shardwise.transfer import read
+from shardwise.transfer.checksums import checksums
 
 Fp4, Nf4 = shardwise.options.Fp4, shardwise.options.Nf4
 
@@ -85,7 +86,7 @@ def test_fp8_is_decoded_and_packed_on_the_device_with_the_bits_of_the_cpu(tmp_pa
     device = torch.device(kind, 0)
     assert matches_cpu_bitwise(device)
     keywords = {"dtype": "bfloat16", "quantization": form}
-    with mock.patch.object(reading, "evaluate", side_effect=AssertionError("computed on the host")):
+    with mock.patch.object(read, "evaluate", side_effect=AssertionError("computed on the host")):
         options = shardwise.options.LoadOptions(device=device)
         on_gpu = shardwise.from_pretrained(tmp_path, options=options, **keywords)
     on_host = shardwise.from_pretrained(tmp_path, **keywords)
@@ -201,7 +202,7 @@ def test_a_save_has_what_was_requested_from_the_device_before(mixtral, side, tmp
 
 def test_memory_that_torch_keeps_counts_as_free(mixtral, kind, module):
     """A load that fits only into what was freed and is kept."""
-    from shardwise.execution.memory import available_memory
+    from shardwise.transfer.memory import available_memory
 
     device = torch.device(kind, 0)
     free = module.mem_get_info(device)[0]
@@ -218,7 +219,7 @@ def test_memory_that_torch_keeps_counts_as_free(mixtral, kind, module):
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, (3 << 20) + 5])
 def test_a_checksum_is_that_of_the_host(monkeypatch, numel, kind):
-    monkeypatch.setattr("shardwise.execution.checksums._CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr("shardwise.transfer.checksums._CHUNK_BYTES", 1 << 20)
     tensors = [torch.randn(numel).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn)]
     tensors += [tensor[3:] for tensor in tensors] + [torch.randn(numel // 7, 7).t()]
     assert checksums([tensor.to(kind) for tensor in tensors]) == checksums(tensors)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.hosts.netns import PORT, HostProcess, Hosts, lacking, two_hosts
 from tests.training import tiny
 
-from shardwise.execution.timeouts import Timeouts
+from shardwise.ranks.timeouts import Timeouts
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from tests.engines.on_ranks import attempt
-from tests.engines.wrapping import Compiled
 from tests.integrations.accelerating import (
     OURS,
     THEIRS,
@@ -20,6 +18,8 @@ from tests.integrations.accelerating import (
     plugin,
     scripted,
 )
+from tests.loading.on_ranks import attempt
+from tests.loading.wrapping import Compiled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

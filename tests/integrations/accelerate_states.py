@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate import accelerator as accelerator_module
-from tests.engines.on_ranks import attempt
 from tests.integrations.accelerating import (
     OURS,
     STEPS,
@@ -22,6 +21,7 @@ from tests.integrations.accelerating import (
     same_bits,
     whole,
 )
+from tests.loading.on_ranks import attempt
 
 import shardwise
 

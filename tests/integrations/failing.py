@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tests.integrations.runs import Run, launched, made, rank
 
-from shardwise.execution import collective_errors
+from shardwise.ranks import collective_errors
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 
 def require_patched_names() -> None:

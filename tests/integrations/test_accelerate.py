@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.engines.conftest import small_qwen3
 from tests.integrations import accelerate_errors, accelerate_states, accelerating
 from tests.integrations.accelerating import OURS, THEIRS, WAYS
+from tests.small_checkpoints import small_qwen3
 from tests.support.local_ranks import RankError
 from tests.support.world import agreed, require_same_error, run_world
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import shardwise
-from shardwise.errors import find_private
+from shardwise.core.errors import find_private
 from shardwise.integrations.pending import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,

@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 import shardwise
 from shardwise import ConfigError, Sharding
-from shardwise.models.policies import select_blocks
+from shardwise.fsdp.policies import select_blocks
 from shardwise.options import Classes, MinSize
 
 WRITTEN = Path(__file__).with_name("fsdp.yaml")
@@ -253,7 +253,7 @@ def test_partials_that_cannot_be_honoured(wrap, said):
 
 
 def test_ranks_compare_functions_by_their_names():
-    from shardwise.models.wrap import comparable_settings
+    from shardwise.fsdp.wrap import comparable_settings
 
     assert comparable_settings(Sharding(wrap=is_attention))["wrap"] == "Matching(function=is_attention)"
 

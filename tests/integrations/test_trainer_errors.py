@@ -12,8 +12,8 @@ from tests.support.world import agreed, require_words
 from tests.truth import require_equal
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from shardwise.errors import ConfigError, FormatError
-from shardwise.execution.world import World
+from shardwise.core.errors import ConfigError, FormatError
+from shardwise.ranks.world import World
 
 require_patched_names()
 from tests.integrations import refusing  # noqa: E402

@@ -2,8 +2,8 @@
 
 import pytest
 from tests import zoo
-from tests.engines.conftest import small_qwen3
 from tests.integrations import serving
+from tests.small_checkpoints import small_qwen3
 from tests.support.world import agreed
 
 import shardwise

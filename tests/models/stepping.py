@@ -18,12 +18,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.errors import ConfigError
-from shardwise.execution.world import World
-from shardwise.models import wrap
-from shardwise.models.gradients import average_replicated_gradients, clip_gradients, require_synchronized
-from shardwise.models.policies import MinSize
-from shardwise.models.wrap import Sharding
+from shardwise.core.errors import ConfigError
+from shardwise.fsdp import wrap
+from shardwise.fsdp.gradients import average_replicated_gradients, clip_gradients, require_synchronized
+from shardwise.fsdp.policies import MinSize
+from shardwise.fsdp.wrap import Sharding
+from shardwise.ranks.world import World
 
 WORDS = 96
 

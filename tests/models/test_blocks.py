@@ -10,10 +10,10 @@ from tests.models import stepping
 from tests.truth import require_equal
 from torch import nn
 
-from shardwise.errors import ConfigError, ShardingError
-from shardwise.models import wrap
-from shardwise.models.policies import repeated_blocks
-from shardwise.models.wrap import Sharding
+from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.fsdp import wrap
+from shardwise.fsdp.policies import repeated_blocks
+from shardwise.fsdp.wrap import Sharding
 
 LAYERS = [f"transformer.h.{index}" for index in range(3)]
 

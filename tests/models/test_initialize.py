@@ -6,13 +6,13 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwise.errors import KeyMismatchError
-from shardwise.layout import LocalBox
+from shardwise.core.errors import KeyMismatchError
+from shardwise.core.layout import LocalBox
+from shardwise.core.tensors import Box, Strided, contiguous_strides
+from shardwise.fsdp.named_tensors import boxes_at, collect_tensors
 from shardwise.models import initial_programs
 from shardwise.models.initial_programs import ProgramTensor, fill_from_program
 from shardwise.models.initialize import Initializers, unfit_programs
-from shardwise.models.view import boxes_at, collect_tensors
-from shardwise.tensors import Box, Strided, contiguous_strides
 
 
 def program_of(init, shape=(40, 50), dtype=torch.float32):

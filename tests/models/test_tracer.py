@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 from tests import zoo
-from tests.conversion.random_expressions import random_box
+from tests.core.random_expressions import random_box
 from tests.models import synthetic
 from transformers import conversion_mapping
 from transformers import core_model_loading as hf
 
-from shardwise.conversion.computed import copies
-from shardwise.conversion.expression import Stored
+from shardwise.core.computed import copies
+from shardwise.core.expression import Stored
+from shardwise.core.tensors import Box, DType
 from shardwise.models import tracing
 from shardwise.models.tracing import NotStructural, Recorded
-from shardwise.tensors import Box, DType
 
 
 def registry_converters() -> dict[str, Any]:

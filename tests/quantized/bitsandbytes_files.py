@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tests.merging.adapters import tensors_of
 from tests.peers import use_peers
 from tests.quantized import quantizing
 from tests.quantized.four_bits import layers_of, sharding_on, whole
+from tests.saving.adapters import tensors_of
 from tests.support.files import change_json
 
 import shardwise
-from shardwise.conversion.four_bit import dequantize_rows, quantize_rows
-from shardwise.tensors import Form4
+from shardwise.core.tensors import Form4
+from shardwise.files.four_bit_blocks import dequantize_rows, quantize_rows
 
 SKIPPED = ["lm_head", "multi_modal_projector", "model.layers.1.mlp.gate_proj"]
 """As in Unsloth's dynamic quants: modules of other models, too."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from tests.engines.on_ranks import attempt
+from tests.loading.on_ranks import attempt
 from tests.peers import use_peers
 from tests.quantized.four_bits import answers_of, local_of, our_model, stock_model, whole
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardwise
-from shardwise.models.view import local_tensor as local_of
+from shardwise.fsdp.named_tensors import local_tensor as local_of
 from shardwise.options import Fp4, LoadOptions, MergedAdapter, Nf4
 
 FORMS = {"nf4": Nf4, "fp4": Fp4}

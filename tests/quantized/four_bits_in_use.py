@@ -6,15 +6,15 @@ from unittest import mock
 
 import torch
 from peft import LoraConfig
-from tests.engines.on_ranks import attempt
+from tests.loading.on_ranks import attempt
 from tests.peers import use_peers
 from tests.quantized.four_bits import answers_of, our_model, stock_model
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.execution.moving import LocalTensor
 from shardwise.options import LoadOptions, Nf4
+from shardwise.transfer.move import LocalTensor
 
 NESTED = True
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
-from shardwise.conversion.expression import Expression
-from shardwise.errors import ConfigError
-from shardwise.formats.contract import CheckpointIndex, Composed, QuantizedForm, Whole
-from shardwise.storage.contract import StorageReader
-from shardwise.tensors import Box, DType
+from shardwise.core.computed import Computed, ComputedBlock, aligned_blocks
+from shardwise.core.errors import ConfigError
+from shardwise.core.expression import Expression
+from shardwise.core.tensors import Box, DType
+from shardwise.files.checkpoint_index import CheckpointIndex, Composed, QuantizedForm, Whole
+from shardwise.files.storage import StorageReader
 
 
 @dataclass(frozen=True)

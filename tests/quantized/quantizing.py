@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tests import load_cases
-from tests.merging.adapters import tensors_of
+from tests.saving.adapters import tensors_of
 from tests.support.files import change_json
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM

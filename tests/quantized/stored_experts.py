@@ -9,16 +9,16 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.conversion.test_nested_scales import nested_scales
-from tests.merging.adapters import tensors_of
+from tests.files.test_nested_scales import nested_scales
 from tests.quantized.four_bits import answers_of, draw, local_of, whole
+from tests.saving.adapters import tensors_of
 from tests.support.files import change_json
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import shardwise
-from shardwise.conversion.four_bit import quantize_rows
-from shardwise.models.four_bit_files import ABSMAX, build_constants
-from shardwise.models.quantization import Packing, to_transformers
+from shardwise.files.four_bit_blocks import quantize_rows
+from shardwise.models.four_bit.config import Packing, to_transformers
+from shardwise.models.four_bit.files import ABSMAX, build_constants
 from shardwise.options import LoadOptions, Nf4
 
 EXPERTS = 4

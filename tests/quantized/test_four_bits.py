@@ -9,17 +9,17 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.engines.conftest import small_qwen3
-from tests.merging.adapters import save_adapter, tensors_of
 from tests.quantized import four_bits, quantizing
 from tests.quantized.requirements import needs_packed_shards
+from tests.saving.adapters import save_adapter, tensors_of
+from tests.small_checkpoints import small_qwen3
 from tests.support.files import change_json
 from tests.support.world import run_forked
 from tests.truth import require_equal
 from transformers import BitsAndBytesConfig
 
 import shardwise
-from shardwise.models.quantization import from_transformers
+from shardwise.models.four_bit.config import from_transformers
 from shardwise.options import Fp4, Nf4
 
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "dtype": "bfloat16"}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from tests.support.memory_storage import MemoryReader
 
-from shardwise.errors import ConfigError, FormatError
-from shardwise.formats.contract import CheckpointIndex, TensorEntry
-from shardwise.formats.opening import dequantized_index, find_form, open_checkpoint
-from shardwise.tensors import DType, Form4, numel
+from shardwise.core.errors import ConfigError, FormatError
+from shardwise.core.tensors import DType, Form4, numel
+from shardwise.files.checkpoint_index import CheckpointIndex, TensorEntry
+from shardwise.files.open_checkpoint import dequantized_index, find_form, open_checkpoint
 
 NOTHING = MemoryReader({})
 

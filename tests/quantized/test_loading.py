@@ -9,9 +9,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.engines.conftest import small_qwen3
 from tests.quantized import quantizing
 from tests.quantized.stored_experts import make_gpt_oss
+from tests.small_checkpoints import small_qwen3
 from tests.support.files import change_json
 from tests.support.world import agreed, said
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,7 +19,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import shardwise
 from shardwise.cli import main
-from shardwise.conversion.dequantize import Dequantize
+from shardwise.files.dequantize import Dequantize
 
 QUIET = shardwise.options.LoadOptions(progress=False)
 

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise
-from shardwise.errors import ConfigError
-from shardwise.formats.opening import QUANTIZED
-from shardwise.planning.stored_tensors import NODES
+from shardwise.core.errors import ConfigError
+from shardwise.files.open_checkpoint import QUANTIZED
+from shardwise.files.stored_tensors import NODES
 
 
 def stored(folder: Path, **config: object) -> torch.Tensor:

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import Gemma3Config
 
 import shardwise
-from shardwise.engines.offline import config_content
-from shardwise.engines.outline import load_config
+from shardwise.core.consents import Ignore, Initialize
+from shardwise.loading.meta_model import load_config
 from shardwise.models import pretrained
-from shardwise.planning.consents import Ignore, Initialize
+from shardwise.saving.offline import config_content
 
 QUIET = shardwise.options.LoadOptions(progress=False)
 FP8 = {"quant_method": "fp8"}

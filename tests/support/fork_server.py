@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 _ORPHANED_S = 60.0
 """Seconds that a rank may take to end after the process that started it is gone."""
@@ -21,8 +21,13 @@ _ORPHANED_S = 60.0
 _PRELOADED = (
     *("torch.distributed.checkpoint", "transformers.models.llama.modeling_llama"),
     *("transformers.models.qwen3.modeling_qwen3", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"),
-    *("shardwise.engines.pretrained_loading", "shardwise.engines.saving", "shardwise.integrations.trainer"),
-    *("shardwise.training.run", "shardwise.training.tenants", "tests.load_cases", "tests.engines.stating"),
+    *("shardwise.loading.from_pretrained", "shardwise.saving.save", "shardwise.integrations.trainer"),
+    *(
+        "shardwise.training.train_model",
+        "shardwise.training.train_adapters",
+        "tests.load_cases",
+        "tests.state.stating",
+    ),
     *("tests.checkpoints.on_ranks", "tests.faults.on_ranks", "tests.faults.saving", "tests.torture.objects"),
     *("tests.torture.verbs", "matplotlib.backends.backend_agg"),
 )

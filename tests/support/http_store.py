@@ -18,8 +18,8 @@ from urllib.parse import unquote
 
 from tests.support.closing import Closing
 
-from shardwise.errors import ConfigError
-from shardwise.storage.names import unsafe_name_reason
+from shardwise.core.errors import ConfigError
+from shardwise.files.urls import unsafe_name_reason
 
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 _SERVER = re.compile(r"^http://[^/]*/")

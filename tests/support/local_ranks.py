@@ -17,8 +17,8 @@ from typing import Any
 from tests.support.closing import Closing
 from tests.support.fork_server import live_as_rank, start_server
 
-from shardwise.errors import ShardwiseError
-from shardwise.storage import machine
+from shardwise.core import machine
+from shardwise.core.errors import ShardwiseError
 
 LIMIT_S = 1000.0
 """Seconds after which a call counts as hung: less than a test has (pyproject.toml), so that its ranks are named."""

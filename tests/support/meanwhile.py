@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from shardwise.storage.writing import LocalWriter
+from shardwise.files.local_writer import LocalWriter
 
 MARK = "shardwise.saving"
 

@@ -3,16 +3,16 @@
 import zlib
 from collections.abc import Mapping, Sequence
 
-from shardwise.errors import StorageError
-from shardwise.storage.contract import ReadPolicy, StorageReader, ends_early
-from shardwise.storage.names import shown, unsafe_name_reason
+from shardwise.core.errors import StorageError
+from shardwise.files.storage import ReadPolicy, StorageReader, ends_early
+from shardwise.files.urls import shown, unsafe_name_reason
 
 MEMORY = ReadPolicy(max_gap_bytes=0, request_bytes=1 << 30, concurrency=1, is_remote=False, bytes_per_s=1e10)
 """Bytes this process holds already: a request costs nothing, and a gap only its copy."""
 
 
 class MemoryReader(StorageReader):
-    """Reads from a mapping of names to bytes; see :class:`~shardwise.storage.contract.StorageReader`.
+    """Reads from a mapping of names to bytes; see :class:`~shardwise.files.storage.StorageReader`.
 
     ``bytes_read`` and ``reads`` count what has been asked for so far (not exact when several threads read).
     """

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, TypeAlias
 
 import pytest
 
-from shardwise.errors import StorageError
-from shardwise.storage.contract import CannotListError, StorageReader
+from shardwise.core.errors import StorageError
+from shardwise.files.storage import CannotListError, StorageReader
 
 MakeReader: TypeAlias = Callable[[Mapping[str, bytes]], StorageReader]
 """Puts files where a reader finds them, in place of those of an earlier call, and opens a reader of them."""

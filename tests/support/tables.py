@@ -8,16 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.engines.load_plan import BaseForm
-    from shardwise.engines.nesting import FOUR_BITS
-    from shardwise.formats import coded, grouped_integers, quantized
-    from shardwise.formats.contract import CheckpointFormat
-    from shardwise.formats.distributed import FORMAT as FOLDERS
-    from shardwise.formats.opening import FormOf
-    from shardwise.formats.safetensors_files import FORMAT as SAFETENSORS
-    from shardwise.formats.torch_files import FORMAT as TORCH
-    from shardwise.planning.coded import four_bits, grouped, scaled
-    from shardwise.planning.stored_tensors import MakeNode
+    from shardwise.files import coded, grouped_integers, quantized
+    from shardwise.files.checkpoint_index import CheckpointFormat
+    from shardwise.files.dequantize_expressions import four_bits, grouped, scaled
+    from shardwise.files.distributed import FORMAT as FOLDERS
+    from shardwise.files.open_checkpoint import FormOf
+    from shardwise.files.safetensors_files import FORMAT as SAFETENSORS
+    from shardwise.files.stored_tensors import MakeNode
+    from shardwise.files.torch_files import FORMAT as TORCH
+    from shardwise.loading.double_quantization import FOUR_BITS
+    from shardwise.loading.prepare import BaseForm
 
     _formats: tuple[CheckpointFormat, ...] = (SAFETENSORS, TORCH, FOLDERS)
     _quantized: tuple[FormOf, ...] = (

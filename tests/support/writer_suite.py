@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.errors import StorageError
-from shardwise.storage.contract import StorageWriter
+from shardwise.core.errors import StorageError
+from shardwise.files.storage import StorageWriter
 
 _CONTENT = bytes(range(251)) * 80
 _NBYTES = len(_CONTENT)

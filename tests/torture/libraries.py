@@ -13,7 +13,7 @@ import torch
 from tests.faults.saving import Blocks, sharded
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainingArguments
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 
 @cache
@@ -143,7 +143,7 @@ def save_by_accelerate(folder: str, seed: int, _: Path) -> None:
 def of_accelerate_in(folder: Path) -> Hashable:
     """The seed that all there is of a state is of, by what load_state opens."""
     import shardwise
-    from shardwise.execution.rename_journal import as_renamed
+    from shardwise.saving.rename_journal import as_renamed
 
     before = _contents(folder)
     with as_renamed(folder) as seen:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from shardwise.storage import objects
+from shardwise.files import objects
 
 BUCKETS = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
 

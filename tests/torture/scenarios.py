@@ -36,7 +36,7 @@ from tests.torture import objects
 from tests.torture.actors import Part, actor, files_in, play
 from tests.torture.verbs import IN_MEMORY, MARK, NEW, NEXT, OLD, OTHER, SEEDS, VERBS, Found
 
-from shardwise.storage.contract import LOCAL_WRITES, OBJECT_STORE_WRITES, WritePolicy
+from shardwise.files.storage import LOCAL_WRITES, OBJECT_STORE_WRITES, WritePolicy
 
 POLICIES = {"disk": LOCAL_WRITES, "s3": OBJECT_STORE_WRITES, "az": OBJECT_STORE_WRITES}
 TOKEN = re.compile(r"[0-9a-f]{8,}")
@@ -267,7 +267,7 @@ def _require_next(
 @contextmanager
 def marks_are_filled_soon() -> Iterator[None]:
     """An empty mark is waited for only briefly: a crash tore it."""
-    with mock.patch("shardwise.execution.saving_lock._WRITTEN_S", 0.05):
+    with mock.patch("shardwise.saving.saving_lock._WRITTEN_S", 0.05):
         yield
 
 

@@ -16,10 +16,10 @@ from peft import LoraConfig
 from safetensors.torch import load as load_safetensors
 from tests.checkpoints.tiny import Training
 from tests.faults.saving import Blocks
+from tests.models import reference
 from tests.support.crashes import CrashState, model_in
 from tests.support.meanwhile import MARK, unmark
 from tests.torture import libraries
-from tests.tuning import reference
 
 import shardwise
 from shardwise import Checkpointer, Lora

@@ -30,11 +30,11 @@ from transformers import (
 )
 
 from shardwise.cli.train import run_on_rank, without_token
-from shardwise.errors import ShardwiseError
-from shardwise.execution import slow_ranks
-from shardwise.training import setup as trl_setup
-from shardwise.training.run import TrlOutcome
+from shardwise.core.errors import ShardwiseError
+from shardwise.ranks import slow_ranks
+from shardwise.training import trl_objects as trl_setup
 from shardwise.training.run_config import read_run_config
+from shardwise.training.train_model import TrlOutcome
 
 COMMON: dict[str, Any] = {
     "max_steps": 3,

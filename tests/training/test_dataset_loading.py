@@ -11,7 +11,7 @@ import pytest
 from tests.integrations.requirements import require_patched_names
 from tests.training import tiny, trl_templates
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.training import dataset_loading
 from shardwise.training.arguments import ShardwiseArguments
 from shardwise.training.dataset_loading import MalformedRowError, to_messages
@@ -63,12 +63,12 @@ def test_a_local_file_is_a_dataset(tmp_path: Path) -> None:
 def load_data(name: Path, tokenizer: Any, *, masked: bool = False, **further: Any) -> Any:
     """The rows for training, and whether TRL is to mask them."""
     require_patched_names()
-    from shardwise.training import setup
+    from shardwise.training import trl_objects
 
     training = SimpleNamespace(assistant_only_loss=masked, seed=0, eval_strategy="no")
     named = script(str(name), dataset_test_split="test", **further)
     arguments: Any = SimpleNamespace(script=named, training=training, mixture=mixture(), own=ShardwiseArguments())
-    rows, _ = setup.load_data(arguments, "sft", tokenizer, 0)
+    rows, _ = trl_objects.load_data(arguments, "sft", tokenizer, 0)
     return rows, training.assistant_only_loss
 
 
@@ -106,7 +106,7 @@ def test_a_template_with_marks_may_render_answers_otherwise_when_more_follows(tm
 def test_the_eos_token_of_a_configuration_is_that_of_the_tokenizer(tmp_path: Path) -> None:
     """From the beginning, because templates may write it, of which shardwise makes masks."""
     require_patched_names()
-    from shardwise.training.setup import processing_class
+    from shardwise.training.trl_objects import processing_class
 
     tiny.tokenizer().save_pretrained(tmp_path)
     model = SimpleNamespace(model_name_or_path=str(tmp_path), model_revision=None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.training import run_config
 from shardwise.training.arguments import METHODS, ShardwiseArguments
 from shardwise.training.keys import FORMER, REJECTED, get_keys, own_keys

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from shardwise.training.run import guard_trackers
+from shardwise.training.train_model import guard_trackers
 
 
 class Tracker(TrainerCallback):

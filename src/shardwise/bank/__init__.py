@@ -23,6 +23,6 @@ A call of ``forward_backward`` has these steps:
 Bases that would couple tenants are rejected with the reason (``rows``).
 """
 
-from shardwise.errors import require_versions
+from shardwise.core.errors import require_versions
 
 require_versions()

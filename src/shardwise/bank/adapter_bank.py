@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from typing_extensions import TypedDict
 
-from shardwise.bank import calls, rows, tenant_facts
-from shardwise.bank import state as states
-from shardwise.bank import tenant as tenants
-from shardwise.bank.backends import BackendChoice
-from shardwise.bank.files import (
+from shardwise.bank import adapter as tenants
+from shardwise.bank import adapter_settings, batch, rows
+from shardwise.bank import training_state as states
+from shardwise.bank.adapter_files import (
     collect_training_state,
     find_training,
     outlined,
@@ -26,20 +25,21 @@ from shardwise.bank.files import (
     with_lent_tensors,
     without_embeddings,
 )
+from shardwise.bank.hooks import ActiveRouting, SiteHooks
+from shardwise.bank.kernels import BackendChoice
+from shardwise.bank.optimizer_steps import step_and_mark
 from shardwise.bank.passes import SharedBase
-from shardwise.bank.routing import ActiveRouting, SiteHooks
 from shardwise.bank.rows import RowTensors
-from shardwise.bank.stepping import step_and_mark
 from shardwise.checkpoints.header import compute_digest
-from shardwise.engines.arguments import check_options, comparing_arguments, get_world
-from shardwise.engines.save_plan import SaveOptions, SaveRequest, resolved_dtype
-from shardwise.engines.saving import execute_save
-from shardwise.errors import ConfigError, TrainingError, unknown_keyword
-from shardwise.execution.world import Clock, World
+from shardwise.core.errors import ConfigError, TrainingError, unknown_keyword
+from shardwise.core.save_reports import SaveReport
+from shardwise.fsdp.named_tensors import computing_device
 from shardwise.models.selection import AdapterOnly
-from shardwise.models.view import computing_device
-from shardwise.planning.matching import OnFault
-from shardwise.report.save_reports import SaveReport
+from shardwise.ranks.call_arguments import check_options, comparing_arguments, get_world
+from shardwise.ranks.world import Clock, World
+from shardwise.saving.prepare import SaveOptions, SaveRequest, resolved_dtype
+from shardwise.saving.save import execute_save
+from shardwise.transfer.matching import OnFault
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -49,7 +49,7 @@ _HINTS = {"on_other_base": OnFault, "on_not_finite": OnFault}
 
 
 class TenantKeywords(TypedDict, total=False):
-    """See :class:`~shardwise.bank.tenant.TenantOptions`."""
+    """See :class:`~shardwise.bank.adapter.TenantOptions`."""
 
     optimizer: tenants.OptimizerMaker
     schedule: tenants.ScheduleMaker
@@ -70,7 +70,7 @@ class AdapterBank:
     collective. Memory: with AdamW, 16 bytes for each trained number of each tenant, on every rank.
 
     A caller can expect the following sequence. The states are those of
-    :class:`~shardwise.bank.tenant.AdapterState`.
+    :class:`~shardwise.bank.adapter.AdapterState`.
 
     1. ``AdapterBank(model)``: the base is checked and frozen.
     2. :meth:`add_adapter` or :meth:`load`: the tenant exists on all ranks. It is ACCUMULATING, or in the state that
@@ -134,7 +134,7 @@ class AdapterBank:
         Args:
             name: letters, digits, ``.``, ``_`` and ``-``.
             config: config of PEFT. It is copied.
-            keywords: see :class:`~shardwise.bank.tenant.TenantOptions`.
+            keywords: see :class:`~shardwise.bank.adapter.TenantOptions`.
 
         Raises:
             ConfigError: the name is taken or invalid, the config is not supported, or the optimizer is not
@@ -181,12 +181,12 @@ class AdapterBank:
 
     def delete_adapter(self, name: str) -> None:
         """Delete a tenant and its accumulated gradient. Collective: no, but call it on every rank."""
-        tenant = calls.find_tenant(self._tenants, name)
+        tenant = batch.find_tenant(self._tenants, name)
         del self._tenants[name]
         self._hooks.remove(tenant.sites)
 
     def _tenant(self, name: str) -> tenants.Tenant:
-        return calls.get_tenant(self._tenants, name)
+        return batch.get_tenant(self._tenants, name)
 
     def forward_backward(self, batches: Sequence[tuple[str, RowTensors]]) -> tenants.FusedLosses:
         """Run a micro-batch of each given tenant through the base, together, and accumulate their gradients.
@@ -210,7 +210,7 @@ class AdapterBank:
             RankLostError: a rank is lost, or failed while others waited for it. The bank has ended.
             ShardwiseError: a pass failed. A note names its tenants.
         """
-        call = calls.open_call(self._base, batches, self._tenants, is_training=True)
+        call = batch.open_call(self._base, batches, self._tenants, is_training=True)
         sums = call.accumulate_gradients()
         # Before raising: micro-batches of tenants whose loss did not raise count.
         losses = {}
@@ -268,7 +268,7 @@ class AdapterBank:
         tokens = [tenant.window.num_supervised_tokens for tenant in stepping]
         scales = [
             1 / max(count, 1)
-            if tenant.options.reduction == "mean" and not calls.scales_before_backward(tenant)
+            if tenant.options.reduction == "mean" and not batch.scales_before_backward(tenant)
             else 1.0
             for tenant, count in zip(stepping, tokens, strict=True)
         ]
@@ -311,7 +311,7 @@ class AdapterBank:
             For each entry and each of this rank's rows, (tokens - 1,) float32: the log probability of each label
             given the tokens before it, 0 for ignored labels.
         """
-        call = calls.open_call(self._base, batches, self._tenants, is_training=False)
+        call = batch.open_call(self._base, batches, self._tenants, is_training=False)
         call.evaluate()
         return [call.logprobs.get(number, []) for number in range(len(call.rows))]
 
@@ -324,7 +324,7 @@ class AdapterBank:
         with self._world.collective("find the adapter"):
             tenant = self._tenant(name)
         self._world.require_equal(tenant.name, "the name of the tenant")
-        base = tenant_facts.identify_base(self._world, self._model)
+        base = adapter_settings.identify_base(self._world, self._model)
         with self._world.collective("copy the state"):
             return states.copied_state(tenant, base)
 
@@ -363,7 +363,7 @@ class AdapterBank:
             found = states.parse_state(tenant, what, matrices)
             digest = compute_digest(dict(state))
         world.require_equal(digest, f"the state that {name!r} is given")
-        base = tenant_facts.identify_base(world, self._model)
+        base = adapter_settings.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
             targets = states.restore_targets(tenant, found, base, on_other_base)
         states.copy_values(tenant, state, targets)
@@ -374,7 +374,7 @@ class AdapterBank:
 
     def _renewed(self, name: str) -> tenants.Tenant:
         """Return a tenant as it was created."""
-        tenant = calls.find_tenant(self._tenants, name)
+        tenant = batch.find_tenant(self._tenants, name)
         return self._build(name, tenant.config, tenant.options, is_new=False)
 
     def save(
@@ -417,7 +417,7 @@ class AdapterBank:
             cast = resolved_dtype(dtype)
         training = None
         if training_state:
-            base = tenant_facts.identify_base(self._world, self._model)
+            base = adapter_settings.identify_base(self._world, self._model)
             with self._world.collective("collect the training state"):
                 training = collect_training_state(tenant, base, cast)
         request = SaveRequest(whole, directory, AdapterOnly(), cast, tokenizer=tokenizer, training=training)
@@ -474,7 +474,7 @@ class AdapterBank:
             adapter = read_adapter(self._model, directory)
         options: Any = keywords if isinstance(found, tenants.TenantStart) else {**found.facts.options(), **keywords}
         tenant = self._create_equal(name, adapter.config, options, is_new=False)
-        base = tenant_facts.identify_base(world, self._model)
+        base = adapter_settings.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
             targets = states.restore_targets(tenant, found, base, on_other_base)
         read_tenant(world, self._model, tenant, adapter, found, targets, on_other_base)

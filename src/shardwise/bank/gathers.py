@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.execution.outcomes import Stopped
-from shardwise.execution.world import World
-from shardwise.models import torch_api
+from shardwise.fsdp import torch_private
+from shardwise.ranks.outcomes import Stopped
+from shardwise.ranks.world import World
 
 GatherCounts: TypeAlias = Counter[tuple[int, ...]]
 """Gathers that a rank has begun, by the ranks (in the default group) that take part."""
@@ -76,7 +76,7 @@ class CountedGather:
                 with suppress(RuntimeError):  # not done in this time, or failed, which the last wait raises
                     work.wait(_CHECK_INTERVAL)
         except Stopped:
-            torch_api.keep_forever(group)
+            torch_private.keep_forever(group)
             raise
         work.wait()
 

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.bank.backends import BackendChoice, row_keys, stable_key
-from shardwise.bank.routing import ActiveRouting, BatchRouting, TenantRows
+from shardwise.bank.adapter import Tenant
+from shardwise.bank.hooks import ActiveRouting, BatchRouting, TenantRows
+from shardwise.bank.kernels import BackendChoice, row_keys, stable_key
 from shardwise.bank.rows import IGNORED, PassPlan, RowCounts, TenantRow
-from shardwise.bank.tenant import Tenant
-from shardwise.errors import TrainingError
-from shardwise.execution.memory import available_memory
-from shardwise.execution.world import World
-from shardwise.models.gradients import reset_fsdp_state
-from shardwise.models.torch_api import sent
-from shardwise.models.view import find_fsdp_root
+from shardwise.core.errors import TrainingError
+from shardwise.fsdp.gradients import reset_fsdp_state
+from shardwise.fsdp.named_tensors import find_fsdp_root
+from shardwise.fsdp.torch_private import sent
+from shardwise.ranks.world import World
+from shardwise.transfer.memory import available_memory
 
 _POLL_S = 0.0005
 

@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardwise.errors import ConfigError, RankMismatchError, TrainingError
-from shardwise.models.torch_api import is_compiled_in_place, normalizes_over_rows, splitting_dim
-from shardwise.models.view import canonical
+from shardwise.core.errors import ConfigError, RankMismatchError, TrainingError
+from shardwise.fsdp.named_tensors import canonical
+from shardwise.fsdp.torch_private import is_compiled_in_place, normalizes_over_rows, splitting_dim
 
 IGNORED: Final = -100
 """The label of tokens that are not supervised."""

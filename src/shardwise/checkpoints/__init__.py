@@ -1,5 +1,5 @@
 """Training state that survives: checkpoints in the format of ``torch.distributed.checkpoint``, on any ranks."""
 
-from shardwise.errors import require_versions
+from shardwise.core.errors import require_versions
 
 require_versions()

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.errors import FormatError, RankMismatchError
-from shardwise.layout import TensorKind, locate_box
-from shardwise.models.four_bit_layers import SCALES
-from shardwise.models.view import TensorRef, local_boxes, local_tensor, strided_view
-from shardwise.planning.consents import allows
-from shardwise.planning.fingerprints import MODULUS, word_weights
-from shardwise.planning.matching import OnFault
-from shardwise.tensors import Box, numel
+from shardwise.core.consents import allows
+from shardwise.core.errors import FormatError, RankMismatchError
+from shardwise.core.layout import TensorKind, locate_box
+from shardwise.core.tensors import Box, numel
+from shardwise.fsdp.named_tensors import TensorRef, local_boxes, local_tensor, strided_view
+from shardwise.models.four_bit.layers import SCALES
+from shardwise.transfer.fingerprints import MODULUS, word_weights
+from shardwise.transfer.matching import OnFault
 
 _MAX_TENSORS: Final = 256
 _CORNER: Final = 16

@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.checkpoints.state import CollectedState
-from shardwise.execution.checksums import as_bytes
-from shardwise.execution.distributed_chunks import TensorsPlan, Views, chunk_views, plan_tensors
-from shardwise.execution.replicas import Replicas
-from shardwise.execution.tensor_metadata import metadata_by_name
-from shardwise.execution.world import World
-from shardwise.models.view import local_tensor
-from shardwise.planning.moves import Common, in_common
-from shardwise.tensors import Box
+from shardwise.checkpoints.train_state import CollectedState
+from shardwise.core.tensors import Box
+from shardwise.fsdp.named_tensors import local_tensor
+from shardwise.ranks.world import World
+from shardwise.transfer.checksums import as_bytes
+from shardwise.transfer.distributed_chunks import TensorsPlan, Views, chunk_views, plan_tensors
+from shardwise.transfer.move_plan import Common, in_common
+from shardwise.transfer.replicas import Replicas
+from shardwise.transfer.tensor_metadata import metadata_by_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from shardwise.checkpoints import restore as restoring
 from shardwise.checkpoints.base_identity import BaseSamples, base_config
 from shardwise.checkpoints.checkpoint_plan import CheckpointPlan, plan_checkpoint
 from shardwise.checkpoints.header import CheckpointHeader
-from shardwise.checkpoints.state import (
+from shardwise.checkpoints.summaries import Agreement, StateSummary, compare_summaries, require_same_calls
+from shardwise.checkpoints.train_state import (
     Mode,
     StateContents,
     TrainState,
@@ -27,19 +28,18 @@ from shardwise.checkpoints.state import (
     collect_state,
     describe_selection,
 )
-from shardwise.checkpoints.summaries import Agreement, StateSummary, compare_summaries, require_same_calls
-from shardwise.engines.arguments import check_options, comparing_arguments, get_hints
-from shardwise.errors import ConfigError, StorageError, answer_keywords
-from shardwise.execution.distributed_chunks import ChunkStaging
-from shardwise.execution.memory import gc_disabled, renew_thread_pool
-from shardwise.execution.replicas import compare_replicas
-from shardwise.execution.state_values import StateOptions, require_values
-from shardwise.execution.world import Clock, World
-from shardwise.models.optimizer_parsing import class_name
+from shardwise.core.consents import Consent, OnDiffering
+from shardwise.core.errors import ConfigError, StorageError, answer_keywords
+from shardwise.core.save_reports import CheckpointReport, RestoreReport
+from shardwise.fsdp.optimizer_states_by_name import class_name
 from shardwise.models.selection import AdapterOnly, Selection
-from shardwise.planning.consents import Consent, OnDiffering
-from shardwise.planning.matching import OnFault
-from shardwise.report.save_reports import CheckpointReport, RestoreReport
+from shardwise.ranks.call_arguments import check_options, comparing_arguments, get_hints
+from shardwise.ranks.world import Clock, World
+from shardwise.state.state_values import StateOptions, require_values
+from shardwise.transfer.distributed_chunks import ChunkStaging
+from shardwise.transfer.matching import OnFault
+from shardwise.transfer.memory import gc_disabled, renew_thread_pool
+from shardwise.transfer.replicas import compare_replicas
 
 _MAX_STEP = 10**15
 

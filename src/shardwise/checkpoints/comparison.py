@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.checkpoints.base_identity import ALLOW_OTHER_BASE, BaseMatch
 from shardwise.checkpoints.folder import OpenCheckpoint
-from shardwise.checkpoints.state import (
+from shardwise.checkpoints.train_state import (
     REDUCED,
     CollectedState,
     Stateful,
@@ -15,14 +15,14 @@ from shardwise.checkpoints.state import (
     adapter_settings,
     describe_selection,
 )
-from shardwise.errors import FormatError, KeyMismatchError
-from shardwise.execution.memory import gc_disabled
-from shardwise.formats.joining import KeyPath
-from shardwise.models.optimizer_parsing import by_parameter, scheduler_mismatch, unlike
+from shardwise.core.consents import Consent, allows, describe_faults
+from shardwise.core.errors import FormatError, KeyMismatchError
+from shardwise.files.join_entries import KeyPath
+from shardwise.fsdp.optimizer_states_by_name import by_parameter, scheduler_mismatch, unlike
+from shardwise.fsdp.torch_private import in_memory
 from shardwise.models.selection import Selection
-from shardwise.models.torch_api import in_memory
-from shardwise.planning.consents import Consent, allows, describe_faults
-from shardwise.planning.matching import STATE_REMEDIES
+from shardwise.transfer.matching import STATE_REMEDIES
+from shardwise.transfer.memory import gc_disabled
 
 
 class Comparison:

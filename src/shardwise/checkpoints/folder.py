@@ -26,20 +26,20 @@ from shardwise.checkpoints.header import (
     digest,
     gaps,
 )
-from shardwise.conversion.expression import Expression
-from shardwise.engines.verifying import verify_files
-from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.memory import WorkerPool, gc_disabled
-from shardwise.execution.rename_journal import remove_pending
-from shardwise.formats.contract import CheckpointIndex
-from shardwise.formats.distributed import MAX_METADATA_BYTES, ChunkPlace, open_state, parse_metadata
-from shardwise.formats.joining import METADATA, KeyPath
-from shardwise.planning.stored_tensors import stored_tensors
-from shardwise.report.save_reports import ReopenReport
-from shardwise.storage.contract import INCOMPLETE, StorageWriter
-from shardwise.storage.names import is_url
-from shardwise.storage.reading import LocalReader
-from shardwise.storage.writing import open_writer
+from shardwise.core.errors import ConfigError, FormatError, StorageError
+from shardwise.core.expression import Expression
+from shardwise.core.save_reports import ReopenReport
+from shardwise.files.checkpoint_index import CheckpointIndex
+from shardwise.files.distributed import MAX_METADATA_BYTES, ChunkPlace, open_state, parse_metadata
+from shardwise.files.join_entries import METADATA, KeyPath
+from shardwise.files.local_reader import LocalReader
+from shardwise.files.local_writer import open_writer
+from shardwise.files.storage import INCOMPLETE, StorageWriter
+from shardwise.files.stored_tensors import stored_tensors
+from shardwise.files.urls import is_url
+from shardwise.saving.rename_journal import remove_pending
+from shardwise.saving.verify import verify_files
+from shardwise.transfer.memory import WorkerPool, gc_disabled
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")

@@ -18,9 +18,9 @@ import torch
 from huggingface_hub.dataclasses import type_validator
 
 from shardwise.checkpoints.base_identity import BaseIdentity
-from shardwise.errors import ConfigError, FormatError
-from shardwise.planning.fingerprints import MODULUS, fingerprint
-from shardwise.storage.reading import LocalReader
+from shardwise.core.errors import ConfigError, FormatError
+from shardwise.files.local_reader import LocalReader
+from shardwise.transfer.fingerprints import MODULUS, fingerprint
 
 HEADER: Final = "shardwise.checkpoint.json"
 MAX_HEADER_BYTES: Final = 64 << 20

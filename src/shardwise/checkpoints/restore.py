@@ -15,7 +15,7 @@ from shardwise.checkpoints.base_identity import BaseMatch, compare_bases
 from shardwise.checkpoints.comparison import Comparison, compare, require_same_tuning
 from shardwise.checkpoints.folder import OpenCheckpoint, open_checkpoint, resolve
 from shardwise.checkpoints.header import CheckedReader
-from shardwise.checkpoints.state import (
+from shardwise.checkpoints.train_state import (
     REDUCED,
     CollectedState,
     TrainState,
@@ -24,31 +24,31 @@ from shardwise.checkpoints.state import (
     restore_generators,
     seed_generators,
 )
-from shardwise.conversion.computed import Bindings
-from shardwise.conversion.expression import Expression
-from shardwise.engines.load_plan import LoadOptions, LoadRequest, prepare_load
-from shardwise.engines.loading import execute_load
-from shardwise.engines.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
-from shardwise.engines.source import OpenSource
-from shardwise.errors import FormatError, ShardingError, StorageError
-from shardwise.execution.memory import gc_disabled
-from shardwise.execution.reading import ReadExecutor, ReadItem, plan_reads
-from shardwise.execution.replicas import require_alike_models
-from shardwise.execution.state_values import StateOptions
-from shardwise.execution.torch_saves import loaded
-from shardwise.execution.world import Clock, World
-from shardwise.formats.joining import KeyPath
-from shardwise.models.gradients import average_replicated_gradients
-from shardwise.models.optimizer_parsing import ParsedState, read
-from shardwise.models.rebind import Key, rebuild_state_tensor
+from shardwise.core.computed import Bindings
+from shardwise.core.consents import Consent
+from shardwise.core.errors import FormatError, ShardingError, StorageError
+from shardwise.core.expression import Expression
+from shardwise.core.save_reports import RestoreReport
+from shardwise.core.tensors import Box
+from shardwise.files.join_entries import KeyPath
+from shardwise.files.storage import StorageReader
+from shardwise.fsdp.gradients import average_replicated_gradients
+from shardwise.fsdp.named_tensors import collect_tensors, local_boxes, local_tensor
+from shardwise.fsdp.optimizer_states_by_name import ParsedState, read
+from shardwise.fsdp.rebind import Key, rebuild_state_tensor
+from shardwise.fsdp.torch_private import in_memory, to_torch
+from shardwise.loading.load import execute_load
+from shardwise.loading.prepare import LoadOptions, LoadRequest, prepare_load
+from shardwise.loading.source import OpenSource
 from shardwise.models.selection import Selection
-from shardwise.models.torch_api import in_memory, to_torch
-from shardwise.models.view import collect_tensors, local_boxes, local_tensor
-from shardwise.planning.consents import Consent
-from shardwise.planning.matching import Provided
-from shardwise.report.save_reports import RestoreReport
-from shardwise.storage.contract import StorageReader
-from shardwise.tensors import Box
+from shardwise.ranks.world import Clock, World
+from shardwise.saving.torch_saves import loaded
+from shardwise.state.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
+from shardwise.state.state_values import StateOptions
+from shardwise.transfer.matching import Provided
+from shardwise.transfer.memory import gc_disabled
+from shardwise.transfer.read import ReadExecutor, ReadItem, plan_reads
+from shardwise.transfer.replicas import require_alike_models
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardwise.checkpoints.base_identity import BaseIdentity, BaseSamples, Fingerprints
-from shardwise.errors import RankMismatchError
-from shardwise.execution.replicas import ReplicaGroup, mismatched_groups
-from shardwise.execution.world import World
+from shardwise.core.errors import RankMismatchError
+from shardwise.ranks.world import World
+from shardwise.transfer.replicas import ReplicaGroup, mismatched_groups
 
 
 @dataclass(slots=True)

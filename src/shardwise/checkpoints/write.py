@@ -12,15 +12,15 @@ from pathlib import Path
 
 from shardwise.checkpoints import folder
 from shardwise.checkpoints.header import HEADER, BlockSums, CheckpointHeader, digest, with_checksums
-from shardwise.errors import StorageError
-from shardwise.execution.committing import publish
-from shardwise.execution.distributed_chunks import ChunkWriter, TensorsPlan, Views, build_metadata, data_file
-from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank
-from shardwise.execution.world import World
-from shardwise.formats.joining import METADATA, KeyPath
-from shardwise.planning.commit_plan import pending_name
-from shardwise.report.save_reports import CheckpointReport
-from shardwise.storage.writing import open_writer
+from shardwise.core.errors import StorageError
+from shardwise.core.save_reports import CheckpointReport
+from shardwise.files.join_entries import METADATA, KeyPath
+from shardwise.files.local_writer import open_writer
+from shardwise.ranks.world import World
+from shardwise.saving.commit import publish
+from shardwise.saving.commit_plan import pending_name
+from shardwise.saving.locked_folder import LockedFolder, Saving, locked_by_first_rank
+from shardwise.transfer.distributed_chunks import ChunkWriter, TensorsPlan, Views, build_metadata, data_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from shardwise.console import surviving_console
-from shardwise.errors import ShardwiseError
+from shardwise.core.console import surviving_console
+from shardwise.core.errors import ShardwiseError
 
 _COMMANDS = {
     "generate": "print the answer of a model or an adapter to a prompt",

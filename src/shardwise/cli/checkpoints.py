@@ -11,13 +11,13 @@ from typing import Any
 import click
 
 from shardwise.cli.launch import print_report
-from shardwise.errors import FormatError
-from shardwise.formats.contract import CheckpointIndex, StoredTensor
-from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from shardwise.report.names import collapse, in_bytes, table_lines
-from shardwise.storage.names import HubOptions, is_local, is_url, local_path, shown
-from shardwise.storage.remote import resolve
+from shardwise.core.errors import FormatError
+from shardwise.core.formatting import collapse, in_bytes, table_lines
+from shardwise.files.checkpoint_index import CheckpointIndex, StoredTensor
+from shardwise.files.open_checkpoint import open_checkpoint
+from shardwise.files.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from shardwise.files.remote import resolve
+from shardwise.files.urls import HubOptions, is_local, is_url, local_path, shown
 
 
 @click.command("verify")
@@ -50,7 +50,7 @@ def generate_command(model: str, prompt: str, max_new_tokens: int) -> None:
     """
     if is_local(model):  # before the imports
         local_path(model, HubOptions())
-    from shardwise.engines.generating import generate
+    from shardwise.loading.generate import generate
 
     click.echo(generate(model, prompt, max_new_tokens=max_new_tokens))
 
@@ -77,7 +77,7 @@ def merge_adapter_command(base: str, adapter: str, out: str, *, as_json: bool, *
     accelerator, memory that does not grow with the model. Exits with 2, and leaves OUT as it was, when the adapter
     does not fit the base or would change nothing.
     """
-    from shardwise.engines.merging_adapter import merge_adapter
+    from shardwise.saving.merge_adapter import merge_adapter
 
     report = merge_adapter(base, adapter, out, **options)
     print_report(report, as_json=as_json)
@@ -118,7 +118,7 @@ def merge_weights_command(
     optimizer.bin. One process, memory that does not grow with the model. Exits with 2, and leaves OUT as it was,
     when it cannot be done.
     """
-    from shardwise.interchange.merging_weights import merge_weights
+    from shardwise.saving.merge_weights import merge_weights
 
     report = merge_weights(checkpoint, out, key_mapping=dict(key_mapping), **options)
     print_report(report, as_json=as_json)

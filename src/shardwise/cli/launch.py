@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shardwise.execution.processes import RankFunction
+    from shardwise.ranks.processes import RankFunction
 
 
 def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapping[str, int] | None:
@@ -48,12 +48,12 @@ def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any) -> list[A
         ShardwiseError: as raised by the function.
     """
     if read_launch(os.environ, nproc_per_node) is not None:
-        from shardwise.execution.processes import run_launched
+        from shardwise.ranks.processes import run_launched
 
         return run_launched(os.environ, function, *args)
     if nproc_per_node == 1:
         return [function(*args)]
-    from shardwise.execution.processes import run_spawned
+    from shardwise.ranks.processes import run_spawned
 
     return run_spawned(nproc_per_node, function, *args, asks_first=True)
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.launch import run_ranks
-from shardwise.errors import ConfigError
-from shardwise.storage.names import HubOptions, is_local, local_path
+from shardwise.core.errors import ConfigError
+from shardwise.files.urls import HubOptions, is_local, local_path
 
 if TYPE_CHECKING:
-    from shardwise.engines.estimating import PlanOptions
-    from shardwise.report.estimate import Estimate
-    from shardwise.training.run import TrlOutcome
+    from shardwise.core.estimate_report import Estimate
+    from shardwise.loading.estimate import PlanOptions
     from shardwise.training.run_config import RunConfig
+    from shardwise.training.train_model import TrlOutcome
 
 
 STOPPED = 75
@@ -97,8 +97,8 @@ def _read(arguments: Sequence[str]) -> RunConfig:
         ShardwiseError: the configuration is invalid, or its local model does not exist.
     """
     try:
+        from shardwise.training.adapters_config import read_tenants
         from shardwise.training.run_config import read_run_config
-        from shardwise.training.tenant_config import read_tenants
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'") from error
     config = read_run_config(arguments)
@@ -140,7 +140,7 @@ def without_token(config: RunConfig) -> RunConfig:
 
 def run_on_rank(config: RunConfig) -> TrlOutcome:
     """Train on one rank, with torchrun's environment variables, which accelerate reads. Collective: yes."""
-    from shardwise.execution.processes import get_rank_and_size
+    from shardwise.ranks.processes import get_rank_and_size
 
     rank, size = get_rank_and_size()
     if size > 1:
@@ -149,10 +149,10 @@ def run_on_rank(config: RunConfig) -> TrlOutcome:
             os.environ.setdefault(name, str(value))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if config.own.has_tenants:
-        from shardwise.training.tenants import train_tenants
+        from shardwise.training.train_adapters import train_tenants
 
         return train_tenants(config, local_rank)
-    from shardwise.training.run import train
+    from shardwise.training.train_model import train
 
     return train(config, local_rank)
 
@@ -229,7 +229,7 @@ def plan_command(
     training, as for ``shardwise train``, with --KEY VALUE overrides. Exits with 2 if the model cannot be loaded so,
     or does not fit into --memory.
     """
-    from shardwise.tensors import parse_size
+    from shardwise.core.tensors import parse_size
 
     limit = None if memory is None else parse_size(memory)
     if sys.stderr.isatty():
@@ -258,7 +258,7 @@ def _estimate_config(
         from shardwise.training.run_config import read_run_config
 
         config = read_run_config([file, *overrides])
-        from shardwise.training.setup import plan_run
+        from shardwise.training.trl_objects import plan_run
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'") from error
     return plan_run(config, ranks, placed)
@@ -278,8 +278,8 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, g
         found["mesh"] = parse_mesh(found["mesh"])
     if is_local(model):
         local_path(model, HubOptions())
-    from shardwise.engines.estimating import plan, tuning_named
-    from shardwise.engines.sharding import build_sharding
+    from shardwise.loading.estimate import plan, tuning_named
+    from shardwise.state.shard import build_sharding
 
     wrap, param_dtype = found.pop("wrap", "auto"), found.pop("param_dtype", None)
     found["sharding"] = build_sharding(wrap, param_dtype=param_dtype, offload=found.pop("offload"))
@@ -295,7 +295,7 @@ def _require_known(given: dict[str, Any]) -> None:
     Raises:
         ConfigError: an option has a value that is not known.
     """
-    from shardwise.planning.option_syntax import parse_tuning, parse_wrap, require_floating_dtype
+    from shardwise.loading.option_syntax import parse_tuning, parse_wrap, require_floating_dtype
 
     parse_wrap(given.get("wrap", "auto"))
     parse_tuning(given.get("tuning", "full"))

@@ -1,7 +1,7 @@
 """Sharded models in other libraries' training and serving. The stub file lists the names."""
 
-from shardwise._face import lazy_exports
-from shardwise.errors import require_versions
+from shardwise.core.errors import require_versions
+from shardwise.core.lazy_exports import lazy_exports
 
 require_versions()
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError, private, require_version
+from shardwise.core.errors import ConfigError, private, require_version
 
 require_version("accelerate", "1.13")
 try:

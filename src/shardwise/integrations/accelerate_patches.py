@@ -21,24 +21,24 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.engines.model_states import get_model_state_dict
-from shardwise.errors import ConfigError, ShardingError, find_private, lacks
-from shardwise.execution.state_values import StateOptions
-from shardwise.execution.world import World
+from shardwise.core.errors import ConfigError, ShardingError, find_private, lacks
+from shardwise.fsdp.gradients import average_replicated_gradients, clip_gradients, require_synchronized
+from shardwise.fsdp.named_tensors import collect_tensors, is_sharded, without_compile
+from shardwise.fsdp.rebind import bind_optimizers, plain_optimizer
 from shardwise.integrations import accelerate_compat as compat
+from shardwise.integrations import accelerate_writing as writing
 from shardwise.integrations import pending
+from shardwise.integrations.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
 from shardwise.integrations.accelerate_state import load_state, save_state
+from shardwise.integrations.accelerate_writing import LinkedFolder, WorkFolder
 from shardwise.integrations.context_parallel import SplitSequences, require_split
-from shardwise.interchange import accelerate_writing as writing
-from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
-from shardwise.interchange.accelerate_writing import LinkedFolder, WorkFolder
 from shardwise.models.build import ALLOCATING_FUNCTION, LOADING_FUNCTION
-from shardwise.models.gradients import average_replicated_gradients, clip_gradients, require_synchronized
-from shardwise.models.rebind import bind_optimizers, plain_optimizer
+from shardwise.models.lora.peft_private import moving_functions
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
-from shardwise.models.view import collect_tensors, is_sharded, without_compile
-from shardwise.planning.matching import FileForm
-from shardwise.tuning.peft_compat import moving_functions
+from shardwise.ranks.world import World
+from shardwise.state.model_states import get_model_state_dict
+from shardwise.state.state_values import StateOptions
+from shardwise.transfer.matching import FileForm
 
 
 def accelerate() -> AccelerateSwitch:

@@ -7,14 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from shardwise.errors import ConfigError, StorageError
-from shardwise.execution.rename_journal import as_renamed, has_broken_link
-from shardwise.execution.world import World
-from shardwise.formats.accelerate_saves import MODEL
+from shardwise.core.errors import ConfigError, StorageError
+from shardwise.files.accelerate_saves import MODEL
+from shardwise.fsdp.rebind import plain_optimizer
 from shardwise.integrations import accelerate_compat as compat
-from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
-from shardwise.interchange.accelerate_writing import LinkedFolder, find_latest, keep_latest, state_saved
-from shardwise.models.rebind import plain_optimizer
+from shardwise.integrations.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
+from shardwise.integrations.accelerate_writing import LinkedFolder, find_latest, keep_latest, state_saved
+from shardwise.ranks.world import World
+from shardwise.saving.rename_journal import as_renamed, has_broken_link
 
 T = TypeVar("T")
 P = ParamSpec("P")

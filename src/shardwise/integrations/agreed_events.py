@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerControl
 
-from shardwise.errors import RankLostError, ShardwiseError
-from shardwise.execution.world import World
-from shardwise.models import torch_api
-from shardwise.observing import busy_with
+from shardwise.core.errors import RankLostError, ShardwiseError
+from shardwise.core.phases import busy_with
+from shardwise.fsdp import torch_private
+from shardwise.ranks.world import World
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _MEETINGS = frozenset(
@@ -66,7 +66,7 @@ class AgreedEvents:
 
     def _on_any_rank(self, own: list[bool]) -> list[bool]:
         """Return which of these are true on any rank, without waiting for an accelerator. Collective: yes."""
-        if not torch_api.has_collectives(torch.device("cpu")):
+        if not torch_private.has_collectives(torch.device("cpu")):
             return self._world.all_reduce_object(own, _any_by_place)
         flags = torch.tensor(own, dtype=torch.int32, device="cpu")
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
+from shardwise.fsdp.named_tensors import without_compile
 from shardwise.models.pretrained import get_attention_implementation, outermost_pretrained
-from shardwise.models.view import without_compile
 
 
 class _Splits(Protocol):

@@ -24,24 +24,24 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.conversion.expression import Expression
-from shardwise.engines.load_plan import LoadOptions
-from shardwise.engines.model_states import set_model_values
-from shardwise.engines.outline import Outline, build_outline
-from shardwise.engines.pretrained_loading import decide_ties
-from shardwise.engines.source import read_index
-from shardwise.errors import ConfigError, KeyMismatchError, ShardingError
-from shardwise.execution.state_values import ProvidedValues, StateOptions, StoredValues, Values, by_canonical_names
-from shardwise.execution.world import Clock, World
-from shardwise.formats.contract import CheckpointIndex
+from shardwise.core.consents import Consent, Ignore
+from shardwise.core.errors import ConfigError, KeyMismatchError, ShardingError
+from shardwise.core.expression import Expression
+from shardwise.files.checkpoint_index import CheckpointIndex
+from shardwise.files.local_reader import LocalReader, OpenStorage
+from shardwise.fsdp.named_tensors import abbreviate, collect_tensors, without_compile
+from shardwise.fsdp.rebind import Bound, bind_optimizers, plain_optimizer, require_steps_shards
+from shardwise.fsdp.torch_private import get_buffers, get_parameters, writes_to
 from shardwise.integrations import accelerate_compat as compat
+from shardwise.loading.from_pretrained import decide_ties
+from shardwise.loading.meta_model import Outline, build_outline
+from shardwise.loading.prepare import LoadOptions
+from shardwise.loading.source import read_index
 from shardwise.models import build, pretrained
-from shardwise.models.rebind import Bound, bind_optimizers, plain_optimizer, require_steps_shards
-from shardwise.models.torch_api import get_buffers, get_parameters, writes_to
-from shardwise.models.view import abbreviate, collect_tensors, without_compile
-from shardwise.planning.consents import Consent, Ignore
-from shardwise.storage.reading import LocalReader, OpenStorage
-from shardwise.tuning import peft_compat
+from shardwise.models.lora import peft_private
+from shardwise.ranks.world import Clock, World
+from shardwise.state.model_states import set_model_values
+from shardwise.state.state_values import ProvidedValues, StateOptions, StoredValues, Values, by_canonical_names
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def pending_tensors(model: nn.Module) -> list[PendingTensors]:
     """Return the pending tensors of a model and the models inside of it."""
     held = collect_tensors(model)
     on_meta = {name for item in held for name in item.names if item.tensor.is_meta}
-    copies = peft_compat.copied_names(model)
+    copies = peft_private.copied_names(model)
     found: list[PendingTensors] = []
     for module in model.modules():
         pending = _pending.get(module)
@@ -164,7 +164,7 @@ def keep_adapter(original: compat.Original, *given: Any, **keywords: Any) -> Any
 
     They are the first rank's, and would be lost on meta.
     """
-    layer: Any = peft_compat.find_adapter_layer(given)
+    layer: Any = peft_private.find_adapter_layer(given)
     if layer is None or not any(
         pending.get_expression(tensor) is not None
         for pending in _pending.values()
@@ -309,7 +309,7 @@ def load_full_state_dict(
 
     Raises:
         ShardingError: tensors have values neither on the first rank nor in files.
-        KeyMismatchError, RankMismatchError, StorageError: as of :func:`~shardwise.engines.loading.load`.
+        KeyMismatchError, RankMismatchError, StorageError: as of :func:`~shardwise.loading.load.load`.
     """
     plain = without_compile(model)
     pending_here = _in_prepare.get(plain, [])

@@ -2,7 +2,7 @@
 
 [Note: A rank that fails alone] Within a step ranks work by themselves in two places: while the batches are made,
 and in the loss, once the model has run. A rank that raises there leaves the training and announces its error
-([Note: No rank waits in a collective] in ``execution/control_channel.py``). The others would enter a collective and
+([Note: No rank waits in a collective] in ``ranks/control_channel.py``). The others would enter a collective and
 wait for it. So they synchronize first, over the store, which takes about a millisecond. On an accelerator they do
 not after the loss: its numerical errors appear only after synchronizing with the device, too slow for each step.
 
@@ -31,8 +31,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.checkpoints.checkpointer import Checkpointer
-from shardwise.checkpoints.state import TrainState, describe_selection, generator_states, restore_generators
-from shardwise.errors import (
+from shardwise.checkpoints.train_state import TrainState, describe_selection, generator_states, restore_generators
+from shardwise.core.errors import (
     ConfigError,
     KeyMismatchError,
     RankLostError,
@@ -40,9 +40,8 @@ from shardwise.errors import (
     ShardwiseError,
     TrainingError,
 )
-from shardwise.execution.collective_errors import translate_collective_errors
-from shardwise.execution.locked_folder import Saving
-from shardwise.execution.world import MismatchedRanks, World
+from shardwise.core.phases import busy_with
+from shardwise.fsdp.rebind import plain_optimizer, require_sharded_parameters
 from shardwise.integrations import accelerate_compat
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
@@ -53,12 +52,13 @@ from shardwise.integrations.trainer_marks import (
     require_rows_or_sequences,
     require_trainable,
 )
+from shardwise.integrations.trainer_restoring import load_trainer_checkpoint
 from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerHeader
-from shardwise.interchange.trainer_restoring import load_trainer_checkpoint
-from shardwise.models.rebind import plain_optimizer, require_sharded_parameters
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
-from shardwise.observing import busy_with
-from shardwise.planning.matching import OnFault
+from shardwise.ranks.collective_errors import translate_collective_errors
+from shardwise.ranks.world import MismatchedRanks, World
+from shardwise.saving.locked_folder import Saving
+from shardwise.transfer.matching import OnFault
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

@@ -10,8 +10,8 @@ from functools import partial
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from shardwise.errors import ConfigError, private, require_private, require_version
-from shardwise.models.torch_api import original_class
+from shardwise.core.errors import ConfigError, private, require_private, require_version
+from shardwise.fsdp.torch_private import original_class
 
 require_version("transformers", "5.19")
 

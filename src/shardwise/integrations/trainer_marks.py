@@ -33,16 +33,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardwise.engines.saving import save, save_adapter
-from shardwise.errors import ConfigError, ShardingError
-from shardwise.execution.world import World
+from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.fsdp.gradients import average_replicated_gradients, is_averaged, require_synchronized
+from shardwise.fsdp.named_tensors import abbreviate, without_compile
+from shardwise.fsdp.wrap import mark_sharded
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations.context_parallel import require_sdpa
-from shardwise.models.gradients import average_replicated_gradients, is_averaged, require_synchronized
+from shardwise.models.lora import peft_private
 from shardwise.models.selection import has_adapters
-from shardwise.models.view import abbreviate, without_compile
-from shardwise.models.wrap import mark_sharded
-from shardwise.tuning import peft_compat
+from shardwise.ranks.world import World
+from shardwise.saving.save import save, save_adapter
 
 
 class _GatheringProxy:
@@ -173,12 +173,12 @@ class _AddAdapter:
         """Collective: yes, for the reference."""
         if adapter_name == compat.REFERENCE:
             with World.current(call="add_adapter") as world:
-                changes = peft_compat.find_changes(self.model, self.model.active_adapter)
+                changes = peft_private.find_changes(self.model, self.model.active_adapter)
                 if not world.all_reduce_object(changes, _is_any_change):
                     return
         type(self.model).add_adapter(self.model, adapter_name, peft_config, **options)
         if adapter_name == compat.REFERENCE:
-            for _, copy in peft_compat.copies(self.model, adapter_name):
+            for _, copy in peft_private.copies(self.model, adapter_name):
                 _allocate_whole(copy)
 
 

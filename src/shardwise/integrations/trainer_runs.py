@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.checkpoints.folder import find_latest
-from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.committing import publish, write_again
-from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
-from shardwise.execution.rename_journal import remove_pending
-from shardwise.execution.world import World
-from shardwise.formats.contract import parse_object
+from shardwise.core.errors import ConfigError, FormatError, StorageError
+from shardwise.files.checkpoint_index import parse_object
+from shardwise.files.folders import FoldersWriter, folders_in, remove_files
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
-from shardwise.interchange.trainer_restoring import STATE_FILE, TrainerFolder
-from shardwise.planning import fingerprints
-from shardwise.planning.commit_plan import pending_name
-from shardwise.storage.folders import FoldersWriter, folders_in, remove_files
+from shardwise.integrations.trainer_restoring import STATE_FILE, TrainerFolder
+from shardwise.ranks.world import World
+from shardwise.saving.commit import publish, write_again
+from shardwise.saving.commit_plan import pending_name
+from shardwise.saving.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
+from shardwise.saving.rename_journal import remove_pending
+from shardwise.transfer import fingerprints
 
 HEADER_FILE = "shardwise.trainer.json"
 BEGUN_FILE = "shardwise.begun"

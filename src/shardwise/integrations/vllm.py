@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from shardwise.engines.streaming import StreamOptions, Targets, iter_hf_tensors, tensors_to_come
-from shardwise.errors import ConfigError
-from shardwise.execution.world import World
+from shardwise.core.errors import ConfigError
+from shardwise.fsdp.named_tensors import without_compile
 from shardwise.models.selection import MergedAdapter
-from shardwise.models.view import without_compile
+from shardwise.ranks.world import World
+from shardwise.saving.stream import StreamOptions, Targets, iter_hf_tensors, tensors_to_come
 
 LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
@@ -105,7 +105,7 @@ def load_into(
 
     Raises:
         ConfigError: the engine stopped before the last tensor.
-        CheckpointError: (or a subclass) as for :func:`~shardwise.engines.streaming.iter_hf_tensors`.
+        CheckpointError: (or a subclass) as for :func:`~shardwise.saving.stream.iter_hf_tensors`.
     """
     tensors = iter_hf_tensors(model, only=only, dtype=dtype, options=options)
     handed = itertools.count()

@@ -1,5 +1,5 @@
-"""Models of torch and transformers: building on meta, wrapping, inspection, and initialization."""
+"""Models of transformers: building on meta, traced conversions, initialization, tunings, four-bit layers."""
 
-from shardwise.errors import require_versions
+from shardwise.core.errors import require_versions
 
 require_versions()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.layout import Activations, TensorKind
-from shardwise.models.torch_api import dispatch_mode, fake_mode, storage_key, tree_leaves
-from shardwise.models.view import collect_tensors
+from shardwise.core.layout import Activations, TensorKind
+from shardwise.fsdp.named_tensors import collect_tensors
+from shardwise.fsdp.torch_private import dispatch_mode, fake_mode, storage_key, tree_leaves
 
 aten = torch.ops.aten
 

@@ -12,15 +12,15 @@ import torch
 import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from shardwise.conversion.computed import Bindings
-from shardwise.conversion.expression import Expression, Unstored, concat, slice_dim
-from shardwise.errors import ConfigError, FormatError, private
+from shardwise.core.computed import Bindings
+from shardwise.core.errors import ConfigError, FormatError, private
+from shardwise.core.expression import Expression, Unstored, concat, slice_dim
+from shardwise.core.tensors import DType
+from shardwise.fsdp.named_tensors import TensorRef, collect_tensors
+from shardwise.fsdp.torch_private import to_torch
 from shardwise.models import pretrained
 from shardwise.models.initialize import NewRows
 from shardwise.models.pretrained import get_model_mapping
-from shardwise.models.torch_api import to_torch
-from shardwise.models.view import TensorRef, collect_tensors
-from shardwise.tensors import DType
 
 
 def read_config(

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from shardwise.conversion.computed import Computed, ComputedBlock, copies
-from shardwise.conversion.expression import Expression, Stored, concat, reshape, stack
-from shardwise.errors import KeyMismatchError
-from shardwise.layout import ModelLayout
+from shardwise.core.computed import Computed, ComputedBlock, copies
+from shardwise.core.errors import KeyMismatchError
+from shardwise.core.expression import Expression, Stored, concat, reshape, stack
+from shardwise.core.layout import ModelLayout
+from shardwise.core.tensors import Box, DType, Strided
+from shardwise.fsdp.torch_private import to_torch
 from shardwise.models import pretrained
 from shardwise.models.pretrained import assign_keys
-from shardwise.models.torch_api import to_torch
 from shardwise.models.tracing import Conversion, trace_conversions
-from shardwise.tensors import Box, DType, Strided
 
 
 @dataclass

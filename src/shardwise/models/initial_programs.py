@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.conversion.regions import Region, flatten
-from shardwise.layout import LocalBox
+from shardwise.core.layout import LocalBox
+from shardwise.core.regions import Region, flatten
+from shardwise.core.tensors import Box
+from shardwise.fsdp.named_tensors import strided_view
+from shardwise.fsdp.torch_private import get_parameters, original_class, tree_leaves, tree_map_only, without_data
 from shardwise.models import pretrained
 from shardwise.models.pretrained import not_initializing
-from shardwise.models.torch_api import get_parameters, original_class, tree_leaves, tree_map_only, without_data
-from shardwise.models.view import strided_view
-from shardwise.tensors import Box
 
 aten = torch.ops.aten
 

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from torch import nn
 
-from shardwise.errors import KeyMismatchError
-from shardwise.layout import Origin, TensorKind
+from shardwise.core.errors import KeyMismatchError
+from shardwise.core.layout import Origin, TensorKind
+from shardwise.fsdp.named_tensors import TensorRef, attributes_on_meta
+from shardwise.fsdp.torch_private import get_buffers, sent, tree_leaves, tree_map_only, writes_to
 from shardwise.models import pretrained
-from shardwise.models.torch_api import get_buffers, sent, tree_leaves, tree_map_only, writes_to
-from shardwise.models.view import TensorRef, attributes_on_meta
 
 if TYPE_CHECKING:
     from shardwise.models.initial_programs import Program

@@ -23,12 +23,12 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from shardwise.conversion.computed import Bindings
-from shardwise.conversion.expression import Expression, Stored, stored_key, substitute
-from shardwise.errors import ConfigError, private
-from shardwise.layout import ModelLayout
-from shardwise.models.torch_api import original_classes, to_torch
-from shardwise.report.names import plain_key
+from shardwise.core.computed import Bindings
+from shardwise.core.errors import ConfigError, private
+from shardwise.core.expression import Expression, Stored, stored_key, substitute
+from shardwise.core.formatting import plain_key
+from shardwise.core.layout import ModelLayout
+from shardwise.fsdp.torch_private import original_classes, to_torch
 
 if TYPE_CHECKING:
     from shardwise.models.tracing import Conversion

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.conversion.computed import ComputedBlock, FullOperation
-from shardwise.conversion.expression import Expression, Stored
-from shardwise.errors import private
-from shardwise.layout import ModelLayout, TensorLayout
-from shardwise.models import torch_api
+from shardwise.core.computed import ComputedBlock, FullOperation
+from shardwise.core.errors import private
+from shardwise.core.expression import Expression, Stored
+from shardwise.core.layout import ModelLayout, TensorLayout
+from shardwise.core.tensors import DType
+from shardwise.fsdp import torch_private
 from shardwise.models.pretrained import quantized_configs
 from shardwise.models.tracing import (
     ModelFacade,
@@ -25,7 +26,6 @@ from shardwise.models.tracing import (
     recorded_expressions,
     shapes_by_name,
 )
-from shardwise.tensors import DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class _Reversal:
             pass
         followed = self.run(
             {
-                name: _Followed(tensor.shape, torch_api.to_torch(tensor.dtype), frozenset({name}))
+                name: _Followed(tensor.shape, torch_private.to_torch(tensor.dtype), frozenset({name}))
                 for name, tensor in self.tensors.items()
             }
         )
@@ -93,10 +93,12 @@ class _Reversal:
         recorded: dict[str, torch.Tensor] = {}
         for name in names:
             tensor = self.tensors[name]
-            recorded[name] = Recorded(Stored(name, tensor.shape, tensor.dtype), torch_api.to_torch(tensor.dtype))
+            recorded[name] = Recorded(
+                Stored(name, tensor.shape, tensor.dtype), torch_private.to_torch(tensor.dtype)
+            )
         made = self.run(recorded)
         return {
-            key: Output(key, torch_api.from_torch(made[key].dtype, key), expression)
+            key: Output(key, torch_private.from_torch(made[key].dtype, key), expression)
             for key, expression in recorded_expressions(made).items()
         }
 
@@ -153,7 +155,7 @@ class _Followed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, sources: frozenset[str]) -> Self:
-        made: Self = torch_api.without_data(cls, shape, dtype)
+        made: Self = torch_private.without_data(cls, shape, dtype)
         made.sources = sources
         return made
 
@@ -161,13 +163,13 @@ class _Followed(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        leaves = torch_api.tree_leaves((args, kwargs or {}))
+        leaves = torch_private.tree_leaves((args, kwargs or {}))
         sources = frozenset[str]().union(*(leaf.sources for leaf in leaves if isinstance(leaf, cls)))
-        args, keywords = torch_api.tree_map_only(torch.Tensor, _on_meta, (args, kwargs or {}))
+        args, keywords = torch_private.tree_map_only(torch.Tensor, _on_meta, (args, kwargs or {}))
         if "device" in keywords:
             keywords["device"] = "meta"
         made = func(*args, **keywords)
-        return torch_api.tree_map_only(torch.Tensor, lambda item: cls(item.shape, item.dtype, sources), made)
+        return torch_private.tree_map_only(torch.Tensor, lambda item: cls(item.shape, item.dtype, sources), made)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -211,7 +213,7 @@ def saved_conversions(model: nn.Module) -> list[Any]:
     used = getattr(model, "_weight_conversions", None)
     if used is not None:
         return list(used)
-    with torch_api.original_classes(model):
+    with torch_private.original_classes(model):
         found = private("transformers.conversion_mapping:get_model_conversion_mapping")(model, add_legacy=False)
     prefix_change = private("transformers.core_model_loading:PrefixChange")
     return [item for item in found if not isinstance(item, prefix_change)]
@@ -225,7 +227,7 @@ def save_configs(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> N
     """
     if not isinstance(model, PreTrainedModel):
         return
-    kind: Any = torch_api.original_class(model)
+    kind: Any = torch_private.original_class(model)
     config: Any = deepcopy(model.config)
     config.architectures = [kind.__name__]
     if dtype is not None:

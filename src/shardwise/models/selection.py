@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.errors import ConfigError, ShardingError
-from shardwise.layout import ModelLayout
-from shardwise.models.torch_api import get_parameters
-from shardwise.models.view import TensorRef, canonical, saved_names
+from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.layout import ModelLayout
+from shardwise.fsdp.named_tensors import TensorRef, canonical, saved_names
+from shardwise.fsdp.torch_private import get_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
 
 def _merge_obstacle(layer: Any, adapter: str, linear: Any) -> str:
     """Return the reason why a layer's adapter is not a plain LoRA of a linear layer, or ""."""
-    from shardwise.models.four_bit_layers import is_in_four_bits  # only for a base in four bits
+    from shardwise.models.four_bit.layers import is_in_four_bits  # only for a base in four bits
 
     base = layer.get_base_layer()
     is_linear = isinstance(layer, linear) or (hasattr(layer, "lora_A") and is_in_four_bits(base))

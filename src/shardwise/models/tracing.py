@@ -17,21 +17,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from shardwise.conversion.computed import Computed, ComputedBlock, FullOperation, computes
-from shardwise.conversion.expression import (
-    Expression,
-    Stored,
-    concat,
-    permute,
-    reshape,
-    slice_dim,
-    stack,
-    substitute,
-)
-from shardwise.errors import ConfigError
-from shardwise.layout import ModelLayout
-from shardwise.models.torch_api import from_torch, to_torch, without_data
-from shardwise.tensors import numel
+from shardwise.core.computed import Computed, ComputedBlock, FullOperation, computes
+from shardwise.core.errors import ConfigError
+from shardwise.core.expression import Expression, Stored, concat, permute, reshape, slice_dim, stack, substitute
+from shardwise.core.layout import ModelLayout
+from shardwise.core.tensors import numel
+from shardwise.fsdp.torch_private import from_torch, to_torch, without_data
 
 GetDtype: TypeAlias = Callable[[str], torch.dtype]
 """Returns the dtype that a tensor gets, by its name."""

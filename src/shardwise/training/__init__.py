@@ -1,5 +1,5 @@
 """``shardwise train``: TRL's trainers with sharded models, from a configuration of TRL."""
 
-from shardwise.errors import require_versions
+from shardwise.core.errors import require_versions
 
 require_versions()

@@ -27,7 +27,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 from shardwise.training.chat_checks import require_rendered, require_trained
 from shardwise.training.chat_rendering import (
     Chat,

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
 
 ChatMessage: TypeAlias = Mapping[str, Any]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from shardwise.execution.world import World
-from shardwise.models import torch_api
-from shardwise.observing import busy_with
-from shardwise.storage.machine import process_memory
+from shardwise.core.machine import process_memory
+from shardwise.core.phases import busy_with
+from shardwise.fsdp import torch_private
+from shardwise.ranks.world import World
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 
 def device_peak_bytes() -> int | None:
     """Return the peak of this rank's tensors on its accelerator so far, or None without an accelerator."""
-    kind = torch_api.accelerator()
-    return None if kind is None else int(torch_api.accelerator_module(kind).max_memory_allocated())
+    kind = torch_private.accelerator()
+    return None if kind is None else int(torch_private.accelerator_module(kind).max_memory_allocated())
 
 
 def gather_memory(world: World) -> dict[str, list[float]]:

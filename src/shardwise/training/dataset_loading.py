@@ -17,10 +17,10 @@ from unittest import mock
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.execution.outcomes import Failure
-from shardwise.execution.world import World
-from shardwise.storage.names import redacted
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.files.urls import redacted
+from shardwise.ranks.outcomes import Failure
+from shardwise.ranks.world import World
 from shardwise.training.chat_checks import require_calls_trained
 from shardwise.training.chat_masks import AssistantMasks
 from shardwise.training.chat_rendering import Chat, ChatError

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import datasets
 
-from shardwise.execution.agreement import require_same_settings
-from shardwise.execution.world import World
-from shardwise.storage.names import without_secrets
+from shardwise.files.urls import without_secrets
+from shardwise.loading.agreement import require_same_settings
+from shardwise.ranks.world import World
 from shardwise.training.arguments import TrainMethod
 from shardwise.training.dataset_loading import AnyDataset
-from shardwise.training.setup import TrlArguments
+from shardwise.training.trl_objects import TrlArguments
 
 _NOT_COMPARED: Final = frozenset({"local_rank", "logging_dir", "hub_token"})
 """Arguments that differ between ranks or hosts, and secrets."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from shardwise.errors import ConfigError
+from shardwise.core.errors import ConfigError
+from shardwise.core.untrusted import parse_yaml
 from shardwise.training.arguments import METHODS, ShardwiseArguments, TrainMethod
 from shardwise.training.keys import find_conflicts, find_faults, get_types, own_keys
-from shardwise.untrusted import parse_yaml
 
 
 @dataclass(frozen=True, slots=True)

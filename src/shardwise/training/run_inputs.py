@@ -11,14 +11,16 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from shardwise.errors import ConfigError, StorageError
-from shardwise.execution.locked_folder import locked_by_first_rank
-from shardwise.execution.stop_signals import StopRequest, stopping_on_signals
-from shardwise.execution.world import World
-from shardwise.formats.contract import parse_object
+from shardwise.core.errors import ConfigError, StorageError
+from shardwise.files.checkpoint_index import parse_object
+from shardwise.fsdp import torch_private
 from shardwise.integrations.trainer_runs import checkpoints_in
-from shardwise.models import torch_api
-from shardwise.training import setup as trl_setup
+from shardwise.ranks.stop_signals import StopRequest, stopping_on_signals
+from shardwise.ranks.world import World
+from shardwise.saving.locked_folder import locked_by_first_rank
+from shardwise.training import trl_objects as trl_setup
+from shardwise.training.adapter_rows import tokenize
+from shardwise.training.adapters_config import read_tenants
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.rank_comparison import (
     effective_settings,
@@ -27,8 +29,6 @@ from shardwise.training.rank_comparison import (
     require_same_run,
 )
 from shardwise.training.run_config import RunConfig
-from shardwise.training.tenant_config import read_tenants
-from shardwise.training.tenant_rows import tokenize
 
 RUN_FOLDER: Final = ".shardwise-run"
 """A folder in ``output_dir`` with the record of its training, locked while the training runs."""
@@ -120,7 +120,7 @@ def name_tenant(name: str) -> Iterator[None]:
 def honor_timeout(config: RunConfig, arguments: trl_setup.TrlArguments) -> None:
     """Have ranks wait for each other as long as ``ddp_timeout`` says, if it is set."""
     if "ddp_timeout" in config.values and dist.is_initialized():
-        torch_api.set_timeout(arguments.training.ddp_timeout)
+        torch_private.set_timeout(arguments.training.ddp_timeout)
 
 
 def get_identity(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:

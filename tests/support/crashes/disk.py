@@ -18,8 +18,8 @@ from tests.support.crashes.effects import (
     Wrote,
 )
 
-from shardwise.errors import StorageError
-from shardwise.storage.contract import INCOMPLETE, WritePolicy
+from shardwise.core.errors import StorageError
+from shardwise.files.storage import INCOMPLETE, WritePolicy
 
 _AROUND = ".."
 """The folder in which the root lies."""

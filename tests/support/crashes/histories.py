@@ -7,8 +7,8 @@ from typing import Final, TypeVar
 from tests.support.crashes.effects import Called, Entry, Failed, Killed, Returned
 from tests.support.crashes.states import CrashState, states_after_crash
 
-from shardwise.formats.opening import open_checkpoint
-from shardwise.storage.contract import LOCAL_WRITES, WritePolicy
+from shardwise.files.open_checkpoint import open_checkpoint
+from shardwise.files.storage import LOCAL_WRITES, WritePolicy
 
 Seen = TypeVar("Seen")
 

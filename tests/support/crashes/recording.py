@@ -23,9 +23,9 @@ from tests.support.crashes.effects import (
     Wrote,
 )
 
-from shardwise.storage.contract import StorageWriter
-from shardwise.storage.objects import ObjectWriter
-from shardwise.storage.writing import LocalWriter
+from shardwise.files.local_writer import LocalWriter
+from shardwise.files.objects import ObjectWriter
+from shardwise.files.storage import StorageWriter
 
 PARENT: Final = ".."
 """The folder in which the root lies."""

@@ -11,7 +11,7 @@ from tests.support.crashes.disk import Disk, DiskFile, Naming, Write, folders_ar
 from tests.support.crashes.effects import Called, Effect, Entry, Failed, Killed, Partly, Returned
 from tests.support.memory_storage import MemoryReader
 
-from shardwise.storage.contract import LOCAL_WRITES, WritePolicy
+from shardwise.files.storage import LOCAL_WRITES, WritePolicy
 
 _BLOCK_BYTES: Final = 4096
 """What a disk writes whole or not at all."""

@@ -1,0 +1,422 @@
+"""A tenant: its matrices in one flat buffer, their gradient in another, its optimizer and its window."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau
+
+from shardwise.core.errors import ConfigError
+from shardwise.models.lora import adapted_layers, peft_private
+from shardwise.ranks.world import World
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+OptimizerMaker: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
+
+_ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.SGD, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
+    *(torch.optim.Adagrad, torch.optim.Adadelta),
+)
+
+
+def adamw(parameters: list[nn.Parameter]) -> Optimizer:
+    """Make the default optimizer of a tenant."""
+    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
+
+
+def create_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
+    """Make the optimizer of a tenant's flat parameter.
+
+    Raises:
+        ConfigError: the optimizer cannot be made, is not known to be elementwise, or has other parameters.
+    """
+    try:
+        optimizer = make([flat])
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"optimizer: cannot be made, {error}") from error
+    kind = type(optimizer)
+    if kind not in _ELEMENTWISE:
+        known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
+        raise ConfigError(
+            f"{kind.__module__}.{kind.__qualname__} is not known to be elementwise, and a tenant has one flat "
+            f"parameter. Use one of {known}"
+        )
+    if len(optimizer.param_groups) != 1 or [id(one) for one in optimizer.param_groups[0]["params"]] != [id(flat)]:
+        raise ConfigError(f"{kind.__qualname__} must have the given parameter in one group, and no other parameter")
+    return optimizer
+
+
+ScheduleMaker: TypeAlias = Callable[[Optimizer], Any]
+"""Makes a scheduler of an optimizer, with torch's ``step``, ``state_dict`` and ``load_state_dict``."""
+
+
+Reduction: TypeAlias = Literal["mean", "sum"]
+"""A tenant's loss: the mean over the supervised tokens of a window, or their sum, each times its weight."""
+
+
+def made_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
+    """Make the schedule of a tenant.
+
+    Raises:
+        ConfigError: the schedule lacks methods of torch's, or depends on a metric.
+    """
+    schedule = make(optimizer)
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ConfigError("schedule: ReduceLROnPlateau needs a metric. Pass lr to optim_step instead")
+    lacking = [n for n in ("step", "state_dict", "load_state_dict") if not callable(getattr(schedule, n, None))]
+    if lacking:
+        raise ConfigError(
+            f"schedule: made a {type(schedule).__name__}, which has no {', '.join(lacking)}. Return one of torch"
+        )
+    return schedule
+
+
+def unchanging(optimizer: Optimizer) -> ConstantLR:
+    """Make the default schedule of a tenant, which leaves the learning rate as it is."""
+    return ConstantLR(optimizer, factor=1.0, total_iters=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantOptions:
+    """Options of a tenant's training.
+
+    Attributes:
+        optimizer: makes an elementwise optimizer of the tenant's one flat parameter.
+        schedule: makes the learning rate scheduler, which is stepped with the optimizer.
+        max_grad_norm: gradients with a larger norm are scaled down to it. Infinity for no limit.
+        gradient_accumulation_steps: micro-batches (calls of ``forward_backward``) of a window, at whose end it
+            steps.
+        reduction: reduction of the losses of its tokens.
+        seed: seed of the initial matrices and of dropout.
+    """
+
+    optimizer: OptimizerMaker = adamw
+    schedule: ScheduleMaker = unchanging
+    max_grad_norm: float = math.inf
+    gradient_accumulation_steps: int = 1
+    reduction: Reduction = "mean"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name}={getattr(self, name)!r}: is not a function. Pass one"
+            for name in ("optimizer", "schedule")
+            if not callable(getattr(self, name))
+        ]
+        limit: object = self.max_grad_norm
+        if not isinstance(limit, int | float) or not limit > 0:
+            faults.append(f"max_grad_norm={limit!r}: is not above 0. Leave it out for no limit")
+        if not _is_integer(self.gradient_accumulation_steps) or self.gradient_accumulation_steps < 1:
+            faults.append(f"gradient_accumulation_steps={self.gradient_accumulation_steps!r}: pass 1 or more")
+        if self.reduction not in get_args(Reduction):
+            faults.append(f"reduction={self.reduction!r}: pass 'mean' or 'sum'")
+        if not _is_integer(self.seed):
+            faults.append(f"seed={self.seed!r}: is not an integer")
+        if faults:
+            raise ConfigError("invalid options of a tenant:\n  " + "\n  ".join(faults))
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class AdapterState(Enum):
+    """State of a tenant, by what it takes next."""
+
+    ACCUMULATING = auto()
+    """A micro-batch: its window is not full."""
+    FULL = auto()
+    """A step."""
+    FAILED = auto()
+    """Another state, or its deletion: its step has failed, and ranks may have other values of it."""
+
+
+@dataclass(slots=True)
+class TenantWindow:
+    """Counts of a tenant since its last step, on all ranks."""
+
+    micro_batches: int = 0
+    num_supervised_tokens: int = 0
+
+
+class Tenant:
+    """An adapter and its training.
+
+    Memory: with AdamW, 16 bytes for each trained number.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: LoraConfig,
+        outline: adapted_layers.AdapterOutline,
+        options: TenantOptions,
+        device: torch.device,
+        world: World,
+    ) -> None:
+        self.name = name
+        self.options = options
+        self.config = copy.deepcopy(config)
+        self.comparable_config = peft_private.comparable_text(config)
+        """The config as text that is equal in every process."""
+        self.sites = outline.sites
+        self.shapes = {matrix.key: matrix.shape for matrix in outline.matrices()}
+        count = sum(math.prod(shape) for shape in self.shapes.values())
+        self.flat = nn.Parameter(torch.zeros(count, device=device))
+        self.gradient = torch.zeros(count, device=device)
+        self.flat.grad = self.gradient
+        self.matrices = _views(self.flat.detach(), self.shapes)
+        self.gradients = _views(self.gradient, self.shapes)
+        for matrix in outline.matrices():
+            outline.initialize(matrix, self.matrices[matrix.key], options.seed)
+        self.pairs = {
+            key: pair
+            for site in outline.sites
+            for key, pair in _matrix_pairs(site, self.matrices, self.gradients).items()
+        }
+        self.world = world
+        self.optimizer = create_optimizer(options.optimizer, self.flat)
+        self.schedule = made_schedule(options.schedule, self.optimizer)
+        self.max_grad_norm = options.max_grad_norm
+        self.window = TenantWindow()
+        self.failure: Exception | None = None
+        """The error of a step that failed, on this rank or another one. Its values are those of no step."""
+        self.windows = 0
+        """Completed windows, whether or not their step was taken."""
+        self.steps = 0
+
+    @property
+    def state(self) -> AdapterState:
+        if self.failure is not None:
+            return AdapterState.FAILED
+        is_full = self.window.micro_batches >= self.options.gradient_accumulation_steps
+        return AdapterState.FULL if is_full else AdapterState.ACCUMULATING
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its matrices."""
+        return max(site.r for site in self.sites)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of its optimizer."""
+        return {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
+
+    def comparable_settings(self) -> dict[str, str]:
+        """Return the settings of its next step and its counts as text."""
+        counts = {"max_grad_norm": self.max_grad_norm, "steps": self.steps, "windows": self.windows}
+        numbers = {
+            key: value.tolist() if isinstance(value, torch.Tensor) else value
+            for key, value in self.settings.items()
+        }
+        return {key: repr(value) for key, value in {**numbers, **counts}.items()}
+
+    def require_changes(self, changes: Mapping[str, Any]) -> None:
+        """Check changes of settings.
+
+        Raises:
+            ConfigError: a setting is unknown, or a value invalid. The message has all of them.
+        """
+        fixed = (bool, type(None))  # flags decide which state there is
+        known = {key for key, value in self.settings.items() if not isinstance(value, fixed)} - {"initial_lr"}
+        kind = type(self.optimizer)
+        faults = [
+            f"{key}: {kind.__name__} has {', '.join(sorted(known))}, and there is max_grad_norm"
+            for key in changes
+            if key not in known and key != "max_grad_norm"
+        ]
+        if "lr" in changes and self.options.schedule is not unchanging:
+            faults.append("lr: the schedule of this tenant sets it. Create it without one")
+        for key, value in changes.items():
+            present, numbers = self.settings.get(key), value if isinstance(value, tuple) else (value,)
+            lengths = [len(each) if isinstance(each, tuple) else -1 for each in (present, value)]
+            limit = math.inf if key == "max_grad_norm" else sys.float_info.max
+            are_numbers = all(isinstance(number, int | float) and 0 <= number <= limit for number in numbers)
+            if len({*lengths}) > 1 or not are_numbers or (key == "max_grad_norm" and value == 0):
+                faults.append(f"{key}={value!r} is not a valid value")
+        if changes and not faults:
+            settings = {**self.settings, **changes}
+            accepted = inspect.signature(kind).parameters
+            try:  # its constructor knows the limits of each
+                kind([self.flat], **{key: value for key, value in settings.items() if key in accepted})
+            except (ValueError, TypeError, RuntimeError) as error:
+                faults.append(str(error))
+        if faults:
+            raise ConfigError(f"invalid settings for the step of {self.name!r}:\n  " + "\n  ".join(faults))
+
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """Change settings of the optimizer, or ``max_grad_norm``, for this and all later steps."""
+        settings = dict(changes)
+        self.max_grad_norm = float(settings.pop("max_grad_norm", self.max_grad_norm))
+        self.optimizer.param_groups[0].update(settings)
+
+    def clip(self, norm: float) -> None:
+        """Scale the gradient down to ``max_grad_norm``."""
+        if (factor := self.max_grad_norm / (norm + 1e-6)) < 1:
+            self.gradient.mul_(factor)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """A tenant's matrices at one site and their gradients, float32: views of its flat buffers.
+
+    ``A`` is (r, in), ``B`` is (out, r).
+    """
+
+    A: torch.Tensor
+    B: torch.Tensor
+    a_grad: torch.Tensor
+    b_grad: torch.Tensor
+    scaling: float
+    dropout: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        return self.A.shape[0]
+
+
+def _views(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    return {key: piece.view(shape) for (key, shape), piece in zip(shapes.items(), flat.split(sizes), strict=True)}
+
+
+def _matrix_pairs(
+    site: adapted_layers.AdaptedSite, matrices: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
+) -> dict[str, LoraWeights]:
+    """Return the matrices of a site by the names that the base's layer uses. For experts, those of each expert."""
+    keys = (site.lora_A.key, site.lora_B.key)
+    A, B = (matrices[key] for key in keys)
+    a_grad, b_grad = (gradients[key] for key in keys)
+    if not isinstance(site, adapted_layers.ExpertsSite):
+        dropout = site.dropout if isinstance(site, adapted_layers.LinearSite) else 0.0
+        return {site.module: LoraWeights(A, B, a_grad, b_grad, site.scaling, dropout)}
+    return {
+        expert_site(site.module, site.parameter, expert): LoraWeights(
+            _merge_lora_a(A, site.experts)[expert],
+            _merge_lora_b(B, site.experts)[..., expert],
+            _merge_lora_a(a_grad, site.experts)[expert],
+            _merge_lora_b(b_grad, site.experts)[..., expert],
+            site.scaling,
+        )
+        for expert in range(site.experts)
+    }
+
+
+def expert_site(module: str, parameter: str, expert: int) -> str:
+    """Name the site of the matrices of one expert."""
+    return f"{module}.{parameter}.{expert}"
+
+
+def _merge_lora_a(A: torch.Tensor, experts: int) -> torch.Tensor:
+    """Return A as (r * experts, in), expert by expert, as PEFT stores it."""
+    return A.view(experts, -1, A.shape[1])
+
+
+def _merge_lora_b(B: torch.Tensor, experts: int) -> torch.Tensor:
+    """And (out, r * experts) rank by rank."""
+    return B.view(len(B), -1, experts)
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def require_name(name: object) -> str:
+    """Return a tenant's name that is safe as the name of a folder or file, and in a log.
+
+    Raises:
+        ConfigError: the name is not safe.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name or name.endswith("."):
+        raise ConfigError(
+            f"{name!r} is not a valid adapter name: up to 128 letters, digits, '.', '_' and '-', the first a "
+            "letter or a digit, the last no '.', and no '..'"
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLoss:
+    """Outcome of a micro-batch for one tenant.
+
+    Attributes:
+        loss: of the rows of all ranks, by the tenant's ``reduction``.
+        num_supervised_tokens: of the rows of all ranks.
+        logprobs: log probability of each label of this rank's rows, (tokens - 1,) for each row.
+    """
+
+    loss: float
+    num_supervised_tokens: int
+    logprobs: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLosses:
+    """Outcome of a call of ``forward_backward``.
+
+    Attributes:
+        tenants: by name.
+        passes: number of passes through the base. Tenants whose rows have one length share a pass.
+        backends: how adapters were computed and why, with the number of layers on this rank.
+    """
+
+    tenants: dict[str, TenantLoss]
+    passes: int
+    backends: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStep:
+    """Outcome of a call of ``optim_step``, equal on every rank.
+
+    Attributes:
+        is_taken: False if the gradient was not finite. Matrices, moments and schedule are then unchanged.
+        grad_norm: norm of the gradient before it was clipped.
+        num_supervised_tokens: of the window, on all ranks.
+        learning_rate: learning rate of the step.
+    """
+
+    is_taken: bool
+    grad_norm: float
+    num_supervised_tokens: int
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStart:
+    """Position from which the training of a loaded tenant continues, or the reason why it starts anew.
+
+    Attributes:
+        steps: optimizer steps.
+        windows: completed windows, whether or not their step was taken.
+        micro_batches: micro-batches of the open window.
+        num_supervised_tokens: supervised tokens of the open window, on all ranks.
+        base: comparison of the base with the one it was trained on, as text.
+        reason: why optimizer, schedule and counts start anew. "" if they continue.
+    """
+
+    steps: int = 0
+    windows: int = 0
+    micro_batches: int = 0
+    num_supervised_tokens: int = 0
+    base: str = field(default="", compare=False)
+    reason: str = ""
+
+    @property
+    def is_resumed(self) -> bool:
+        """True if a training state was restored."""
+        return not self.reason

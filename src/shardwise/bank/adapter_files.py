@@ -1,0 +1,227 @@
+"""Tenants in PEFT's files, with their training state.
+
+[Note: Lent tensors] Saves and reads work on models, not on buffers. So the adapter's outline, a PEFT model on meta,
+borrows real tensors: the tenant's matrices, and the base's parameters (shards). Nothing is copied, and the outline
+is discarded afterwards. A PEFT file with adapters on embeddings also has the embeddings. They are read into scratch
+tensors, so the base is never written. The training state is lent in the same way to a module that has nothing else
+(see [Note: Named by the adapter]).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.bank import adapter_settings
+from shardwise.bank import training_state as states
+from shardwise.bank.adapter import Tenant, TenantStart
+from shardwise.core.consents import Consent, allows
+from shardwise.core.errors import ConfigError, FormatError
+from shardwise.core.layout import TensorKind
+from shardwise.files.checkpoint_index import without_wrappers
+from shardwise.files.local_reader import LocalReader
+from shardwise.files.open_checkpoint import open_checkpoint
+from shardwise.files.peft_adapter import TRAINING_KEY, find_training_file
+from shardwise.files.safetensors_files import read_header
+from shardwise.files.stored_tensors import stored_tensors
+from shardwise.fsdp.named_tensors import collect_tensors, local_tensor
+from shardwise.fsdp.torch_private import original_class
+from shardwise.loading.from_pretrained import read_lora_config, weights_in
+from shardwise.models.build import build_on_meta
+from shardwise.models.lora.adapted_layers import AdapterOutline, name_in_base, outline_adapter
+from shardwise.models.lora.former_adapters import rename_adapter
+from shardwise.models.lora.inject import Adapter
+from shardwise.models.selection import AdapterOnly, names_outside
+from shardwise.ranks.world import Clock, World
+from shardwise.saving.prepare import AdapterTrainingState
+from shardwise.saving.verify import require_as_saved
+from shardwise.state.model_states import by_canonical_keys, exchange_stored_experts, set_model_values, stored_values
+from shardwise.state.state_values import StateOptions, Values
+from shardwise.transfer.matching import OnFault
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+def outlined(model: PreTrainedModel, config: LoraConfig, *, is_new: bool) -> AdapterOutline:
+    """Return the outline of the adapter that PEFT would add to a model, from a model of its class on meta."""
+    return outline_adapter(_build(model), config, is_new=is_new)
+
+
+def _build(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of the same class on meta."""
+    kind: Any = original_class(model)
+    return build_on_meta(kind, copy.deepcopy(model.config), torch.float32, Path())
+
+
+def read_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Adapter:
+    """Return the config and the headers of an adapter in a folder, with the names of a model's modules.
+
+    Raises:
+        FormatError: the folder has no adapter.
+        ConfigError: the adapter is not a LoRA.
+        KeyMismatchError: matrices of single experts cannot be fused.
+    """
+    place = Path(folder)
+    file, config = weights_in(place), read_lora_config(place)
+    config.inference_mode = False
+    config.init_lora_weights = True  # the matrices are read
+    with LocalReader(place) as reader:
+        index, _ = without_wrappers(open_checkpoint(reader, weights_name=file))
+    tensors = by_canonical_keys(stored_tensors(index), str(place))
+    return rename_adapter(_build(model), Adapter(str(place), config, tensors))
+
+
+def with_lent_tensors(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
+    """Return a PEFT model of the base and this tenant. See [Note: Lent tensors]."""
+    outline = outlined(model, tenant.config, is_new=False)
+    own = {matrix.fqn: tenant.matrices[matrix.key] for matrix in outline.matrices()}
+    base = {name: item.tensor for item in collect_tensors(model) for name in item.names}
+    for item in {id(item): item for item in outline.held.values()}.values():
+        if item.fqn in own:
+            item.install(nn.Parameter(own[item.fqn], requires_grad=False))
+        elif item.kind is TensorKind.PARAMETER:
+            item.install(base[name_in_base(item.fqn)])
+    return outline.model
+
+
+def without_embeddings(model: PreTrainedModel, tenant: Tenant, state: object) -> object:
+    """Return matrices by PEFT's names without the base's embeddings, which PEFT saves with adapters on them."""
+    if not isinstance(state, Mapping) or not all(isinstance(values, torch.Tensor) for values in state.values()):
+        return state
+    if state.keys() <= tenant.shapes.keys():
+        return state
+    whole = with_lent_tensors(model, tenant)
+    of_base = names_outside(whole, collect_tensors(whole), AdapterOnly()).keys() - tenant.shapes.keys()
+    return {key: values for key, values in state.items() if key not in of_base}
+
+
+def collect_training_state(
+    tenant: Tenant, base: Mapping[str, str], dtype: torch.dtype | None
+) -> AdapterTrainingState:
+    """Return the training state to save with matrices that are cast to ``dtype``. Collective: within a window, yes.
+
+    Raises:
+        ConfigError: the optimizer or the schedule has a value that is not plain data.
+    """
+    tensors = states.training_tensors(tenant)
+    if dtype not in (None, tenant.flat.dtype):
+        tensors[states.MATRICES] = tenant.flat.detach()
+    text = adapter_settings.to_text(adapter_settings.get_state(tenant, base), repr(tenant.name))
+    return AdapterTrainingState(_as_module(tensors), text)
+
+
+def _as_module(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return a module whose parameters have these names, with or without "optimizer." in front."""
+    root = nn.Module()
+    root.optimizer = nn.Module()
+    for name, values in tensors.items():
+        path, _, last = name.rpartition(".")
+        root.get_submodule(path).register_parameter(last, nn.Parameter(values, requires_grad=False))
+    return root
+
+
+def find_training(folder: Path, *, training_state: bool) -> states.StoredTraining | TenantStart:
+    """Verify a folder against the record of its save, and read the training state. All files are read once.
+
+    Raises:
+        FormatError: a file is damaged or invalid, or the training file that the adapter names is missing or has no
+            checksums.
+        StorageError: the folder cannot be read.
+    """
+    adapter = weights_in(folder)
+    with LocalReader(folder) as reader:
+        file = find_training_file(reader, adapter) if training_state else None
+        require_as_saved(reader, adapter, file)
+        if not training_state:
+            return TenantStart(reason="the matrices alone were asked for")
+        if file is None:
+            return TenantStart(reason=f"{adapter} in {folder} names no state of its training")
+        header = read_header(reader, file)
+    text = header.metadata.get(TRAINING_KEY)
+    if text is None:
+        raise FormatError(f"{folder / file}: its header has no {TRAINING_KEY}. The file is corrupt. Save it again")
+    tensors = {entry.key: (entry.shape, entry.dtype) for entry in header.entries}
+    facts = adapter_settings.parse_state(text, f"{folder / file}: {TRAINING_KEY}")
+    return states.StoredTraining(str(folder / file), facts, tensors)
+
+
+def read_tenant(
+    world: World,
+    model: PreTrainedModel,
+    tenant: Tenant,
+    adapter: Adapter,
+    found: states.StoredTraining | TenantStart,
+    targets: Mapping[str, torch.Tensor],
+    on_other_base: OnFault,
+) -> None:
+    """Read a tenant's matrices and the tensors of its training from a folder. Collective: yes.
+
+    Raises:
+        ConfigError: the adapter was saved with other embeddings than those of the base.
+        KeyMismatchError: the stored tensors do not match the config.
+        FormatError, StorageError, RankMismatchError, RankLostError: as for a load.
+    """
+    folder = Path(adapter.directory)
+    with world.collective("create scratch tensors"):
+        whole, scratch = _with_scratch(model, tenant)
+        weights = weights_in(folder)
+    _read(world, whole, folder, weights, adapter)
+    if not allows(on_other_base, "values"):
+        with world.collective("compare values"):
+            _require_same_values(folder, scratch)
+    if isinstance(found, states.StoredTraining):
+        with world.collective("name the tensors"):
+            module = _as_module(targets)
+        _read(world, module, folder, Path(found.what).name, None)
+
+
+def _read(world: World, module: nn.Module, folder: Path, file: str, adapter: Adapter | None) -> None:
+    """Read all tensors of a file, which may be an adapter's, into a module. Collective: yes."""
+    options = StateOptions()
+    with torch.device("cpu"), torch.no_grad(), ExitStack() as stack:
+        stored = stored_values(world, str(folder), file, options, stack)
+        values: Values = stored
+        if adapter is not None:
+            renamed = replace(stored, expressions=adapter.tensors)
+            values = exchange_stored_experts(world, module, renamed, AdapterOnly().adapter, str(folder))
+        only = None if adapter is None else AdapterOnly()
+        set_model_values(world, module, values, only=only, consent=Consent(), options=options, clock=Clock())
+
+
+def _with_scratch(
+    model: PreTrainedModel, tenant: Tenant
+) -> tuple[nn.Module, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Return a PEFT model of the tenant with scratch memory for the base's tensors that its file has.
+
+    Returns:
+        The model, and by name the base's own tensors with their scratch memory, of the same shapes and dtypes.
+    """
+    scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    whole = with_lent_tensors(model, tenant)
+    held = collect_tensors(whole)
+    by_name = {name: item for item in held for name in item.names}
+    for key, fqn in names_outside(whole, held, AdapterOnly()).items():
+        item = by_name[fqn]
+        if key not in tenant.shapes and item.fqn not in scratch:  # a tied one has two keys
+            scratch[item.fqn] = item.tensor, torch.empty_like(item.tensor)
+            item.install(nn.Parameter(scratch[item.fqn][1], requires_grad=False))
+    return whole, scratch
+
+
+def _require_same_values(folder: Path, scratch: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for name, (of_base, stored) in scratch.items():
+        if not torch.equal(local_tensor(of_base), local_tensor(stored)):
+            raise ConfigError(
+                f"{folder}: the adapter was trained with another {name_in_base(name)}, which it stores. Merge it, "
+                "or pass on_other_base=Ignore() to use that of this base"
+            )

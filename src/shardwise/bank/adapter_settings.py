@@ -1,0 +1,255 @@
+"""State of a tenant's training except for tensors, as JSON that is validated when it is read."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from shardwise.bank.adapter import Tenant, TenantOptions
+from shardwise.checkpoints import base_identity as bases
+from shardwise.core.errors import ConfigError, FormatError
+from shardwise.files.checkpoint_index import parse_object
+from shardwise.files.urls import shown
+from shardwise.fsdp.named_tensors import canonical, collect_tensors
+from shardwise.fsdp.optimizer_states_by_name import class_name
+from shardwise.fsdp.torch_private import original_class
+from shardwise.models.lora.adapted_layers import AdaptedSite, ExpertsSite
+from shardwise.ranks.world import World
+
+_FORMAT = "shardwise tenant 1"
+
+_BASE_KEYS = {"name", "architecture", "shapes", "identity"}
+
+_KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+
+_MAX_COUNT = 1 << 53
+_MAX_DEPTH = 32
+
+_KEY_TYPES = (str, int, float, bool)
+
+_FLOATS = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
+
+_OF, _IS = "of", "is"
+"""Keys of a value that JSON has no type for: the name of the type, and the value as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantState:
+    """State of a tenant except for tensors, equal on every rank and for any number of ranks.
+
+    Attributes:
+        base: "name", as PEFT has it, "architecture", a digest of the names and "shapes" of its
+            parameters, and its "identity" as JSON ([Note: The identity of a base]).
+        config: (rank, scaling, dropout) by layer.
+        matrices: shapes, in the order of the matrices in flat tensors.
+        optimizer: class of the optimizer.
+        settings: settings of its parameter group.
+        schedule: class of the schedule.
+        schedule_state: ``state_dict`` of the schedule.
+        max_grad_norm: the current limit.
+        gradient_accumulation_steps: micro-batches of a window.
+        reduction: reduction of the loss.
+        seed: seed of the dropout.
+        windows: completed windows, whether or not their step was taken.
+        steps: optimizer steps.
+        micro_batches: micro-batches of the open window.
+        num_supervised_tokens: supervised tokens of the open window, on all ranks.
+    """
+
+    base: Mapping[str, str]
+    config: Mapping[str, tuple[float, ...]]
+    matrices: Mapping[str, tuple[int, ...]]
+    optimizer: str
+    settings: Mapping[str, Any]
+    schedule: str
+    schedule_state: Mapping[str, Any]
+    max_grad_norm: float
+    gradient_accumulation_steps: int
+    reduction: str
+    seed: int
+    windows: int
+    steps: int
+    micro_batches: int
+    num_supervised_tokens: int
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of a resumed tenant that are used unless others are passed."""
+        names = ("gradient_accumulation_steps", "reduction", "seed", "max_grad_norm")
+        return {name: getattr(self, name) for name in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy by name."""
+        return {field.name: copy.deepcopy(getattr(self, field.name)) for field in fields(self)}
+
+
+def identify_base(world: World, model: PreTrainedModel) -> dict[str, str]:
+    """Return the identity of a base. Collective: yes (a small exchange)."""
+    with world.all_reduce("identify the base") as exchange:
+        samples = bases.BaseSamples.select(model, bases.select_base(collect_tensors(model), {}))
+        exchange.local = samples.fingerprints()
+        exchange.reduce_fun = samples.identity
+    identity = exchange.result
+    shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
+    return {
+        "name": str(getattr(model, "name_or_path", "") or ""),
+        "architecture": original_class(model).__name__,
+        "shapes": hashlib.sha256(repr(shapes).encode()).hexdigest()[:32],
+        "identity": json.dumps(asdict(identity)),
+    }
+
+
+def get_state(tenant: Tenant, base: Mapping[str, str]) -> TenantState:
+    """Return the current facts of a tenant. Its settings and schedule are not copied."""
+    return TenantState(
+        base=base,
+        config={_site_name(site): (site.r, site.scaling, getattr(site, "dropout", 0.0)) for site in tenant.sites},
+        matrices=dict(tenant.shapes),
+        optimizer=class_name(tenant.optimizer),
+        settings=tenant.settings,
+        schedule=f"{type(tenant.schedule).__module__}.{type(tenant.schedule).__qualname__}",
+        schedule_state=tenant.schedule.state_dict(),
+        max_grad_norm=tenant.max_grad_norm,
+        gradient_accumulation_steps=tenant.options.gradient_accumulation_steps,
+        reduction=tenant.options.reduction,
+        seed=tenant.options.seed,
+        windows=tenant.windows,
+        steps=tenant.steps,
+        micro_batches=tenant.window.micro_batches,
+        num_supervised_tokens=tenant.window.num_supervised_tokens,
+    )
+
+
+def _site_name(site: AdaptedSite) -> str:
+    return f"{site.module}.{site.parameter}" if isinstance(site, ExpertsSite) else site.module
+
+
+def to_text(facts: TenantState, whose: str) -> str:
+    """Return the facts as JSON. ``whose`` names the tenant in errors.
+
+    Raises:
+        ConfigError: the optimizer or the schedule has a value that is not plain data.
+    """
+    content = {name: to_json(value, f"{name} of {whose}") for name, value in facts.to_dict().items()}
+    return json.dumps({"format": _FORMAT, **content})
+
+
+def parse_state(text: str, what: str) -> TenantState:
+    """Parse facts from untrusted text. ``what`` names it in errors.
+
+    Raises:
+        FormatError: the text is not of this format.
+    """
+    content = parse_object(text.encode("utf-8", "surrogatepass"), what=what)
+    if content.pop("format", None) != _FORMAT:
+        raise FormatError(f"{what}: it is not of the format {_FORMAT!r}. Update shardwise if it is newer")
+    return validate_state({name: from_json(value, what) for name, value in content.items()}, what)
+
+
+def validate_state(values: Mapping[str, Any], what: str) -> TenantState:
+    """Validate untrusted facts. ``what`` names them in errors.
+
+    Raises:
+        FormatError: a value is missing, unknown or invalid. Of values that are compared with the tenant's own
+            later, only the type is checked.
+    """
+    kinds = {field.name: _KINDS.get(str(field.type), (dict,)) for field in fields(TenantState)}
+    if kinds.keys() != values.keys():
+        raise FormatError(
+            f"{what}: it lacks {_few(kinds.keys() - values.keys())}, and has {_few(values.keys() - kinds.keys())} "
+            "more. The file is corrupt. Save it again"
+        )
+    for name, value in values.items():
+        is_sound = type(value) in kinds[name]
+        if kinds[name] == (int,) and name != "seed":
+            is_sound = is_sound and 0 <= value < _MAX_COUNT
+        elif kinds[name] == (dict,) and name != "schedule_state":
+            is_sound = is_sound and all(isinstance(key, str) for key in value)
+        if not is_sound:
+            raise FormatError(f"{what}: {name} is {shown(repr(value))}. The file is corrupt. Save it again")
+    base = values["base"]
+    if base.keys() != _BASE_KEYS or not all(isinstance(value, str) for value in base.values()):
+        raise FormatError(f"{what}: base is {shown(repr(base))}. The file is corrupt. Save it again")
+    if values["micro_batches"] > values["gradient_accumulation_steps"] or values["steps"] > values["windows"]:
+        raise FormatError(f"{what}: its counts contradict each other. The file is corrupt. Save it again")
+    facts = TenantState(**values)
+    try:
+        TenantOptions(**facts.options())
+    except ConfigError as error:
+        raise FormatError(f"{what}: {error}. The file is corrupt. Save it again") from error
+    return facts
+
+
+def _few(names: Collection[object]) -> str:
+    return ", ".join(shown(name) for name in sorted(map(str, names))[:8]) or "nothing"
+
+
+def to_json(value: Any, what: str, level: int = 0) -> Any:
+    """Convert a value to lists, objects, strings and numbers. Floats and tensors of one float keep their bits.
+
+    Raises:
+        ConfigError: a value is not plain data.
+    """
+    if level > _MAX_DEPTH:
+        raise ConfigError(f"{what} is nested more than {_MAX_DEPTH} levels deep, and cannot be saved")
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype in _FLOATS.values():
+        return {_OF: str(value.dtype), _IS: to_json(value.item(), what)}
+    kind = type(value)
+    if value is None or kind in (str, int, bool):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {_OF: "float", _IS: str(value)}
+    if kind in (list, tuple):
+        items = [to_json(item, f"{what}[{number}]", level + 1) for number, item in enumerate(value)]
+        return items if kind is list else {_OF: "tuple", _IS: items}
+    if kind in (dict, OrderedDict, Counter) and all(type(key) in _KEY_TYPES for key in value):
+        pairs = [(to_json(key, what), to_json(item, f"{what}[{key!r}]", level + 1)) for key, item in value.items()]
+        if kind is dict and all(type(key) is str for key in value) and value.keys() != {_OF, _IS}:
+            return dict(pairs)
+        return {_OF: "Counter" if kind is Counter else "dict", _IS: [list(pair) for pair in pairs]}
+    raise ConfigError(
+        f"{what} is a {kind.__module__}.{kind.__qualname__}, and a saved training holds plain data only (dicts, "
+        "lists, tuples, texts, numbers): have its state_dict return that, or save with training_state=False"
+    )
+
+
+def from_json(value: Any, what: str, level: int = 0) -> Any:
+    """Return the value that :func:`to_json` was given.
+
+    Raises:
+        FormatError: the value is not a result of :func:`to_json`. ``what`` names it.
+    """
+    if level > _MAX_DEPTH:
+        raise FormatError(
+            f"{what} is nested more than {_MAX_DEPTH} levels deep. The file is corrupt. Save it again"
+        )
+    if isinstance(value, list):
+        return [from_json(item, what, level + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() != {_OF, _IS}:
+        return {key: from_json(item, what, level + 1) for key, item in value.items()}
+    kind, inner = value[_OF], value[_IS]
+    if isinstance(kind, str) and kind in _FLOATS and type(inner) is float:
+        return torch.tensor(inner, dtype=_FLOATS[kind])
+    if kind == "float" and inner in ("inf", "-inf", "nan"):
+        return float(inner)
+    if isinstance(inner, list):
+        items = [from_json(item, what, level + 1) for item in inner]
+        if kind == "tuple":
+            return tuple(items)
+        if kind in ("dict", "Counter") and all(_is_pair(item) for item in items):
+            return dict(items) if kind == "dict" else Counter(dict(items))
+    raise FormatError(f"{what} has {shown(repr(value))}, which means nothing. The file is corrupt. Save it again")
+
+
+def _is_pair(item: object) -> bool:
+    return isinstance(item, list) and len(item) == 2 and type(item[0]) in _KEY_TYPES

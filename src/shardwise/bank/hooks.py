@@ -1,0 +1,331 @@
+"""Routes rows of a pass to the adapters of their tenants, by hooks on layers and experts.
+
+[Note: A route] A micro-batch owns its route, which does not change. The route is active during the forward and the
+backward pass of this micro-batch, both of which the bank runs. So recomputed activations use the same rows as the
+first time, in any thread, and whatever other micro-batches have run meanwhile. Without an active route, the base
+computes as if there were no bank.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.bank.adapter import LoraWeights, Tenant, expert_site
+from shardwise.bank.kernels import (
+    BackendChoice,
+    EmbeddingLoop,
+    GroupedProducts,
+    RoutedSegment,
+    SegmentLoop,
+    adapt,
+    select_backend,
+    stable_key,
+)
+from shardwise.core.errors import ConfigError, TrainingError
+from shardwise.fsdp import torch_private
+from shardwise.fsdp.named_tensors import canonical
+from shardwise.models.four_bit import layers
+from shardwise.models.four_bit.layers import get_expert_weight
+from shardwise.models.lora.adapted_layers import AdaptedSite, EmbeddingSite, ExpertsSite
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRows:
+    """Rows ``start <= i < stop`` of a micro-batch, which belong to one tenant.
+
+    ``keys`` are those of the rows, for dropout: (rows,), on the device.
+    """
+
+    tenant: Tenant
+    start: int
+    stop: int
+    keys: torch.Tensor
+
+
+@dataclass(slots=True)
+class BatchRouting:
+    """The tenants of the rows of a micro-batch.
+
+    Attributes:
+        rows: number of rows.
+        tokens: tokens of a row, with padding.
+        members: rows of each tenant, in order. Rows without an adapter come last.
+        choice: how adapters are computed.
+        anchor: see [Note: Straight into the buffer].
+        is_training: False for evaluation, without dropout and without a backward pass.
+        grouped: batched products of this micro-batch.
+        chosen: how adapters were computed, with the number of layers.
+        forward_sites: sites that the forward pass has reached.
+        backward_sites: sites that the backward pass has reached.
+    """
+
+    rows: int
+    tokens: int
+    members: tuple[TenantRows, ...]
+    choice: BackendChoice
+    anchor: torch.Tensor
+    is_training: bool = True
+    grouped: GroupedProducts = field(default_factory=GroupedProducts)
+    chosen: Counter[str] = field(default_factory=Counter)
+    forward_sites: set[str] = field(default_factory=set)
+    backward_sites: set[str] = field(default_factory=set)
+
+    def segments(self, site: str, step: int) -> list[RoutedSegment]:
+        """Return the rows with an adapter at a site, whose input has ``step`` rows (tokens) for each batch row."""
+        found = []
+        for member in self.members:
+            pair = member.tenant.pairs.get(site)
+            if pair is not None and member.stop > member.start:
+                keys = member.keys if pair.dropout and self.is_training else None
+                found.append(RoutedSegment(pair, member.start * step, member.stop * step, keys, stable_key(site)))
+        return found
+
+    def linear(self, site: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.require_rows(site, x)
+        segments = self.segments(site, x.shape[:-1].numel() // self.rows)
+        backend, why = (
+            select_backend(self.choice, segments, x, y, self.grouped) if segments else (SegmentLoop(), "no rows")
+        )
+        self.chosen[why] += 1
+        return self.record_site(site, adapt(self.anchor, x, y, segments, backend))
+
+    def embedding(self, site: str, ids: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
+        column = ids.unsqueeze(-1)
+        self.require_rows(site, column)
+        segments = self.segments(site, ids.numel() // self.rows)
+        return self.record_site(site, adapt(self.anchor, column, y, segments, EmbeddingLoop(factor)))
+
+    def bounds(self) -> list[int]:
+        """Return where the rows of each member begin, and where those of the last end."""
+        return [member.start for member in self.members] + [member.stop for member in self.members[-1:]]
+
+    def pairs(self, site: str) -> list[LoraWeights | None]:
+        """Return the matrices of each member at a site."""
+        return [member.tenant.pairs.get(site) for member in self.members]
+
+    def record_site(self, site: str, y: torch.Tensor) -> torch.Tensor:
+        """Record that the forward pass has reached a site, and when the backward pass does."""
+        if self.is_training:
+            self.forward_sites.add(site)
+        if y.requires_grad:
+            # Called in the backward pass. It returns None, so the gradient stays as it is.
+            y.register_hook(lambda _gradient: self.backward_sites.add(site))
+        return y
+
+    def require_rows(self, site: str, x: torch.Tensor) -> None:
+        """Raise TrainingError unless an input is (rows, tokens, ...) or (rows * tokens, width)."""
+        if tuple(x.shape[:2]) != (self.rows, self.tokens) and (x.ndim != 2 or len(x) != self.rows * self.tokens):
+            raise TrainingError(
+                f"{site} is called with a tensor of shape {tuple(x.shape)}, in which the {self.rows} rows of "
+                f"{self.tokens} tokens cannot be identified. Remove it from the targets"
+            )
+
+    def require_reached(self) -> None:
+        """Check that the backward pass has reached every adapter that the forward pass has.
+
+        Raises:
+            TrainingError: it has not. The message has the sites.
+        """
+        if missed := sorted(self.forward_sites - self.backward_sites):
+            more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+            raise TrainingError(
+                f"the backward pass has not reached {', '.join(missed[:3])}{more}: the loss does not depend on "
+                "its output, or activations are recomputed with use_reentrant=True. Remove it from the "
+                "targets, or recompute with use_reentrant=False"
+            )
+
+
+@dataclass(slots=True)
+class ActiveRouting:
+    """The active route, if any. Autograd reads it from other threads, so it is not a context variable."""
+
+    route: BatchRouting | None = None
+
+    @contextmanager
+    def on(self, route: BatchRouting) -> Iterator[None]:
+        before, self.route = self.route, route
+        try:
+            yield
+        finally:
+            self.route = before
+
+
+def hook_layer(module: nn.Module, site: str, switch: ActiveRouting, *, is_embedding: bool) -> RemovableHandle:
+    """Add adapters to the output of a linear layer or an embedding, by a hook.
+
+    If the layer is a group of FSDP2, the hook runs before FSDP2's.
+    """
+
+    def add(layer: nn.Module, args: Sequence[Any], keywords: dict[str, Any], output: torch.Tensor) -> Any:
+        if switch.route is None:
+            return None
+        inputs = args[0] if args else next(iter(keywords.values()))
+        if is_embedding:
+            # A scaled embedding (Gemma) multiplies its output, and so the delta of an adapter.
+            return switch.route.embedding(site, inputs, output, float(getattr(layer, "embed_scale", 1.0)))
+        return switch.route.linear(site, inputs, output)
+
+    return module.register_forward_hook(add, prepend=True, with_kwargs=True)
+
+
+_UP = ("gate_up_proj", "up_proj")
+
+
+def unsupported_experts_reason(name: str, module: nn.Module, parameter: str) -> str:
+    """Return the reason why the experts of a module cannot have adapters, or ""."""
+    if parameter not in (*_UP, "down_proj") or not layers.are_fused_experts(module):
+        return (
+            f"{name}.{parameter}: is a parameter of a {type(module).__name__}. Of parameters, only those of fused "
+            "experts of transformers (gate_up_proj, up_proj, down_proj) can have adapters. Remove it from "
+            "target_parameters"
+        )
+    if getattr(module, "has_post_expert_norm", False) or layers.are_parted_experts(module):
+        return f"{name}: experts with their own norms, or distributed over ranks, cannot have adapters"
+    return ""
+
+
+def adapted_experts(
+    route: BatchRouting,
+    name: str,
+    module: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Compute the experts of a module for a micro-batch of many tenants.
+
+    Args:
+        route: of the micro-batch.
+        name: of the module.
+        module: the fused experts, with unsharded weights.
+        hidden_states: (rows * tokens, width).
+        top_k_index: (rows * tokens, k), the experts of each token.
+        top_k_weights: of the same shape, the weight of each expert.
+
+    Returns: (rows * tokens, width).
+    """
+    route.require_rows(name, hidden_states)
+    # Pairs (token, expert), by expert: (rows * tokens * k,). Stable, so tokens of an expert stay in order.
+    chosen, order = top_k_index.flatten().sort(stable=True)
+    tokens = order // top_k_index.shape[1]
+    result = torch.zeros_like(hidden_states)
+    up = next(parameter for parameter in _UP if hasattr(module, parameter))
+    for expert, (start, *bounds, stop) in enumerate(_bounds(route, chosen, tokens, module.num_experts)):
+        if start == stop:
+            continue
+        own = tokens[start:stop]
+        weights = top_k_weights.flatten()[order[start:stop]].unsqueeze(1)
+        cuts = [bound - start for bound in bounds]
+        hidden = _product(route, module, name, up, expert, hidden_states[own], cuts)
+        hidden = layers.activated(module, hidden)
+        hidden = _product(route, module, name, "down_proj", expert, hidden, cuts)
+        result = result.index_add(0, own, (hidden * weights).to(result.dtype))
+    # No segments: it attaches the anchor, so that the result requires a gradient on ranks without rows, too.
+    return route.record_site(name, adapt(route.anchor, result.detach(), result, [], SegmentLoop()))
+
+
+def _bounds(route: BatchRouting, chosen: torch.Tensor, tokens: torch.Tensor, experts: int) -> list[list[int]]:
+    """Return the bounds of each expert and, within it, of each member in sorted pairs (expert, token).
+
+    The host waits for the device once.
+    """
+    # expert * most + token is ascending. So a member's pairs of an expert are one run, found by its bounds.
+    most = route.rows * route.tokens
+    firsts = torch.tensor([0, *(bound * route.tokens for bound in route.bounds()), most])
+    wanted = torch.arange(experts).unsqueeze(1) * most + firsts
+    found = torch.searchsorted(chosen * most + tokens, torch_private.sent(wanted, chosen.device))
+    bounds: list[list[int]] = found.tolist()
+    return bounds
+
+
+def _product(
+    route: BatchRouting,
+    module: Any,
+    name: str,
+    parameter: str,
+    expert: int,
+    rows: torch.Tensor,
+    cuts: Sequence[int],
+) -> torch.Tensor:
+    weight = get_expert_weight(module, parameter, expert)
+    found = rows @ weight if module.is_transposed else F.linear(rows, weight)
+    if module.has_bias:
+        found = found + getattr(module, f"{parameter}_bias")[expert]
+    segments = [
+        RoutedSegment(pair, cuts[number], cuts[number + 1])
+        for number, pair in enumerate(route.pairs(expert_site(name, parameter, expert)))
+        if pair is not None and cuts[number] < cuts[number + 1]
+    ]
+    return adapt(route.anchor, rows, found, segments, SegmentLoop()) if segments else found
+
+
+class SiteHooks:
+    """Hooks on the layers of a base, with the number of tenants that use each. No parameter is changed."""
+
+    def __init__(self, model: nn.Module, switch: ActiveRouting) -> None:
+        self._modules = {canonical(name): module for name, module in model.named_modules(remove_duplicate=False)}
+        self._switch = switch
+        self._used: Counter[str] = Counter()
+        self._removers: dict[str, Callable[[], object]] = {}
+
+    def require_supported(self, sites: Sequence[AdaptedSite]) -> None:
+        """Check that the base can serve all sites.
+
+        Raises:
+            ConfigError: it cannot. The message has each site.
+        """
+        experts = [site for site in sites if isinstance(site, ExpertsSite)]
+        reasons = (
+            unsupported_experts_reason(one.module, self._modules[one.module], one.parameter) for one in experts
+        )
+        faults = [reason for reason in reasons if reason]
+        seen: dict[nn.Module, str] = {}
+        for site in sites:
+            module, place = self._modules[site.module], site.module
+            if not isinstance(site, ExpertsSite) and seen.setdefault(module, place) != place:
+                faults.append(f"{place} and {seen[module]} are one layer. Target one of the two")
+        if faults:
+            raise ConfigError("this LoRA cannot be trained in a bank:\n  " + "\n  ".join(faults))
+
+    def add(self, sites: Sequence[AdaptedSite]) -> None:
+        for name in sorted({site.module for site in sites}):
+            self._used[name] += 1
+            if name not in self._removers:
+                site = next(site for site in sites if site.module == name)
+                self._removers[name] = self._attach(site, self._modules[name])
+
+    def remove(self, sites: Sequence[AdaptedSite]) -> None:
+        for name in {site.module for site in sites}:
+            self._used[name] -= 1
+            if not self._used[name]:
+                self._removers.pop(name)()
+
+    def _attach(self, site: AdaptedSite, module: nn.Module) -> Callable[[], object]:
+        if isinstance(site, ExpertsSite):
+            return self._replace_forward(site.module, module)
+        return hook_layer(module, site.module, self._switch, is_embedding=isinstance(site, EmbeddingSite)).remove
+
+    def _replace_forward(self, name: str, module: nn.Module) -> Callable[[], object]:
+        before, own = vars(module).get("forward"), module.forward
+
+        def forward(*args: Any, **keywords: Any) -> torch.Tensor:
+            route = self._switch.route
+            if route is None:
+                found: torch.Tensor = own(*args, **keywords)
+                return found
+            return adapted_experts(route, name, module, *args, **keywords)
+
+        def remove_forward() -> None:
+            del module.forward
+            if before is not None:
+                module.forward = before
+
+        module.forward = forward
+        return remove_forward

@@ -1,0 +1,369 @@
+"""Training state of a tenant: tensors by name, and facts as plain data.
+
+A file and a state dict contain the same: matrices by PEFT's names, the optimizer's tensors and the gradient of an
+open window, flat in the order of the matrices, and facts. They restore on any number of ranks.
+
+[Note: An open window] Within an accumulation window, each rank has the gradient of its own rows. The sum over all
+ranks is saved, with the number of tokens of all ranks. On resume the first rank gets the sum and the others zeros,
+as gradients are summed over the ranks at the end of the window anyway. On one rank the result is bitwise equal, on
+several ranks floats are summed in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardwise.bank.adapter import Tenant, TenantStart, TenantWindow
+from shardwise.bank.adapter_settings import TenantState, get_state, validate_state
+from shardwise.bank.optimizer_steps import sum_all
+from shardwise.checkpoints import base_identity as bases
+from shardwise.core.consents import allows
+from shardwise.core.errors import ConfigError, FormatError
+from shardwise.core.tensors import DType
+from shardwise.files.checkpoint_index import parse_object
+from shardwise.files.urls import shown
+from shardwise.fsdp.optimizer_states_by_name import set_group, unlike
+from shardwise.fsdp.torch_private import in_memory
+from shardwise.transfer.matching import OnFault
+
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings that decide how a step is computed, not its result. They are not restored."""
+_NOT_NEGATIVE = frozenset({"lr", "initial_lr", "weight_decay", "eps"})
+
+GRADIENT, MATRICES = "gradient", "matrices"
+"""Names of flat tensors: the gradient of an open window, and the matrices if the adapter's file has them cast."""
+
+_OPTIMIZER = "optimizer."
+
+
+def training_tensors(tenant: Tenant) -> dict[str, torch.Tensor]:
+    """Return the optimizer's state (not copied) and the gradient of an open window, by name.
+
+    The gradient is summed over all ranks. Collective: one all-reduce if a window is open, with a copy of the
+    gradient. See [Note: An open window].
+
+    Raises:
+        ConfigError: an entry of the state is not a tensor.
+    """
+    found = {}
+    if tenant.window.micro_batches:
+        found[GRADIENT] = tenant.gradient.clone()
+        sum_all(tenant.world, [found[GRADIENT]])
+    for entry, values in tenant.optimizer.state.get(tenant.flat, {}).items():
+        if not isinstance(values, torch.Tensor):
+            raise ConfigError(
+                f"{entry} of the optimizer of {tenant.name!r} is a {type(values).__name__}, and only tensors "
+                "are saved. Save with training_state=False"
+            )
+        found[_OPTIMIZER + entry] = values
+    return found
+
+
+def copied_state(tenant: Tenant, base: Mapping[str, str]) -> dict[str, Any]:
+    """Return a state dict. Collective: as :func:`training_tensors`."""
+    training = training_tensors(tenant)
+    return {
+        "adapter": {key: values.clone() for key, values in tenant.matrices.items()},
+        "training": {key: values.clone() for key, values in training.items()},
+        "facts": get_state(tenant, base).to_dict(),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTraining:
+    """Training state in a file (``what``) or a state dict: facts, and shapes and dtypes of tensors."""
+
+    what: str
+    facts: TenantState
+    tensors: Mapping[str, tuple[tuple[int, ...], DType]]
+
+
+def parse_state(tenant: Tenant, what: str, state: object) -> StoredTraining | TenantStart:
+    """Parse a state dict, or matrices alone by PEFT's names. ``what`` names it in errors.
+
+    Raises:
+        ConfigError: it is neither, or its matrices are those of another adapter.
+        FormatError: its facts are invalid.
+    """
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"{what} is a {type(state).__name__}. Pass the result of state_dict")
+    if state and all(isinstance(values, torch.Tensor) for values in state.values()):
+        if faults := _matrix_faults(tenant, state):
+            raise _refusal(what, tenant, faults)
+        return TenantStart(reason="the state has matrices alone")
+    if missing := [key for key in ("adapter", "training", "facts") if not isinstance(state.get(key), Mapping)]:
+        raise ConfigError(
+            f"{what}: it has no {', '.join(missing)}; nor is it matrices alone, by PEFT's names. Pass the result "
+            "of state_dict"
+        )
+    for key in ("adapter", "training"):
+        if not all(isinstance(values, torch.Tensor) for values in state[key].values()):
+            raise ConfigError(f"{what}: {key} has values that are not tensors. Pass the result of state_dict")
+    if faults := [*_kind_faults(state["adapter"]), *_kind_faults(state["training"])]:
+        raise _refusal(what, tenant, faults)
+    shapes = {key: tuple(values.shape) for key, values in state["adapter"].items()}
+    facts = replace(validate_state(state["facts"], what), matrices=shapes)
+    tensors = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in state["training"].items()}
+    return StoredTraining(what, facts, tensors)
+
+
+def copy_values(tenant: Tenant, state: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> None:
+    """Copy the values of a parsed state dict, or of matrices alone, into a tenant and into ``targets``."""
+    for key, values in tenant.matrices.items():
+        values.copy_(state.get("adapter", state)[key])
+    for key, values in targets.items():
+        values.copy_(state["training"][key])
+
+
+def _matrix_faults(tenant: Tenant, state: Mapping[str, torch.Tensor]) -> list[str]:
+    shapes = {key: tuple(values.shape) for key, values in state.items()}
+    return [*_compare_shapes(shapes, tenant.shapes), *_kind_faults(state)]
+
+
+def _kind_faults(state: Mapping[str, torch.Tensor]) -> list[str]:
+    return [
+        f"{key}: is a {type(values).__name__} of {values.dtype} on {values.device}; a whole tensor of "
+        "floating-point numbers is needed"
+        for key, values in state.items()
+        if isinstance(values, DTensor) or values.is_meta or not values.is_floating_point()
+    ]
+
+
+def restore(
+    tenant: Tenant,
+    what: str,
+    found: StoredTraining | TenantStart,
+    targets: Mapping[str, torch.Tensor],
+    base: Mapping[str, str],
+    on_other_base: OnFault,
+    on_not_finite: OnFault,
+) -> TenantStart:
+    """Restore everything else of a tenant whose matrices and ``targets`` have been filled. Collective: no.
+
+    Args:
+        tenant: a tenant that is not registered yet.
+        what: name of the state's source, for messages.
+        found: the parsed state.
+        targets: result of :func:`restore_targets`.
+        base: identity of the base.
+        on_other_base: whether the base may differ.
+        on_not_finite: whether values may be infinite or NaN.
+
+    Raises:
+        ConfigError: the schedule rejects its state.
+        FormatError: values are not finite, and that is not allowed.
+    """
+    if tenant.world.rank:  # see [Note: An open window]
+        tenant.gradient.zero_()
+    moments = {key: values for key, values in targets.items() if key.startswith(_OPTIMIZER)}
+    _require_finite(what, {**tenant.matrices, **moments}, on_not_finite)
+    if isinstance(found, TenantStart):
+        return found
+    facts = found.facts
+    _restore_counters(tenant, facts)
+    if moments:
+        tenant.optimizer.state[tenant.flat] = {key.removeprefix(_OPTIMIZER): own for key, own in moments.items()}
+    compared = _compare_bases(facts.base, base, on_other_base).summary
+    return TenantStart(facts.steps, facts.windows, facts.micro_batches, facts.num_supervised_tokens, compared)
+
+
+def restore_targets(
+    tenant: Tenant, found: StoredTraining | TenantStart, base: Mapping[str, str], on_other_base: OnFault
+) -> dict[str, torch.Tensor]:
+    """Return memory for the training's tensors to restore, by name. Empty if there is no training.
+
+    Raises:
+        ConfigError: the state belongs to another adapter, base, optimizer or schedule. The message has the
+            differences.
+    """
+    if isinstance(found, TenantStart):
+        return {}
+    if faults := _differences(tenant, found.facts, base, on_other_base):
+        raise _refusal(found.what, tenant, faults)
+    targets = {_OPTIMIZER + entry: values for entry, values in _empty_moments(tenant, found.facts).items()}
+    if found.facts.micro_batches:
+        targets[GRADIENT] = tenant.gradient
+    if MATRICES in found.tensors:
+        targets[MATRICES] = tenant.flat.detach()
+    wanted = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in targets.items()}
+    faults = [
+        f"{shown(key)}: {_describe(found.tensors.get(key))} in the file, {_describe(wanted.get(key))} here"
+        for key in sorted({*wanted, *found.tensors})
+        if wanted.get(key) != found.tensors.get(key)
+    ]
+    if faults:
+        raise _refusal(found.what, tenant, faults)
+    return targets
+
+
+def _describe(tensor: tuple[tuple[int, ...], DType] | None) -> str:
+    return "not there" if tensor is None else f"{tensor[0]} {tensor[1].label}"
+
+
+def _refusal(what: str, tenant: Tenant, faults: list[str]) -> ConfigError:
+    lines = "\n  ".join(faults[:20])
+    return ConfigError(
+        f"{what}: is not a state of {tenant.name!r} as it is here:\n  {lines}\n"
+        "Create it as it was, or take the matrices alone, with training_state=False"
+    )
+
+
+def _empty_moments(tenant: Tenant, facts: TenantState) -> dict[str, torch.Tensor]:
+    """Return memory for the state of an optimizer with these settings after this number of steps.
+
+    Its entries are those that an optimizer of one number has.
+    """
+    single = nn.Parameter(torch.zeros(1, device=tenant.flat.device))
+    kind: Any = type(tenant.optimizer)
+    made = kind([single], lr=0.1)
+    settings = {**tenant.optimizer.param_groups[0], **_restored_settings(facts.settings)}
+    made.param_groups[0].update({key: value for key, value in settings.items() if key != "params"})
+    if facts.steps > 0:
+        single.grad = torch.zeros_like(single)
+        made.step()
+    return {
+        entry: torch.zeros(tenant.flat.shape if like.ndim else (), dtype=like.dtype, device=like.device)
+        for entry, like in made.state.get(single, {}).items()
+        if like is not None
+    }
+
+
+def _restored_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in _IMPLEMENTATION}
+
+
+def _require_finite(what: str, tensors: Mapping[str, torch.Tensor], allowed: OnFault) -> None:
+    faults = [
+        f"{key} has {count} values of {values.numel()} that are not finite. Accept them by on_not_finite=Ignore()"
+        for key, values in tensors.items()
+        if not allows(allowed, key) and (count := int((~values.isfinite()).sum()))
+    ]
+    if faults:
+        raise FormatError(f"{what}: is not a valid state:\n  " + "\n  ".join(faults[:20]))
+
+
+def _restore_counters(tenant: Tenant, facts: TenantState) -> None:
+    try:
+        tenant.schedule.load_state_dict(copy.deepcopy(dict(facts.schedule_state)))
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"this is not a state of {tenant.name!r}: its schedule does not take it: {error}"
+        ) from error
+    set_group(tenant.optimizer.param_groups[0], _restored_settings(facts.settings))
+    tenant.max_grad_norm = float(facts.max_grad_norm)
+    tenant.windows, tenant.steps = facts.windows, facts.steps
+    tenant.window = TenantWindow(facts.micro_batches, facts.num_supervised_tokens)
+
+
+def _differences(tenant: Tenant, stored: TenantState, base: Mapping[str, str], on_other_base: OnFault) -> list[str]:
+    """List the reasons why a tenant cannot resume from a state."""
+    current = get_state(tenant, base)
+    faults = [
+        *_base_faults(stored.base, current.base, on_other_base),
+        *_compare_shapes(stored.matrices, current.matrices),
+    ]
+    if not faults:
+        faults = [
+            f"{site}: (rank, scaling, dropout) is {stored.config.get(site)} in the state, and "
+            f"{current.config.get(site)} in the adapter"
+            for site in sorted({*stored.config, *current.config})
+            if stored.config.get(site) != current.config.get(site)
+        ]
+    if not faults and list(stored.matrices) != list(current.matrices):
+        faults.append("its matrices are in another order. Save it again with the versions that are installed here")
+    if stored.seed != current.seed:
+        faults.append(f"seed {stored.seed}, and {current.seed} here, which dropout follows from")
+    if stored.micro_batches:
+        for what in ("gradient_accumulation_steps", "reduction"):
+            one, other = getattr(stored, what), getattr(current, what)
+            if one != other:
+                faults.append(f"its window is open, with {what} {one}, and it is {other} here")
+    return [*faults, *_optimizer_faults(tenant.name, stored, current), *_schedule_faults(tenant, stored, current)]
+
+
+def _compare_bases(
+    stored: Mapping[str, str], current: Mapping[str, str], on_other_base: OnFault
+) -> bases.BaseMatch:
+    """Compare two results of :func:`identify_base`. FormatError if the first has no identity."""
+    what = "the base of a tenant's state"
+    identities = (each["identity"].encode("utf-8", "surrogatepass") for each in (stored, current))
+    one, other = (bases.BaseIdentity.from_dict(parse_object(text, what=what), what) for text in identities)
+    return bases.compare_bases(one, other, on_other_base, are_shapes_same=stored["shapes"] == current["shapes"])
+
+
+def _base_faults(stored: Mapping[str, str], current: Mapping[str, str], on_other_base: OnFault) -> list[str]:
+    known, own = (f"{one['name'] or 'a base without a name'} ({one['architecture']})" for one in (stored, current))
+    if stored["architecture"] != current["architecture"]:
+        return [f"it was trained on {known}, and this is {own}"]
+    match = _compare_bases(stored, current, on_other_base)
+    if match.refused:
+        why = "; ".join(match.refused)
+        return [f"it was trained on {known}, and this is another base, {own}: {why}. {bases.ALLOW_OTHER_BASE}"]
+    return []  # names may differ: a folder may have been moved
+
+
+def _compare_shapes(stored: Mapping[str, tuple[int, ...]], current: Mapping[str, tuple[int, ...]]) -> list[str]:
+    return [
+        f"{key}: {stored.get(key, 'not there')} in the state, {current.get(key, 'not there')} in the adapter"
+        for key in sorted({*stored, *current}, key=str)
+        if stored.get(key) != current.get(key)
+    ]
+
+
+def _optimizer_faults(name: str, stored: TenantState, current: TenantState) -> list[str]:
+    faults = unlike({name: (current.optimizer, current.settings)}, {name: (stored.optimizer, stored.settings)})
+    if faults:
+        return [f"{fault}. Pass optimizer= as it was" for fault in faults]
+    odd = {*_unlike_keys(_restored_settings(stored.settings), _restored_settings(current.settings))}
+    for key in stored.settings.keys() & _NOT_NEGATIVE - odd:
+        if stored.settings[key] is None or not stored.settings[key] >= 0:
+            odd.add(key)
+    return [
+        f"the setting {shown(key)} of {stored.optimizer} is {shown(repr(stored.settings.get(key, 'missing')))}"
+        for key in sorted(odd)
+    ]
+
+
+def _schedule_faults(tenant: Tenant, stored: TenantState, current: TenantState) -> list[str]:
+    if stored.schedule != current.schedule:
+        return [
+            f"its schedule was a {stored.schedule}, and here it is a {current.schedule}. Pass schedule= as it was"
+        ]
+    if not isinstance(tenant.schedule, LRScheduler):
+        return []  # torch's make each key an attribute, others check their own state
+    odd = _unlike_keys(stored.schedule_state, current.schedule_state)
+    return [f"{shown(key)} of its schedule {stored.schedule} is not as that of this one" for key in odd]
+
+
+def _unlike_keys(stored: Mapping[Any, Any], current: Mapping[Any, Any]) -> list[str]:
+    """Return the keys that only one of them has, or whose value is of another kind."""
+    both = stored.keys() & current.keys()
+    odd = [key for key in both if not _is_like(stored[key], current[key])]
+    return sorted(map(str, [*odd, *(stored.keys() ^ current.keys())]))
+
+
+def _is_like(value: Any, present: Any) -> bool:
+    """Return whether a value has the type of the current one. Numbers must be finite."""
+    if isinstance(present, torch.Tensor):
+        present = float(present)
+    if isinstance(value, torch.Tensor):
+        value = float(value) if value.numel() == 1 else None
+    if present is None or value is None or isinstance(present, str | bool) or isinstance(value, str | bool):
+        return value is None or present is None or type(value) is type(present)
+    if isinstance(present, int | float):
+        return isinstance(value, int | float) and math.isfinite(value)
+    if isinstance(present, list | tuple):
+        is_as_long = isinstance(value, list | tuple) and len(value) == len(present)
+        return is_as_long and all(map(_is_like, value, present))
+    if type(present) is dict and isinstance(value, Mapping):
+        return value.keys() == present.keys() and all(_is_like(value[key], present[key]) for key in present)
+    return isinstance(value, Mapping) == isinstance(present, Mapping)

@@ -1,0 +1,423 @@
+"""The state of a training, and the part of it that a checkpoint stores, by name.
+
+[Note: Random numbers on other ranks] With as many ranks as before, every rank's generators continue from there.
+On another number of ranks they cannot: states cannot be divided, and two ranks with one state would draw the same.
+A generator that was in the same state on all ranks is set to it on all. Any other is seeded on each rank from the
+state that rank 0's had, the rank, and the number of ranks: the same on every run, and different on every rank.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.checkpoints.base_identity import BaseSamples, select_base
+from shardwise.checkpoints.header import as_json, compute_digest, to_pickle
+from shardwise.checkpoints.summaries import StateSummary
+from shardwise.core.errors import ConfigError, FormatError
+from shardwise.core.layout import TensorKind
+from shardwise.files.join_entries import KeyPath
+from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_compile
+from shardwise.fsdp.optimizer_states_by_name import written_groups
+from shardwise.fsdp.rebind import Bound, bind_optimizers, describe_sharding, inner_tensors
+from shardwise.models.selection import AdapterOnly, Selection, names_outside
+from shardwise.transfer.distributed_chunks import Views
+from shardwise.transfer.replicas import Replicas
+
+
+def dcp_key(path: KeyPath) -> str:
+    """Return the key in DCP of the value at a path such as ``("optimizer", "state", FQN, "exp_avg")``."""
+    return ".".join(path)
+
+
+REDUCED = ("optimizer", "reduced", "layout")
+"""Path to the layout of optimizer state that belongs to one rank each. Its values have ``rank_N`` as last key."""
+
+_SAVE_IT_BY_RANK = "save what the optimizer's own state_dict() has, rank by rank"
+
+
+class Stateful(Protocol):
+    """Object with a plain-data state dict: a scheduler, torchdata's loader, a gradient scaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """State of a training, except for the random generators, which are saved and restored with it.
+
+    Attributes:
+        model: sharded or not, in the same state on every rank.
+        optimizers: one, or several in the same order on every rank.
+        schedulers: one or several. The first rank's are saved.
+        data: object with the state of the data position. If the state is equal on all ranks, any number of ranks
+            can resume from it. Otherwise each rank has its own, and as many ranks are needed.
+        scaler: a gradient scaler. The first rank's is saved.
+        user: JSON of the user. The first rank's is saved.
+    """
+
+    model: nn.Module
+    optimizers: Optimizer | Sequence[Optimizer] = ()
+    schedulers: Stateful | Sequence[Stateful] = ()
+    data: Stateful | None = None
+    scaler: Stateful | None = None
+    user: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        given: object = self.optimizers
+        if not isinstance(self.model, nn.Module):
+            raise ConfigError(f"model is a {type(self.model).__name__}. Pass a module of torch")
+        if not isinstance(given, (Optimizer, Sequence)) or not all(
+            isinstance(item, Optimizer) for item in self.all_optimizers
+        ):
+            raise ConfigError(f"optimizers is a {type(given).__name__}. Pass an optimizer of torch, or several")
+
+    @property
+    def all_optimizers(self) -> tuple[Optimizer, ...]:
+        return (self.optimizers,) if isinstance(self.optimizers, Optimizer) else tuple(self.optimizers)
+
+    @property
+    def all_schedulers(self) -> tuple[Stateful, ...]:
+        return tuple(self.schedulers) if isinstance(self.schedulers, Sequence) else (self.schedulers,)
+
+
+@dataclass(frozen=True)
+class CollectedState:
+    """The model and its optimizers as they are now on this rank.
+
+    Attributes:
+        held: all tensors of the model.
+        bounds: the optimizers, with their parameters by name.
+        stored: the model's tensors that a checkpoint stores, tied ones once, by FQN.
+        tensors: all tensors that a checkpoint stores, the model's and the optimizers' own.
+        signature: names, kind, shape and ``requires_grad`` of each tensor of the model.
+    """
+
+    model: nn.Module
+    held: list[TensorRef]
+    bounds: list[Bound]
+    stored: dict[str, TensorRef]
+    tensors: dict[KeyPath, torch.Tensor]
+    signature: tuple[tuple[tuple[str, ...], TensorKind, tuple[int, ...], bool], ...]
+
+    @cached_property
+    def others(self) -> str:
+        """Digest of the names and shapes of the model's tensors that are not stored."""
+        others = [
+            (item.fqn, tuple(item.tensor.shape))
+            for item in self.held
+            if item.kind.is_saved and item.fqn not in self.stored
+        ]
+        return hashlib.sha256(repr(others).encode()).hexdigest()[:32]
+
+    @cached_property
+    def base(self) -> BaseSamples:
+        """Samples of the parameters that are not stored."""
+        return BaseSamples.select(self.model, select_base(self.held, self.stored))
+
+    @cached_property
+    def alias_keys(self) -> dict[KeyPath, KeyPath]:
+        """Further names of tied tensors, each with the first name."""
+        return {
+            ("model", name): ("model", fqn)
+            for fqn, item in self.stored.items()
+            for name in item.names
+            if name != fqn
+        }
+
+    @cached_property
+    def buffers(self) -> dict[str, str]:
+        """FQNs of the model's buffers, by :func:`dcp_key`."""
+        kinds = {fqn: item.kind for fqn, item in self.stored.items()}
+        return {dcp_key(("model", fqn)): fqn for fqn, kind in kinds.items() if kind is not TensorKind.PARAMETER}
+
+    @cached_property
+    def numbers(self) -> dict[str, object]:
+        """Values of optimizer state that are not tensors, by their keys."""
+        values = [(key, value) for bound in self.bounds for key, value in bound.scalars.items()]
+        return {
+            dcp_key(("optimizer", "state", key.parameter, key.entry)): value
+            for key, value in values
+            if not isinstance(value, torch.Tensor)
+        }
+
+    @cached_property
+    def reduced(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Optimizer state that belongs to this rank alone, by FQN and name."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for bound in self.bounds:
+            for key, value in bound.rank_local.items():
+                found.setdefault(key.parameter, {})[key.entry] = value
+        return found
+
+    @cached_property
+    def layout(self) -> str:
+        """Return a digest of the sharding of trained parameters and of their reduced state, equal on all ranks."""
+        parameters = {item.fqn: item.tensor for item in self.held if item.tensor.requires_grad}
+        blocks = [getattr(bound.optimizer, "block_size", 0) for bound in self.bounds]
+        return compute_digest(
+            [blocks, sorted(parameters), describe_sharding(parameters[name] for name in sorted(parameters))]
+        )
+
+    @cached_property
+    def by_key(self) -> dict[str, torch.Tensor]:
+        """All tensors that a checkpoint stores, by :func:`dcp_key`."""
+        return {dcp_key(path): tensor for path, tensor in self.tensors.items()}
+
+    def memory(self) -> list[list[object]]:
+        """Return where each tensor of the checkpoint, and of its base, is on this rank.
+
+        Equal at a later step if the same tensors are still in the same memory. As long as this state is referenced,
+        no other tensor has the identity of one of its own.
+        """
+        base = select_base(self.held, self.stored)
+        tensors = [*self.tensors.values(), *(item.tensor for item in base)]
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return [
+            [id(tensor) for tensor in tensors],
+            [shard.data_ptr() for shard in local],
+            [shard.shape for shard in local],
+            [shard.stride() for shard in local],
+            [shard.dtype for shard in local],
+        ]
+
+
+def collect_state(state: TrainState, only: Selection, before: CollectedState | None = None) -> CollectedState:
+    """Collect the tensors of a training. FSDP2 groups that are gathered are resharded.
+
+    PEFT's selection for ``before``, the state of an earlier step, is reused for a model with the same tensors.
+
+    Raises:
+        ConfigError: the model has no such adapter.
+        ShardingError: parameters of the optimizers are not the model's, or their state has no shards that follow.
+    """
+    model = without_compile(state.model)
+    held = collect_tensors(model)
+    bounds = bind_optimizers(state.all_optimizers, held, _SAVE_IT_BY_RANK, by_rank=True)
+    signature = tuple((item.names, item.kind, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held)
+    if before is not None and before.model is model and before.signature == signature:
+        chosen = set(before.stored)
+    else:
+        chosen = selected_names(model, held, only)
+    stored = {item.fqn: item for item in held if item.fqn in chosen}
+    return CollectedState(model, held, bounds, stored, _tensors(stored, bounds), signature)
+
+
+def _tensors(stored: Mapping[str, TensorRef], bounds: Sequence[Bound]) -> dict[KeyPath, torch.Tensor]:
+    found: dict[KeyPath, torch.Tensor] = {("model", fqn): item.tensor for fqn, item in stored.items()}
+    for bound in bounds:
+        for key, value in [*bound.tensors.items(), *bound.scalars.items()]:
+            if isinstance(value, torch.Tensor):
+                found["optimizer", "state", key.parameter, key.entry] = value
+    return found
+
+
+def selected_names(model: nn.Module, held: Sequence[TensorRef], only: Selection) -> set[str]:
+    """Return the FQNs that a checkpoint stores: all, or an adapter and all other trained parameters."""
+    saved = {item.fqn for item in held if item.kind.is_saved}
+    if only is None:
+        return saved
+    first = {name: item.fqn for item in held for name in item.names}
+    adapter = {first[fqn] for fqn in names_outside(model, held, only).values()}
+    return adapter | {item.fqn for item in held if item.kind.is_saved and item.tensor.requires_grad}
+
+
+def describe_selection(only: Selection) -> str:
+    """Return the selection as it is recorded in the header of a checkpoint."""
+    return f"adapter {only.adapter}" if isinstance(only, AdapterOnly) else "everything"
+
+
+_NOT_COMPARED = frozenset(
+    {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "init_lora_weights"}
+)
+"""Settings of an adapter that do not affect its output."""
+
+
+def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any] | None:
+    """Return the settings of an adapter that affect its output, as JSON, or None without an adapter."""
+    adapters: Any = getattr(model, "peft_config", None)
+    if not isinstance(only, AdapterOnly) or not isinstance(adapters, Mapping) or only.adapter not in adapters:
+        return None
+    settings = adapters[only.adapter].to_dict()
+    kept = {name: value for name, value in settings.items() if name not in _NOT_COMPARED}
+    found: dict[str, Any] = json.loads(json.dumps(kept, default=_plain))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
+
+
+@dataclass(slots=True)
+class StateContents:
+    """Content of a checkpoint as this rank has it.
+
+    Attributes:
+        collected: the model and its optimizers.
+        user: JSON of the user.
+        common: pickled values that the first rank stores for all.
+        own: pickled values of this rank.
+        base: samples of the base of an adapter.
+        replicas: replicated tensors, of a plan.
+        chunks: this rank's chunks, of a plan.
+        summary: what the ranks compare.
+    """
+
+    collected: CollectedState
+    user: dict[str, Any]
+    common: dict[KeyPath, Any] = field(default_factory=dict)
+    own: dict[KeyPath, Any] = field(default_factory=dict)
+    base: BaseSamples | None = None
+    replicas: Replicas = field(default_factory=lambda: Replicas({}))
+    chunks: Views = field(default_factory=dict)
+    summary: StateSummary = field(default_factory=StateSummary)
+
+    def stored(self, data: str, rank: int) -> dict[KeyPath, bytes]:
+        """Return the values that this rank stores. A data position equal on all ranks is stored by the first."""
+        values = {**({} if rank else self.common), **self.own}
+        return {path: value for path, value in values.items() if not rank or data == "each" or path[0] != "data"}
+
+
+_NAMES = frozenset({"params", "param_names"})
+
+
+def collect_contents(collected: CollectedState, state: TrainState, rank: int) -> StateContents:
+    """Collect the values that are not tensors.
+
+    Raises:
+        ConfigError: a component has no ``state_dict``, or the user's state is not JSON.
+    """
+    found = StateContents(collected, as_json(state.user))
+    summary = found.summary
+    for bound in collected.bounds:
+        for key, value in bound.scalars.items():
+            if not isinstance(value, torch.Tensor):
+                found.common["optimizer", "state", key.parameter, key.entry] = value
+    if collected.bounds:
+        groups = written_groups(collected.bounds)
+        found.common["optimizer", "param_groups"] = groups
+        settings = [{key: value for key, value in group.items() if key not in _NAMES} for group in groups]
+        summary.settings = compute_digest(settings)
+        summary.rates = [float(group["lr"]) for group in groups if "lr" in group]
+    if reduced := collected.reduced:
+        found.common[REDUCED] = collected.layout
+        found.own["optimizer", "reduced", f"rank_{rank}"] = {
+            parameter: {entry: inner_tensors(value) for entry, value in entries.items()}
+            for parameter, entries in reduced.items()
+        }
+    if state.all_schedulers:
+        found.common["schedulers",] = [_state_dict(item, "schedulers") for item in state.all_schedulers]
+    if state.scaler is not None:
+        found.common["scaler",] = _state_dict(state.scaler, "scaler")
+    generators = generator_states()
+    summary.random = {
+        name: compute_digest(str(value) if name == "python" else value)  # a tuple of many numbers
+        for name, value in generators.items()
+    }
+    found.own["rng", f"rank_{rank}"] = generators
+    if state.data is not None:
+        position = _state_dict(state.data, "data")
+        summary.data = compute_digest(position)
+        found.own["data", f"rank_{rank}"] = position
+    found.common = {} if rank else {path: to_pickle(value, dcp_key(path)) for path, value in found.common.items()}
+    found.own = {path: to_pickle(value, dcp_key(path)) for path, value in found.own.items()}
+    return found
+
+
+def _state_dict(component: Any, what: str) -> dict[str, Any]:
+    kind = type(component).__name__
+    if not all(callable(getattr(component, name, None)) for name in ("state_dict", "load_state_dict")):
+        raise ConfigError(f"{what} is a {kind}, which has no state_dict and load_state_dict")
+    found = component.state_dict()
+    if not isinstance(found, dict):
+        raise ConfigError(f"{what}: state_dict() of {kind} is a {type(found).__name__}, not a dict")
+    return found
+
+
+Mode: TypeAlias = Literal["sync", "async"]
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of Python's, numpy's and torch's random generators, as plain data, by name."""
+    legacy: Any = np.random.get_state(legacy=True)
+    name, words, position, has_gauss, gauss = legacy
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(words.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.accelerator.is_available():
+        module = _accelerator()
+        states[torch.accelerator.current_accelerator().type] = module.get_rng_state().cpu()  # type: ignore[union-attr]
+    return states
+
+
+def seed_generators(
+    first: Mapping[str, Any], alike: Collection[str], rank: int, world_size: int, what: str
+) -> list[str]:
+    """Set generators from rank 0's states, ``first``. See [Note: Random numbers on other ranks].
+
+    Return the names of those that this machine does not have.
+    """
+    missing = restore_generators({name: state for name, state in first.items() if name in alike}, what)
+    for name, state in first.items():
+        if name in alike:
+            continue
+        text = f"{compute_digest(state)} {rank} of {world_size}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        if name == "python":
+            random.seed(seed)
+        elif name == "numpy":
+            np.random.seed(seed % 2**32)
+        elif name == "torch":
+            torch.default_generator.manual_seed(seed)
+        elif _has(name):
+            _accelerator().manual_seed(seed)
+        else:
+            missing.append(name)
+    return missing
+
+
+def restore_generators(states: Mapping[str, Any], what: str) -> list[str]:
+    """Set random generators to their states. Return the names of those that this machine does not have.
+
+    Raises:
+        FormatError: a state is invalid.
+    """
+    missing: list[str] = []
+    for name, state in states.items():
+        try:
+            if name == "python":
+                random.setstate(state)
+            elif name == "numpy":
+                kind, words, *rest = state
+                np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
+            elif name == "torch":
+                torch.set_rng_state(state)
+            elif _has(name):
+                _accelerator().set_rng_state(state)
+            else:
+                missing.append(name)
+        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+            raise FormatError(f"{what}: the state of the generator {name} is invalid: {error}") from error
+    return missing
+
+
+def _has(kind: str) -> bool:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found is not None and found.type == kind
+
+
+def _accelerator() -> Any:
+    return torch.get_device_module(torch.accelerator.current_accelerator())

@@ -1,1 +1,0 @@
-"""Expressions: the stored elements that make up a box of a parameter, and the computations on them. No torch."""

@@ -1,0 +1,81 @@
+"""The matrices of a LoRA on a parameter of stacked experts, in the layouts of several versions of PEFT.
+
+[Note: Exchanged factors] A parameter of stacked experts is (experts, out, in), or (experts, in, out) in modules
+with ``is_transposed``. Since PEFT 0.19.1, ``lora_A`` is (experts * r, in), expert by expert, and ``lora_B`` is
+(out, r * experts), rank by rank. PEFT 0.17 and 0.18 took the second dimension of the parameter for the input in
+either case, and 0.19.0 the wrong one in both. PEFT reads their files as if it had written them. Configs have
+``peft_version`` since 0.18.0, and keep it when a later version saves them again. So the shapes decide, and the
+version only if all parameters of an adapter are square.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.expression import Expression, Shape, permute, reshape
+
+TODAYS_VERSION: Final = "0.19.1"
+"""The first version of PEFT with today's layout."""
+
+_Shapes: TypeAlias = tuple[Shape, Shape]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFactors:
+    """Shapes of (lora_A, lora_B) of a parameter of stacked experts.
+
+    Attributes:
+        stored: those in a file.
+        expected: those of today's PEFT.
+        experts: number of experts.
+        is_transposed: whether the parameter is (experts, in, out).
+    """
+
+    stored: _Shapes
+    expected: _Shapes
+    experts: int
+    is_transposed: bool
+
+    @property
+    def fits(self) -> bool:
+        return self.stored == self.expected
+
+    @property
+    def fits_exchanged(self) -> bool:
+        (stacked, size_in), (size_out, _) = self.expected
+        return self.stored == ((stacked, size_out), (size_in, stacked))
+
+    def exchange(self, lora_A: Expression, lora_B: Expression) -> tuple[Expression, Expression]:
+        """Return stored (lora_A, lora_B) in today's layout. They fit exchanged."""
+        (stacked, size_in), (size_out, _) = self.expected
+        rank = stacked // self.experts
+        of_input = permute(reshape(lora_B, (size_in, rank, self.experts)), (2, 1, 0))
+        of_output = permute(reshape(lora_A, (self.experts, rank, size_out)), (2, 1, 0))
+        return reshape(of_input, (stacked, size_in)), reshape(of_output, (size_out, stacked))
+
+
+def are_exchanged(factors: Sequence[ExpertFactors], peft_version: str | None, what: str) -> bool:
+    """Return whether the matrices of an adapter have input and output exchanged. See [Note: Exchanged factors].
+
+    ``peft_version`` is that of the adapter's config, None if it has none. ``what`` names the adapter in the error.
+
+    Raises:
+        ConfigError: neither the shapes nor the version tell.
+    """
+    by_shape = {item.fits_exchanged for item in factors if item.fits != item.fits_exchanged}
+    if len(by_shape) == 1:
+        return by_shape.pop()
+    if not any(item.fits_exchanged for item in factors):
+        return False
+    numbers = re.match(r"(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?", peft_version or "0.17")
+    version = tuple(int(number or 0) for number in numbers.groups()) if numbers else None
+    is_transposed = any(item.is_transposed for item in factors)
+    if version is None or (is_transposed and version == (0, 19, 0)):
+        raise ConfigError(
+            f"{what}: its matrices for stacked experts are square, and PEFT {peft_version!r}, which saved it, does "
+            "not tell which dimension is the input. Merge it with the versions of PEFT and transformers that "
+            "trained it"
+        )
+    return version < (0, 19, 1) and not is_transposed

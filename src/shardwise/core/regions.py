@@ -1,0 +1,202 @@
+"""Regions of tensors: affine maps from axes to dimensions.
+
+[Note: Regions] A set of indices of a node is represented as an affine map. ``origin`` is the index of its first
+element. Every axis of the iteration moves along exactly one dimension of the node, by ``step`` indices, and by
+``stride`` elements in the target. Several axes may move along the same dimension (the mixed-radix digits after a
+reshape), so a column interleave is one strided copy instead of a box for every column. Pushing a region down a node
+yields one or a few regions:
+
+* a permutation renames dimensions, and a slice scales them.
+* a concatenation or stack clips the region to each source (:func:`clip`).
+* a reshape flattens all dimensions into one, then splits dimensions off it, last first (:func:`unflatten`).
+
+Splitting is exact. In the worst case it unrolls an axis into single steps, which no conversion of transformers
+needs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+from shardwise.core.tensors import Box, Strided, contiguous_strides
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """``size`` > 1 steps, each of ``stride`` elements in the target and of ``step`` indices along ``dim``."""
+
+    size: int
+    stride: int
+    dim: int
+    step: int
+
+    @property
+    def span(self) -> int:
+        return self.step * (self.size - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """See [Note: Regions]. ``target`` is the offset of the first element in the target's memory."""
+
+    origin: tuple[int, ...]
+    target: int
+    axes: tuple[Axis, ...]
+
+    @classmethod
+    def from_box(cls, box: Box, into: Strided) -> Region:
+        """Return the region of a box whose elements are copied to ``into``."""
+        axes = tuple(
+            Axis(size, stride, dim, 1)
+            for dim, (size, stride) in enumerate(zip(box.sizes, into.strides, strict=True))
+            if size > 1
+        )
+        return cls(box.offsets, into.offset, axes)
+
+    @property
+    def bounds(self) -> Box:
+        """The smallest box that contains the region."""
+        sizes = [1] * len(self.origin)
+        for axis in self.axes:
+            sizes[axis.dim] += axis.span
+        return Box(self.origin, tuple(sizes))
+
+    def within(self, box: Box) -> Iterator[Region]:
+        """Yield the part of the region that is in a box, relative to the box's first element."""
+        regions = [self]
+        for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            regions = [piece for region in regions for piece in clip(region, dim, start, start + size)]
+        for region in regions:
+            yield replace(
+                region, origin=tuple(at - first for at, first in zip(region.origin, box.offsets, strict=True))
+            )
+
+    def strided(self, strides: Sequence[int], start: int = 0) -> tuple[Strided, Strided]:
+        """Return the layouts in the source and in the target, in the same order, with descending strides.
+
+        The source has these strides, and its first element is at ``start``.
+        """
+        offset = start + sum(index * stride for index, stride in zip(self.origin, strides, strict=True))
+        axes = sorted(((a.step * strides[a.dim], a.stride, a.size) for a in self.axes), reverse=True)
+        merged: list[tuple[int, int, int]] = []
+        for source_stride, target_stride, size in axes:
+            if merged and merged[-1][:2] == (source_stride * size, target_stride * size):
+                merged[-1] = (source_stride, target_stride, merged[-1][2] * size)
+            else:
+                merged.append((source_stride, target_stride, size))
+        sizes = tuple(size for _, _, size in merged)
+        source = Strided(offset, sizes, tuple(stride for stride, _, _ in merged))
+        return source, Strided(self.target, sizes, tuple(stride for _, stride, _ in merged))
+
+    def with_origin(self, dim: int, value: int) -> Region:
+        return Region((*self.origin[:dim], value, *self.origin[dim + 1 :]), self.target, self.axes)
+
+    def restricted(self, axis: Axis, first: int, count: int) -> Region:
+        """Keep only the steps ``first <= i < first + count`` of one axis."""
+        axes = tuple(other for other in self.axes if other is not axis)
+        if count > 1:
+            axes = (*axes, Axis(count, axis.stride, axis.dim, axis.step))
+        moved = self.with_origin(axis.dim, self.origin[axis.dim] + axis.step * first)
+        return Region(moved.origin, self.target + axis.stride * first, axes)
+
+
+def overlapped_ranges(region: Region, dim: int, starts: Sequence[int]) -> range:
+    """Return the indices of the ranges that a region overlaps. Range i is ``starts[i] <= x < starts[i + 1]``."""
+    first = region.origin[dim]
+    last = first + sum(axis.span for axis in region.axes if axis.dim == dim)
+    return range(bisect_right(starts, first) - 1, bisect_right(starts, last))
+
+
+def without_dim(region: Region, dim: int) -> Region:
+    """Return the region without a dimension and without the axes along it."""
+    axes = tuple(
+        Axis(axis.size, axis.stride, axis.dim - (axis.dim > dim), axis.step)
+        for axis in region.axes
+        if axis.dim != dim
+    )
+    return Region((*region.origin[:dim], *region.origin[dim + 1 :]), region.target, axes)
+
+
+def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:
+    """Yield the part of the region with ``start <= index < stop`` along ``dim``."""
+    along = [axis for axis in region.axes if axis.dim == dim]
+    first = region.origin[dim]
+    last = first + sum(axis.span for axis in along)
+    if last < start or first >= stop:
+        return
+    if first >= start and last < stop:
+        yield region
+        return
+    axis = max(along, key=attrgetter("step"))
+    rest = last - first - axis.span
+    touched_from = max(0, -((first + rest - start) // axis.step))
+    touched_to = min(axis.size, (stop - 1 - first) // axis.step + 1)
+    inside_from = max(touched_from, -((first - start) // axis.step))
+    inside_to = max(min(touched_to, (stop - 1 - rest - first) // axis.step + 1), inside_from)
+    if inside_to > inside_from:
+        yield region.restricted(axis, inside_from, inside_to - inside_from)
+    else:
+        inside_from = inside_to = touched_to
+    for index in (*range(touched_from, inside_from), *range(inside_to, touched_to)):
+        yield from clip(region.restricted(axis, index, 1), dim, start, stop)
+
+
+def flatten(region: Region, shape: tuple[int, ...]) -> Region:
+    """Return the same elements as indices of the flattened tensor."""
+    strides = contiguous_strides(shape)
+    origin = sum(index * stride for index, stride in zip(region.origin, strides, strict=True))
+    axes = tuple(Axis(a.size, a.stride, 0, a.step * strides[a.dim]) for a in region.axes)
+    return Region((origin,), region.target, axes)
+
+
+def unflatten(region: Region, shape: tuple[int, ...]) -> Iterator[Region]:
+    """Yield regions of a tensor of this shape that make up a region of the flattened tensor."""
+    if len(shape) == 0:
+        yield replace(region, origin=())
+        return
+    pieces = [region]
+    for size in reversed(shape[1:]):
+        pieces = [inner for piece in pieces for inner in _split(piece, size)]
+    yield from pieces
+
+
+def _split(region: Region, inner: int) -> Iterator[Region]:
+    """Replace dimension 0, an index ``x``, by the two dimensions ``x // inner, x % inner``."""
+    outer_index, inner_index = divmod(region.origin[0], inner)
+    digits = [axis for axis in region.axes if axis.dim == 0 and axis.step % inner]
+    reach = sum(axis.span for axis in digits)
+    if inner_index + reach < inner:
+        axes = tuple(_split_axis(axis, inner) for axis in region.axes)
+        yield Region((outer_index, inner_index, *region.origin[1:]), region.target, axes)
+        return
+    # Some digit carries into the outer dimension. If the others stay below its step, it divides into the steps up
+    # to the first carry, whole turns, and the steps after the last carry.
+    axis = max(digits, key=attrgetter("step"))
+    below = inner_index % axis.step + reach - axis.span
+    if inner % axis.step == 0 and below < axis.step:
+        turn = inner // axis.step
+        head = min(-(inner_index // axis.step) % turn, axis.size)
+        turns, tail = divmod(axis.size - head, turn)
+        if head:
+            yield from _split(region.restricted(axis, 0, head), inner)
+        if turns:
+            middle = region.restricted(axis, head, turn)
+            repeat = Axis(turns, axis.stride * turn, 0, inner)
+            yield from _split(replace(middle, axes=(*middle.axes, repeat) if turns > 1 else middle.axes), inner)
+        if tail:
+            yield from _split(region.restricted(axis, axis.size - tail, tail), inner)
+        return
+    axis = min(digits, key=attrgetter("size"))
+    for index in range(axis.size):
+        yield from _split(region.restricted(axis, index, 1), inner)
+
+
+def _split_axis(axis: Axis, inner: int) -> Axis:
+    if axis.dim > 0:
+        return replace(axis, dim=axis.dim + 1)
+    if axis.step % inner == 0:
+        return replace(axis, step=axis.step // inner)
+    return replace(axis, dim=1)

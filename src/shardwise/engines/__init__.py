@@ -1,5 +1,0 @@
-"""Public functions: load, save, shard, states, streams, merges, estimates."""
-
-from shardwise.errors import require_versions
-
-require_versions()

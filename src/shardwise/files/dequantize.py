@@ -1,0 +1,440 @@
+"""Dequantization of integers and of low-bit floats: (code - zero point) * scale.
+
+[Note: Layouts] Formats store codes in different orders. This node takes one: row by row, with the first of two
+codes in the lower half of a byte. For an order that is a permutation of dimensions, its inputs and its result are
+reshaped and permuted, and scales and zero points are brought into the order of the codes:
+
+- AWQ packs eight columns into a word of 32 bits, in the order 0, 2, 4, 6, 1, 3, 5, 7: columns are dequantized as
+  (words, 2, 4), and permuted to (words, 4, 2).
+- GPTQ packs eight rows of one column into a word: they are dequantized as (words, columns, 8).
+
+Packed zero points are decoded by a node of their own (:func:`decoded`).
+
+[Note: Products] A weight of AWQ or GPTQ is ``(code - zero) * scale`` in the dtype of the scales, as AutoAWQ
+(``awq/utils/packing_utils.py``) and GPTQModel (``gptqmodel/nn_modules/qlinear/__init__.py``) compute it on a CPU.
+The difference is exact, and the product is rounded once to that dtype, before any cast to the dtype of a model.
+
+GPTQ's first format stores zero points minus 1. GPTQModel undoes that by an addition to the full word, which carries
+from one zero point to the next. :class:`AddToWords` does the same.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias
+
+from shardwise.core.computed import BadValues, Computed, ComputedBlock, aligned_blocks, cast, every_nth, table_for
+from shardwise.core.expression import Expression, Shape, permute, reshape
+from shardwise.core.tensors import Box, Code, DType, numel
+
+_OUT = "values"
+
+_EXPONENT_BIAS = 127
+
+_MAX_ELEMENTS = 4 << 20
+"""Elements of a block, which should still be in the cache when it is evaluated."""
+
+_STRIP_ELEMENTS = 1 << 18
+"""Elements evaluated at once, about a core's cache. With fewer, threads wait for each other too often."""
+
+_STRIP_BYTES = 12
+"""Memory for each element of a strip: its value, its scale if scales are expanded, and an index."""
+
+
+_Check: TypeAlias = tuple[Any, int, str]
+"""Whether an input is usable, its index, and its fault otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantize:
+    """``out[i, j] = (codes[i, j] - zeros[i // unit[0], j // unit[1]]) * scales[i // unit[0], j // unit[1]]``.
+
+    Computed in float32, for any number of dimensions. Indices are those of the full tensor. Blocks at the end of a
+    dimension may be smaller than the unit. Inputs are the codes, the scales, and if there are any, the scale of the
+    whole tensor and the zero points.
+
+    Attributes:
+        shape: of the result.
+        unit: number of elements with one scale, by dimension. Empty without scales.
+        code: values of the stored bytes.
+        has_exponents: scales are bytes ``b`` that represent ``2 ** (b - 127)`` (E8M0 of OCP's microscaling formats,
+            255 is NaN).
+        overall: power of the scale of the whole tensor by which scales are multiplied: 1, -1, or 0 without one.
+        has_zeros: an input has a zero point for each scale.
+        rounds_to: each result is rounded to this dtype, before it is cast to any other: F32, BF16 or F16.
+    """
+
+    shape: Shape
+    unit: Shape
+    code: Code
+    has_exponents: bool = False
+    overall: int = 0
+    has_zeros: bool = False
+    rounds_to: DType = DType.F32
+    label: str = "dequantizing"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        for box in aligned_blocks(wanted[_OUT], self.shape, self._byte_aligned, self._max_elements(most_bytes)):
+            inputs = [every_nth(box, self.code.per_byte)]
+            if self.unit:
+                inputs.append(self._get_scales(box))
+            if self.overall:
+                inputs.append(Box((0,), (1,)))
+            if self.has_zeros:
+                inputs.append(inputs[1])
+            scales = inputs[1].numel if self.unit else 0
+            yield ComputedBlock(tuple(inputs), {_OUT: box}, self._nbytes(box.numel, scales))
+
+    @property
+    def _byte_aligned(self) -> Shape:
+        """The smallest box whose codes are whole bytes."""
+        return (*(1 for _ in self.shape[:-1]), self.code.per_byte)
+
+    def _get_scales(self, box: Box) -> Box:
+        starts = (at // size for at, size in zip(box.offsets, self.unit, strict=True))
+        return Box.between(starts, (-(-stop // size) for stop, size in zip(box.stops, self.unit, strict=True)))
+
+    @property
+    def _bytes_per_scale(self) -> int:
+        """Memory of a scale: three times itself, and the same for its zero point."""
+        return 24 if self.has_zeros else 12
+
+    def _nbytes(self, elements: int, scales: int) -> int:
+        """Return the bytes of a block: stored codes, float32 values, scales, and the scratch memory of a strip."""
+        return 5 * elements + self._bytes_per_scale * scales + _STRIP_BYTES * min(elements, _STRIP_ELEMENTS)
+
+    def _max_elements(self, most_bytes: int) -> int:
+        """Return the elements of the largest block within ``most_bytes``, with full rows or within one row."""
+        per_element = 5 - (-self._bytes_per_scale // self.unit[-1] if self.unit else 0)
+        small = most_bytes // (per_element + _STRIP_BYTES)
+        if small < _STRIP_ELEMENTS:
+            return small
+        return min(_MAX_ELEMENTS, (most_bytes - _STRIP_BYTES * _STRIP_ELEMENTS) // per_element)
+
+    def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        result = cast(values[0].new_empty(0), self.rounds_to).new_empty(block.outputs[_OUT].sizes)
+        self.evaluate_into(block, values, {_OUT: result})
+        return {_OUT: result}
+
+    def evaluate_into(self, block: ComputedBlock, values: Sequence[Any], outputs: Mapping[str, Any]) -> None:
+        """Write the values of a block to ``outputs``, cast to their dtypes.
+
+        Raises:
+            BadValues: scales are not finite, or the scale of the whole tensor is 0.
+        """
+        checks = self._write(block.outputs[_OUT], values, outputs[_OUT], _STRIP_ELEMENTS)
+        for is_usable, source, fault in checks:
+            if not is_usable:
+                shown = fault.format(float(values[source].view(-1)[0]))
+                raise BadValues(f"{shown}. Download or write the checkpoint again", source)
+
+    def evaluate_on_device(
+        self, block: ComputedBlock, values: Sequence[Any], most_bytes: int
+    ) -> tuple[Mapping[str, Any], Any]:
+        box = block.outputs[_OUT]
+        result = cast(values[0].new_empty(0), self.rounds_to).new_empty(box.sizes)
+        strip_elements = _STRIP_ELEMENTS + max(0, most_bytes - block.nbytes) // _STRIP_BYTES
+        checks = self._write(box, values, result, strip_elements)
+        is_bad = result.isnan().any()
+        for is_usable, _, _ in checks:
+            is_bad = is_bad | ~is_usable
+        return {_OUT: result}, is_bad
+
+    def _write(self, box: Box, values: Sequence[Any], out: Any, strip_elements: int) -> Sequence[_Check]:
+        """Write the values of a box, strip by strip. Return checks of the inputs."""
+        stored, factors, zeros, checks = self._inputs(values)
+        table = table_for(_values_by_byte(self.code), DType.F32, stored).view(256, self.code.per_byte)
+        for strip in aligned_blocks([box], self.shape, self._byte_aligned, strip_elements):
+            codes = _slice(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
+            result = table.index_select(0, codes.int().view(-1)).view(strip.sizes)
+            if zeros is not None:
+                by_block, spread = self._spread(result, self._strip_scales(zeros, strip, box), strip)
+                by_block.sub_(spread)
+            if factors is not None:
+                by_block, spread = self._spread(result, self._strip_scales(factors, strip, box), strip)
+                by_block.mul_(spread)
+            _slice(out, strip, box).copy_(cast(result, self.rounds_to))
+        return checks
+
+    def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Sequence[_Check]]:
+        """Return the codes, scales and zero points (float32 or None), and checks."""
+        stored, *rest = values
+        if not self.unit:
+            return stored, None, None, ()
+        scales, *rest = rest
+        factors = scales.float()
+        if self.has_exponents and not scales.is_floating_point():
+            factors = table_for(POWERS, DType.F32, scales)[scales.int()]
+        checks: list[_Check] = [(factors.isfinite().all(), 1, "a scale is NaN or infinite")]
+        if self.overall:
+            whole = rest.pop(0).float()
+            factors = factors * whole if self.overall > 0 else factors / whole
+            is_usable = whole.isfinite().all() & whole.all() & factors.isfinite().all()
+            fault = "the scale of the whole tensor is {}, with which scales are 0 or not finite"
+            checks.append((is_usable, 2, fault))
+        zeros = rest.pop(0).float() if self.has_zeros else None
+        if zeros is not None:
+            checks.append((zeros.isfinite().all(), 2 + bool(self.overall), "a zero point is NaN or infinite"))
+        return stored, factors, zeros, checks
+
+    def _strip_scales(self, scales: Any, strip: Box, box: Box) -> Any:
+        return _slice(scales, self._get_scales(strip), self._get_scales(box))
+
+    def _spread(self, result: Any, scales: Any, box: Box) -> tuple[Any, Any]:
+        """Return values and their scales (or zero points) in shapes that broadcast."""
+        *outer, last = range(len(box.sizes))
+        for dim in outer:
+            scales = self._repeated(scales, dim, box)
+        unit, at, width = self.unit[last], box.offsets[last], box.sizes[last]
+        if at % unit == 0 and width % unit == 0:
+            return result.view(*box.sizes[:-1], width // unit, unit), scales.unsqueeze(-1)
+        return result, self._repeated(scales, last, box)
+
+    def _repeated(self, scales: Any, dim: int, box: Box) -> Any:
+        """Return a scale for each element along a dimension, unchanged if one scale is for all."""
+        unit, at, size = self.unit[dim], box.offsets[dim], box.sizes[dim]
+        if unit == 1 or scales.shape[dim] == 1:
+            return scales
+        return scales.repeat_interleave(unit, dim).narrow(dim, at % unit, size)
+
+
+POWERS = (*(2.0 ** (byte - _EXPONENT_BIAS) for byte in range(255)), float("nan"))
+"""Values of the 256 codes of E8M0."""
+
+
+def _slice(tensor: Any, box: Box, whole: Box) -> Any:
+    """Return a box of the tensor that holds the box ``whole``."""
+    for dim, (at, start, size) in enumerate(zip(box.offsets, whole.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, at - start, size)
+    return tensor
+
+
+@cache
+def _values_by_byte(code: Code) -> tuple[float, ...]:
+    """Return the one or two values of each byte, one byte after the other."""
+    if code.per_byte == 1:
+        return code.codebook
+    return tuple(number for second in code.codebook for first in code.codebook for number in (first, second))
+
+
+def decoded(values: Expression, shape: Sequence[int], code: Code) -> Expression:
+    """Return the values of codes, as float32, without scales.
+
+    Args:
+        values: as many bytes as ``shape`` needs, row by row, under any shape.
+        shape: of the result.
+        code: values of the bytes.
+
+    Raises:
+        ValueError: there are not as many bytes as elements.
+    """
+    return Computed(
+        Dequantize(tuple(shape), (), code), _OUT, tuple(shape), DType.F32, (_bytes(values, shape, code),)
+    )
+
+
+def dequantized(
+    values: Expression,
+    scales: Expression,
+    shape: Sequence[int],
+    unit: Sequence[int],
+    code: Code,
+    *,
+    has_exponents: bool = False,
+    overall: tuple[Expression, int] | None = None,
+    zeros: Expression | None = None,
+    groups: Expression | None = None,
+    rounds_to: DType = DType.F32,
+) -> Expression:
+    """Return (elements - zero points) * scales. See :class:`Dequantize`.
+
+    Args:
+        values: as many bytes as ``shape`` needs, row by row, under any shape.
+        scales: one for each block, row by row.
+        shape: of the result.
+        unit: sizes of a block, by dimension.
+        code: values of the bytes.
+        has_exponents: scales of bytes are exponents.
+        overall: a tensor of one element, and 1 or -1: by which scales are multiplied, or divided.
+        zeros: numbers of any dtype, one for each block, that are subtracted.
+        groups: integers, the block of each index of the last dimension, if it does not follow from the index.
+        rounds_to: the dtype of the result. Products are computed in float32 in any case.
+
+    Raises:
+        ValueError: there are not as many scales, or zero points, as blocks, not as many bytes as elements, or not
+            as many groups as columns.
+    """
+    shape, unit = tuple(shape), tuple(unit)
+    counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
+    others = [reshape(scales, counts), *([] if zeros is None else [reshape(zeros, counts)])]
+    if groups is not None:
+        others = [_by_column(found, reshape(groups, shape[-1:])) for found in others]
+        unit = (*unit[:-1], 1)
+    if overall is not None:
+        others.insert(1, reshape(overall[0], (1,)))
+    power = 0 if overall is None else overall[1]
+    operation = Dequantize(shape, unit, code, has_exponents, power, zeros is not None, rounds_to)
+    sources = (_bytes(values, shape, code), *others)
+    return Computed(operation, _OUT, shape, rounds_to, sources)
+
+
+def _by_column(found: Expression, groups: Expression) -> Expression:
+    """Return the scales (or zero points) of all indices of the last dimension, from those of the blocks."""
+    *outer, count = found.shape
+    rows = _rows(permute(reshape(found, (numel(outer), count)), (1, 0)), groups)
+    return reshape(permute(rows, (1, 0)), (*outer, groups.shape[0]))
+
+
+def _bytes(values: Expression, shape: Sequence[int], code: Code) -> Expression:
+    per_byte = code.per_byte
+    if not shape or shape[-1] % per_byte or numel(values.shape) * per_byte != numel(shape):
+        raise ValueError(f"{values} has {values.shape}, which is not {tuple(shape)}, {per_byte} in a byte")
+    return reshape(values, (*shape[:-1], shape[-1] // per_byte))
+
+
+_WORD_BYTES = 4
+_CODES = {4: Code.OFFSET4, 8: Code.OFFSET8}
+"""Encodings by bits. Codes and zero points have the same offset, which cancels out."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddToWords:
+    """Addition of a constant to 32-bit words, modulo 2 ** 32.
+
+    Attributes:
+        shape: of the bytes (rows, 4 * words).
+        constant: from -(2 ** 31) to 2 ** 31 - 1.
+    """
+
+    shape: Shape
+    constant: int
+    label: str = "adding to words"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        for box in aligned_blocks(wanted[_OUT], self.shape, (1, _WORD_BYTES), max(1, most_bytes // 2)):
+            yield ComputedBlock((box,), {_OUT: box}, 2 * box.numel)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        words = values[0].view(cast(values[0].new_empty(0), DType.I32).dtype)
+        return {_OUT: (words + self.constant).view(values[0].dtype)}
+
+    def evaluate_on_device(
+        self, block: ComputedBlock, values: Sequence[Any], _most_bytes: int
+    ) -> tuple[Mapping[str, Any], Any]:
+        return self.evaluate(block, values), values[0].new_zeros(()).bool()
+
+
+@dataclass(frozen=True, slots=True)
+class GatherRows:
+    """``out[i, j] = rows[indices[i], j]``. Floats are float32, integers are unchanged.
+
+    Attributes:
+        count: of the rows.
+        shape: of the result.
+    """
+
+    count: int
+    shape: Shape
+    label: str = "choosing rows"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        at_once = max(1, most_bytes // (16 * self.count))  # columns
+        for whole in aligned_blocks(wanted[_OUT], self.shape, (1, 1), numel(self.shape)):
+            (first, start), (count, width) = whole.offsets, whole.sizes
+            for column in range(start, start + width, at_once):
+                columns = min(at_once, start + width - column)
+                rows = max(1, most_bytes // (8 * columns + 32))
+                for row in range(first, first + count, rows):
+                    box = Box((row, column), (min(rows, first + count - row), columns))
+                    inputs = Box((0, column), (self.count, columns)), Box((row,), box.sizes[:1])
+                    nbytes = 4 * box.numel + 8 * inputs[0].numel + 16 * box.sizes[0]
+                    yield ComputedBlock(inputs, {_OUT: box}, nbytes)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        """Take the rows of a block.
+
+        Raises:
+            BadValues: a number is not that of a row.
+        """
+        rows, indices = values
+        if bool(((indices < 0) | (indices >= self.count)).any()):
+            raise BadValues(
+                f"groups are {int(indices.min())} to {int(indices.max())}, and there are scales for 0 to "
+                f"{self.count - 1}. Download or write the checkpoint again",
+                1,
+            )
+        return {_OUT: (rows.float() if rows.is_floating_point() else rows).index_select(0, indices.long())}
+
+
+def _rows(source: Expression, indices: Expression) -> Expression:
+    """Return the chosen rows (see :class:`GatherRows`).
+
+    ``source`` is (count, columns), ``indices`` are integers (rows,).
+    """
+    shape = (indices.shape[0], source.shape[1])
+    dtype = DType.F32 if source.dtype.kind == "float" else source.dtype
+    return Computed(GatherRows(source.shape[0], shape), _OUT, shape, dtype, (source, indices))
+
+
+def columns_in_words(
+    values: Expression, zeros: Expression, scales: Expression, shape: Shape, group: int, dtype: DType
+) -> Expression:
+    """Return AWQ's weight (out, in) from words of eight outputs of one input, in 4 bits. See [Note: Layouts].
+
+    Args:
+        values: bytes of the words (in, out / 8).
+        zeros: bytes of words (groups, out / 8), in the same order.
+        scales: (groups, out).
+        shape: (out, in).
+        group: inputs with one scale.
+        dtype: of the products.
+    """
+    out, columns = shape
+    order, groups = (columns, out // 8, 2, 4), scales.shape[0]
+    stored_order = permute(reshape(scales, (groups, out // 8, 4, 2)), (0, 1, 3, 2))
+    points = decoded(zeros, (groups, *order[1:]), Code.OFFSET4)
+    made = dequantized(values, stored_order, order, (group, 1, 1, 1), Code.OFFSET4, zeros=points, rounds_to=dtype)
+    return reshape(permute(made, (1, 3, 2, 0)), shape)
+
+
+def rows_in_words(
+    values: Expression,
+    zeros: Expression,
+    scales: Expression,
+    shape: Shape,
+    group: int,
+    dtype: DType,
+    *,
+    bits: int,
+    is_less_one: bool,
+    group_indices: Expression | None,
+) -> Expression:
+    """Return GPTQ's weight (out, in) from words of ``32 / bits`` inputs of one output. See [Note: Layouts].
+
+    Args:
+        values: bytes of the words (in * bits / 32, out).
+        zeros: bytes of words (groups, out * bits / 32).
+        scales: (groups, out).
+        shape: (out, in).
+        group: inputs with one scale, a multiple of those in a word.
+        dtype: of the products.
+        bits: 4 or 8.
+        is_less_one: zero points are stored minus 1.
+        group_indices: the group of each input (in,), if it does not follow from its position.
+    """
+    (out, columns), per_word, groups = shape, 32 // bits, scales.shape[0]
+    if is_less_one:
+        ones = sum(1 << at for at in range(0, 32, bits))
+        zeros = Computed(AddToWords(zeros.shape, ones), _OUT, zeros.shape, DType.U8, (zeros,))
+    points = decoded(zeros, (groups, out), _CODES[bits])
+    unit: Shape = (group // per_word, 1, per_word)
+    if group_indices is not None:
+        unit = (1, 1, 1)
+        scales, points = (
+            permute(reshape(_rows(found, group_indices), (columns // per_word, per_word, out)), (0, 2, 1))
+            for found in (scales, points)
+        )
+    order = (columns // per_word, out, per_word)
+    made = dequantized(values, scales, order, unit, _CODES[bits], zeros=points, rounds_to=dtype)
+    return reshape(permute(made, (1, 0, 2)), shape)

@@ -1,0 +1,410 @@
+"""4-bit quantization of weights, and 8-bit quantization of their scales, bitwise as in bitsandbytes.
+
+[Note: Four bits] A weight is ``[rows, width]`` (experts: ``[..., rows, width]``), and ``width`` is a multiple of
+``block``. So no block crosses a row, and rows are quantized independently. The scale of a block is its largest
+magnitude. The arithmetic is that of bitsandbytes 0.50 on a CPU (``quantize_4bit`` in
+``bitsandbytes/backends/default/ops.py``), all of it in float32::
+
+    absmax = max(|x|)                       # exact
+    v      = x * (1 / max(absmax, 1e-38))   # multiplied by the reciprocal, not divided
+    code   = order[number of bounds < v]    # bounds: midpoints between values in ascending order
+
+bitsandbytes clamps ``v`` to [-1, 1], which changes no code, because all bounds are inside.
+
+The number of bounds is looked up in a table: the lower 16 bits of ``v + 768`` in float32 are the *index* of ``v``
+rounded to a multiple of 2^-14. Rounding is monotonic, so a value with a larger index than a bound is above it, and
+one with a smaller index is below. If the indices are equal, as for one element in a thousand, the numbers are
+compared. That takes fewer passes than fifteen comparisons (``benchmarks/results/four-bit-places-2026-11-23.md``).
+
+[Note: Nested scales] The scales of a weight, flattened, minus their mean (``offset``), are in blocks of 256. Each
+is stored as one of 256 numbers from -1 to 1 (:func:`dynamic_codebook`) times the largest magnitude of its block.
+Blocks continue from row to row, so a part of the scales needs the offset and the magnitudes of the full tensor: 4
+bytes for 256 scales.
+
+The arithmetic is that of bitsandbytes 0.50 on an x86 CPU (``quantize_4bit(compress_statistics=True)``, whose
+``quantize_blockwise`` is ``quantize_cpu`` of its ``csrc/cpu_ops.cpp``). It rounds to one of 65,536 values, and
+looks up the number for it, which is not always the nearest number. The mean is torch's, whose last bit depends on
+the number of
+threads: it is computed once, for all ranks.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.core.computed import cast, table_for
+from shardwise.core.tensors import Code, DType, Form4, FourBitForm
+
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Block sizes of bitsandbytes."""
+
+CHUNK = 1 << 17
+"""Elements processed at once: about a core's cache, and enough that the overhead of calls, some 70 us for a chunk,
+is small. A multiple of every block size."""
+
+_COMPARED = 1 << 12
+"""Elements that are compared with the bounds at once."""
+
+_SCRATCH_BYTES = 10
+"""For each element of a chunk: its magnitude (later a comparison, or a pair), float32 value, code, and scale."""
+
+_SHIFT = 768.0
+_SHIFT_BITS = 0x44400000
+"""The float32 ``_SHIFT``. The last bit of all numbers within 256 of it is worth 2^-14."""
+
+_INDICES = 1 << 16
+_AMBIGUOUS = 16
+"""In place of a code: numbers with this index have one of several codes."""
+
+_SMALLEST = np.float32(1e-38)
+"""The least divisor."""
+
+_BITS: dict[DType, tuple[type[np.unsignedinteger[Any]], int]] = {
+    DType.F32: (np.uint32, 0x7FFFFFFF),
+    DType.BF16: (np.uint16, 0x7FFF),
+    DType.F16: (np.uint16, 0x7FFF),
+}
+"""Unsigned integers of a dtype's width, and the mask of its magnitude. Magnitudes compare like their bits."""
+
+
+def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a weight's codes, two in a byte."""
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def scales_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
+    """Return the shape of a weight's scales."""
+    return (*shape[:-1], shape[-1] // block)
+
+
+def fits_blocks(shape: Sequence[int], block: int) -> bool:
+    """Return whether a weight of this shape is made of whole blocks within its rows."""
+    return len(shape) >= 2 and block in BLOCKS and shape[-1] > 0 and shape[-1] % block == 0
+
+
+def scales_in(raw: Any) -> Any:
+    """Return bytes ``[..., 4 n]`` as a float32 view ``[..., n]``."""
+    return raw.view(cast(raw.new_empty(0), DType.F32).dtype)
+
+
+def scratch_bytes(elements: int) -> int:
+    """Return the scratch bytes that :func:`quantize_rows` needs for this number of elements."""
+    return _SCRATCH_BYTES * min(elements, CHUNK)
+
+
+def quantize_rows(values: Any, block: int, form: Form4, packed_out: Any, absmax_out: Any) -> tuple[int, ...]:
+    """Quantize rows. All tensors are contiguous and on the CPU. May be called by several threads at once.
+
+    Memory: :func:`scratch_bytes`.
+
+    Args:
+        values: ``[..., width]`` in float32, bfloat16 or float16.
+        block: elements of a row with one scale.
+        form: 4-bit data type.
+        packed_out: receives the codes, uint8 ``[..., width / 2]``.
+        absmax_out: receives the scales, float32 ``[..., width / block]``.
+
+    Returns:
+        The rows with values that are not finite, numbered over all outer dimensions. Their output is undefined.
+
+    Raises:
+        ValueError: shapes, dtypes or the block size do not match.
+    """
+    _check(values, block, packed_out, absmax_out)
+    dtype = _get_dtype(values)
+    flat, packed = values.detach().view(-1), packed_out.detach().view(-1).numpy()
+    absmax = absmax_out.detach().view(-1).numpy()
+    stored = _view_bits(flat, dtype)
+    scratch = _Scratch(flat, dtype, block, form)
+    with np.errstate(all="ignore"):  # values that are not finite are found by their scales
+        for start in range(0, stored.size, CHUNK):
+            stop = min(start + CHUNK, stored.size)
+            scratch.quantize(
+                flat[start:stop],
+                stored[start:stop],
+                packed[start // 2 : stop // 2],
+                absmax[start // block : stop // block],
+            )
+    blocks = np.flatnonzero(~np.isfinite(absmax))
+    return tuple(np.unique(blocks // (values.shape[-1] // block)).tolist())
+
+
+def quantize_rows_on_device(
+    values: Any, block: int, form: Form4, packed_out: Any, absmax_out: Any, at_once: int
+) -> Any:
+    """Quantize rows on an accelerator like :func:`quantize_rows`, without a table, and without waiting.
+
+    Memory: ``_SCRATCH_BYTES`` for each of ``at_once`` elements, which are whole blocks.
+
+    Returns:
+        A tensor that is true if all values are finite.
+    """
+    bounds, order = bounds_and_order(form)
+    numbers_of_order = table_for(tuple(order.tolist()), DType.U8, values)
+    flat, packed, absmax = values.view(-1), packed_out.view(-1), absmax_out.view(-1)
+    for start in range(0, flat.numel(), at_once):
+        part = flat[start : start + at_once].view(-1, block)
+        scales = absmax[start // block :][: part.shape[0]]
+        scales.copy_(part.abs().amax(1))
+        numbers = part.float() * scales.clamp(min=float(_SMALLEST)).reciprocal().unsqueeze(1)
+        codes = cast(numbers > float(bounds[0]), DType.U8)
+        for bound in bounds[1:].tolist():
+            codes.add_(numbers > bound)
+        del numbers  # before more memory is taken
+        codes = numbers_of_order.index_select(0, codes.view(-1).int()).view(-1, 2)
+        packed[start // 2 :][: codes.shape[0]].copy_((codes[:, 0] << 4) | codes[:, 1])
+    return absmax.isfinite().all()
+
+
+class _Scratch:
+    """Memory for one chunk, and the operations on it, by methods of tensors if numpy's are slow."""
+
+    def __init__(self, values: Any, dtype: DType, block: int, form: Form4) -> None:
+        count, none = min(CHUNK, values.numel()), values.new_empty(0)
+        self.dtype, self.block, self.form = dtype, block, form
+        self.magnitudes = (none.int() if dtype is DType.F32 else none.short()).new_empty(count)
+        self.numbers = none.float().new_empty(count)
+        self.indices = self.numbers.view(none.int().dtype)
+        self.factors = self.numbers.new_empty(count // block)
+        reused = self.magnitudes.numpy().view(np.uint8)[:count]  # magnitudes are not needed once scales are known
+        self.is_ambiguous, self.pairs = reused.view(np.bool_), reused.view(np.uint16)
+        self.codes = _code_table(form, none)
+
+    def quantize(
+        self, values: Any, stored: NDArray[Any], packed: NDArray[np.uint8], absmax: NDArray[np.float32]
+    ) -> None:
+        """Quantize at most a chunk of ``values``, whole blocks. ``stored`` are their bits."""
+        count = stored.size
+        magnitudes, numbers, factors = self.magnitudes[:count], self.numbers[:count], self.factors[: absmax.size]
+        bits, mask = _BITS[self.dtype]
+        np.bitwise_and(stored, mask, out=magnitudes.numpy().view(bits))
+        _widen(magnitudes.view(-1, self.block).amax(1).numpy().view(bits), self.dtype, absmax)
+        reciprocals = factors.numpy()
+        np.divide(np.float32(1), np.maximum(absmax, _SMALLEST), out=reciprocals)
+        numbers.copy_(values)
+        numbers.view(-1, self.block).mul_(factors.unsqueeze(1))
+        numbers.add_(_SHIFT)
+        indices = self.indices[:count].bitwise_and_(_INDICES - 1)
+        codes = self.codes.index_select(0, indices).numpy()
+        self._resolve(codes, stored, reciprocals)
+        self._pack(codes, packed)
+
+    def _resolve(self, codes: NDArray[np.uint8], stored: NDArray[Any], factors: NDArray[np.float32]) -> None:
+        """Compute ambiguous codes by comparing values with the bounds."""
+        bounds, order = bounds_and_order(self.form)
+        found = np.flatnonzero(np.greater_equal(codes, _AMBIGUOUS, out=self.is_ambiguous[: codes.size]))
+        for start in range(0, found.size, _COMPARED):
+            chosen = found[start : start + _COMPARED]
+            numbers = np.empty(chosen.size, np.float32)
+            _widen(stored[chosen], self.dtype, numbers)
+            np.multiply(numbers, factors[chosen // self.block], out=numbers)
+            codes[chosen] = order[np.searchsorted(bounds, numbers)]
+
+    def _pack(self, codes: NDArray[np.uint8], packed: NDArray[np.uint8]) -> None:
+        """Pack two codes, of which the first is the lower byte of an integer, with the first in the upper half."""
+        both, second = codes.view(np.uint16), self.pairs[: packed.size]
+        np.right_shift(both, 8, out=second)
+        np.left_shift(both, 4, out=both)
+        np.bitwise_or(both, second, out=both)
+        np.copyto(packed, both, casting="unsafe")
+
+
+@cache
+def bounds_and_order(form: Form4) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    """Return the midpoints between values, ascending, and the codes in the order of their values.
+
+    These are ``_get_4bit_quantize_bounds`` of bitsandbytes 0.50.
+    """
+    numbers = np.array(form.codebook, np.float64)
+    order = np.argsort(numbers, kind="stable")
+    return ((numbers[order[:-1]] + numbers[order[1:]]) / 2).astype(np.float32), order.astype(np.uint8)
+
+
+def _code_table(form: Form4, none: Any) -> Any:
+    """Return the code of each index, or :data:`_AMBIGUOUS`, as uint8. ``none`` is any CPU tensor."""
+    if form not in _tables:
+        bounds, order = bounds_and_order(form)
+        of_bounds = (bounds + np.float32(_SHIFT)).view(np.int32) - _SHIFT_BITS
+        signed = np.arange(-_INDICES // 2, _INDICES // 2)
+        codes = order[np.searchsorted(of_bounds, signed)]
+        codes[np.isin(signed, of_bounds)] = _AMBIGUOUS
+        table = np.empty_like(codes)
+        table[signed % _INDICES] = codes
+        _tables[form] = none.byte().new_tensor(table.tolist())
+    return _tables[form]
+
+
+_tables: dict[Form4, Any] = {}
+
+
+def dequantize_rows(packed: Any, absmax: Any, block: int, form: FourBitForm, out: Any) -> None:
+    """Dequantize rows: products in float32, rounded once to the dtype of ``out``.
+
+    Bitwise ``dequantize_4bit`` of bitsandbytes on a CPU, except for numbers below 2^-126, which its bfloat16 code
+    for AVX512 flushes to zero. All tensors are contiguous and on the CPU.
+
+    Memory: a quarter of a MiB.
+
+    Args:
+        packed: codes, uint8 ``[..., width / 2]``.
+        absmax: scales, float32 ``[..., width / block]``.
+        block: elements of a row with one scale.
+        form: 4-bit data type.
+        out: receives the numbers, ``[..., width]`` in float32, bfloat16 or float16.
+
+    Raises:
+        ValueError: shapes, dtypes or the block size do not match.
+    """
+    _check(out, block, packed, absmax)
+    _get_dtype(out)
+    keys, scales, flat = packed.detach().view(-1).numpy(), absmax.detach().view(-1).numpy(), out.detach().view(-1)
+    numbers = absmax.new_empty(min(CHUNK, flat.numel()))
+    products = numbers.numpy()
+    for start in range(0, flat.numel(), CHUNK):
+        stop = min(start + CHUNK, flat.numel())
+        chunk = products[: stop - start]
+        np.take(_pairs(form), keys[start // 2 : stop // 2], out=chunk.view(np.uint64), mode="clip")
+        by_block = chunk.reshape(-1, block)
+        with np.errstate(all="ignore"):  # overflow is infinite
+            np.multiply(by_block, scales[start // block : stop // block, None], out=by_block)
+        flat[start:stop].copy_(numbers[: stop - start])
+
+
+def _check(numbers: Any, block: int, packed: Any, absmax: Any) -> None:
+    shape = tuple(numbers.shape)
+    if not shape or block not in BLOCKS or shape[-1] % block:
+        raise ValueError(f"{shape} is not rows of whole blocks of {block} (one of {BLOCKS})")
+    for name, tensor, wanted, dtype in (
+        ("codes", packed, packed_shape(shape), DType.U8),
+        ("scales", absmax, scales_shape(shape, block), DType.F32),
+    ):
+        of_torch = cast(tensor.new_empty(0), dtype).dtype
+        if (tuple(tensor.shape), tensor.dtype) != (wanted, of_torch):
+            raise ValueError(f"{name} of {shape} are {of_torch} {wanted}, not {tensor.dtype} {tuple(tensor.shape)}")
+    if not all(tensor.is_contiguous() for tensor in (numbers, packed, absmax)):
+        raise ValueError(f"numbers of {shape}, their codes and scales are contiguous")
+
+
+def _get_dtype(values: Any) -> DType:
+    found = {cast(values.new_empty(0), dtype).dtype: dtype for dtype in _BITS}
+    if values.dtype not in found:
+        raise ValueError(f"weights in 4 bits are made of float32, bfloat16 and float16, not of {values.dtype}")
+    return found[values.dtype]
+
+
+def _view_bits(values: Any, dtype: DType) -> NDArray[Any]:
+    """Return the bits of a contiguous tensor as a flat view, because numpy has no bfloat16."""
+    none = values.new_empty(0)
+    integers = none.int() if dtype is DType.F32 else none.short()
+    found: NDArray[Any] = values.detach().view(-1).view(integers.dtype).numpy().view(_BITS[dtype][0])
+    return found
+
+
+def _widen(stored: NDArray[Any], dtype: DType, out: NDArray[np.float32]) -> None:
+    """Convert bits of a dtype to float32."""
+    if dtype is DType.BF16:
+        np.left_shift(stored, 16, out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        np.copyto(out, stored.view(np.float32 if dtype is DType.F32 else np.float16))
+
+
+@cache
+def _pairs(form: FourBitForm) -> NDArray[np.uint64]:
+    """Return the two float32 values of each byte, as one integer."""
+    numbers = np.array(form.codebook, np.float32)
+    halves = [np.repeat(numbers, 16), np.tile(numbers, 16)]
+    return np.stack(halves[::-1] if isinstance(form, Code) else halves, axis=1).view(np.uint64).reshape(-1)
+
+
+NESTED_BLOCK = 256
+"""Scales with one second-level scale."""
+
+_NESTED_INDICES = 65536
+
+
+def compute_offset(absmax: Any) -> Any:
+    """Return the mean of all scales of a weight, float32 without dimensions.
+
+    Raises:
+        ValueError: they are not finite float32, or there are none.
+    """
+    _check_scales(absmax)
+    if not absmax.numel():
+        raise ValueError("there are no scales to average")
+    return absmax.detach().reshape(-1).mean()
+
+
+def quantize_scales(absmax: Any, offset: Any) -> tuple[Any, Any]:
+    """Quantize all scales of a weight (CPU, float32, finite, any shape) to 8 bits. See [Note: Nested scales].
+
+    Returns:
+        Codes (uint8, the same shape), and largest magnitudes (float32, ``[ceil(n / 256)]``).
+
+    Raises:
+        ValueError: the scales are not finite float32.
+    """
+    _check_scales(absmax)
+    moved = (absmax.detach().reshape(-1) - offset).numpy()
+    nested = absmax.new_empty(-(-moved.size // NESTED_BLOCK))
+    np.maximum.reduceat(np.abs(moved), np.arange(0, moved.size, NESTED_BLOCK), out=nested.numpy())
+    return nested_codes(absmax, 0, nested, offset), nested
+
+
+def nested_codes(absmax: Any, start: int, nested: Any, offset: Any) -> Any:
+    """Return the codes of some scales of a weight, beginning with its ``start``-th, in the shape of ``absmax``.
+
+    ``nested`` and ``offset`` are those of the full weight.
+    """
+    _check_scales(absmax)
+    moved = (absmax.detach().reshape(-1) - offset).numpy()
+    greatest = nested.detach().numpy()[np.arange(start, start + moved.size) // NESTED_BLOCK]
+    with np.errstate(all="ignore"):  # the reciprocal of a subnormal may be infinite
+        values = np.clip(moved * (np.float32(1) / greatest), np.float32(-1), np.float32(1))
+        indices = (values + np.float32(1)) * np.float32(0.5) * np.float32(_NESTED_INDICES - 1) + np.float32(0.5)
+    found = _nested_code_table()[np.nan_to_num(indices, nan=0.0).astype(np.uint16)]
+    found[greatest == 0] = 0
+    codes = cast(absmax.new_empty(0), DType.U8).new_empty(absmax.shape)
+    codes.view(-1).numpy()[:] = found
+    return codes
+
+
+def _check_scales(absmax: Any) -> None:
+    if absmax.dtype != cast(absmax.new_empty(0), DType.F32).dtype or not absmax.isfinite().all():
+        raise ValueError(f"scales are float32 and finite; these are {absmax.dtype}, or not finite")
+
+
+@cache
+def dynamic_codebook() -> tuple[float, ...]:
+    """Return the 256 values of dynamic quantization, ascending, all of them float32.
+
+    For each power of ten from 1e-6 to 1, these are the midpoints of 1, 2, 4, ... 64 equal parts of the range from a
+    tenth of it to itself, with both signs, and 0 and 1 (Dettmers, "8-bit optimizers via block-wise quantization",
+    2021). They equal ``create_dynamic_map`` of bitsandbytes if torch's ``linspace`` uses fused multiply-add, as it
+    does on x86 with AVX2.
+    """
+    found = [np.array([0, 1], np.float32)]
+    for power in range(7):
+        edges = _linspace(np.float32(0.1), np.float32(1), 2**power + 1)
+        middles = np.float32(10.0 ** (power - 6)) * ((edges[:-1] + edges[1:]) / np.float32(2))
+        found += [middles, -middles]
+    return tuple(np.sort(np.concatenate(found)).tolist())
+
+
+def _linspace(first: np.float32, last: np.float32, count: int) -> NDArray[np.float32]:
+    """Return equally spaced values like torch: from the nearer end, with a fused multiply-add."""
+    step = np.float64((last - first) / np.float32(count - 1))
+    places = np.arange(count, dtype=np.float64)
+    from_first, from_last = first + step * places, last - step * (count - 1 - places)
+    return np.where(places < count // 2, from_first, from_last).astype(np.float32)
+
+
+@cache
+def _nested_code_table() -> NDArray[np.uint8]:
+    """Return the code for each of 65,536 values from -1 to 1."""
+    numbers = np.array(dynamic_codebook(), np.float32)
+    middles = np.float32(0.5) * (numbers[:-1] + numbers[1:])
+    steps = np.arange(_NESTED_INDICES, dtype=np.float32) * np.float32(2) / np.float32(_NESTED_INDICES - 1)
+    return np.searchsorted(middles, np.float32(-1) + steps).astype(np.uint8)

@@ -1,0 +1,437 @@
+"""A writer into local or locally mounted folders, and a function that opens a writer for a path or a URL."""
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from shardwise.core.errors import StorageError
+from shardwise.core.formatting import in_bytes
+from shardwise.files import storage
+from shardwise.files.direct_io import (
+    BLOCK_BYTES,
+    FILE_SYSTEMS,
+    MAX_DEFERRED_BYTES,
+    MIN_DIRECT_BYTES,
+    assemble,
+    new_buffer,
+    open_direct,
+)
+from shardwise.files.local_reader import advance, is_network, one_call, type_at
+from shardwise.files.urls import failed, get_scheme, is_url, require_file_name, shown, without_secrets
+
+_MODE = 0o666
+"""Permissions of created files, minus the umask."""
+
+_UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
+"""Errors of file systems that do not support an operation, or do not need it."""
+
+# [Note: A descriptor lives from the first write to the sync]
+#
+# Linux reports a failed write-back once: to the descriptors that were open when it failed, at their next fsync. A
+# descriptor that is closed and opened again in between may never get the error. After the report the pages count as
+# clean, so that another fsync succeeds though the bytes are lost. Hence a file that has been written to is not
+# closed before it is synced, and cannot be written to any more once a sync has failed.
+
+
+class _OpenFile:
+    """A file open for writing, closed with the last reference to it.
+
+    ``direct`` is a descriptor that writes around the page cache, opened at the first write that can use it.
+    ``deferred`` contains offsets and bytes that wait for the sync. ``users`` counts writes in progress, ``writes``
+    all writes so far. All of them change only under the writer's lock.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.descriptor = descriptor
+        self.nbytes = nbytes
+        self.direct: int | None = None
+        self.deferred: list[tuple[int, bytes]] = []
+        self.users = 0
+        self.writes = 0
+
+    def __del__(self) -> None:
+        for descriptor in (self.descriptor, self.direct):
+            if descriptor is not None:
+                with contextlib.suppress(OSError):  # it was synced, or is dropped
+                    os.close(descriptor)
+
+
+class LocalWriter(storage.StorageWriter):
+    """A writer of files into ``root`` with ``pwritev``. See :class:`~shardwise.files.storage.StorageWriter`.
+
+    Space is allocated when a file is created (``fallocate``), so that a full disk is an error before anything is
+    written. File systems without ``fallocate`` report a full disk later. Permissions are rw-rw-rw- minus the umask.
+    Symbolic links in the root are never written through: :meth:`write` refuses a link, and renaming, replacing or
+    removing applies to the link, not to its target. The root itself may be a link.
+
+    The mount table determines the policy for ``root``: that of a disk (ext4, xfs), of a network file system, or of
+    another local one. ``policy`` replaces it. If the policy ``is_direct``, large writes bypass the page cache (see
+    [Note: Around the page cache]) if the file system supports it, and small ones may wait for the sync. A file
+    keeps its descriptors open until it is synced.
+
+    Raises:
+        StorageError: the root exists but is not a folder.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, policy: storage.WritePolicy | None = None) -> None:
+        self._root = os.path.abspath(os.fspath(root))
+        if os.path.lexists(self._root) and not os.path.isdir(self._root):
+            raise StorageError(f"{shown(self._root)}: is a file. Pass a folder to write to")
+        self._policy = policy or _get_policy(type_at(self._root))
+        self._is_direct = self._policy.is_direct
+        self._folders = {""}
+        self._made: set[str] = set()
+        self._buffers: list[memoryview] = []
+        self._files: dict[str, _OpenFile] = {}
+        self._failed: set[str] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def root(self) -> str:
+        return self._root
+
+    @property
+    def policy(self) -> storage.WritePolicy:
+        return self._policy
+
+    def sizes(self) -> dict[str, int]:
+        self._require_open(None)
+        found: dict[str, int] = {}
+        for folder in sorted(self._folders):
+            with self._failures(None, "listing it"), contextlib.suppress(FileNotFoundError):
+                for entry in os.scandir(os.path.join(self._root, folder)):
+                    if not entry.is_dir():
+                        found[os.path.join(folder, entry.name)] = _get_size(entry)
+        return found
+
+    def read(self, file: str) -> bytes | None:
+        path = self._path(file)
+        with self._failures(file, "reading it"):
+            try:
+                # O_NONBLOCK: opening a pipe must not wait for a writer. It does not affect regular files.
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except FileNotFoundError:
+                return None
+            with os.fdopen(descriptor, "rb") as opened:
+                self._require_regular(file, descriptor)
+                return opened.read()
+
+    def create(self, file: str, nbytes: int) -> None:
+        path = self._path(file)
+        if nbytes < 0:
+            raise StorageError(f"{shown(file)} in {self._root}: cannot be created with {nbytes} bytes")
+        with self._failures(file, f"creating it with {in_bytes(nbytes)}"):
+            self._make(os.path.dirname(path))
+            opened = _OpenFile(_create(path), nbytes)
+            try:
+                _allocate(opened.descriptor, nbytes)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                raise
+        with self._lock:
+            self._failed.discard(file)
+            opened.writes = 1  # the size must be synced
+            self._files[file] = opened
+
+    def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        pending, nbytes = storage.as_bytes(buffers)
+        stop = start + nbytes
+        with self._using(file) as opened:
+            if not 0 <= start <= stop <= opened.nbytes:
+                raise StorageError(
+                    f"{shown(file)} in {self._root}: bytes {start}..{stop} are to be written, but it was created "
+                    f"with {opened.nbytes} bytes. Create it with the size it will have"
+                )
+            if not self._is_direct:
+                self._write_all(file, opened, pending, start)
+            elif nbytes < MIN_DIRECT_BYTES:
+                self._defer(file, opened, [(start, b"".join(pending))])
+            else:
+                self._write_direct(file, opened, pending, start)
+
+    def sync(self, file: str) -> None:
+        self._path(file)
+        with self._lock:
+            self._require_writable(file)
+            opened = self._files.get(file)
+            if opened is None:
+                return
+            writes, deferred, opened.deferred = opened.writes, opened.deferred, []
+            is_idle = not opened.users  # otherwise a write may end after the sync, and needs another one
+        try:
+            self._write_deferred(file, opened, deferred)
+            with self._failures(file, "syncing it"):
+                os.fdatasync(opened.descriptor)
+        except StorageError:
+            with self._lock:
+                self._failed.add(file)
+                self._files.pop(file, None)
+            raise
+        with self._lock:
+            if self._files.get(file) is opened and is_idle and opened.writes == writes:
+                del self._files[file]
+
+    def rename(self, file: str, name: str) -> None:
+        source, target = self._path(file), self._path(name)
+        with self._lock:
+            self._require_writable(file)
+            if file in self._files:
+                raise StorageError(
+                    f"{shown(file)} in {self._root}: is to become {shown(name)}, but was not synced. Sync it first"
+                )
+        with self._failures(file, f"renaming it to {shown(name)}"):
+            os.rename(source, target)
+            for folder in {os.path.dirname(source), os.path.dirname(target)}:
+                _sync_folder(folder)
+
+    def replace(self, file: str, content: bytes) -> None:
+        folder, name = os.path.split(self._path(file))
+        fresh = os.path.join(folder, f".{name}.{secrets.token_hex(4)}{storage.INCOMPLETE}")
+        with self._failures(file, f"writing it with {in_bytes(len(content))}"):
+            self._make(folder)
+            try:
+                with os.fdopen(_create(fresh), "wb") as opened:
+                    opened.write(content)
+                    opened.flush()
+                    os.fsync(opened.fileno())
+                os.rename(fresh, os.path.join(folder, name))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(fresh)
+                raise
+            _sync_folder(folder)
+
+    def remove(self, file: str) -> None:
+        path = self._path(file)
+        with self._lock:
+            self._failed.discard(file)
+            self._files.pop(file, None)
+        with self._failures(file, "removing it"), contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def sync_names(self) -> None:
+        self._require_open(None)
+        with self._failures(None, "syncing its names"):
+            for folder in sorted(self._folders):
+                if os.path.isdir(os.path.join(self._root, folder)):
+                    _sync_folder(os.path.join(self._root, folder))
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._files.clear()
+            self._buffers.clear()
+
+    @contextmanager
+    def _using(self, file: str) -> Iterator[_OpenFile]:
+        """Yield the file, open for writing at least until the block ends."""
+        path = self._path(file)
+        with self._lock:
+            self._require_writable(file)
+            opened = self._files.get(file) or self._open(file, path)
+            self._files[file] = opened
+            opened.users += 1
+            opened.writes += 1
+        try:
+            yield opened
+        finally:
+            with self._lock:
+                opened.users -= 1
+
+    def _open(self, file: str, path: str) -> _OpenFile:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except FileNotFoundError as error:
+            raise StorageError(f"{shown(file)} in {self._root}: no such file. Create it first") from error
+        except (OSError, UnicodeError) as error:
+            raise failed(self._root, file, "opening it for writing", error) from error
+        opened = _OpenFile(descriptor, 0)
+        opened.nbytes = self._require_regular(file, descriptor).st_size
+        return opened
+
+    def _write_direct(self, file: str, opened: _OpenFile, buffers: Sequence[memoryview], start: int) -> None:
+        """Write full blocks around the page cache, if the file system supports it, and keep the ends back."""
+        with self._lock, self._failures(file, "opening it for writing"):
+            if opened.direct is None:
+                opened.direct = open_direct(self._path(file))
+                self._is_direct = opened.direct is not None
+            buffer = self._buffers.pop() if self._buffers else new_buffer()
+        for position, chunk in assemble(buffers, start, buffer):
+            whole = 0 if position % BLOCK_BYTES else chunk.nbytes // BLOCK_BYTES * BLOCK_BYTES
+            if whole:
+                taken = self._write_blocks(file, opened, chunk[:whole], position)
+                self._write_all(file, opened, [chunk[taken:whole]], position + taken)
+            if whole < chunk.nbytes:
+                self._defer(file, opened, [(position + whole, bytes(chunk[whole:]))])
+        self._buffers.append(buffer)
+
+    def _write_blocks(self, file: str, opened: _OpenFile, blocks: memoryview, position: int) -> int:
+        """Write blocks around the page cache, and return the number of bytes written."""
+        if opened.direct is None or not self._is_direct:
+            return 0
+        try:
+            return os.pwritev(opened.direct, [blocks], position)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise failed(self._root, file, f"writing at byte {position}", error) from error
+            self._is_direct = False
+            return 0
+
+    def _defer(self, file: str, opened: _OpenFile, small: Sequence[tuple[int, bytes]]) -> None:
+        """Keep small writes back until the sync, or write them now if there are too many bytes."""
+        many: list[tuple[int, bytes]] = []
+        with self._lock:
+            opened.deferred.extend(small)
+            if sum(len(content) for _, content in opened.deferred) > MAX_DEFERRED_BYTES:
+                many, opened.deferred = opened.deferred, []
+        self._write_deferred(file, opened, many)
+
+    def _write_deferred(self, file: str, opened: _OpenFile, deferred: Sequence[tuple[int, bytes]]) -> None:
+        for position, content in deferred:
+            self._write_all(file, opened, [memoryview(content)], position)
+
+    def _write_all(self, file: str, opened: _OpenFile, buffers: Sequence[memoryview], position: int) -> None:
+        pending = [buffer for buffer in buffers if buffer.nbytes]
+        first = 0
+        while first < len(pending):
+            with self._failures(file, f"writing at byte {position}"):
+                count = os.pwritev(opened.descriptor, one_call(pending, first), position)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file system writes nothing")
+            position += count
+            first = advance(pending, first, count)
+
+    def _make(self, folder: str) -> None:
+        if folder not in self._made or not os.path.isdir(folder):
+            make_folder(folder)
+            self._made.add(folder)
+
+    def _path(self, file: str) -> str:
+        self._require_open(file)
+        require_file_name(self._root, file, is_nested=False)
+        return os.path.join(self._root, file)
+
+    def _require_open(self, file: str | None) -> None:
+        if self._closed:
+            raise StorageError(f"{shown(file or self._root)} in {self._root}: the writer is closed")
+
+    def _require_writable(self, file: str) -> None:
+        """Raise if the writer is closed or a sync of the file has failed. The caller holds the lock."""
+        self._require_open(file)
+        if file in self._failed:
+            raise StorageError(
+                f"{shown(file)} in {self._root}: could not be synced before, so its content is unknown. "
+                "Remove it and save again"
+            )
+
+    def _require_regular(self, file: str, descriptor: int) -> os.stat_result:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise StorageError(f"{shown(file)} in {self._root}: not a regular file. Take another folder")
+        return status
+
+    @contextmanager
+    def _failures(self, file: str | None, doing: str) -> Iterator[None]:
+        """Raise errors of the system as StorageErrors."""
+        try:
+            yield
+        except (OSError, UnicodeError) as error:
+            raise failed(self._root, file, doing, error) from error
+
+
+def _get_policy(file_system: str | None) -> storage.WritePolicy:
+    if is_network(file_system):
+        return storage.NETWORK_FILE_SYSTEM_WRITES
+    return storage.DISK_WRITES if file_system in FILE_SYSTEMS else storage.LOCAL_WRITES
+
+
+def _get_size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:
+        return 0  # a broken link
+
+
+def _create(path: str) -> int:
+    """Create a file that must not exist yet, and return a descriptor for writing."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+
+
+def _allocate(descriptor: int, nbytes: int) -> None:
+    """Set the size of an empty file, and allocate its space on the disk if the file system can do so."""
+    # Not os.posix_fallocate: where the file system cannot, the C library writes to every block, over a network too.
+    library = ctypes.CDLL(None, use_errno=True)
+    while nbytes and hasattr(library, "fallocate"):
+        if library.fallocate(descriptor, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) == 0:
+            return
+        code = ctypes.get_errno()
+        if code in _UNSUPPORTED:
+            break
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    os.ftruncate(descriptor, nbytes)
+
+
+def make_folder(path: str) -> None:
+    """Create a folder durably, even if a process that created it died before it synced the parent."""
+    parent = os.path.dirname(path)
+    if not os.path.isdir(path):
+        if parent != path:
+            make_folder(parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+        if not os.path.isdir(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+        _sync_folder(parent)
+        return
+    with contextlib.suppress(OSError):  # a parent that cannot be opened was not created by a save
+        _sync_folder(parent)
+
+
+def _sync_folder(folder: str) -> None:
+    """Make the names in a folder durable, if the file system supports it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def open_writer(target: str | os.PathLike[str]) -> storage.StorageWriter:
+    """Open a folder, which need not exist, or a URL for writing. The caller closes the writer.
+
+    Nothing is created before the first file.
+
+    Raises:
+        StorageError: the target cannot be written to: the hub, an HTTP server, a path that is a file.
+    """
+    if not is_url(target):
+        return LocalWriter(os.path.expanduser(target))
+    url = os.fspath(target)
+    where, scheme = shown(without_secrets(url)), get_scheme(url)
+    if scheme == "file":
+        raise StorageError(f"{where}: is on this machine. Pass the path without file://")
+    if scheme == "hf":
+        raise StorageError(
+            f"{where}: the hub is not written to. Save into a local folder, then upload it "
+            "(hf upload organization/name folder)"
+        )
+    if scheme in ("http", "https"):
+        raise StorageError(
+            f"{where}: {scheme}:// cannot be written to. Save into a local folder or a bucket (s3://)"
+        )
+    # Imported here: what is local needs no network code.
+    from shardwise.files.objects import ObjectWriter
+
+    return ObjectWriter(url)

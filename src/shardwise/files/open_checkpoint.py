@@ -1,0 +1,319 @@
+"""Opens a checkpoint of any format: chooses its files, reads and validates their entries.
+
+With a ``quantization_config``, the stored tensors are replaced by dequantized ones.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from shardwise.core.errors import FormatError, StorageError
+from shardwise.core.lazy_exports import found_at
+from shardwise.core.tensors import DType
+from shardwise.files import checkpoint_index
+from shardwise.files.checkpoint_index import (
+    CheckpointFormat,
+    CheckpointIndex,
+    FileSelection,
+    FormatFaults,
+    IndexSoFar,
+    QuantizedForm,
+)
+from shardwise.files.local_reader import open_storage
+from shardwise.files.storage import CannotListError, StorageReader
+from shardwise.files.urls import is_url, shown
+
+_SAFETENSORS: Final = "shardwise.files.safetensors_files:FORMAT"
+
+FORMATS: Final[list[str]] = [
+    _SAFETENSORS,
+    "shardwise.files.torch_files:FORMAT",
+    "shardwise.files.distributed:FORMAT",
+]
+"""The formats as ``package.module:name``, first choice first. Add your own format as a line."""
+
+_MAX_IGNORED = 1000
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str] | StorageReader,
+    *,
+    weights_name: str | None = None,
+    extra_files: Sequence[str] = (),
+    variant: str | None = None,
+) -> CheckpointIndex:
+    """Find the files of a checkpoint and read their entries.
+
+    ``path`` is a folder, a file of tensors, an index file, the URL of one of these, or a reader. In a folder the
+    first of these is opened: ``weights_name`` (from ``config.transformers_weights``), ``model.safetensors``,
+    ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the only other index
+    of safetensors files, all safetensors files, ``.metadata`` of ``torch.distributed.checkpoint``, here or in the
+    only folder with a name that accelerate gives to models. If the storage cannot list files, the usual names are
+    tried. ``variant`` selects the weights of that variant instead. ``extra_files`` are safetensors files that are
+    read as well, if they exist. Files named by an index are relative to the folder, as in transformers.
+
+    Pickles are read without executing their code: see :mod:`shardwise.files.pickles`.
+
+    Raises :class:`FormatError` with all faults of all files, or :class:`StorageError` if the only fault is that
+    bytes could not be read.
+    """
+    if isinstance(path, StorageReader):
+        return _open(path, weights_name if variant is None else _variant_in(path, variant), extra_files)
+    opened = open_storage(path if is_url(path) else Path(path))
+    with opened.reader:
+        if opened.file is not None:
+            if weights_name is not None:
+                raise FormatError(
+                    f"{opened.reader.root}/{shown(opened.file)}: is a file, and weights_name={weights_name!r} "
+                    "names another. Pass one of the two"
+                )
+            weights_name = opened.file
+        return open_checkpoint(opened.reader, weights_name=weights_name, extra_files=extra_files, variant=variant)
+
+
+def _formats() -> Iterator[CheckpointFormat]:
+    """Yield the formats lazily."""
+    for place in FORMATS:
+        found: CheckpointFormat = found_at(place)
+        yield found
+
+
+def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]) -> CheckpointIndex:
+    faults = FormatFaults(reader.root)
+    chosen, selection = _select(reader, weights_name, faults)
+    extras = [name for name in extra_files if _may_be_read(reader, name)]
+    safetensors: CheckpointFormat = found_at(_SAFETENSORS)
+    found = IndexSoFar()
+    if chosen is safetensors:  # together, so that keys in both are found
+        chosen.read(reader, replace(selection, files=[*extras, *selection.files]), found, faults)
+    else:
+        chosen.read(reader, selection, found, faults)
+        safetensors.read(reader, FileSelection("", extras), found, faults)
+    _check_weight_map(selection.weight_map, found.keys, faults)
+    faults.raise_if_any()
+    ignored = found.ignored[:_MAX_IGNORED]
+    if len(found.ignored) > _MAX_IGNORED:
+        ignored.append(f"... and {len(found.ignored) - _MAX_IGNORED} more")
+    return CheckpointIndex(
+        root=reader.root,
+        files=dict(sorted(found.files.items())),
+        entries=found.entries,
+        metadata={**found.metadata, **selection.metadata},
+        layout=selection.layout,
+        composed=found.composed,
+        wrapper=found.wrapper,
+        ignored=tuple(ignored),
+    )
+
+
+def _may_be_read(reader: StorageReader, name: str) -> bool:
+    """Return whether an optional file exists. An object store may refuse access to files that it does not have."""
+    try:
+        return checkpoint_index.is_there(reader, name)
+    except StorageError as error:
+        if reader.policy.is_remote and isinstance(error.__cause__, PermissionError):
+            return False
+        raise
+
+
+def _check_weight_map(weight_map: Mapping[str, str], keys: Mapping[str, set[str]], faults: FormatFaults) -> None:
+    """Check that every key of the index is in its file. Files may have further keys."""
+    for key, file in weight_map.items():
+        if file in keys and key not in keys[file]:
+            faults.add("keys not in the file the index names", f"{shown(key)}: not in {shown(file)}")
+
+
+# Choosing files
+
+
+def _variant_in(reader: StorageReader, variant: str) -> str:
+    """Return the file or the index of a variant: ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``.
+
+    Raises :class:`FormatError` if there is none.
+    """
+    names = [f"{stem}.{variant}{dot}{end}" for stem, dot, end in (name.rpartition(".") for name in _usual())]
+    for name in names:
+        if checkpoint_index.is_there(reader, name):
+            return name
+    try:
+        there = [name for name in reader.list() if name.endswith((".safetensors", ".bin", ".json"))]
+    except CannotListError:
+        there = []
+    raise FormatError(
+        f"{reader.root}: no weights of the variant {variant!r}. Looked for {', '.join(names)}. "
+        f"There are {checkpoint_index.listed(map(shown, there)) or 'no files that it lists'}"
+    )
+
+
+def _usual() -> Iterator[str]:
+    """Yield the usual names of all formats, first choice first."""
+    return itertools.chain.from_iterable(item.usual for item in _formats())
+
+
+def _select(
+    reader: StorageReader, weights_name: str | None, faults: FormatFaults
+) -> tuple[CheckpointFormat, FileSelection]:
+    """Choose a format and its files, in the order of :func:`open_checkpoint`.
+
+    Raises :class:`FormatError` if nothing can be chosen. Faults of the choice are added to ``faults``.
+    """
+    if weights_name is not None:
+        return _select_named(reader, weights_name, faults)
+    try:
+        names = reader.list()
+    except CannotListError:
+        return _select_probed(reader, faults)
+    for name in _usual():
+        if name in names:
+            return _select_named(reader, name, faults)
+    for item in _formats():
+        found = item.find(reader, names, faults)
+        if found is not None:
+            return item, found
+    raise _nothing_there(reader.root, [name for name in names if "/" not in name])
+
+
+def _select_probed(reader: StorageReader, faults: FormatFaults) -> tuple[CheckpointFormat, FileSelection]:
+    """Select a format by probing the usual file names, for a storage that cannot list files."""
+    refusal: StorageError | None = None
+    names = [*_usual(), *itertools.chain.from_iterable(item.probed for item in _formats())]
+    for name in names:
+        try:
+            if checkpoint_index.is_there(reader, name):
+                return _select_named(reader, name, faults)
+        except StorageError as error:
+            # An object store without the permission to list refuses files that it does not have.
+            if not isinstance(error.__cause__, PermissionError):
+                raise
+            refusal = refusal or error
+    if refusal is not None:
+        raise refusal
+    raise FormatError(
+        f"{reader.root}: no weights found\n  looked for: {', '.join(names)}; for others the storage would have to "
+        "list its files\nCheck the URL, or name the file: the URL of the *.safetensors, *.bin, *.pt or "
+        "*.index.json file itself, or weights_name=..."
+    )
+
+
+def _select_named(reader: StorageReader, name: str, faults: FormatFaults) -> tuple[CheckpointFormat, FileSelection]:
+    chosen = next((item for item in _formats() if item.is_named(name)), None)
+    if chosen is None:
+        *endings, last = itertools.chain.from_iterable(item.endings for item in _formats())
+        raise FormatError(
+            f"{shown(name)} in {reader.root}: this layout is not supported for loading. "
+            f"Name a file that ends in {', '.join(endings)} or {last}"
+        )
+    if not checkpoint_index.is_there(reader, name):
+        raise FormatError(
+            f"{shown(name)} in {reader.root}: no such file. Check weights_name (transformers_weights in "
+            "config.json), or download the file"
+        )
+    return chosen, chosen.select(reader, name, faults)
+
+
+def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
+    looked_for = [*_usual(), *itertools.chain.from_iterable(item.looked_for for item in _formats())]
+    lines = [
+        f"{root}: no weights found",
+        f"  looked for: {', '.join(looked_for)}",
+        f"  files there: {checkpoint_index.listed(map(shown, names)) or 'none'}",
+    ]
+    if any(fnmatchcase(name, "adapter_model*") for name in names):
+        lines.append(
+            "  There is an adapter without its base model. Open the base's folder, or name the adapter's file"
+        )
+    lines += [f"  {hint}" for item in _formats() for hint in item.hints(names)]
+    if others := [name for name in names if name.endswith(".gguf")]:
+        lines.append(f"  {checkpoint_index.listed(map(shown, others))}: this layout is not supported for loading.")
+    return FormatError("\n".join([*lines, "Check the path, or save the model as safetensors files"]))
+
+
+_CONFIG: Final = "config.json"
+_MODELOPT_CONFIG: Final = "hf_quant_config.json"
+_MAX_CONFIG_BYTES: Final = 16 << 20
+_ELEMENT_DTYPES: Final = (DType.F8_E4M3, DType.F8_E5M2, DType.U8, DType.I8, DType.I32)
+
+FormOf: TypeAlias = Callable[[Mapping[str, Any]], QuantizedForm]
+"""Function that returns the form of a ``quantization_config``, or raises a ConfigError for an invalid one."""
+
+_WITH_SCALES: Final = "shardwise.files.quantized:parse_form"
+
+QUANTIZED: Final[dict[str, str]] = {
+    "fp8": _WITH_SCALES,
+    "fbgemm_fp8": _WITH_SCALES,
+    "mxfp4": _WITH_SCALES,
+    "compressed-tensors": _WITH_SCALES,
+    "modelopt": _WITH_SCALES,
+    "bitsandbytes": "shardwise.files.coded:bitsandbytes",
+    "awq": "shardwise.files.grouped_integers:awq",
+    "gptq": "shardwise.files.grouped_integers:gptq",
+    "auto-round": "shardwise.files.grouped_integers:auto_round",
+}
+"""The :data:`FormOf` of each ``quant_method``, as ``package.module:name``. Add your own form as a line, and a new
+kind of :class:`~shardwise.files.checkpoint_index.Coded` as a line in ``stored_tensors.NODES``."""
+
+
+def find_form(config: Mapping[str, Any]) -> QuantizedForm:
+    """Return the storage form of a ``quantization_config``.
+
+    Raises:
+        ConfigError: the kind is not supported, or the config is invalid.
+    """
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method not in QUANTIZED:
+        raise checkpoint_index.unknown_form(f"quant_method {shown(repr(method))}")
+    known: FormOf = found_at(QUANTIZED[method])
+    return known(config)
+
+
+def find_quantization_config(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the ``quantization_config`` of a model's config, or of a part such as ``text_config``, or None.
+
+    Raises:
+        ConfigError: several parts have different ones.
+    """
+    sections = [content, *(section for section in content.values() if isinstance(section, Mapping))]
+    configs = [section.get("quantization_config") for section in sections]
+    found: list[Mapping[str, Any]] = [config for config in configs if isinstance(config, Mapping)]
+    if any(config != found[0] for config in found):
+        raise checkpoint_index.unknown_form("several quantization_configs that differ")
+    return found[0] if found else None
+
+
+def dequantized_index(reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+    """Return a checkpoint with dequantized tensors if it is quantized, otherwise unchanged.
+
+    The config is in ``config.json`` (see :func:`find_quantization_config`), or modelopt's ``hf_quant_config.json``.
+
+    Raises:
+        ConfigError, FormatError: the quantization is not supported, or tensors do not belong together.
+        StorageError: the config cannot be read.
+    """
+    if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):
+        return index  # without opening a file
+    config = find_quantization_config(read_object(reader, _CONFIG))
+    # The config of mixed forms may leave out which layer has which.
+    is_mixed = config is not None and config.get("quant_algo") == "MIXED_PRECISION"
+    if (config is None or (is_mixed and "quantized_layers" not in config)) and (
+        content := read_object(reader, _MODELOPT_CONFIG)
+    ):
+        config = {"quant_method": "modelopt", **content}
+    if config is None:
+        return index
+    return replace(find_form(config).dequantized(reader, index), quantized=str(config.get("quant_method")))
+
+
+def read_object(reader: StorageReader, name: str) -> dict[str, Any]:
+    """Return the content of a small JSON file, or an empty dict if it is missing or invalid."""
+    if not checkpoint_index.is_there(reader, name) or not 0 < (nbytes := reader.size(name)) <= _MAX_CONFIG_BYTES:
+        return {}
+    try:
+        content = json.loads(reader.read(name, 0, nbytes))
+    except (ValueError, RecursionError):
+        return {}  # building the model raises the error
+    return content if isinstance(content, dict) else {}

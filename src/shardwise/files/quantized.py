@@ -1,0 +1,520 @@
+"""Quantized forms with elements and scales in separate tensors, which are paired by name.
+
+[Note: Pairs by name] Block sizes come from the ``quantization_config``, never from shapes: 160 rows in blocks of
+128 have two scales, as 128 rows in blocks of 80 would. Scales have the names in use: ``weight_scale_inv``
+(DeepSeek, Qwen, GLM), ``weight_scale`` (compressed-tensors, modelopt), ``scale`` and ``qscale_weight`` (Mistral)
+for ``weight``. For stacked experts they have the parameter's name with ``_scale_inv`` or ``_scale``, and
+``_blocks`` and ``_scales`` for MXFP4. compressed-tensors stores a zero point for each scale in
+``weight_zero_point``, and a group for each column in ``weight_g_idx``. Both are used wherever they are stored.
+"""
+
+import contextlib
+import re
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from shardwise.core.errors import ConfigError, FormatError
+from shardwise.core.tensors import Code, DType, numel
+from shardwise.files import checkpoint_index
+from shardwise.files.checkpoint_index import (
+    OF_ACTIVATIONS,
+    CheckpointIndex,
+    Composed,
+    FormatFaults,
+    QuantizedForm,
+    TensorEntry,
+    Whole,
+)
+from shardwise.files.coded import Scaled, Zeros, words_as_bytes
+from shardwise.files.storage import StorageReader
+from shardwise.files.urls import shown
+
+_FLOAT8: Final = (DType.F8_E4M3, DType.F8_E5M2)
+_BYTES: Final = (DType.U8, DType.I8)
+_MX_BYTES: Final = 16
+"""Bytes of a block of MXFP4, which has 32 numbers."""
+
+_INTEGERS: Final = (DType.I32, DType.I64)
+_WORD_BITS: Final = 32
+_MAX_SHAPE_BYTES: Final = 64
+_SCALE_DTYPES: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0, DType.U8)
+_FAULTS: Final = "quantized weights that do not match their scales"
+
+
+@dataclass(frozen=True, slots=True)
+class _WithScales:
+    """Elements and scales in separate tensors.
+
+    Attributes:
+        kind: 8-bit floats, MXFP4 (two in a byte with an exponent for 32, stored (.., out, in) and used as (.., in,
+            out)), NVFP4 (two in a byte with a scale for 16 and one for the tensor), integers in words of 32 bits,
+            or 8-bit integers.
+        block: sizes of a block in the last dimensions. If empty, there is one scale for a tensor or for each row,
+            by the number of stored scales.
+        bits: bits of an integer.
+        needs: names of required companion tensors in addition to scales.
+    """
+
+    kind: Literal["float8", "mxfp4", "nvfp4", "words", "bytes"]
+    block: tuple[int, ...] = ()
+    bits: int = 8
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """The forms of a checkpoint. Several are told apart by what is stored, then by ``targets``, then by shapes.
+
+    Attributes:
+        targets: the modules of each form: names (also of modules around them), regexes after "re:", or classes.
+    """
+
+    targets: Mapping[_WithScales, Collection[str]]
+
+    @property
+    def is_kept(self) -> bool:
+        return any(form.kind == "mxfp4" for form in self.targets)
+
+    def dequantized(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        extra = {key for key in index.entries if OF_ACTIVATIONS.fullmatch(key)}
+        entries = {key: entry for key, entry in index.entries.items() if key not in extra}
+        shapes: Mapping[str, tuple[int, ...]] = {}
+        if any(form.kind == "words" for form in self.targets):
+            entries = {
+                key: words_as_bytes(entry) if key.endswith(("_packed", f"_{_ZERO_POINT}")) else entry
+                for key, entry in entries.items()
+            }
+            shapes = _stored_shapes(reader, index)
+        pairings = [_Pairing(entries, form, shapes) for form in self.targets]
+        faults, composed, used = (
+            FormatFaults(index.root),
+            dict[str, Composed](),
+            set[str](),
+        )
+        for entry in entries.values():
+            candidates = {pairing: pairs for pairing in pairings if (pairs := pairing.find(entry)) is not None}
+            for pairs in candidates.values():
+                used |= pairs.keys
+            try:
+                for pairing, pairs in self._choose(candidates).items():
+                    composed[pairs.key] = pairing.compose(pairs)
+                    used.update(checkpoint_index.iter_entry_keys(composed[pairs.key].composition))
+            except FormatError as error:
+                faults.add(_FAULTS, str(error))
+        for key in entries:
+            if key not in used and _is_scale(key):
+                faults.add(_FAULTS, f"{shown(key)} is a scale of nothing that is stored")
+        faults.raise_if_any()
+        read = {item.composition.values.key for item in composed.values() if isinstance(item.composition, Scaled)}
+        entries = {key: replace(entry, dtype=DType.U8) if key in read else entry for key, entry in entries.items()}
+        return replace(
+            index,
+            entries={key: entries.get(key, entry) for key, entry in index.entries.items()},
+            composed={**index.composed, **composed},
+            extra=frozenset(extra),
+            ignored=(*index.ignored, *sorted(extra)),
+        )
+
+    def _choose(self, candidates: "Mapping[_Pairing, _Pairs]") -> "Mapping[_Pairing, _Pairs]":
+        """Return the only one of the forms in which an entry may be stored, or none if there are none.
+
+        Raises:
+            FormatError: there are several.
+        """
+        if len(candidates) < 2:
+            return candidates
+        key = next(iter(candidates.values())).key
+        module = key.removesuffix(".weight")
+        ranks = {pairing: _closest_target(module, self.targets[pairing.form]) for pairing in candidates}
+        closest = {pairing: candidates[pairing] for pairing in candidates if ranks[pairing] == max(ranks.values())}
+        if len(closest) < 2:
+            return closest
+        fitting = {}
+        for pairing, pairs in closest.items():
+            with contextlib.suppress(FormatError):
+                pairing.compose(pairs)
+                fitting[pairing] = pairs
+        if len(fitting) != 1:
+            raise FormatError(
+                f"{shown(key)} fits {len(fitting)} of the {len(closest)} forms that quantization_config has for "
+                f"{shown(module)}"
+            )
+        return fitting
+
+
+def _closest_target(module: str, targets: Collection[str]) -> tuple[int, int]:
+    """Rank the target that names a module most closely, as compressed-tensors does: a name, a regex, a class."""
+    parts = module.split(".")
+    for depth in range(len(parts), 0, -1):
+        if ".".join(parts[:depth]) in targets:
+            return 3, depth
+    if any(re.match(target.removeprefix("re:"), module) for target in targets if target.startswith("re:")):
+        return 2, 0
+    return int(not all(target.startswith("re:") or "." in target for target in targets)), 0
+
+
+def parse_form(config: Mapping[str, Any]) -> QuantizedForm:
+    """Return the form of a ``quantization_config`` with elements and scales as separate tensors.
+
+    Raises:
+        ConfigError: the kind is not supported, or the config is invalid.
+    """
+    method = config.get("quant_method")
+    match method:
+        case "fp8" | "fbgemm_fp8":
+            return _Forms({_WithScales("float8", _pair(config.get("weight_block_size"))): ()})
+        case "mxfp4":
+            return _Forms({_WithScales("mxfp4", (32,)): ()})
+        case "compressed-tensors":
+            groups = config.get("config_groups")
+            if not isinstance(groups, Mapping) or not groups:
+                raise checkpoint_index.unknown_form("compressed-tensors without config_groups")
+            targets: dict[_WithScales, set[str]] = {}
+            for group in groups.values():
+                if isinstance(group, Mapping) and group.get("weights") is None and len(groups) > 1:
+                    continue  # activations only
+                form = _parse_group(group, config.get("format"))
+                targets.setdefault(form, set()).update(_parse_targets(group.get("targets") or []))
+            if not targets:
+                raise checkpoint_index.unknown_form("compressed-tensors without weights")
+            return _Forms(targets)
+        case "modelopt":
+            return _parse_modelopt(config)
+    raise checkpoint_index.unknown_form(f"quant_method {shown(repr(method))}")
+
+
+_MODELOPT: Final = {
+    "FP8": _WithScales("float8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": _WithScales("float8"),
+    "FP8_PB_WO": _WithScales("float8", (128, 128)),
+    "NVFP4": _WithScales("nvfp4", (16,)),
+    "W4A16_NVFP4": _WithScales("nvfp4", (16,)),
+}
+"""Forms of weights by modelopt's ``quant_algo``, with the block sizes that are meant without a ``group_size``."""
+
+
+def _parse_modelopt(config: Mapping[str, Any]) -> _Forms:
+    inner = config.get("quantization")
+    settings = config if config.get("quant_algo") or not isinstance(inner, Mapping) else inner
+    layers = settings.get("quantized_layers")
+    if str(settings.get("quant_algo")).upper() != "MIXED_PRECISION" or not isinstance(layers, Mapping):
+        return _Forms({_parse_algorithm(settings): ()})
+    targets: dict[_WithScales, set[str]] = {}
+    for name, layer in layers.items():
+        form = _parse_algorithm(layer if isinstance(layer, Mapping) else {})
+        targets.setdefault(form, set()).add(name)
+    return _Forms(targets)
+
+
+def _parse_algorithm(settings: Mapping[str, Any]) -> _WithScales:
+    algorithm = str(settings.get("quant_algo"))
+    form = _MODELOPT.get(algorithm.upper())  # modelopt also writes it in lower case
+    if form is None:
+        raise checkpoint_index.unknown_form(f"modelopt's {shown(algorithm)}")
+    size = settings.get("group_size")
+    if not form.block or size is None:
+        return form
+    return replace(form, block=_group_size(size, "modelopt") * len(form.block))
+
+
+def _group_size(size: object, what: str) -> tuple[int]:
+    if type(size) is not int or size < 1:
+        raise checkpoint_index.unknown_form(f"{what} with group_size {shown(repr(size))}")
+    return (size,)
+
+
+def _parse_targets(targets: Any) -> list[str]:
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise checkpoint_index.unknown_form(f"compressed-tensors with targets {shown(repr(targets))}")
+    target: str
+    try:
+        for target in targets:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise checkpoint_index.unknown_form(f"compressed-tensors with the target {shown(repr(target))}") from error
+    return targets
+
+
+def _parse_group(group: Any, form: object) -> _WithScales:
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise checkpoint_index.unknown_form("compressed-tensors without weights")
+    kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
+    form = group.get("format") or form
+    size = weights.get("group_size")
+    block: tuple[int, ...] = ()
+    if strategy in ("group", "tensor_group") and size is not None:
+        block = _group_size(size, "compressed-tensors")
+    needs: tuple[str, ...] = (_ZERO_POINT,) if weights.get("symmetric") is False else ()
+    order = weights.get("actorder")
+    if order not in (None, False, "weight", "static"):  # with these, columns keep their order
+        if order not in (True, "group", "dynamic") or not block:
+            raise checkpoint_index.unknown_form(f"compressed-tensors with actorder {shown(repr(order))}")
+        needs += (_GROUPS,)
+    if needs and kind != "int":
+        raise checkpoint_index.unknown_form(f"compressed-tensors with {needs[0]} of {shown(repr(kind))}")
+    match (kind, bits if type(bits) is int else 0, form):
+        case ("float", 8, _):
+            return _WithScales("float8", _pair(weights.get("block_structure")) if strategy == "block" else ())
+        case ("float", 4, "nvfp4-pack-quantized"):
+            return _WithScales("nvfp4", block or (16,))
+        case ("int", 4 | 8 as width, "pack-quantized"):
+            return _WithScales("words", block, width, needs)
+        case ("int", 8, _):
+            return _WithScales("bytes", block, needs=needs)
+    raise checkpoint_index.unknown_form(
+        f"compressed-tensors with {shown(repr(kind))} of {bits!r} bits as {shown(repr(form))}"
+    )
+
+
+def _pair(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
+        return value[0], value[1]
+    raise ConfigError(f"quantization_config: a block of {shown(repr(value))} is not a list of two sizes")
+
+
+# Which tensors belong together
+
+_OF_WEIGHTS = re.compile(
+    r".+(_scale_inv|weight_scale|weight_scale_2|weight_global_scale|qscale_weight|_proj_scales?)"
+)
+"""Names of scales of weights."""
+
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+_SCALES_OF_WEIGHTS = ("scale", "qscale_weight")
+_ZERO_POINT, _GROUPS = "zero_point", "g_idx"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Entries of a tensor in few bits.
+
+    Attributes:
+        key: of the dequantized tensor.
+        values: its elements.
+        scales: their scales, or None if they are missing.
+        overall: the scale of the whole tensor, and its power.
+    """
+
+    key: str
+    values: TensorEntry
+    scales: TensorEntry | None
+    overall: tuple[TensorEntry, int] | None = None
+
+    @property
+    def keys(self) -> set[str]:
+        entries = [self.values, self.scales, None if self.overall is None else self.overall[0]]
+        return {entry.key for entry in entries if entry is not None}
+
+
+@dataclass(frozen=True, eq=False)
+class _Pairing:
+    """Pairs elements with scales in one form. ``shapes`` are the stored shapes of the elements by key."""
+
+    entries: Mapping[str, TensorEntry]
+    form: _WithScales
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def find(self, entry: TensorEntry) -> _Pairs | None:
+        """Return an entry of elements with its scales, or None if it has no elements in this form."""
+        key, entries = entry.key, self.entries
+        if key.endswith(f"_{_ZERO_POINT}") or _is_scale(key):
+            return None
+        match self.form.kind:
+            case "mxfp4" if entry.dtype in _BYTES and key.endswith("_blocks"):
+                whole = key.removesuffix("_blocks")
+                return _Pairs(whole, entry, entries.get(f"{whole}_scales"))
+            case "float8" | "bytes" if entry.dtype in (_FLOAT8 if self.form.kind == "float8" else (DType.I8,)):
+                names = checkpoint_index.companion_names(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
+                return _Pairs(key, entry, next((entries[name] for name in names if name in entries), None))
+            case "words" if key.endswith("_packed"):
+                whole = key.removesuffix("_packed")
+                return _Pairs(whole, entry, entries.get(f"{whole}_scale"))
+            case "nvfp4" if entry.dtype in _BYTES and key.endswith(("weight_packed", "weight")):
+                whole = key.removesuffix("_packed")
+                name, power = (f"{whole}_scale_2", 1) if whole == key else (f"{whole}_global_scale", -1)
+                if name not in entries:
+                    return _Pairs(whole, entry, None)
+                return _Pairs(whole, entry, entries.get(f"{whole}_scale"), (entries[name], power))
+        return None
+
+    def _require_elements(self, key: str, entry: TensorEntry) -> None:
+        stored = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and"
+        match self.form.kind:
+            case "words" if entry.dtype is not DType.U8 or not entry.shape:
+                raise FormatError(f"{stored} I32 (or its bytes) with columns is expected")
+            case "mxfp4" if entry.shape[-1:] != (_MX_BYTES,):
+                raise FormatError(f"{stored} blocks of {_MX_BYTES} bytes in the last dimension are expected")
+            case "float8" | "bytes":
+                names = checkpoint_index.companion_names(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
+                scales = [name for name in names if name in self.entries]
+                if len(scales) > 1:
+                    raise FormatError(f"{shown(key)} has several scales: {', '.join(map(shown, scales))}")
+        if key != entry.key and key in self.entries:
+            raise FormatError(
+                f"{shown(key)} is stored as well as {shown(entry.key)}, and one of the two is expected"
+            )
+
+    def compose(self, pairs: _Pairs) -> Composed:
+        """Return the dequantized tensor.
+
+        Raises:
+            FormatError: its entries do not match.
+        """
+        key, values, scales, overall = pairs.key, pairs.values, pairs.scales, pairs.overall
+        self._require_elements(key, values)
+        if scales is None:
+            raise FormatError(f"{shown(values.key)} is stored as {values.dtype.label}, and has no scale")
+        if scales.dtype not in ((DType.F8_E4M3,) if self.form.kind == "nvfp4" else _SCALE_DTYPES):
+            raise FormatError(f"{shown(scales.key)}: scales of {scales.dtype.label} are not supported")
+        shape, unit = self._shape_and_unit(key, values, scales)
+        counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
+        if not shape or numel(counts) != numel(scales.shape) or _squeezed(counts) != _squeezed(scales.shape):
+            blocks = " x ".join(map(str, unit))
+            raise FormatError(
+                f"{shown(scales.key)} has the shape {scales.shape}, and {shown(key)}, {shape} in blocks of "
+                f"{blocks}, needs {counts}"
+            )
+        if overall is not None and numel(overall[0].shape) != 1:
+            raise FormatError(
+                f"{shown(overall[0].key)} has the shape {overall[0].shape}, and one number is expected"
+            )
+        self._check_columns(key, values, shape, unit)
+        swaps = self.form.kind == "mxfp4"
+        return Composed(
+            DType.F32,
+            (*shape[:-2], shape[-1], shape[-2]) if swaps else shape,
+            Scaled(
+                Whole(values.key),
+                Whole(scales.key),
+                shape,
+                unit,
+                self._code(values),
+                scales.dtype is DType.U8,
+                None if overall is None else (Whole(overall[0].key), overall[1]),
+                swaps,
+                self._zeros(key, shape, counts),
+                self._groups(key, shape),
+            ),
+        )
+
+    def _companion(self, key: str, name: str) -> TensorEntry | None:
+        """Return the zero points or groups of elements, or None. Only integers and 8-bit floats have them."""
+        if self.form.kind in ("mxfp4", "nvfp4"):
+            return None
+        found = self.entries.get(f"{key}_{name}")
+        if found is None and name in self.form.needs:
+            raise FormatError(f"{shown(key)} has no {shown(key)}_{name}, which quantization_config says there is")
+        return found
+
+    def _zeros(self, key: str, shape: tuple[int, ...], counts: tuple[int, ...]) -> Zeros | None:
+        found = self._companion(key, _ZERO_POINT)
+        if found is None:
+            return None
+        if found.dtype is not DType.U8 or self.form.kind != "words":
+            if _squeezed(found.shape) != _squeezed(counts) or found.dtype is DType.BOOL:
+                raise FormatError(
+                    f"{shown(found.key)} has {found.dtype.label} {found.shape}, and {shown(key)} needs {counts}"
+                )
+            return Zeros(Whole(found.key))
+        in_a_word = _WORD_BITS // self.form.bits
+        words = (*counts[:-2], -(-shape[-2] // in_a_word), 4 * counts[-1]) if len(shape) > 1 else ()
+        if found.shape != words or counts[-2:-1] != shape[-2:-1]:
+            raise FormatError(
+                f"{shown(found.key)} has the shape {found.shape} in bytes, and {shown(key)}, {in_a_word} rows in a "
+                f"word, needs {words}"
+            )
+        return Zeros(Whole(found.key), in_a_word)
+
+    def _groups(self, key: str, shape: tuple[int, ...]) -> Whole | None:
+        found = self._companion(key, _GROUPS)
+        if found is None:
+            return None
+        if found.dtype not in _INTEGERS or found.shape != shape[-1:]:
+            raise FormatError(
+                f"{shown(found.key)} is {found.dtype.label} {found.shape}, and {shown(key)} needs an integer for "
+                f"each of {shape[-1]} columns"
+            )
+        return Whole(found.key)
+
+    def _check_columns(self, key: str, values: TensorEntry, shape: tuple[int, ...], unit: tuple[int, ...]) -> None:
+        """Check the columns of words, the last of which may be partly filled.
+
+        Raises:
+            FormatError: the stored shape does not match.
+        """
+        if self.form.kind != "words":
+            return
+        nbytes = -(-shape[-1] * self.form.bits // _WORD_BITS) * 4
+        if (*shape[:-1], nbytes) != values.shape or shape[-1] < 1:
+            raise FormatError(
+                f"{shown(key)}_shape says {shape}, and {shown(values.key)} has {values.shape} in bytes"
+            )
+        if shape[-1] * self.form.bits % 8 and self.form.block:
+            raise FormatError(f"{shown(key)} has {shape[-1]} columns in groups of {unit[-1]}, which is not known")
+
+    def _code(self, values: TensorEntry) -> Code:
+        match self.form.kind:
+            case "float8":
+                return Code[values.dtype.name]
+            case "words":
+                return Code.OFFSET4 if self.form.bits == 4 else Code.OFFSET8
+            case "bytes":
+                return Code.INT8
+        return Code.E2M1
+
+    def _shape_and_unit(
+        self, key: str, values: TensorEntry, scales: TensorEntry
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        shape, block = values.shape, self.form.block
+        match self.form.kind:
+            case "mxfp4":
+                shape = (*shape[:-2], numel(shape[-2:]) * 2) if len(shape) > 2 else ()
+            case "nvfp4":
+                shape = (*shape[:-1], shape[-1] * 2) if shape else ()
+            case "words":
+                shape = self.shapes.get(key, (*shape[:-1], shape[-1] * 8 // self.form.bits))
+        if block and len(shape) >= len(block):
+            return shape, (*(1 for _ in shape[: -len(block)]), *block)
+        if numel(scales.shape) == 1:
+            return shape, tuple(max(1, size) for size in shape)
+        # One for each row (of each expert): sizes of 1 follow.
+        unit = [max(1, size) for size in shape]
+        for dim, count in enumerate(scales.shape[: len(shape)]):
+            if count == shape[dim]:
+                unit[dim] = 1
+        return shape, tuple(unit)
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _is_scale(key: str) -> bool:
+    if OF_ACTIVATIONS.fullmatch(key):
+        return False
+    # Others, such as ``logit_scale``, belong to the model, and are matched with its tensors.
+    return _OF_WEIGHTS.fullmatch(key) is not None
+
+
+def _stored_shapes(reader: StorageReader, index: CheckpointIndex) -> dict[str, tuple[int, ...]]:
+    """Return the unpacked shapes of packed elements by key, if shapes are stored."""
+    found = {
+        key.removesuffix("_shape"): entry
+        for key, entry in index.entries.items()
+        if key.endswith("_shape") and f"{key.removesuffix('_shape')}_packed" in index.entries
+    }
+    for entry in found.values():
+        if entry.dtype not in _INTEGERS or len(entry.shape) != 1 or entry.nbytes > _MAX_SHAPE_BYTES:
+            raise FormatError(
+                f"{index.root}: {shown(entry.key)} is {entry.dtype.label} {entry.shape}, and a shape is expected"
+            )
+    texts, kinds = checkpoint_index.contents(reader, list(found.values())), {DType.I64: "q", DType.I32: "i"}
+    return {
+        key: struct.unpack(f"<{entry.shape[0]}{kinds[entry.dtype]}", texts[entry.key])
+        for key, entry in found.items()
+    }

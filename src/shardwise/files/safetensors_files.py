@@ -1,0 +1,414 @@
+"""Reads and writes headers of safetensors files, and finds the files of a checkpoint.
+
+A checkpoint is one file, several with an index or by their names, or a file of chunks for each rank. torch's
+``HuggingFaceStorageWriter`` writes the last kind with ``save_distributed=True``, as transformers' distributed
+checkpoints do: the metadata of each header has the offsets of the file's chunk of each tensor. The shape of the
+full tensor is not stored, so it is the end of its last chunk.
+
+Files are rejected by the rules of the safetensors library (``Metadata::validate`` in Rust) and two stricter ones: a
+key that occurs twice is rejected even if both are equal, and a tensor's description must be an object (the library
+also accepts ``["F32", [1], [0, 4]]``).
+
+Files are written as the library does (``prepare``): tensors in the order of their dtypes, widest first, then of
+their names as UTF-8, without gaps. The header is padded with spaces to eight bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from operator import attrgetter
+from typing import Final, TypeGuard
+
+from shardwise.core.errors import FormatError
+from shardwise.core.tensors import DType, Strided, dtype_named, numel
+from shardwise.files import checkpoint_index, join_entries
+from shardwise.files.checkpoint_index import (
+    LISTED,
+    CheckpointFormat,
+    FileSelection,
+    FormatFaults,
+    IndexSoFar,
+    TensorEntry,
+)
+from shardwise.files.join_entries import MAX_DIMS, Chunk, FoundTensor, StoredView
+from shardwise.files.storage import StorageReader
+from shardwise.files.urls import shown
+
+_CHUNKS = "DCP_SHARDING_INFO"
+_OFFSETS = "saved_offsets"
+
+
+def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
+    """Return the offsets of the file's chunk of each tensor, or an empty mapping for a file of full tensors.
+
+    Raises :class:`FormatError` if they contradict the file's tensors.
+    """
+    text = header.metadata.get(_CHUNKS)
+    if text is None:
+        return {}
+    stored = checkpoint_index.parse_object(text.encode(), what=f"{shown(header.file)}: {_CHUNKS}")
+    found: dict[str, tuple[int, ...]] = {}
+    for entry in header.entries:
+        if entry.key not in stored:
+            continue
+        value = stored[entry.key]
+        offsets = value.get(_OFFSETS) if isinstance(value, dict) else None
+        if (
+            not isinstance(offsets, list)
+            or len(offsets) > MAX_DIMS
+            or len(offsets) != len(entry.shape)
+            or not all(type(offset) is int and 0 <= offset < 2**63 for offset in offsets)
+        ):
+            raise FormatError(
+                f"{shown(header.file)}: {_CHUNKS} has no valid offsets of the chunk of {shown(entry.key)} of shape "
+                f"{entry.shape}. Save it again"
+            )
+        if entry.dtype.bits % 8:
+            raise FormatError(
+                f"{shown(header.file)}: {shown(entry.key)} is a chunk of a tensor of {entry.dtype.label}, whose "
+                "elements are not whole bytes. Save it whole"
+            )
+        found[entry.key] = tuple(offsets)
+    return found
+
+
+def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], TensorEntry]]) -> FoundTensor:
+    """Return the tensor of these chunks, each with its offsets.
+
+    Raises :class:`FormatError` if chunks differ in dtype or number of dimensions.
+    """
+    first = chunks[0][1]
+    for _, entry in chunks:
+        if entry.dtype is not first.dtype or len(entry.shape) != len(first.shape):
+            raise FormatError(
+                f"{shown(key)}: {first.dtype.label} {first.shape} in {shown(first.file)}, and {entry.dtype.label} "
+                f"{entry.shape} in {shown(entry.file)}. The folder mixes two saves: write it again"
+            )
+    ends = [[start + size for start, size in zip(offsets, entry.shape, strict=True)] for offsets, entry in chunks]
+    found = tuple(
+        Chunk(offsets, StoredView(entry.file, entry.range, entry.dtype, Strided.contiguous(entry.shape)))
+        for offsets, entry in chunks
+    )
+    return FoundTensor((key,), first.dtype, tuple(map(max, zip(*ends, strict=True))), found)
+
+
+_USUAL_INDEX: Final = "model.safetensors.index.json"
+_WEIGHTS: Final = ".safetensors"
+_INDEX: Final = ".safetensors.index.json"
+_INDEXES = re.compile(r".*\.safetensors\.index(\.[^./]+)?\.json")
+"""Index files by name, those of a variant too."""
+_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
+
+
+class _SafetensorsFiles(CheckpointFormat):
+    usual = ("model.safetensors", _USUAL_INDEX)
+    endings = (_WEIGHTS, _INDEX)
+    looked_for = (f"another *{_INDEX}", f"*{_WEIGHTS}")
+
+    def is_named(self, name: str) -> bool:
+        return name.endswith(_WEIGHTS) or _INDEXES.fullmatch(name) is not None
+
+    def select(self, reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
+        if _INDEXES.fullmatch(name):
+            return join_entries.select_indexed(reader, name, _WEIGHTS, "indexed", faults)
+        return FileSelection("single file", [name])
+
+    def find(self, reader: StorageReader, names: Sequence[str], faults: FormatFaults) -> FileSelection | None:
+        here = [name for name in names if "/" not in name]
+        indexes = _without_side_files(name for name in here if name.endswith(_INDEX))
+        if len(indexes) > 1:
+            raise FormatError(
+                f"{reader.root}: several index files and no {_USUAL_INDEX}: {checkpoint_index.listed(indexes)}. "
+                "Pass one of them as weights_name, or its path"
+            )
+        if indexes:
+            return self.select(reader, indexes[0], faults)
+        files = _without_side_files(name for name in here if name.endswith(_WEIGHTS))
+        if not files:
+            return None
+        _check_numbering(files, faults)
+        return FileSelection("single file" if len(files) == 1 else "several files without an index", files)
+
+    def read(
+        self,
+        reader: StorageReader,
+        selection: FileSelection,
+        found: IndexSoFar,
+        faults: FormatFaults,
+    ) -> None:
+        _add_headers(
+            join_entries.read_each(reader, sorted(set(selection.files)), read_header, faults), found, faults
+        )
+
+
+FORMAT: Final[CheckpointFormat] = _SafetensorsFiles()
+
+
+def _without_side_files(names: Iterable[str]) -> list[str]:
+    """Return the files without adapters and "consolidated" files, which are a second copy of the weights."""
+    kept = [name for name in names if not fnmatchcase(name, "adapter_model*")]
+    return [name for name in kept if not fnmatchcase(name, "consolidated*")] or kept
+
+
+def _check_numbering(files: Sequence[str], faults: FormatFaults) -> None:
+    """Check that no file is missing if files are numbered "-00002-of-00003" and there is no index."""
+    found: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for file in files:
+        match = _NUMBERED.fullmatch(file)
+        if match:
+            found[match["stem"], int(match["total"])].add(int(match["number"]))
+    for (stem, total), numbers in found.items():
+        first = 0 if 0 in numbers else 1
+        # The total is untrusted and may be huge.
+        expected = range(first, first + min(total, len(numbers) + LISTED))
+        absent = [number for number in expected if number not in numbers]
+        if absent:
+            faults.add(
+                "incomplete sets of numbered files",
+                f"{shown(stem)}-*-of-{total:05d}{_WEIGHTS}: {len(numbers)} of {total} are there, "
+                f"missing are the numbers {checkpoint_index.listed(str(number) for number in absent)}",
+            )
+
+
+def _add_headers(headers: Iterable[FileHeader], found: IndexSoFar, faults: FormatFaults) -> None:
+    chunks: dict[str, list[tuple[tuple[int, ...], TensorEntry]]] = defaultdict(list)
+    for header in headers:
+        found.files[header.file] = header.file_nbytes
+        found.keys[header.file] = {entry.key for entry in header.entries}
+        metadata = {name: text for name, text in header.metadata.items() if name != _CHUNKS}
+        found.metadata = {**metadata, **found.metadata}
+        try:
+            offsets = chunk_offsets(header)
+        except FormatError as error:
+            faults.add_error("damaged files", error)
+            continue
+        for entry in header.entries:
+            if entry.key in offsets:
+                chunks[entry.key].append((offsets[entry.key], entry))
+                continue
+            if entry.key in found.composed:  # from a file of torch that was read before
+                faults.add("keys held twice", f"{shown(entry.key)}: in {shown(entry.file)}, and elsewhere in parts")
+                continue
+            first = found.entries.setdefault(entry.key, entry)
+            if first is not entry:
+                faults.add(
+                    "keys held by two files",
+                    f"{shown(entry.key)}: in {shown(first.file)} and in {shown(entry.file)}. "
+                    "Remove the file that does not belong",
+                )
+    for key, pieces in chunks.items():
+        if key in found.entries:
+            whole = shown(found.entries[key].file)
+            faults.add(
+                "keys held twice", f"{shown(key)}: in chunks, and whole in {whole}. Remove what does not belong"
+            )
+            continue
+        try:
+            join_entries.add_tensor(key, from_chunks(key, pieces), found, faults)
+        except FormatError as error:
+            faults.add_error("damaged files", error)
+
+
+MAX_HEADER_BYTES = 100_000_000
+"""The longest header that the safetensors library reads (``MAX_HEADER_SIZE``)."""
+
+_LENGTH_BYTES = 8
+_FIRST_READ_BYTES = 256 * 1024
+_MAX_SIZE = 2**63 - 1
+_MAX_BITS = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """Header of a safetensors file. ``entries`` are in the order of their bytes, which tile the data."""
+
+    file: str
+    file_nbytes: int
+    data_start: int
+    metadata: Mapping[str, str]
+    entries: tuple[TensorEntry, ...]
+
+
+def read_header(reader: StorageReader, file: str) -> FileHeader:
+    """Read the header of ``file``, in at most two reads.
+
+    Raises :class:`FormatError` for an invalid file, :class:`StorageError` if it cannot be read.
+    """
+    file_nbytes = reader.size(file)
+    if file_nbytes < _LENGTH_BYTES:
+        what = "is empty" if file_nbytes == 0 else f"has {file_nbytes} bytes"
+        raise checkpoint_index.invalid_file(
+            shown(file), f"the file {what}, a safetensors file has at least {_LENGTH_BYTES}"
+        )
+    first = reader.read(file, 0, min(file_nbytes, _FIRST_READ_BYTES))
+    header_nbytes = int.from_bytes(first[:_LENGTH_BYTES], "little")
+    _check_header_length(file, file_nbytes, header_nbytes)
+    header = first[_LENGTH_BYTES : _LENGTH_BYTES + header_nbytes]
+    if len(header) < header_nbytes:
+        header += reader.read(file, len(first), _LENGTH_BYTES + header_nbytes)
+    return parse_header(file, file_nbytes, header)
+
+
+def parse_header(file: str, file_nbytes: int, header: bytes) -> FileHeader:
+    """Parse ``header``, the JSON without its length, of a file of ``file_nbytes`` bytes.
+
+    Raises :class:`FormatError` for the first fault. In the result every entry lies in the file, has the size of its
+    dtype and shape, and no two overlap.
+    """
+    _check_header_length(file, file_nbytes, len(header))
+    fields = checkpoint_index.parse_object(header, what=f"{shown(file)}: header")
+    data_start = _LENGTH_BYTES + len(header)
+    try:
+        metadata = _metadata(fields.pop("__metadata__", None))
+        entries = [_entry(file, key, field, data_start, file_nbytes) for key, field in fields.items()]
+        entries.sort(key=attrgetter("start", "stop"))
+        _check_tiling(entries, data_start, file_nbytes)
+    except ValueError as error:
+        raise checkpoint_index.invalid_file(shown(file), str(error)) from None
+    return FileHeader(file, file_nbytes, data_start, metadata, tuple(entries))
+
+
+def _check_header_length(file: str, file_nbytes: int, header_nbytes: int) -> None:
+    announced = f"a header of {header_nbytes} bytes is announced"
+    if header_nbytes > MAX_HEADER_BYTES:
+        raise checkpoint_index.invalid_file(shown(file), f"{announced}, {MAX_HEADER_BYTES} is the limit")
+    if _LENGTH_BYTES + header_nbytes > file_nbytes:
+        raise checkpoint_index.invalid_file(
+            shown(file), f"{announced}, but the file ends after {file_nbytes} bytes"
+        )
+
+
+def _metadata(value: object) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"__metadata__ is a {type(value).__name__}, not an object of strings")
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise ValueError(f"__metadata__ has a {type(text).__name__} under {shown(key)}, not a string")
+    return value
+
+
+def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int) -> TensorEntry:
+    """Return the tensor that a field of the header describes. Raises ValueError if the field is invalid."""
+    name = f"tensor {shown(key)}"
+    if not isinstance(field, dict):
+        raise ValueError(f"{name} is described by a {type(field).__name__}, not an object")
+    kind, shape, offsets = (field.get(item) for item in ("dtype", "shape", "data_offsets"))
+    dtype = dtype_named(kind) if isinstance(kind, str) else None
+    if dtype is None:
+        known = ", ".join(dtype.label for dtype in DType)
+        raise ValueError(f"{name} has the unknown dtype {_shown_value(kind)}. Known are {known}")
+    if not _are_sizes(shape):
+        raise ValueError(f"{name} has the shape {_shown_value(shape)}, not a list of integers 0..{_MAX_SIZE}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        value = _shown_value(offsets)
+        raise ValueError(f"{name} has the data_offsets {value}, not [start, stop] with 0 <= start <= stop")
+    start, stop = offsets
+    named = f"{name} of {dtype.label} {_shown_value(shape)}"
+    # Multiplied step by step with a bound: a shape of a million large sizes must not become a huge integer.
+    bits = dtype.bits
+    for size in shape:
+        bits *= size
+        if bits > _MAX_BITS:
+            raise ValueError(f"{named} has more than 2**64 bits")
+    if bits % 8:
+        raise ValueError(f"{named} does not end at a byte")
+    if bits // 8 != stop - start:
+        raise ValueError(f"{named} takes {bits // 8} bytes, but its data_offsets span {stop - start}")
+    if data_start + stop > file_nbytes:
+        raise ValueError(
+            f"{name} reaches to byte {data_start + stop}, but the file ends after {file_nbytes} bytes: "
+            f"{data_start + stop - file_nbytes} are missing"
+        )
+    return TensorEntry(key, dtype, tuple(shape), file, data_start + start, data_start + stop)
+
+
+def _are_sizes(values: object) -> TypeGuard[list[int]]:
+    # Not isinstance: JSON's true is an int to Python.
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MAX_SIZE for value in values)
+
+
+def _check_tiling(entries: Sequence[TensorEntry], data_start: int, file_nbytes: int) -> None:
+    """Check that tensors fill the file after the header without gap or overlap."""
+    covered, previous = data_start, "the header"
+    for entry in entries:
+        name = f"tensor {shown(entry.key)}"
+        if entry.start > covered:
+            gap = f"{entry.start - covered} bytes from byte {covered} on"
+            raise ValueError(f"{gap}, between {previous} and {name}, belong to no tensor")
+        if entry.start < covered:
+            raise ValueError(
+                f"{name} starts at byte {entry.start}, inside {previous}, which ends at byte {covered}"
+            )
+        covered, previous = entry.stop, name
+    if covered != file_nbytes:
+        raise ValueError(f"the last {file_nbytes - covered} bytes, from byte {covered} on, belong to no tensor")
+
+
+def _shown_value(value: object) -> str:
+    return shown(repr(value))
+
+
+_ORDER: Final = [
+    *(DType.U64, DType.I64, DType.F64, DType.C64, DType.F32, DType.U32, DType.I32, DType.BF16, DType.F16),
+    *(DType.U16, DType.I16, DType.F8_E5M2FNUZ, DType.F8_E4M3FNUZ, DType.F8_E8M0, DType.F8_E4M3, DType.F8_E5M2),
+    *(DType.I8, DType.U8, DType.BOOL),
+]
+"""Order of tensors in a file, the reverse of the library's ``Dtype``."""
+
+_RANK = {dtype: rank for rank, dtype in enumerate(_ORDER)}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A safetensors file to write: its header, its tensors, and its size in bytes."""
+
+    name: str
+    header: bytes
+    entries: tuple[TensorEntry, ...]
+    nbytes: int
+
+
+def lay_out(
+    name: str, tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> NewFile:
+    """Lay out a file of tensors, each with key, dtype and shape.
+
+    Raises:
+        FormatError: a dtype that safetensors does not have, or a header longer than the library reads.
+    """
+    items = list(tensors)
+    for key, dtype, _ in items:
+        if dtype not in _RANK:
+            raise FormatError(f"{shown(key)}: {dtype.label} elements cannot be saved to a safetensors file")
+        if key == "__metadata__":
+            raise FormatError("a tensor cannot be named __metadata__ in a safetensors file. Rename it")
+    items.sort(key=lambda item: (_RANK[item[1]], item[0].encode()))
+    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for key, dtype, shape in items:
+        stop = start + numel(shape) * dtype.itemsize
+        fields[key] = {"dtype": dtype.label, "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise FormatError(
+            f"{shown(name)}: a header of {len(text)} bytes would be needed, {MAX_HEADER_BYTES} is the limit. Save "
+            "to more files by a smaller max_shard_size"
+        )
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    entries: list[TensorEntry] = []
+    place = len(header)
+    for key, dtype, shape in items:
+        stop = place + numel(shape) * dtype.itemsize
+        entries.append(TensorEntry(key, dtype, shape, name, place, stop))
+        place = stop
+    return NewFile(name, header, tuple(entries), place)

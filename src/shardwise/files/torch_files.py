@@ -1,0 +1,365 @@
+"""Files of ``torch.save``: the byte ranges of their tensors, and the files of a checkpoint.
+
+Such a file is a zip archive: ``data.pkl`` is a pickle of the object, with a persistent id for every storage, and
+``data/<id>`` is the memory of that storage. :mod:`shardwise.files.pickles` reads the pickle without executing it.
+Source of the layout: torch's ``serialization.py`` and ``caffe2/serialize/inline_container.cc``.
+
+``zipfile`` reads the directory. It does not report the offset of a member's bytes, which is computed here. The
+archive may be a part of a larger file.
+"""
+
+import io
+import re
+import struct
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final, NoReturn
+
+from shardwise.core.errors import FormatError
+from shardwise.core.tensors import ByteRange, Strided
+from shardwise.files import join_entries
+from shardwise.files.checkpoint_index import CheckpointFormat, FileSelection, FormatFaults, IndexSoFar, each, listed
+from shardwise.files.join_entries import MAX_DEPTH, Chunk, FoundTensor, KeyPath, StoredView
+from shardwise.files.pickles import Other, PickledTensor, Record, read_pickle
+from shardwise.files.storage import StorageReader
+from shardwise.files.urls import shown
+
+_WEIGHTS: Final = (".bin", ".pt", ".pth")
+_INDEX: Final = ".bin.index.json"
+_INDEXES = re.compile(r".*\.bin\.index(\.[^./]+)?\.json")
+"""Index files by name, those of a variant too."""
+_OF_ONE_RANK = re.compile(r"pytorch_model_fsdp.*_rank\d+\.bin")
+
+
+class _TorchFiles(CheckpointFormat):
+    usual = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+    endings = (*_WEIGHTS, _INDEX)
+
+    def is_named(self, name: str) -> bool:
+        return name.endswith(_WEIGHTS) or _INDEXES.fullmatch(name) is not None
+
+    def select(self, reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
+        if _INDEXES.fullmatch(name):
+            return join_entries.select_indexed(reader, name, _WEIGHTS[0], "indexed torch files", faults)
+        return FileSelection("torch file", [name])
+
+    def hints(self, names: Sequence[str]) -> list[str]:
+        found: list[str] = []
+        of_ranks = [name for name in names if _OF_ONE_RANK.fullmatch(name)]
+        if of_ranks:
+            found.append(
+                f"{listed(map(shown, of_ranks))}: contain local shards without their positions. "
+                "load_accelerate_model and accelerate load them on the same number of ranks. For any other number, "
+                "load them this way and save in another form (use_dcp=True)"
+            )
+        files = [name for name in names if name.endswith(_WEIGHTS) and name not in of_ranks]
+        if files:
+            found.append(
+                f"{listed(map(shown, files))}: if one of them holds the model, pass its path, or its name as "
+                "weights_name"
+            )
+        return found
+
+    def read(
+        self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
+    ) -> None:
+        files = selection.files
+        contents: list[TorchFileContents] = join_entries.read_each(reader, files, read_torch_file, faults)
+        choice = join_entries.choose_model([tensor.path for item in contents for tensor in item.tensors])
+        if choice is None:
+            raise join_entries.no_model(reader, " and ".join(map(shown, files)))
+        for item in contents:
+            found.files[item.file] = item.file_nbytes
+            join_entries.add_ignored(item.others, choice, found)
+            found.keys[item.file] = join_entries.add_tensors(item.tensors, choice, found, faults)
+
+
+FORMAT: Final[CheckpointFormat] = _TorchFiles()
+
+
+MAX_DIRECTORY_BYTES = 16_000_000
+"""Limit on the size of a directory, that of two hundred thousand members."""
+
+_LOCAL = struct.Struct("<4s5H3L2H")
+_ENCRYPTED, _UTF_8 = 0x1, 0x800
+_WHOLE_READ_BYTES = 16 * 1024
+_END_READ_BYTES = 4 * 1024
+
+_ZIP_ERRORS = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, OverflowError, EOFError, OSError)
+"""Errors of zipfile for invalid directories."""
+
+
+class FileWindow(io.RawIOBase):
+    """A range of a file as a file object. Its beginning and end are cached, since most reads are there."""
+
+    def __init__(self, reader: StorageReader, file: str, start: int, stop: int) -> None:
+        self._reader = reader
+        self.file = file
+        self.start = start
+        self.nbytes = stop - start
+        self._at = 0
+        ends = [(self.nbytes - _END_READ_BYTES, self.nbytes), (0, _END_READ_BYTES)]
+        ranges = [(0, self.nbytes)] if self.nbytes <= _WHOLE_READ_BYTES else ends
+        self._cached = [(first, reader.read(file, start + first, start + last)) for first, last in ranges]
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Read bytes, counted from the start of the range. The caller has checked that they are in it."""
+        for first, content in self._cached:
+            if first <= start and stop <= first + len(content):
+                return content[start - first : stop - first]
+        return self._reader.read(self.file, self.start + start, self.start + stop)
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = (0, self._at, self.nbytes)[whence] + offset
+        if at < 0:
+            raise OSError("before the beginning")
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, nbytes: int = -1) -> bytes:
+        left = max(0, self.nbytes - self._at)
+        nbytes = left if nbytes < 0 else min(nbytes, left)
+        if nbytes > MAX_DIRECTORY_BYTES:
+            raise ValueError(f"its directory has {nbytes} bytes, {MAX_DIRECTORY_BYTES} is the limit")
+        self._at += nbytes
+        return self.read_range(self._at - nbytes, self._at)
+
+
+class Archive:
+    """The members of a zip archive, and their byte ranges. ``what`` names it in messages."""
+
+    def __init__(self, window: FileWindow, what: str) -> None:
+        self._window = window
+        self.what = what
+        self._ends: dict[str, int] = {}
+        """Offset of the next member, or of the directory, by name of a member."""
+        self.members = self._directory()
+
+    def byte_range(self, name: str) -> ByteRange:
+        """Return the byte range of a member's content in the archive.
+
+        Raises :class:`FormatError` if it does not exist, is compressed or encrypted, or overlaps another.
+        """
+        member = self.members.get(name)
+        if member is None:
+            self.refuse(f"it has no member {shown(name)}")
+        if member.flag_bits & _ENCRYPTED:
+            self.refuse(f"its member {shown(name)} is encrypted")
+        if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+            self.refuse(
+                f"its member {shown(name)} is compressed",
+                remedy="Write it with torch.save, which does not compress",
+            )
+        # Only the local header has its size: its extra field may differ from that in the directory.
+        encoded = member.orig_filename.encode("utf-8" if member.flag_bits & _UTF_8 else "cp437")
+        stop, end = member.header_offset + _LOCAL.size + len(encoded), self._ends[name]
+        if stop > end:
+            self.refuse(f"its member {shown(name)} overlaps the next one")
+        local = self._window.read_range(member.header_offset, stop)
+        signature, _, flags, method, *_, name_length, extra_length = _LOCAL.unpack_from(local)
+        if (signature, method, flags & _ENCRYPTED, name_length) != (b"PK\3\4", 0, 0, len(encoded)) or local[
+            _LOCAL.size :
+        ] != encoded:
+            self.refuse(f"its directory and its member {shown(name)} contradict each other")
+        start = stop + extra_length
+        if start + member.file_size > end:
+            self.refuse(f"its member {shown(name)} overlaps the next one")
+        return ByteRange(self._window.start + start, self._window.start + start + member.file_size)
+
+    def content(self, name: str, *, max_nbytes: int) -> bytes:
+        """Read a small member."""
+        found = self.byte_range(name)
+        if found.nbytes > max_nbytes:
+            self.refuse(f"its member {shown(name)} has {found.nbytes} bytes, {max_nbytes} is the limit")
+        return self._window.read_range(found.start - self._window.start, found.stop - self._window.start)
+
+    def refuse(self, cause: str, *, remedy: str = "") -> NoReturn:
+        """Raise a FormatError that names the archive."""
+        advice = remedy or "It is damaged or incomplete. Download or write it again"
+        raise FormatError(f"{self.what}: {cause}. {advice}")
+
+    def _directory(self) -> dict[str, zipfile.ZipInfo]:
+        try:
+            with zipfile.ZipFile(self._window) as archive:
+                found, end = archive.infolist(), archive.start_dir
+        except _ZIP_ERRORS as error:
+            self.refuse(f"it does not end in the directory of a zip archive ({str(error)[:200]!a})")
+        if not found:
+            self.refuse("it has no members")
+        found.sort(key=attrgetter("header_offset"))
+        for member, following in zip(found, [*(item.header_offset for item in found[1:]), end], strict=True):
+            if not 0 <= member.header_offset < end:
+                self.refuse(f"its member {shown(member.filename)} is not before the directory")
+            if member.filename in self._ends:
+                self.refuse(f"it has the member {shown(member.filename)} twice")
+            self._ends[member.filename] = following
+        return {member.filename: member for member in found}
+
+
+MAX_PICKLE_BYTES = 100_000_000
+"""Limit on the size of a pickle, the same as that of the header of a safetensors file."""
+
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_LFS = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFileContents:
+    """Tensors of a file, and the path and type name of every other value."""
+
+    file: str
+    file_nbytes: int
+    tensors: tuple[FoundTensor, ...]
+    others: tuple[tuple[KeyPath, str], ...]
+
+
+def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
+    """Return the tensors of ``file``, from its directory and its pickle, without reading elements.
+
+    Raises :class:`FormatError` for an invalid file or objects that are not data,
+    :class:`~shardwise.core.errors.StorageError` for bytes that cannot be read.
+    """
+    what = shown(file)
+    file_nbytes = reader.size(file)
+    window = FileWindow(reader, file, 0, file_nbytes)
+    _require_archive(window, what)
+    archive = TorchArchive(window, what, {})
+    tensors, others = _walk(archive.value, archive.pickle_nbytes, what)
+    names = list(dict.fromkeys(tensor.storage.name for _, tensor in tensors))
+    places = dict(zip(names, each(reader, archive.storage_range, names), strict=True))
+    found = [
+        FoundTensor(path, tensor.dtype, view.shape, (Chunk((0,) * len(view.shape), view),))
+        for path, tensor in tensors
+        for view in (archive.tensor_view(tensor, places[tensor.storage.name], ".".join(path)),)
+    ]
+    return TorchFileContents(file, file_nbytes, tuple(found), tuple(others))
+
+
+def read_torch_tensor(
+    reader: StorageReader, file: str, where: ByteRange, known: dict[bytes, object], *, what: str
+) -> StoredView:
+    """Return the tensor that was saved by itself in a range of a file.
+
+    ``known`` caches pickles that have been read, because chunks of equal shapes have equal ones.
+    """
+    archive = TorchArchive(FileWindow(reader, file, where.start, where.stop), what, known)
+    tensor = archive.value
+    if not isinstance(tensor, PickledTensor):
+        archive.refuse(f"it holds a {_kind(tensor)}, not a tensor")
+    return archive.tensor_view(tensor, archive.storage_range(tensor.storage.name), "the tensor")
+
+
+class TorchArchive(Archive):
+    """An archive of ``torch.save``.
+
+    ``value`` is the saved object, which is also cached in ``known``.
+    """
+
+    def __init__(self, window: FileWindow, what: str, known: dict[bytes, object]) -> None:
+        super().__init__(window, what)
+        self._file = window.file
+        name = next((name for name in self.members if name.endswith("/data.pkl") and name.count("/") == 1), None)
+        if name is None:
+            self.refuse("it is a zip archive, but not one of torch.save", remedy="Save the model's state dict")
+        self._folder = name.removesuffix("data.pkl")
+        if f"{self._folder}constants.pkl" in self.members:
+            self.refuse("it is a TorchScript program", remedy="Save the model's state dict with torch.save")
+        order = f"{self._folder}byteorder"
+        if order in self.members and self.content(order, max_nbytes=16) != b"little":
+            self.refuse("its numbers are not little-endian", remedy="Save it again on a machine that is")
+        pickle = self.content(name, max_nbytes=MAX_PICKLE_BYTES)
+        self.pickle_nbytes = len(pickle)
+        if pickle not in known:
+            known[pickle] = read_pickle(pickle, what=f"{what}: {name}")
+        self.value = known[pickle]
+
+    def storage_range(self, name: str) -> ByteRange:
+        """Return the byte range of a storage."""
+        return self.byte_range(f"{self._folder}data/{name}")
+
+    def tensor_view(self, tensor: PickledTensor, place: ByteRange, name: str) -> StoredView:
+        """Return a tensor as a view of its own bytes if they are contiguous, otherwise of its storage."""
+        nbytes = tensor.storage.nbytes
+        if nbytes != place.nbytes:
+            self.refuse(f"{shown(name)}: its storage has {place.nbytes} bytes, and should have {nbytes}")
+        strided, itemsize = tensor.strided, tensor.dtype.itemsize
+        fault = join_entries.strided_obstacle(strided, place.nbytes // itemsize)
+        if fault is not None:
+            self.refuse(f"{shown(name)}: {fault}", remedy="Save a contiguous copy of it (tensor.clone())")
+        if strided.numel == 0 or strided.is_contiguous:
+            start = place.start + (strided.offset * itemsize if strided.numel else 0)
+            own = ByteRange(start, start + strided.numel * itemsize)
+            return StoredView(self._file, own, tensor.dtype, Strided.contiguous(strided.sizes))
+        whole = place.nbytes // itemsize * itemsize
+        return StoredView(self._file, ByteRange(place.start, place.start + whole), tensor.dtype, strided)
+
+
+def reject_others(reader: StorageReader, file: str) -> None:
+    """Raise :class:`FormatError` for common files that are not archives of ``torch.save``."""
+    _require_archive(FileWindow(reader, file, 0, reader.size(file)), shown(file))
+
+
+def _require_archive(window: FileWindow, what: str) -> None:
+    first = window.read_range(0, min(window.nbytes, len(_LFS)))
+    if first.startswith(_LEGACY):
+        raise FormatError(
+            f"{what}: it is in the format that torch wrote before 1.6, which cannot be read in parts. Load it once "
+            "and write it again: torch.save(torch.load(file, weights_only=True), file)"
+        )
+    if first == _LFS:
+        raise FormatError(f"{what}: it is a pointer of git-lfs, not the file itself. Run `git lfs pull`")
+
+
+def _walk(
+    value: object, max_items: int, what: str
+) -> tuple[list[tuple[KeyPath, PickledTensor]], list[tuple[KeyPath, str]]]:
+    """Return every tensor with its path, and the path and type of all other values.
+
+    A pickle needs more than a byte for every item, unless its dicts contain each other. So the size of the pickle
+    limits the number of items.
+    """
+    if isinstance(value, PickledTensor):
+        raise FormatError(f"{what}: it holds one tensor without a name. Save a state dict")
+    if not isinstance(value, dict):
+        raise FormatError(f"{what}: it holds a {_kind(value)}, not a state dict. Save model.state_dict()")
+    tensors: list[tuple[KeyPath, PickledTensor]] = []
+    others: list[tuple[KeyPath, str]] = []
+    stack: list[tuple[KeyPath, object]] = [((), value)]
+    visited = 0
+    while stack:
+        path, item = stack.pop()
+        visited += 1
+        if len(path) > MAX_DEPTH or visited > max_items:
+            raise FormatError(f"{what}: its dicts are nested too deeply. Save model.state_dict()")
+        if isinstance(item, PickledTensor):
+            tensors.append((path, item))
+        elif isinstance(item, dict):
+            members = [(_component(key), member) for key, member in item.items()]
+            stack += [((*path, name), member) for name, member in reversed(members)]
+        elif isinstance(item, list | tuple) and _holds_tensors(item):
+            stack += [((*path, str(number)), member) for number, member in reversed(list(enumerate(item)))]
+        else:
+            others.append((path, _kind(item)))
+    return tensors, others
+
+
+def _holds_tensors(items: Sequence[object]) -> bool:
+    return any(isinstance(item, PickledTensor | dict | list | tuple) for item in items)
+
+
+def _component(key: object) -> str:
+    return key if isinstance(key, str) else str(key) if isinstance(key, int) else f"<{_kind(key)}>"
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Other):
+        return value.kind
+    return "object" if isinstance(value, Record) else "dict" if isinstance(value, dict) else type(value).__name__

@@ -1,1 +1,0 @@
-"""Stored layouts: tensors of files, and the checkpoints that files make up. Without torch."""

@@ -1,0 +1,209 @@
+"""Gradients of a sharded model: clipping, averaging of unsharded parameters, and the state of FSDP2's passes.
+
+Unexported names of FSDP2's groups are used here, all others of torch in ``torch_api``.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.core.errors import ConfigError, private, require_private
+from shardwise.fsdp import torch_private
+from shardwise.fsdp.named_tensors import abbreviate, canonical, local_tensor
+from shardwise.fsdp.torch_private import param_groups
+
+
+def clip_gradients(
+    parameters: Sequence[nn.Parameter], max_norm: float, *, group: dist.ProcessGroup | None = None
+) -> float:
+    """Clip gradients to a global 2-norm of at most ``max_norm``. Return the norm before.
+
+    Parameters may be unsharded, sharded, or on several meshes. The norm is equal on all ranks. Gradients whose norm
+    is not finite are not changed.
+
+    Collective: yes, over ``group`` (default: all ranks), once.
+    """
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    found = [(parameter, _local_gradient(parameter)) for parameter in parameters if parameter.grad is not None]
+    total = torch.zeros((), dtype=torch.float64, device=found[0][1].device if found else None)
+    for parameter, gradient in found:
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        total += (norm.double().square() / _copies(parameter, ranks)).to(total.device)
+    if ranks > 1:
+        total = total.to(torch_private.object_device(group))
+        dist.all_reduce(total, group=group)
+    norm = math.sqrt(square) if math.isfinite(square := total.item()) else square
+    if math.isfinite(norm) and norm + _TINY > max_norm:
+        private("torch:_foreach_mul_")([gradient for _, gradient in found], max_norm / (norm + _TINY))
+    return norm
+
+
+_TINY = 1e-6
+"""Added to the norm in the divisor, as in ``clip_grad_norm_``."""
+
+
+def _copies(parameter: nn.Parameter, ranks: int) -> float:
+    """Return the number of ranks that hold each element of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return ranks
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return ranks / math.prod(size for size, place in sizes if torch_private.splitting_dim(place) is not None)
+
+
+def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return this rank's gradient, placed like its parameter. Partial ones (tensor parallelism) are reduced."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
+        assert isinstance(parameter, DTensor)
+        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    assert gradient is not None
+    return local_tensor(gradient)
+
+
+def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Average gradients of unsharded parameters of a sharded model over all ranks.
+
+    Call it after the parameters are materialized (the hooks belong to the parameter objects). Repeated calls have
+    no effect. Every backward pass then ends with a collective, unless FSDP2 does not synchronize gradients
+    (``set_requires_gradient_sync(False)``). Gradients accumulate on each rank until it does.
+    """
+    average = Averaging(mesh, model)
+    for parameter in model.parameters():
+        is_alone = parameter.requires_grad and parameter.numel() and not isinstance(parameter, DTensor)
+        if is_alone and not is_averaged(parameter):
+            parameter.register_post_accumulate_grad_hook(average)
+
+
+class Averaging:
+    """A hook that averages gradients over all ranks of a mesh, in buckets at the end of a backward pass.
+
+    Accumulated gradients of earlier passes are equal on all ranks, so averaging the sum does not change them.
+    Memory: the gradients once more.
+    """
+
+    def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
+        self.mesh = mesh
+        self._group = next(param_groups(model), None)
+        if self._group is not None:
+            require_private(
+                "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+                "all_reduce_grads reduce_grads",
+                self._group,
+            )
+        self._waiting: dict[int, list[torch.Tensor]] = {}
+        """Parameters by backward pass. Nested passes (reentrant checkpointing) have their own buckets."""
+
+    def is_synchronizing(self) -> bool:
+        """Return whether FSDP2 reduces gradients over all ranks in the current backward pass."""
+        return self._group is None or bool(self._group.reduce_grads and self._group.all_reduce_grads)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is None or not self.is_synchronizing():
+            return
+        number = torch_private.backward_pass()
+        if number not in self._waiting:
+            self._waiting[number] = []
+            torch_private.after_backward(partial(self._average, number))
+        self._waiting[number].append(parameter)
+
+    @torch.no_grad()
+    def _average(self, number: int) -> None:
+        buckets: dict[object, list[torch.Tensor]] = {}
+        for parameter in self._waiting.pop(number):
+            if (gradient := parameter.grad) is not None:
+                buckets.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+        for gradients in buckets.values():
+            bucket = torch.cat([gradient.flatten() for gradient in gradients])
+            for group in self.mesh.get_all_groups():
+                dist.all_reduce(bucket, group=group)
+            pieces = bucket.div_(self.mesh.size()).split([gradient.numel() for gradient in gradients])
+            found = [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
+            torch_private.copy_all(gradients, found)
+
+
+def is_averaged(parameter: nn.Parameter) -> bool:
+    """Return whether :func:`average_replicated_gradients` averages a parameter's gradient."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(hook, Averaging) for hook in hooks.values())
+
+
+def require_synchronized(model: nn.Module, ranks: int) -> None:
+    """Reject trained parameters whose gradients are not reduced over all ranks.
+
+    They must be DTensors on all ranks, averaged by :func:`average_replicated_gradients`, or in torch's
+    DistributedDataParallel. Collective: no. The result is the same on every rank if the models are.
+
+    Args:
+        model: sharded or in DistributedDataParallel.
+        ranks: number of ranks that train together.
+
+    Raises:
+        ConfigError: the message has the parameters.
+    """
+    if ranks == 1:
+        return
+    in_ddp = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel)
+        for parameter in module.parameters()
+    }
+    trained = {
+        canonical(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.numel() and parameter not in in_ddp
+    }
+    alone = [name for name, each in trained.items() if not isinstance(each, DTensor) and not is_averaged(each)]
+    elsewhere = [
+        name for name, each in trained.items() if isinstance(each, DTensor) and each.device_mesh.size() < ranks
+    ]
+    if alone:
+        raise ConfigError(
+            f"{abbreviate(alone)}: trained, but neither sharded nor averaged over the {ranks} ranks, so each rank "
+            "would train its own. Add them before the model is sharded, call shardwise.fsdp.gradients."
+            "average_replicated_gradients(model, mesh) after adding them, or freeze them"
+        )
+    if elsewhere:
+        raise ConfigError(
+            f"{abbreviate(elsewhere)}: trained on a mesh that has not all of the {ranks} ranks. Shard the model on "
+            "a mesh of all ranks, with an axis for replicas"
+        )
+
+
+def reset_fsdp_state(root: Any) -> None:
+    """Reset FSDP2's state after an aborted pass: gathered parameters, and pending waits. Collective: no.
+
+    ``FSDPModule.reset_iter_state`` does it from torch 2.13 on.
+
+    Args:
+        root: the outermost ``FSDPModule``.
+    """
+    state = root._get_fsdp_state()
+    if state._is_root is None:  # no pass has begun
+        return
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    shared, idle = state._comm_ctx, type(state._training_state).IDLE
+    if shared.all_gather_state is not None:
+        state._device_handle.current_stream().wait_event(shared.all_gather_state.event)
+        shared.all_gather_state = None
+    shared.post_forward_order.clear()
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = idle
+    for group in param_groups(root):
+        group.finalize_backward()
+        group._partial_reduce_output = None
+        group._training_state = idle  # otherwise reshard() keeps parameters for the backward pass
+        group.reshard()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False

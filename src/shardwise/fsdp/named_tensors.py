@@ -1,0 +1,391 @@
+"""The tensors of a model, with their places in the module tree and their boxes on this rank."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement
+
+from shardwise.core.errors import ShardingError
+from shardwise.core.formatting import few_names, without_wrapper_parts
+from shardwise.core.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
+from shardwise.core.tensors import Box, Strided, contiguous_strides
+from shardwise.fsdp import torch_private
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes of every module: registries, hooks, ``training``."""
+
+
+def canonical(fqn: str) -> str:
+    """Return a name of a tensor or module without wrapper prefixes (compile, activation checkpointing, FSDP1)."""
+    return without_wrapper_parts(fqn)
+
+
+def without_compile(model: nn.Module) -> nn.Module:
+    """Return the module inside of a ``torch.compile`` result, or the module itself."""
+    inner = getattr(model, "_orig_mod", None)
+    return without_compile(inner) if isinstance(inner, nn.Module) else model
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A module and a local name under which a tensor is registered."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+
+
+@dataclass(slots=True)
+class TensorRef:
+    """A parameter or buffer of a model, with all slots that it is registered in."""
+
+    tensor: torch.Tensor
+    kind: TensorKind
+    slots: list[Slot] = field(default_factory=list)
+
+    @property
+    def fqn(self) -> str:
+        return self.slots[0].fqn
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(slot.fqn for slot in self.slots))
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's local tensor."""
+        return local_tensor(self.tensor)
+
+    def install(self, tensor: torch.Tensor) -> None:
+        """Register another tensor in all slots, also by ``__setattr__`` of modules that override it.
+
+        An example is ``nn.LSTM``, which has its weights in a list as well.
+        """
+        self.replace(tensor)
+        for slot in self.slots:
+            if type(slot.module).__setattr__ is not nn.Module.__setattr__:
+                setattr(slot.module, slot.name, tensor)
+
+    def recast(self, dtype: torch.dtype) -> None:
+        """Change the dtype of a tensor on meta."""
+        other = torch.empty_like(self.tensor, dtype=dtype)
+        if isinstance(self.tensor, nn.Parameter):
+            other = nn.Parameter(other, requires_grad=self.tensor.requires_grad)
+            torch_private.take_after(other, self.tensor)
+        self.install(other)
+
+    def replace(self, tensor: torch.Tensor) -> None:
+        """Register another tensor in all slots. In place of a parameter, it may be of any type."""
+        for slot in self.slots:
+            get_registry = (
+                torch_private.get_parameters if self.kind is TensorKind.PARAMETER else torch_private.get_buffers
+            )
+            get_registry(slot.module)[slot.name] = tensor
+        self.tensor = tensor
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor's local tensor, or the tensor itself. Without autograd."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if not torch.is_grad_enabled():  # many small tensors: entering no_grad costs more than the rest
+        return tensor.to_local()
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as flat bytes, for bitwise comparisons."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def strided_view(tensor: torch.Tensor, view: Strided) -> torch.Tensor:
+    """Return a strided view relative to the first element of a tensor."""
+    return torch.as_strided(tensor, view.sizes, view.strides, tensor.storage_offset() + view.offset)
+
+
+def collect_tensors(model: nn.Module) -> list[TensorRef]:
+    """Return all parameters and buffers, shared ones once, in the order of the modules.
+
+    Non-persistent buffers of a module are sorted by name, because some models register them in the order of a set,
+    which differs between processes. FSDP2 groups that are gathered are resharded first.
+
+    Raises:
+        ShardingError: the model is under torch's ``replicate()``.
+    """
+    modules = list(model.named_modules(remove_duplicate=False))
+    for name, module in modules:
+        if torch_private.is_under_replicate(module):
+            raise ShardingError(
+                f"{canonical(name) or 'the model'} is under torch's replicate(), which keeps every parameter whole "
+                "on every rank. Build it without, and apply fully_shard, or shardwise.shard, on a mesh that has a "
+                "dimension to replicate over"
+            )
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    held: dict[int, TensorRef] = {}
+    for module, tensor, name, kind, prefix in _registered(modules):
+        item = held.get(id(tensor))
+        if item is None:
+            item = held[id(tensor)] = TensorRef(tensor, kind)
+        item.slots.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
+    return list(held.values())
+
+
+def saved_names(model: nn.Module, held: Sequence[TensorRef]) -> dict[str, TensorRef]:
+    """Return the tensors of ``model.state_dict()`` by its names, which are not canonical, in its order."""
+    of = {id(item.tensor): item for item in held}
+    return {
+        f"{prefix}.{name}" if prefix else name: of[id(tensor)]
+        for _, tensor, name, kind, prefix in _registered(model.named_modules(remove_duplicate=False))
+        if kind.is_saved
+    }
+
+
+def _registered(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[nn.Module, torch.Tensor, str, TensorKind, str]]:
+    for prefix, module in modules:
+        for name, parameter in torch_private.get_parameters(module).items():
+            if parameter is not None:
+                yield module, parameter, name, TensorKind.PARAMETER, prefix
+        if not torch_private.get_buffers(module):
+            continue
+        buffers = {name: buffer for name, buffer in torch_private.get_buffers(module).items() if buffer is not None}
+        temporary = sorted(torch_private.get_temporary_names(module) & buffers.keys())
+        for name, buffer in buffers.items():
+            if name not in temporary:
+                yield module, buffer, name, TensorKind.PERSISTENT_BUFFER, prefix
+        for name in temporary:
+            yield module, buffers[name], name, TensorKind.BUFFER, prefix
+
+
+def build_layout(
+    held: Sequence[TensorRef], find_origin: Callable[[TensorRef], Origin] | Origin = Origin.NOWHERE
+) -> ModelLayout:
+    """Return this rank's layout of tensors. ``find_origin`` is their source if the checkpoint lacks them."""
+    return ModelLayout(
+        tuple(
+            tensor_layout(
+                item,
+                find_origin(item) if callable(find_origin) else find_origin,
+                local_boxes(item.tensor, item.fqn),
+                describe_placement(item.tensor),
+            )
+            for item in held
+        )
+    )
+
+
+def tensor_layout(item: TensorRef, origin: Origin, boxes: tuple[LocalBox, ...], placement: str) -> TensorLayout:
+    """Return the layout of a tensor with these boxes."""
+    tensor = item.tensor
+    return TensorLayout(
+        names=item.names,
+        kind=item.kind,
+        shape=tuple(tensor.shape),
+        dtype=torch_private.from_torch(tensor.dtype, item.fqn)
+        if item.kind.is_saved
+        else torch_private.in_memory(tensor.dtype),
+        boxes=boxes,
+        placement=placement,
+        requires_grad=tensor.requires_grad,
+        origin=origin,
+    )
+
+
+def describe_placement(tensor: torch.Tensor) -> str:
+    """Return text such as ``Shard(dim=0) on fsdp=8``, or ``whole``."""
+    if not isinstance(tensor, DTensor):
+        return "whole"
+    return describe_placements(tensor.placements, axis_names(tensor.device_mesh), tensor.device_mesh.shape)
+
+
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of a mesh's axes. They are numbered if they have no names."""
+    return mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+
+
+def describe_placements(placements: Sequence[Placement], names: Sequence[str], sizes: Sequence[int]) -> str:
+    """Return text such as ``Replicate() on replicate=2, Shard(dim=0) on shard=4``."""
+    pairs = zip(placements, names, sizes, strict=True)
+    return ", ".join(f"{placement} on {name}={size}" for placement, name, size in pairs)
+
+
+def local_boxes(tensor: torch.Tensor, fqn: str) -> tuple[LocalBox, ...]:
+    """Return the boxes of a tensor on this rank, and their layout in its local tensor."""
+    if not isinstance(tensor, DTensor):
+        whole = Box.whole(tuple(tensor.shape))
+        return (LocalBox(whole, Strided(0, whole.sizes, tuple(tensor.stride()))),) if whole.numel else ()
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    _require_supported_placements(tensor, fqn)
+    return boxes_at(
+        tuple(tensor.shape),
+        tuple(tensor.placements),
+        tuple(tensor.device_mesh.shape),
+        tuple(coordinate),
+        tuple(local_tensor(tensor).stride()),
+    )
+
+
+def boxes_by_rank(tensor: torch.Tensor, fqn: str, ranks: Sequence[int]) -> tuple[tuple[Box, ...], ...]:
+    """Return the boxes of a tensor on each of these global ranks."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return ((Box.whole(shape),),) * len(ranks)
+    _require_supported_placements(tensor, fqn)
+    mesh = tensor.device_mesh
+    strides = contiguous_strides(shape)  # any: local layouts are not used
+    found: list[tuple[Box, ...]] = []
+    for rank in ranks:
+        coordinate = torch.nonzero(mesh.mesh == rank).flatten().tolist()
+        held = boxes_at(shape, tuple(tensor.placements), tuple(mesh.shape), tuple(coordinate), strides)
+        found.append(tuple(piece.box for piece in held))
+    return tuple(found)
+
+
+def _require_supported_placements(tensor: DTensor, fqn: str) -> None:
+    """Reject placements that are neither shards nor replicas."""
+    mesh = tensor.device_mesh.shape
+    for placement, size in zip(tensor.placements, mesh, strict=True):
+        if torch_private.splitting_dim(placement) is None and not placement.is_replicate():
+            raise ShardingError(
+                f"{fqn} is placed as {placement} on an axis of {size} ranks (the mesh has {tuple(mesh)}), which "
+                "holds no values of its own. Redistribute it to Shard or Replicate before it is loaded"
+            )
+
+
+@lru_cache(maxsize=4096)
+def boxes_at(
+    shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    local_strides: tuple[int, ...],
+) -> tuple[LocalBox, ...]:
+    """Return the boxes at a coordinate of a mesh, according to torch's placements."""
+    splits: list[list[tuple[Placement, int, int]]] = [[] for _ in shape]
+    for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
+        dim = torch_private.splitting_dim(placement)
+        if dim is not None:
+            splits[dim].append((placement, size, position))
+    runs = [torch_private.local_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)]
+    boxes: list[LocalBox] = []
+    local_starts = [list(itertools.accumulate((n for _, n in dim_runs), initial=0)) for dim_runs in runs]
+    for picks in itertools.product(*(range(len(dim_runs)) for dim_runs in runs)):
+        offsets = tuple(runs[dim][pick][0] for dim, pick in enumerate(picks))
+        sizes = tuple(runs[dim][pick][1] for dim, pick in enumerate(picks))
+        start = sum(
+            local_starts[d][pick] * stride
+            for d, (pick, stride) in enumerate(zip(picks, local_strides, strict=True))
+        )
+        boxes.append(LocalBox(Box(offsets, sizes), Strided(start, sizes, local_strides)))
+    return tuple(boxes)
+
+
+def meta_leftovers(model: nn.Module) -> list[str]:
+    """Return the names of all parameters, buffers, and tensors in attributes that are on meta."""
+    found = [item.fqn for item in collect_tensors(model) if item.tensor.is_meta]
+    return found + [slot.fqn for slot in attributes_on_meta(model)]
+
+
+def attributes_on_meta(model: nn.Module) -> list[Slot]:
+    """Return plain attributes of modules that are tensors on meta, or lists, tuples or dicts with one."""
+    found: list[Slot] = []
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OF_EVERY_MODULE and any(map(_is_on_meta, torch_private.tree_leaves(value))):
+                found.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
+    return found
+
+
+def _is_on_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def is_sharded(model: nn.Module, held: Sequence[TensorRef]) -> bool:
+    """Return whether ``fully_shard`` has been applied to a model.
+
+    It has been if the root, or the model inside of PEFT's, is sharded, or if all parameters are in groups.
+
+    Raises:
+        ShardingError: only some modules are sharded, or parameters are distributed, but not by ``fully_shard``.
+            The message names them.
+    """
+    groups = [canonical(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
+    distributed = [item.fqn for item in parameters if isinstance(item.tensor, DTensor)]
+    outside = [item.fqn for item in parameters if not isinstance(item.tensor, DTensor)]
+    root: Any = find_fsdp_root(model)
+    taken = () if root is None else {id(parameter) for parameter in root.parameters()}
+    if groups and (not outside or all(id(item.tensor) in taken for item in parameters)):
+        return True
+    if groups:
+        raise ShardingError(
+            f"the model is sharded in part: fully_shard was applied to {abbreviate(groups)}, and not to what holds "
+            f"{abbreviate(outside)}. Apply it to the root as well, or to nothing"
+        )
+    if distributed:
+        raise ShardingError(
+            f"parameters are distributed, but not by fully_shard: {abbreviate(distributed)}; a model under tensor "
+            "parallelism is sharded by fully_shard itself"
+        )
+    return False
+
+
+def find_fsdp_root(model: nn.Module) -> FSDPModule | None:
+    """Return the outermost module that ``fully_shard`` has been applied to, or None."""
+    return next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+
+
+def computing_device(parameter: torch.Tensor) -> torch.device:
+    """Return the device that a parameter is used on. The parameter itself may be offloaded."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
+        kind = parameter.device_mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return parameter.device
+
+
+def require_plain_tensors(held: Sequence[TensorRef]) -> None:
+    """Reject meta tensors of a subclass, because materialized tensors are plain.
+
+    Raises:
+        ShardingError: the message has their names.
+    """
+    faults = [
+        (item.fqn, kind.__name__)
+        for item in held
+        if item.tensor.is_meta and (kind := type(item.local)) not in (torch.Tensor, nn.Parameter)
+    ]
+    if faults:
+        raise ShardingError(
+            f"{abbreviate([name for name, _ in faults])}: on meta, and a {faults[0][1]}, a subclass of Tensor "
+            "whose behavior (FSDP2's all-gather hooks, say) would be lost when it gets memory. Load plain "
+            "parameters, and convert the model afterwards"
+        )
+
+
+def abbreviate(names: Sequence[str]) -> str:
+    """Return the first few of many names, with equal patterns collapsed."""
+    return few_names((name or "the root" for name in names), most=8)
+
+
+def padded_numels(held: Sequence[TensorRef], fsdp_params: Mapping[nn.Parameter, Any]) -> dict[str, int]:
+    """Return the elements of this rank's memory for each sharded parameter by name, including padding.
+
+    ``fsdp_params`` are FSDP2's ``FSDPParam`` objects by parameter.
+    """
+    return {
+        item.fqn: torch_private.padded_numel(fsdp_params[item.tensor])
+        for item in held
+        if isinstance(item.tensor, nn.Parameter) and item.tensor in fsdp_params
+    }

@@ -1,0 +1,336 @@
+"""State dicts of optimizers by parameter names, and their comparison with present optimizers.
+
+The layout is that of ``torch.distributed.checkpoint.state_dict``: ``{"state": {fqn: {entry: value}},
+"param_groups": [{"params": [fqn, ...], "lr": ...}, ...]}``, the groups of several optimizers one after the other.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.core.errors import ConfigError, KeyMismatchError
+from shardwise.fsdp.named_tensors import abbreviate, canonical
+from shardwise.fsdp.rebind import Bound, Key, Scalar, label
+
+
+def labeled(bounds: Sequence[Bound]) -> dict[str, Key]:
+    """Return all entries of optimizers' states by label."""
+    return {key.label: key for bound in bounds for key in [*bound.scalars, *bound.tensors]}
+
+
+def written_out(bounds: Sequence[Bound], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict of optimizers with these values by label. Settings of groups are copies."""
+    state: dict[str, dict[str, Any]] = {}
+    for bound in bounds:
+        for key in [*bound.scalars, *bound.tensors]:
+            state.setdefault(key.parameter, {})[key.entry] = values[key.label]
+        state |= {name: {} for name in bound.unused}
+    return {"state": state, "param_groups": written_groups(bounds)}
+
+
+def written_groups(bounds: Sequence[Bound]) -> list[dict[str, Any]]:
+    """Return the parameter groups of optimizers as in :func:`written_out`."""
+    groups: list[dict[str, Any]] = []
+    for bound in bounds:
+        for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True):
+            settings = {name: copied(value) for name, value in group.items() if name != "params"}
+            if "param_names" in settings:
+                settings["param_names"] = [canonical(name) for name in settings["param_names"]]
+            groups.append({"params": list(names), **settings})
+    return groups
+
+
+def copied(value: Any) -> Any:
+    """Return an independent copy, on the CPU if it is a tensor."""
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+@dataclass(slots=True)
+class ParsedState:
+    """The state dict of one rank, by the first names of the parameters.
+
+    Attributes:
+        groups: parameters, by group.
+        settings: of each group.
+        tensors: state tensors to reshard, by label.
+        scalars: the rest of the state, by label.
+        keys: (parameter, entry), by label.
+    """
+
+    groups: list[list[str]] = field(default_factory=list)
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Scalar] = field(default_factory=dict)
+    keys: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.groups or self.keys)
+
+
+def read(
+    state: Mapping[str, Any] | None, first_names: Mapping[str, str], shapes: Mapping[str, torch.Size]
+) -> ParsedState:
+    """Parse a state dict.
+
+    Args:
+        state: the state dict. None on a rank without one.
+        first_names: the first name of a parameter for each of its names.
+        shapes: of parameters, by first name.
+
+    Raises:
+        ConfigError: it has another layout, or values that cannot be set.
+    """
+    given = ParsedState()
+    whole: Mapping[str, Any] = {} if state is None else state
+    require_state_dict(whole)
+    for group in whole.get("param_groups", ()):
+        names = group["params"]
+        if not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                "the state of optimizers has indices in place of parameters' names, as optimizer.state_dict() "
+                "makes it. Take get_optimizer_state_dict(model, optimizer)"
+            )
+        given.groups.append([first_names.get(canonical(name), canonical(name)) for name in names])
+        given.settings.append({key: copied(value) for key, value in group.items() if key not in _NAMES})
+    for name, entries in whole.get("state", {}).items():
+        plain = first_names.get(canonical(name), canonical(name))
+        for entry, value in entries.items():
+            _add(given, plain, str(entry), value, shapes.get(plain))
+    return given
+
+
+ParameterOrder: TypeAlias = Literal["name", "position"]
+"""How parameters of a state dict are found: by name, or by their number in ``optimizer.state_dict()``.
+
+By position, sizes of groups and shapes of values are checked. Parameters of equal shape must be in the same order.
+"""
+
+
+def with_names(
+    state: Mapping[str, Any],
+    groups: Sequence[Sequence[str]],
+    shapes: Mapping[str, torch.Size],
+    order: ParameterOrder,
+) -> dict[str | int, str]:
+    """Return the names of parameters that a state dict has indices for. Empty if it has names.
+
+    ``groups`` and ``shapes`` are those of the present parameters.
+
+    Raises:
+        ConfigError: it has another layout, or the indices have no names, and their order is unknown.
+        KeyMismatchError: groups or shapes are not those of the present parameters.
+    """
+    require_state_dict(state)
+    given = state["param_groups"]
+    indices = [list(group["params"]) for group in given]
+    if not any(isinstance(number, int) for members in indices for number in members):
+        return {}
+    names = _names_in_order(given, indices, groups, order)
+    found = {
+        number: name
+        for members, own in zip(indices, names, strict=True)
+        for number, name in zip(members, own, strict=True)
+    }
+    _require_shapes(state, found, shapes)
+    return found
+
+
+def _names_in_order(
+    given: Sequence[Mapping[str, Any]],
+    indices: Sequence[Sequence[str | int]],
+    groups: Sequence[Sequence[str]],
+    order: ParameterOrder,
+) -> list[list[str]]:
+    """Return the names of the parameters of each group, in the order of their indices."""
+    named = [group.get("param_names") for group in given]
+    if all(isinstance(names, list) and len(names) == len(own) for names, own in zip(named, indices, strict=True)):
+        return [[canonical(str(name)) for name in group or ()] for group in named]
+    if order != "position":
+        raise ConfigError(
+            "the state has indices in place of parameters' names, as optimizer.state_dict() makes it, and does not "
+            "say which parameters they are. If the optimizer was created just as this one, pass order='position'. "
+            "Optimizers created from model.named_parameters() keep the names"
+        )
+    sizes, wanted = [len(members) for members in indices], [len(members) for members in groups]
+    if sizes != wanted:
+        raise KeyMismatchError(
+            f"the state has groups of {sizes} parameters, by number, and the optimizer of {wanted}. Make the "
+            "optimizer as it was made when the state was saved"
+        )
+    return [list(members) for members in groups]
+
+
+def _require_shapes(
+    state: Mapping[str, Any], names: Mapping[str | int, str], shapes: Mapping[str, torch.Size]
+) -> None:
+    """Raise KeyMismatchError for values of another shape than the parameter that their number stands for."""
+    for number, entries in state.get("state", {}).items():
+        name = names.get(int(number) if str(number).isdecimal() else number, "")
+        for entry, value in entries.items():
+            is_tensor = isinstance(value, torch.Tensor) and value.numel() != 1
+            if is_tensor and name in shapes and value.shape != shapes[name]:
+                raise KeyMismatchError(
+                    f"{entry} of parameter {number} has shape {tuple(value.shape)} in the state, and {name}, which "
+                    f"is in its place, {tuple(shapes[name])}. Create the optimizer as it was created when the "
+                    "state was saved"
+                )
+
+
+def require_state_dict(whole: object) -> None:
+    """Raise ConfigError unless this has the layout of a state dict, or is an empty one."""
+    values, groups = (whole.get("state"), whole.get("param_groups")) if isinstance(whole, Mapping) else (None, None)
+    is_sound = (
+        isinstance(values, Mapping)
+        and all(isinstance(entries, Mapping) for entries in values.values())
+        and isinstance(groups, (list, tuple))
+        and all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups)
+    )
+    if not is_sound and whole != {}:
+        raise ConfigError(
+            "the state of optimizers is {'state': {name: {...}}, 'param_groups': [{'params': [name, ...], ...}]}, "
+            "as get_optimizer_state_dict() and torch.distributed.checkpoint.state_dict make it, or None on a rank "
+            "without"
+        )
+
+
+_NAMES = ("params", "param_names")
+
+
+def _add(given: ParsedState, parameter: str, entry: str, value: Any, shape: torch.Size | None) -> None:
+    name = label(parameter, entry)
+    given.keys[name] = parameter, entry
+    is_tensor = isinstance(value, torch.Tensor)
+    # One number may be a tensor of its parameter's shape.
+    if is_tensor and (isinstance(value, DTensor) or value.numel() != 1 or (value.ndim and value.shape == shape)):
+        given.tensors[name] = value
+    elif is_tensor:
+        given.scalars[name] = copied(value)
+    elif value is None or isinstance(value, (int, float, str)):
+        given.scalars[name] = value
+    else:
+        raise ConfigError(f"{name} in the state is a {type(value).__name__}. Only tensors and numbers can be set")
+
+
+def set_group(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Set settings of a parameter group. Tensors are updated in place, because kernels may hold them."""
+    for name, value in settings.items():
+        present = group.get(name)
+        if isinstance(present, torch.Tensor):
+            present.copy_(torch.as_tensor(value))
+        else:
+            group[name] = copied(value)
+
+
+_LATER = frozenset({"maximize", "decoupled_weight_decay"})
+"""Switches that states of older versions of torch lack."""
+
+_SWITCHES = _LATER | {"amsgrad", "centered", "nesterov", "momentum"}
+"""Settings whose truth value decides which state exists, or how a step uses it."""
+
+_DECIDING = _SWITCHES | {"alpha", "betas", "dampening", "etas", "lambd", "lr_decay", "momentum_decay", "rho", "t0"}
+"""Settings that distinguish kinds of torch's optimizers."""
+
+
+def class_name(optimizer: Optimizer) -> str:
+    """Return the public name of an optimizer's class: "torch.optim.AdamW"."""
+    kind = type(optimizer)
+    is_torch = getattr(torch.optim, kind.__name__, None) is kind
+    return f"torch.optim.{kind.__name__}" if is_torch else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def by_parameter(bounds: Sequence[Bound]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the class and the group's settings of each parameter's optimizer."""
+    return {
+        name: (class_name(bound.optimizer), group)
+        for bound in bounds
+        for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True)
+        for name in names
+    }
+
+
+def unlike(
+    present: Mapping[str, tuple[str, Mapping[str, Any]]], stored: Mapping[str, tuple[str, Mapping[str, Any]]]
+) -> list[str]:
+    """Return sentences on the differences between a state and the present optimizers. Empty if it fits.
+
+    Both have, by parameter, a class ("" if unknown) and settings.
+    """
+    found: dict[str, list[str]] = {}
+    for name in present.keys() & stored.keys():
+        (here, settings), (there, saved) = present[name], stored[name]
+        if there and here != there:
+            found.setdefault(f"saved by {there}, and there is {here} now", []).append(name)
+        else:
+            for why in _differences(settings, saved):
+                found.setdefault(f"{why} ({here})", []).append(name)
+            for setting in settings.keys() & saved.keys():
+                if not _is_setting(saved[setting], settings[setting]):
+                    found.setdefault(f"the setting {setting} of {here} is {saved[setting]!r:.80}", []).append(name)
+    return [f"{why}: {abbreviate(sorted(names))}" for why, names in sorted(found.items())]
+
+
+def _differences(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    found: list[str] = []
+    for setting in sorted(_DECIDING & {*settings, *saved}):
+        if setting not in saved and setting not in _LATER:
+            found.append(f"saved without {setting}, which this optimizer has")
+        elif setting not in settings:
+            found.append(f"saved with {setting}, which this optimizer does not have")
+        elif setting in _SWITCHES & saved.keys() and bool(settings[setting]) != bool(saved[setting]):
+            found.append(f"saved with {setting}={saved[setting]!r}, and it is {settings[setting]!r} now")
+    return found
+
+
+def _is_setting(value: Any, present: Any) -> bool:
+    """Return whether a value can take the place of a present number, or numbers. Of others nothing is known."""
+    if isinstance(present, tuple) and all(map(_is_number, present)):
+        is_as_long = isinstance(value, (list, tuple)) and len(value) == len(present)
+        return is_as_long and all(map(_is_setting, value, present))
+    return value is None or isinstance(present, bool) or not _is_number(present) or _is_number(value)
+
+
+_LISTS = "base_lrs _last_lr min_lrs max_lrs base_momentums max_momentums lr_lambdas _schedulers"
+_COMPARED = frozenset([*_LISTS.split(), "_scale_fn_custom"])
+"""Entries of torch's schedulers whose lengths and types must match: one value per group or inner scheduler."""
+
+_OF_VERSIONS = frozenset({"verbose", "_is_initial", "_get_lr_called_within_step"})
+"""Entries that only some versions of torch have, and that do not affect learning rates."""
+
+
+def scheduler_mismatch(present: Mapping[str, Any], stored: object) -> str | None:
+    """Return the reason why ``stored`` is not a state of the scheduler whose state is ``present``, or None.
+
+    torch accepts any state.
+    """
+    if not isinstance(stored, dict):
+        return f"it is a {type(stored).__name__}, and no state"
+    for lacks, names in (("lacks", present.keys() - stored.keys()), ("also has", stored.keys() - present.keys())):
+        if others := sorted(map(str, names - _OF_VERSIONS)):
+            return f"it {lacks} {others[:8]}"
+    for name, here in present.items():
+        plain = str(name).rpartition(": ")[2]
+        is_compared = type(here) in (int, float) or plain in _COMPARED
+        if is_compared and name in stored and not _is_like(here, stored[name]):
+            return f"its {plain} does not fit the one here: {stored[name]!r:.80}"
+    return None
+
+
+def _is_like(here: object, there: object) -> bool:
+    if isinstance(here, list):
+        is_list = isinstance(there, (list, tuple)) and len(there) == len(here)
+        return is_list and all(map(_is_like, here, there))  # type: ignore[call-overload]
+    if isinstance(here, dict) and isinstance(there, dict):
+        return scheduler_mismatch(here, there) is None
+    return _is_number(there) if _is_number(here) else type(here) is type(there)
+
+
+def _is_number(value: object) -> bool:
+    """Return whether this is a number and not NaN."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and (value.is_meta or not bool(value.isnan()))
+    return isinstance(value, (int, float)) and value == value

@@ -1,0 +1,512 @@
+"""Wrapping of a model into FSDP2 groups, and activation checkpointing of its blocks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.fsdp.wrap import (
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+from transformers import Cache, PreTrainedModel
+
+from shardwise.core.errors import ConfigError, ShardingError, answer_keywords
+from shardwise.core.layout import TensorKind
+from shardwise.fsdp.named_tensors import TensorRef, abbreviate, axis_names, canonical
+from shardwise.fsdp.policies import (
+    UNUSED_BY_FSDP2,
+    Classes,
+    Grouping,
+    Matching,
+    MinSize,
+    WrapPolicy,
+    group_parameters,
+    repeated_blocks,
+    shard_dim,
+)
+from shardwise.fsdp.torch_private import accelerator, has_collectives
+
+_IGNORED = "All parameters are sharded. Leave it out"
+_INSTEAD: Mapping[str, str] = {
+    **{name: f"Leave it out: {why}" for name, why in UNUSED_BY_FSDP2.items()},
+    **dict.fromkeys(("ignored_modules", "ignored_params", "ignored_states"), _IGNORED),
+    **dict.fromkeys(("cpu_offload", "offload_params"), "Pass offload_policy=CPUOffloadPolicy()"),
+    **dict.fromkeys(("mixed_precision", "mixed_precision_policy"), "Pass mp_policy=MixedPrecisionPolicy(...)"),
+    **dict.fromkeys(("device_mesh", "process_group"), "Pass mesh=init_device_mesh(...)"),
+    "sharding_strategy": "Pass reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP, or a mesh "
+    "with the axes replicate and shard for HYBRID_SHARD",
+    "auto_wrap_policy": "Pass wrap=..., which takes FSDP1's policies, too",
+    "transformer_layer_cls_to_wrap": "Pass wrap=Classes(names=(...))",
+    "min_num_params": "Pass wrap=MinSize(numel=...)",
+    "device_id": "Leave it out: the device is that of the mesh",
+    "param_init_fn": "Leave it out: the model's own initializers run on missing tensors",
+    "cpu_ram_efficient_loading": "Leave it out: every rank reads its own bytes",
+    "state_dict_type": "Pass it when you save",
+}
+"""Options of FSDP1 and accelerate, and what to do instead."""
+
+
+@answer_keywords(**_INSTEAD)
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Sharding of a model: mesh, groups, FSDP2's policies, and activation checkpointing.
+
+    Attributes:
+        mesh: one-dimensional (shard) or two-dimensional (replicate, shard). None for all ranks of the call's
+            process group. Without a process group the model is not sharded.
+        wrap: a policy, a class of modules or several, a policy of FSDP1 (or a partial of one), or a function of a
+            module. See :func:`~shardwise.fsdp.wrap.as_policy`.
+        mp_policy: FSDP2's mixed precision.
+        offload_policy: FSDP2's offload.
+        reshard_after_forward: FSDP2's option for the blocks. The root group stays gathered until the backward pass.
+        activation_checkpointing: of the repeated blocks. It depends neither on the groups nor on a mesh.
+    """
+
+    mesh: DeviceMesh | None = None
+    wrap: WrapPolicy = "auto"
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    reshard_after_forward: bool | int = True
+    activation_checkpointing: ActivationCheckpointing = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "wrap", as_policy(self.wrap))
+        every: object = self.activation_checkpointing
+        if not isinstance(every, int) or every < 0:
+            raise ConfigError(
+                f"activation_checkpointing={every!r} is not known. Pass True, False, or n for every n-th block"
+            )
+
+    @classmethod
+    def from_accelerate(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> Sharding:
+        """Read a sharding from a config of accelerate or the Trainer. Warns of ignored keys.
+
+        Collective: yes, over the default process group, if it has replicas.
+
+        Args:
+            source: the YAML file of ``accelerate config`` or its values, the Trainer's with ``fsdp`` and
+                ``fsdp_config``, or an ``fsdp_config`` alone. Keys with or without the prefix ``fsdp_``.
+
+        Raises:
+            ConfigError: it cannot be read, or keys are unknown, contradictory, or not supported. The message names
+                every such key.
+        """
+        from shardwise.fsdp.accelerate_config import read_accelerate_config
+
+        fields, replicas, notes = read_accelerate_config(source)
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
+        return cls(mesh=replicated_mesh(replicas), **fields)
+
+
+def comparable_settings(sharding: Sharding) -> dict[str, str]:
+    """Return the settings that must be equal on all ranks, as text by name."""
+    mesh = None if sharding.mesh is None else sharding.mesh.mesh.tolist()
+    names = [item.name for item in fields(sharding) if item.name != "mesh"]
+    return {"mesh": repr(mesh), **{name: _comparable(getattr(sharding, name)) for name in names}}
+
+
+def _comparable(value: object) -> str:
+    """Return ``repr``, with the names of functions instead of their addresses, which differ between ranks."""
+    if isinstance(value, type) or not (is_dataclass(value) or callable(value)):
+        return repr(value)
+    if is_dataclass(value):
+        values = ", ".join(f"{item.name}={_comparable(getattr(value, item.name))}" for item in fields(value))
+        return f"{type(value).__name__}({values})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:
+    """Return a one-dimensional mesh of all ranks of a process group, by default the default group.
+
+    None without a process group. Collective: yes, over the default group.
+    """
+    if not dist.is_initialized():
+        return None
+    kind = _device_type(group)
+    if group is not None:
+        return DeviceMesh.from_group(group, kind, mesh_dim_names=("fsdp",))
+    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+
+
+def replicated_mesh(replicas: int) -> DeviceMesh | None:
+    """Return a mesh with this number of replicas of the sharded model (HSDP), or None for one.
+
+    Collective: yes, over the default group.
+
+    Raises:
+        ConfigError: the number of ranks is not a multiple.
+    """
+    if replicas == 1:
+        return None
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if replicas < 1 or ranks % replicas or ranks == replicas:
+        raise ConfigError(
+            f"{replicas} replicas: {ranks} ranks cannot be divided into that many groups of two or more. "
+            "Call torch.distributed.init_process_group first, on a multiple of them"
+        )
+    return init_device_mesh(
+        _device_type(None), (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def _device_type(group: dist.ProcessGroup | None) -> str:
+    """Return the device type of a mesh of these ranks."""
+    found = accelerator()
+    return found.type if found is not None and has_collectives(found, group) else "cpu"
+
+
+def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
+    """Return the sharding with a mesh of the process group (None: the default one), if there is one.
+
+    Collective: yes, over the default group, if no mesh is passed.
+
+    Raises:
+        ShardingError: the mesh has other ranks than the process group.
+    """
+    mesh = sharding.mesh if sharding.mesh is not None else default_mesh(group)
+    ranks = sorted(dist.get_process_group_ranks(group)) if dist.is_initialized() else [0]
+    if mesh is not None and sorted(mesh.mesh.flatten().tolist()) != ranks:
+        raise ShardingError(
+            f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, and the process group of the call has "
+            f"{ranks}. Pass process_group=... in the options, with the mesh's ranks"
+        )
+    return replace(sharding, mesh=mesh)
+
+
+def wrap(
+    model: nn.Module, sharding: Sharding, kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({})
+) -> tuple[str, ...]:
+    """Apply ``fully_shard`` to the blocks and then to the root. Return the blocks' names, nested ones first.
+
+    FSDP2 cannot shard parameters without dimensions or elements, and needs one dtype per group. Such parameters,
+    those of another dtype that cannot be a group of their own, and those in ``kept_whole`` (with the reason) stay
+    unsharded. See :func:`~shardwise.fsdp.gradients.average_replicated_gradients`.
+
+    Collective: yes (creates process groups the first time a mesh is used).
+
+    Raises:
+        ShardingError: the policy matches nothing, or ``fully_shard`` would reject the mesh or a parameter.
+        ConfigError: this torch cannot shard packed weights.
+    """
+    mesh = sharding.mesh
+    if mesh is None:
+        raise ShardingError("there is no mesh to shard the model on. Pass one, or initialize torch.distributed")
+    grouping = group_parameters(model, sharding.wrap, kept_whole)
+    _require_shardable(model, grouping, mesh)
+    shard_size = mesh.size(mesh.ndim - 1)
+    _require_divisor(sharding.reshard_after_forward, shard_size)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": sharding.mp_policy,
+        "offload_policy": _without_pinning_on_cpu(sharding.offload_policy),
+        "shard_placement_fn": lambda parameter: Shard(shard_dim(parameter.shape, shard_size)),
+        "ignored_params": set(grouping.whole),
+    }
+    modules = dict(model.named_modules())
+    for group in grouping.blocks:
+        members = [modules[name] for name in group.modules]
+        fully_shard(
+            members if len(members) > 1 else members[0],
+            reshard_after_forward=sharding.reshard_after_forward,
+            **options,
+        )
+    fully_shard(model, **options)
+    if hasattr(model, "generate"):  # it calls encoders without the model's forward
+        register_fsdp_forward_method(model, "generate")
+    mark_sharded(model)
+    return tuple(canonical(name) for group in grouping.blocks for name in group.modules)
+
+
+class _GatheredSave:
+    """``save_pretrained`` of a sharded model. transformers' removes the files of the folder before it fails."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,  # noqa: FBT001, FBT002 - as transformers has it
+        state_dict: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if state_dict is None:
+            raise ConfigError(
+                "save_pretrained: the model is sharded. Call shardwise.save(model, folder) on all ranks, or pass a "
+                "gathered state_dict"
+            )
+        kind: Any = type(self.model)
+        kind.save_pretrained(self.model, save_directory, is_main_process, state_dict, **options)
+
+
+def mark_sharded(model: nn.Module) -> None:
+    """Mark the model as sharded: generation synchronizes ranks (``is_fsdp_managed_module``), saving is refused."""
+    model._is_fsdp_managed_module = True  # type: ignore[assignment]
+    if isinstance(model, PreTrainedModel):
+        vars(model)["save_pretrained"] = _GatheredSave(model)
+
+
+def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
+    """Set up activation checkpointing of a model's blocks, if it is requested. See :func:`blocks_to_prepare`."""
+    for index, name in enumerate(blocks_to_prepare(model, sharding)):
+        if index % int(sharding.activation_checkpointing) == 0:
+            block = model.get_submodule(name)
+            block.forward = Recomputed(block, block.forward, canonical(name))
+
+
+def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
+    """Return the names of the blocks of which all, or every n-th, will be recomputed. The model is not changed.
+
+    Raises:
+        ConfigError: the model recomputes activations by itself, or its blocks have been prepared already.
+        ShardingError: the model has no recognizable blocks.
+    """
+    if not sharding.activation_checkpointing:
+        return []
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False):
+            raise ConfigError(_twice(canonical(name) or type(model).__name__))
+    names = repeated_blocks(model)
+    for name in names:
+        if isinstance(vars(model.get_submodule(name)).get("forward"), Recomputed):
+            raise ConfigError(f"{canonical(name)} is recomputed already. Prepare a model's blocks once")
+    return names
+
+
+def describe_mesh(mesh: DeviceMesh) -> str:
+    """Return names and sizes of the axes, as in ``replicate=2, shard=4``."""
+    return ", ".join(f"{name}={size}" for name, size in zip(axis_names(mesh), mesh.shape, strict=True))
+
+
+_NOT_DATA_PARALLEL = frozenset({"tp", "ep", "pp", "cp", "sp"})
+"""Names in accelerate and transformers of mesh axes whose ranks work on the same rows of a batch."""
+
+
+def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
+    """Reject what ``fully_shard`` would fail on after it has wrapped some blocks."""
+    axes = describe_mesh(mesh)
+    if mesh.ndim > 2 or _NOT_DATA_PARALLEL.intersection(mesh.mesh_dim_names or ()):
+        raise ShardingError(
+            f"{type(model).__name__} cannot be sharded on the mesh {axes}: fully_shard takes one axis (shard) or "
+            "two (replicate, shard). For tensor and expert parallelism, shard on their axes yourself, then "
+            "fully_shard on the others, and call shardwise.load. For context parallelism, pass a mesh whose axes "
+            "dp_shard and cp are flattened into one"
+        )
+    require_shardable_dtypes(model, grouping)
+    for name, parameter in model.named_parameters():
+        if parameter not in grouping.whole and not parameter.is_contiguous():
+            raise ShardingError(
+                f"{canonical(name)} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
+                f"cannot be sharded on the mesh {axes}: fully_shard takes contiguous parameters only. Have the "
+                "model's class make it contiguous"
+            )
+
+
+def require_shardable_dtypes(model: nn.Module, grouping: Grouping) -> None:
+    """Reject packed weights where FSDP2 makes every shard one that takes gradients.
+
+    Raises:
+        ConfigError: torch is older than 2.13, and the message has the first packed parameter that would be sharded.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        return
+    for name, parameter in model.named_parameters():
+        if parameter not in grouping.whole and not (parameter.is_floating_point() or parameter.is_complex()):
+            raise ConfigError(
+                f"torch {torch.__version__}: FSDP2 shards floating-point parameters only, and {canonical(name)} is "
+                f"{parameter.dtype}. Packed weights on several ranks need torch 2.13 or newer. "
+                "Run pip install -U torch"
+            )
+
+
+def _require_divisor(reshard_after_forward: bool | int, shard_size: int) -> None:  # noqa: FBT001 - FSDP2's own
+    fitting = [size for size in range(2, shard_size + 1) if shard_size % size == 0]
+    if not isinstance(reshard_after_forward, bool) and reshard_after_forward not in fitting:
+        raise ShardingError(
+            f"reshard_after_forward={reshard_after_forward}: is not a number of ranks that divides the "
+            f"{shard_size} of the mesh. Pass one of {fitting}, True or False"
+        )
+
+
+def _without_pinning_on_cpu(policy: OffloadPolicy) -> OffloadPolicy:
+    """Disable pinned memory if there is no accelerator, because pinning would fail."""
+    if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
+        return CPUOffloadPolicy(pin_memory=False)
+    return policy
+
+
+ActivationCheckpointing: TypeAlias = bool | int
+"""Whether activations of blocks are recomputed in the backward pass. ``n`` recomputes those of every n-th block.
+
+Gradients are bitwise equal, also with dropout: the recomputation restores the random state.
+"""
+
+
+class Recomputed:
+    """A forward function of a block that keeps only its inputs for the backward pass."""
+
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], name: str) -> None:
+        self.block = block
+        self.forward = forward
+        self.name = name
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **keywords)
+        if self.block.training and getattr(self.block, "gradient_checkpointing", False):
+            raise ConfigError(_twice(self.name))
+        args = tuple(self._without_cache(value) for value in args)
+        keywords = {key: self._without_cache(value) for key, value in keywords.items()}
+        if "use_cache" in keywords:
+            keywords["use_cache"] = False
+        # Passed by position: checkpoint() saves the random state only of devices that positional arguments are on.
+        return checkpoint(self._run, keywords, *args, use_reentrant=False, preserve_rng_state=True)
+
+    def _run(self, keywords: dict[str, Any], *args: Any) -> Any:
+        return self.forward(*args, **keywords)
+
+    def _without_cache(self, value: Any) -> Any:
+        """Replace a cache by None, because the recomputation would add keys and values to it again.
+
+        transformers creates an empty one for each forward pass unless ``use_cache=False``.
+        """
+        if not isinstance(value, Cache):
+            return value
+        if value.get_seq_length():
+            raise ConfigError(
+                f"{self.name}: a cache that holds {value.get_seq_length()} tokens cannot be used where activations "
+                "are recomputed. Load the model with activation_checkpointing=False, or run it under no_grad"
+            )
+        return None
+
+
+def _twice(name: str) -> str:
+    return (
+        f"{name} recomputes activations by itself (its gradient_checkpointing is on), and "
+        "activation_checkpointing=True would do it again. Turn the model's own off, or pass False"
+    )
+
+
+_FSDP1_OPTIONS = {
+    transformer_auto_wrap_policy: "transformer_layer_cls",
+    size_based_auto_wrap_policy: "min_num_params",
+}
+
+
+def as_policy(given: Any) -> Any:
+    """Convert classes, functions, and policies of FSDP1 or partials of them, to a :data:`WrapPolicy`.
+
+    Classes, and ``transformer_auto_wrap_policy`` with its classes, become ``Classes``. The latter without classes
+    becomes ``"no_split_modules"``, ``size_based_auto_wrap_policy`` becomes ``MinSize``, and other functions become
+    ``Matching``. Other values are returned unchanged.
+
+    Raises:
+        ConfigError: a partial has unknown arguments.
+    """
+    function, keywords = given, {}
+    if isinstance(given, functools.partial):
+        if given.args:
+            raise ConfigError(f"wrap is a functools.partial with {len(given.args)} positional arguments. Name them")
+        function, keywords = given.func, dict(given.keywords)
+    option = _FSDP1_OPTIONS.get(function) if callable(function) else None
+    if option is None:
+        return _as_classes(given)
+    value = keywords.pop(option, None)
+    if left := {name: value for name, value in keywords.items() if value is not None}:
+        raise ConfigError(f"wrap: {function.__name__} has {left}, which is not known. Name the classes to wrap")
+    if function is size_based_auto_wrap_policy:
+        return MinSize(int(value or inspect.signature(function).parameters[option].default))
+    found = "no_split_modules" if value is None and function is given else _as_classes(value)
+    if not isinstance(found, str | Classes):
+        raise ConfigError(f"transformer_layer_cls={value!r} must be a set of classes, as in {{LlamaDecoderLayer}}")
+    return found
+
+
+def _as_classes(given: Any) -> Any:
+    """Convert classes of modules, sorted by name, or a function. Other values are returned unchanged."""
+    kinds = given if isinstance(given, (set, frozenset, list, tuple)) else (given,)
+    if kinds and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+        return Classes(tuple(sorted(kind.__name__ for kind in kinds)))
+    return Matching(given) if callable(given) and not isinstance(given, type) else given
+
+
+def require_movable(held: Sequence[TensorRef]) -> None:
+    """Reject parameters that sharding would change.
+
+    Raises:
+        ShardingError: parameters are of a tensor subclass, have gradients, or share memory without being one
+            parameter. The message names them.
+    """
+    parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
+    faults = [
+        f"{item.fqn} is a {type(item.tensor).__name__}: shard the model before it is quantized or wrapped"
+        for item in parameters
+        if type(item.tensor) is not nn.Parameter
+    ]
+    with_gradient = [item.fqn for item in parameters if item.tensor.grad is not None]
+    if with_gradient:
+        faults.append(f"{abbreviate(with_gradient)}: a gradient would be lost. Take the step, or call zero_grad()")
+    at: dict[object, str] = {}
+    for item in parameters:
+        if type(item.tensor) is nn.Parameter and not item.tensor.is_meta and item.tensor.numel():
+            memory = item.tensor.untyped_storage().data_ptr(), item.tensor.storage_offset()
+            layout = item.tensor.device, item.tensor.shape, item.tensor.stride()
+            other = at.setdefault((memory, layout), item.fqn)
+            if other != item.fqn:
+                faults.append(
+                    f"{item.fqn} and {other} are two parameters that share memory, and would each become its own. "
+                    "Make them one parameter, by assigning it to both modules"
+                )
+    if faults:
+        raise ShardingError("the model cannot be sharded as it is:\n  " + "\n  ".join(faults[:20]))
+
+
+TrainedDtype: TypeAlias = torch.dtype | Literal["unchanged"]
+"""Dtype of trained parameters, if it is wider than their own. ``"unchanged"`` keeps all dtypes."""
+
+
+def require_trainable_dtype(dtype: object) -> None:
+    """Reject a dtype in which parameters cannot be trained.
+
+    Raises:
+        ConfigError: it is not a floating dtype of at least 16 bits.
+    """
+    if dtype != "unchanged" and not (
+        isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+    ):
+        raise ConfigError(
+            f"trained dtype: {dtype!r} is not a floating dtype of 16 bits or more. Pass torch.float32, or "
+            "'unchanged'"
+        )
+
+
+def get_trained_dtype(wanted: TrainedDtype, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:  # noqa: FBT001
+    """Return ``wanted`` if the parameter is trained and ``wanted`` is wider than its dtype, otherwise its dtype.
+
+    8-bit floats and integers keep their dtype.
+    """
+    if isinstance(wanted, str) or not requires_grad or not dtype.is_floating_point or dtype.itemsize < 2:
+        return dtype
+    return wanted if torch.promote_types(dtype, wanted) == wanted else dtype

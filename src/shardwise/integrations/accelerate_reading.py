@@ -1,0 +1,310 @@
+"""Loads models and optimizers that accelerate saved under FSDP, in any of its forms."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, assert_never
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.core.consents import Consent, Ignore, OnMissing
+from shardwise.core.errors import answer_keywords
+from shardwise.core.reports import StateReport
+from shardwise.files import accelerate_saves
+from shardwise.files.join_entries import METADATA
+from shardwise.files.local_reader import LocalReader
+from shardwise.files.stored_tensors import stored_tensors
+from shardwise.fsdp.named_tensors import canonical, collect_tensors, without_compile
+from shardwise.fsdp.optimizer_states_by_name import ParameterOrder, ParsedState, read, with_names
+from shardwise.fsdp.rebind import label
+from shardwise.integrations.accelerate_writing import beside_trained, require_number
+from shardwise.models.selection import AdapterOnly, Selection, has_adapters
+from shardwise.ranks.call_arguments import check_options, get_hints, get_world
+from shardwise.ranks.world import Clock, World
+from shardwise.saving.rename_journal import as_renamed, journal_folder, lists_in
+from shardwise.saving.saved_trees import SavedTree, read_distributed_tree, read_file_tree
+from shardwise.saving.torch_saves import Levels, read_rank_file
+from shardwise.state import state_values
+from shardwise.state.model_states import exchange_stored_experts, set_model_values, stored_values
+from shardwise.state.optimizer_fit import OptimizerTargets
+from shardwise.state.optimizer_states import optimizer_targets, set_optimizer_values
+from shardwise.transfer.matching import OnFault
+
+_MOST_DIGITS = 10
+"""Of the number of a parameter; what is longer is a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilesSource:
+    """Location of a model or an optimizer, its number there, and its allowed mismatches."""
+
+    path: Path
+    number: int
+    consent: Consent
+    options: state_values.StateOptions
+
+    def agree(self, world: World, mode: object) -> None:
+        """Raise if an argument is not supported, or ranks pass different ones. Collective: yes.
+
+        Raises:
+            ConfigError, RankMismatchError: the message has the argument.
+        """
+        with world.collective("check the arguments"):
+            self._check(mode)
+        state_values.require_same_call(
+            world, os.fspath(self.path), self.number, mode, self.consent, options=self.options
+        )
+
+    def _check(self, mode: object) -> None:
+        require_number(self.number)
+        given = {f"on_{item.name}": getattr(self.consent, item.name) for item in fields(self.consent)}
+        given["order" if isinstance(mode, str) else "only"] = mode
+        check_options({**get_hints(load_accelerate_model), **get_hints(load_accelerate_optimizer)}, given)
+
+
+@answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")
+@torch.no_grad()
+def load_accelerate_model(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    number: int = 0,
+    only: Selection = None,
+    on_missing: OnFault = "error",
+    on_unexpected: OnFault = "error",
+    on_mismatched: OnFault = "error",
+    options: state_values.StateOptions = state_values.StateOptions(),  # noqa: B008
+) -> StateReport:
+    """Give a model the values that accelerate saved under FSDP, of version 1 or 2, in any of its forms.
+
+    Every rank reads its own bytes, on any number of ranks. Only per-rank files need as many ranks as wrote them.
+    Values are cast as ``set_model_state_dict`` does. No code in a file is run.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: ``options.budget_bytes``.
+
+    Args:
+        model: any module, sharded or not. Tensors on meta get memory.
+        path: the folder that holds models and optimizers, or the model's own file or folder in it.
+        number: of the model among those in the folder.
+        only: ``AdapterOnly()`` for an adapter of PEFT's, by PEFT's names or the model's.
+        on_missing: ``Ignore(only=...)`` for tensors that may keep their values.
+        on_unexpected: ``Ignore(only=...)`` for names that the model does not have.
+        on_mismatched: ``Ignore(only=...)`` for tensors that may keep their values where the shape differs.
+        options: budget, process group, timeouts.
+
+    Raises:
+        ConfigError: an argument is not supported, or the model is stored in several forms.
+        KeyMismatchError: missing, unexpected or mismatched tensors, all at once.
+        RankMismatchError: ranks have different models, or files of ranks that do not fit together.
+        FormatError: the files are not accelerate's, are incomplete, contain objects other than data, or are in an
+            unsupported form (LOCAL_STATE_DICT of FSDP1).
+        ShardingError: files of ranks are of another number of ranks.
+        StorageError: bytes could not be read.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank.
+    """
+    model = without_compile(model)
+    clock = Clock()
+    source = FilesSource(Path(path), number, Consent(on_missing, on_mismatched, on_unexpected), options)
+    with get_world(options, "load_accelerate_model") as world, torch.device("cpu"):
+        with clock.phase("agree"):
+            source.agree(world, only)
+        return read_model(world, model, source, only, clock)
+
+
+@answer_keywords(optimizer_index="Pass number=...")
+@torch.no_grad()
+def load_accelerate_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    path: str | os.PathLike[str],
+    *,
+    number: int = 0,
+    order: ParameterOrder = "name",
+    on_missing: OnFault = "error",
+    on_unexpected: OnFault = "error",
+    on_mismatched: OnFault = "error",
+    options: state_values.StateOptions = state_values.StateOptions(),  # noqa: B008
+) -> StateReport:
+    """Set an optimizer's state from accelerate's files in any form, or from a file of ``optimizer.state_dict()``.
+
+    As :func:`~shardwise.state.optimizer_states.set_optimizer_state_dict`, with the reading of
+    :func:`load_accelerate_model`, whose errors it has, too.
+
+    Args:
+        model: whose parameters the optimizer holds.
+        optimizer: needs no state, and takes no step.
+        path: the folder that holds models and optimizers, or the optimizer's own file or folder in it.
+        number: of the optimizer among those in the folder.
+        order: ``"name"``, or ``"position"`` for a state that identifies parameters by numbers without names.
+        on_missing: as of :func:`~shardwise.state.optimizer_states.set_optimizer_state_dict`.
+        on_unexpected: likewise.
+        on_mismatched: likewise.
+        options: budget, process group, timeouts.
+
+    Raises:
+        ConfigError: the state has indices instead of names, and ``order`` does not map them.
+    """
+    model = without_compile(model)
+    clock = Clock()
+    source = FilesSource(Path(path), number, Consent(on_missing, on_mismatched, on_unexpected), options)
+    with get_world(options, "load_accelerate_optimizer") as world, torch.device("cpu"):
+        with clock.phase("agree"):
+            source.agree(world, order)
+        return read_optimizer(world, model, optimizer, source, order, clock)
+
+
+def read_model(world: World, model: nn.Module, source: FilesSource, only: Selection, clock: Clock) -> StateReport:
+    """Find a model's files and give a model their values. Collective: yes.
+
+    Memory, errors: as of :func:`load_accelerate_model`.
+    """
+    consent = source.consent
+    with ExitStack() as stack:
+        with clock.phase("agree"):
+            values = _read_model_values(world, source, stack)
+            if has_adapters(model):
+                folder = source.path if source.path.is_dir() else source.path.parent
+                chosen = only.adapter if isinstance(only, AdapterOnly) else None
+                values = exchange_stored_experts(world, model, values, chosen, str(folder))
+            if isinstance(only, AdapterOnly):
+                # What PEFT saves of the base (embeddings), accelerate leaves out of one file, in which it has
+                # what torch does not know as frozen: buffers, and the second names of tied parameters.
+                with world.collective("find untrained tensors"):
+                    untouched = beside_trained(collect_tensors(model), only.adapter)
+                missing, unexpected = consent.missing, consent.unexpected
+                consent = replace(
+                    consent, missing=_also(missing, untouched), unexpected=_also(unexpected, untouched)
+                )
+        options = source.options
+        return set_model_values(world, model, values, only=only, consent=consent, options=options, clock=clock)
+
+
+def read_optimizer(
+    world: World, model: nn.Module, optimizer: Optimizer, source: FilesSource, order: ParameterOrder, clock: Clock
+) -> StateReport:
+    """Find an optimizer's files and give an optimizer their state. Collective: yes.
+
+    Memory, errors: as of :func:`load_accelerate_optimizer`.
+    """
+    options = source.options
+    with ExitStack() as stack:
+        with clock.phase("agree"):
+            found = _found(world, source, accelerate_saves.OPTIMIZER, stack)
+            targets = optimizer_targets(world, model, optimizer)
+            given, values = _read_optimizer_state(world, found, targets, order, options, stack)
+        return set_optimizer_values(
+            world, targets, given, values, consent=source.consent, options=options, clock=clock
+        )
+
+
+def _also(consent: OnMissing | OnFault, names: Sequence[str]) -> Ignore:
+    return Ignore((*(consent.only if isinstance(consent, Ignore) else ()), *names))
+
+
+def _read_model_values(world: World, source: FilesSource, stack: ExitStack) -> state_values.Values:
+    """Return the values of a model saved by accelerate, in any of its layouts. Collective: yes."""
+    found = _found(world, source, accelerate_saves.MODEL, stack)
+    match found:
+        case accelerate_saves.FilePerRank(folder, files):
+            state = read_rank_file(world, Path(folder), files)
+            with world.collective("map the names"):
+                tensors = state_values.by_canonical_names(state, f"what {folder} has")
+            return state_values.ProvidedValues(tensors)
+        case accelerate_saves.WholeFile(folder, file):
+            return stored_values(world, folder, file, source.options, stack)
+        case accelerate_saves.Distributed(folder):
+            return stored_values(world, folder, METADATA, source.options, stack)
+        case _:
+            assert_never(found)
+
+
+def _read_optimizer_state(
+    world: World,
+    found: accelerate_saves.AccelerateSave,
+    targets: OptimizerTargets,
+    order: ParameterOrder,
+    options: state_values.StateOptions,
+    stack: ExitStack,
+) -> tuple[ParsedState, state_values.Values]:
+    """Return this rank's part of the stored state, and the values of its tensors. Collective: yes."""
+    if isinstance(found, accelerate_saves.FilePerRank):
+        state = read_rank_file(world, Path(found.folder), found.files)
+        with world.collective("parse the state"):
+            given, _ = _parse(state, targets, order)
+        return given, state_values.ProvidedValues(given.tensors)
+    with world.collective("open the folder"):
+        reader = stack.enter_context(LocalReader(found.folder))
+    file = found.file if isinstance(found, accelerate_saves.WholeFile) else None
+    with world.broadcast("read the values") as exchange:
+        if world.rank == 0:
+            exchange.local = _read_tree(reader, file, targets, order, options.budget_bytes)
+    saved, given, ways = exchange.result
+    expressions = stored_tensors(saved.index)
+    by_label = {name: expressions[saved.keys[ways[name]]] for name in given.tensors}
+    values = state_values.StoredValues(reader, saved.index, by_label, options.budget_bytes)
+    return (given if world.rank == 0 else ParsedState()), values
+
+
+def _read_tree(
+    reader: LocalReader, file: str | None, targets: OptimizerTargets, order: ParameterOrder, budget_bytes: int
+) -> tuple[SavedTree, ParsedState, dict[str, Levels]]:
+    """Parse a state in one file, or in a folder if ``file`` is None."""
+    tree = read_distributed_tree(reader, budget_bytes) if file is None else read_file_tree(reader, file)
+    saved = tree.inside("optimizer")
+    return saved, *_parse(saved.tree, targets, order)
+
+
+def _found(
+    world: World, source: FilesSource, kind: accelerate_saves.SavedKind, stack: ExitStack
+) -> accelerate_saves.AccelerateSave:
+    """Find a save. If its renames are not finished, it is read through links until ``stack`` is closed.
+
+    Collective: yes.
+    """
+    path, number = source.path, source.number
+    folder = journal_folder(path)
+    with world.broadcast("look for a rename in progress") as exchange:
+        if world.rank == 0:
+            exchange.local = lists_in(folder)
+    if exchange.result:
+        with world.collective("find saved files"):
+            path = stack.enter_context(as_renamed(folder)) / path.relative_to(folder)
+            return accelerate_saves.find_saved(path, kind, number)
+    with world.broadcast("find saved files") as exchange:
+        if world.rank == 0:
+            exchange.local = accelerate_saves.find_saved(path, kind, number)
+    save: accelerate_saves.AccelerateSave = exchange.result
+    return save
+
+
+def _parse(state: Any, targets: OptimizerTargets, order: ParameterOrder) -> tuple[ParsedState, dict[str, Levels]]:
+    """Parse a state. Return also the path of each of its values in the stored tree, by label.
+
+    Raises:
+        ConfigError, KeyMismatchError: it has another layout, or unknown parameters.
+    """
+    if isinstance(state, Mapping) and "param_groups" in state:
+        state = {"state": {}, **state}  # a folder has no room for an empty dict
+        named = with_names(state, targets.groups, targets.shapes, order)
+        groups = [
+            {**group, "params": [named.get(name, name) for name in group["params"]]}
+            for group in state["param_groups"]
+        ]
+    else:
+        return read(state, targets.first_names, targets.shapes), {}
+    values: dict[str, Any] = {}
+    ways: dict[str, Levels] = {}
+    for name, entries in state["state"].items():
+        number = int(name) if isinstance(name, str) and name.isdecimal() and len(name) < _MOST_DIGITS else name
+        full = str(named.get(number, name))
+        values[full] = entries
+        plain = targets.first_names.get(canonical(full), canonical(full))
+        ways |= {label(plain, str(entry)): ("state", name, entry) for entry in entries}
+    return read({"state": values, "param_groups": groups}, targets.first_names, targets.shapes), ways

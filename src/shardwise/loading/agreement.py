@@ -1,0 +1,97 @@
+"""Checks that ranks call with the same settings and have the same plans."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+from shardwise.core import machine
+from shardwise.core.errors import RankMismatchError
+from shardwise.core.formatting import few_names
+from shardwise.core.reports import Available, RankEstimate
+from shardwise.loading.memory_estimate import require_fits
+from shardwise.loading.plan import LoadPlan
+from shardwise.ranks.world import MismatchedRanks, World, repr_digest
+
+RankPlan: TypeAlias = tuple[tuple[str, bytes], str, RankEstimate, Available]
+"""The digests of a rank's plan and config, its container, its need of memory, and the free memory there."""
+
+
+def agree_on(
+    world: World,
+    plan: LoadPlan,
+    settings: Mapping[str, str],
+    estimate: RankEstimate,
+    available: Available,
+    *,
+    check_memory: bool,
+) -> int:
+    """Require that all ranks have the same config and plan (but for the boxes), and that it fits.
+
+    Return the largest number of ranks in one container. Collective: yes.
+
+    Raises:
+        RankMismatchError: naming the settings in which configs differ, or the tensors that ranks plan differently.
+        ShardingError: a rank has too little memory. The message has the rank, its need, and its free memory.
+    """
+    container = machine.cgroup_namespace() + machine.read_text(machine.OWN_GROUP)
+    own = (plan.digest, repr_digest(settings)), container, estimate, available
+    found = world.all_reduce_object(own, partial(_check_plans, world, check_memory=check_memory))
+    if isinstance(found, int):
+        return found
+    require_same_settings(world, settings)
+    differing = _find_differences(world, found, plan.fingerprints)
+    raise RankMismatchError(
+        f"ranks plan {len(differing)} tensors differently: {few_names(differing)}. Give every rank the same "
+        "model, config, arguments, and versions of torch and transformers"
+    )
+
+
+def _check_plans(world: World, ranks: Sequence[RankPlan], *, check_memory: bool) -> MismatchedRanks | int:
+    """Compare plans, and require enough memory, of which the ranks of a container share what is free."""
+    if mismatched := world.mismatched([digests for digests, *_ in ranks]):
+        return mismatched
+    sharers = Counter(container for _, container, *_ in ranks)
+    needed: Counter[str] = Counter()
+    for _, container, estimate, _ in ranks:
+        needed[container] += estimate.host_bytes
+    for _, container, estimate, available in ranks if check_memory else ():
+        rank = world.global_ranks[estimate.rank]
+        require_fits(replace(estimate, rank=rank, host_bytes=needed[container]), available, sharers[container])
+    return max(sharers.values())
+
+
+def require_same_settings(world: World, settings: Mapping[str, str], what: str = "the config") -> None:
+    """Require the same settings on all ranks: they may change values without changing a shape. Collective: yes.
+
+    Args:
+        world: the ranks.
+        settings: values of this rank by name, as text.
+        what: the settings, for the message.
+
+    Raises:
+        RankMismatchError: naming the settings that differ.
+    """
+    with world.all_reduce("compare the settings", world.mismatched) as exchange:
+        exchange.local = repr_digest(settings)
+    mismatched = exchange.result
+    if mismatched is not None:
+        differing = _find_differences(world, mismatched, settings)
+        shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
+        raise RankMismatchError(
+            f"{what} on rank {mismatched.text} is not that of rank {world.global_ranks[0]}: {shown}. Give "
+            "every rank the same"
+        )
+
+
+def _find_differences(
+    world: World, mismatched: MismatchedRanks, own: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Return by name the values of rank 0 and of the first other rank, if they differ. Collective: yes."""
+    values = world.all_gather_object(own if world.rank in (0, mismatched.first) else {})
+    first, other = values[0], values[mismatched.first]
+    pairs = {name: (first.get(name, "absent"), other.get(name, "absent")) for name in sorted({*first, *other})}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -1,0 +1,316 @@
+"""Forecasts the memory of a load and of a training from configs and headers, and records the memory in use."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+from typing import Any, Literal, Unpack
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers.training_args import OptimizerNames
+
+from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.estimate_report import Estimate, GroupEstimate, TrainingEstimate
+from shardwise.core.layout import Activations, MeshShape, ModelLayout, TensorKind, WorldLayout
+from shardwise.core.tensors import DType
+from shardwise.files.checkpoint_index import CheckpointIndex, wrapper_notes
+from shardwise.files.storage import ReadPolicy
+from shardwise.files.urls import is_url
+from shardwise.fsdp.named_tensors import collect_tensors
+from shardwise.fsdp.policies import WrapPolicy, repeated_blocks
+from shardwise.fsdp.torch_private import from_torch
+from shardwise.fsdp.wrap import Sharding, prepare_blocks
+from shardwise.loading import estimate_arithmetic
+from shardwise.loading import meta_model as outlines
+from shardwise.loading.estimate_arithmetic import Head, Step
+from shardwise.loading.estimate_layout import predict_layout
+from shardwise.loading.from_pretrained import Located, find
+from shardwise.loading.memory_estimate import MemoryPlacement, largest_computation
+from shardwise.loading.option_syntax import parse_tuning
+from shardwise.loading.plan import LoadPlan, plan_load
+from shardwise.loading.prepare import LoadOptions, find_origin, get_rules, plan_fields, plan_initial_values
+from shardwise.models.initialize import Initializers
+from shardwise.models.lora import peft_private
+from shardwise.models.lora.inject import Tuned
+from shardwise.models.tunings import ExistingLora, Freeze, Full, Lora, Tuning
+from shardwise.ranks.world import World
+from shardwise.transfer.memory import gc_disabled
+
+_OPTIM = "adamw_torch_fused"
+_STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keeps both if they differ"
+
+
+class PlanOptions(outlines.FilledOptions, total=False):
+    """Keyword arguments of :func:`plan`, in addition to those of :class:`FilledOptions`. Each is optional.
+
+    ``sharding`` has no mesh, as there are no ranks. Arguments of the second group describe a training with
+    ``tuning``. Their names are those of ``TrainingArguments`` and TRL.
+
+    Attributes:
+        mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``. Default: one axis of all
+            ranks.
+        nodes: machines that the ranks are assigned to, in order.
+        device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
+        budget_bytes: as ``budget_bytes`` of :class:`~shardwise.loading.prepare.LoadOptions`.
+        read_policy: read policy of the storage. Default: that of the checkpoint's folder.
+
+        optim: name of the optimizer (default "adamw_torch_fused").
+        per_device_train_batch_size, max_length: rows of a forward pass and tokens of a row. If both are given,
+            activations are included.
+        gradient_accumulation_steps: micro-batches of a step.
+        gradient_checkpointing: whether the blocks are recomputed, as the Trainer has it.
+        mixed_precision: autocast of the Trainer, "no" (default), "bf16" or "fp16".
+        memory_bytes: memory of each rank, for which ``training.largest_batch`` is computed.
+    """
+
+    mesh: Mapping[str, int]
+    nodes: int
+    device: str
+    budget_bytes: int
+    read_policy: ReadPolicy
+
+    optim: str
+    per_device_train_batch_size: int
+    max_length: int
+    gradient_accumulation_steps: int
+    gradient_checkpointing: bool
+    mixed_precision: Literal["no", "bf16", "fp16"]
+    memory_bytes: int
+
+
+def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[PlanOptions]) -> Estimate:
+    """Estimate memory and reads of ``from_pretrained``, and of a training with ``tuning``, on each rank.
+
+    The checkpoint is a directory, a hub id in the cache, or a URL. Only its config and the headers of its files are
+    read, and nothing is downloaded. Neither ranks nor a process group nor the accelerator are needed. Tied tensors
+    that are stored twice are taken to be equal.
+
+    Keyword arguments: see :class:`PlanOptions`.
+
+    Collective: no.
+    Memory: the names and places of the checkpoint's tensors.
+
+    Raises:
+        ConfigError: the config, the mesh or an argument cannot be used, or the model cannot run without data.
+        ShardingError: the wrap policy matches nothing, or the model has a parameter that ``fully_shard`` rejects.
+        KeyMismatchError: checkpoint and model do not cover each other, as for a load.
+        FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
+    """
+    options = outlines.check_keywords("plan", options, PlanOptions)
+    if (optim := options.get("optim", _OPTIM)) not in {name.value for name in OptimizerNames}:
+        raise ConfigError(f"optim: {optim} is none of TrainingArguments. Pass adamw_torch, sgd, ...")
+    mesh = build_mesh(ranks, options)
+    given: Any = options
+    if not is_url(name_or_path):
+        given = {**options, "hub": replace(options["hub"], local_files_only=True)}
+    with ExitStack() as stack:
+        world = World(0, 1)
+        found = find(world, name_or_path, given, stack)
+        stack.enter_context(torch.device("cpu"))
+        with world.collective("estimate the memory"):
+            return estimate(found, mesh, options)
+
+
+@gc_disabled()
+def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
+    """Forecast a checkpoint whose headers have been read."""
+    index, reader = found.source.index, found.source.reader
+    built = outlines.outline(found.directory, found.config, found.index, options, outlines.resizing(options))
+    twice = built.ties_stored_twice()
+    built.equal_ties = frozenset(name for name, _ in twice)
+    sharding = options.get("sharding", Sharding())
+    param_dtype, reduce_dtype = sharding.mp_policy.param_dtype, sharding.mp_policy.reduce_dtype
+    tuned = outlines.prepare_for_training(built, set(), options, adapters=found.adapters, casts_to=param_dtype)
+    budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
+    world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
+    placement = MemoryPlacement.from_plan(
+        plan,
+        options.get("read_policy") or reader.policy,
+        device=options.get("device", "cuda"),
+        budget_bytes=budget_bytes,
+        offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
+    )
+    if placement.offloads_shards and mesh.ranks == 1 and "tuning" in options:
+        raise ConfigError("offload_policy: one rank is not sharded, so nothing is offloaded. Use two ranks")
+    groups = estimate_arithmetic.estimate_groups(world, _dtype(param_dtype), _dtype(reduce_dtype))
+    ranks = estimate_arithmetic.estimate_ranks(plan, world, placement)
+    trained = [tensor for tensor in world.first.tensors if estimate_arithmetic.is_trained(tensor)]
+    training = None
+    if "tuning" in options:
+        training = _training(tuned, world, groups, placement, options)
+    notes = [*wrapper_notes(built.bindings.wrapped), *tuned.notes]
+    notes += [f"{name} = {other}: {_STORED_TWICE}" for name, other in twice]
+    if (needed := largest_computation(plan)) > budget_bytes:
+        notes.append(f"a conversion needs budget_bytes={needed:,}; a load with {budget_bytes:,} refuses it")
+    return Estimate(
+        checkpoint=index.root,
+        model_class=type(built.model).__name__,
+        dtype=str(found.config.dtype).removeprefix("torch."),
+        parameters=sum(tensor.numel for tensor in world.first.tensors if tensor.kind is TensorKind.PARAMETER),
+        checkpoint_bytes=index.nbytes,
+        checkpoint_tensors=len(index.tensors()),
+        bytes_per_dtype=_bytes_per_dtype(world.first),
+        file_bytes=estimate_arithmetic.file_bytes(plan, world, index),
+        whole=world.whole,
+        **plan_fields(plan),
+        device=placement.device,
+        mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
+        nodes=options.get("nodes", 1),
+        groups=groups,
+        ranks=ranks,
+        notes=tuple(notes),
+        trained=tuple(tensor.fqn for tensor in trained),
+        trainable_parameters=sum(tensor.numel for tensor in trained),
+        training=training,
+    )
+
+
+def _dtype(of_policy: torch.dtype | None) -> DType | None:
+    return None if of_policy is None else from_torch(of_policy, "mp_policy")
+
+
+def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
+    """Return the requested mesh.
+
+    Raises:
+        ConfigError: ranks, mesh and nodes contradict each other.
+    """
+    nodes = options.get("nodes", 1)
+    count: object = ranks
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"ranks={ranks!r}: is not a number of ranks. Use 1 or more")
+    if nodes < 1 or ranks % nodes:
+        raise ConfigError(f"nodes={nodes}: does not divide {ranks} ranks. Use a divisor")
+    if options.get("sharding", Sharding()).mesh is not None:
+        raise ConfigError(
+            'sharding: has a mesh of real ranks. Give its axes as mesh={"replicate": 2, "shard": 4} instead'
+        )
+    axes = options.get("mesh")
+    return MeshShape.flat(ranks) if axes is None else MeshShape.from_axes(ranks, axes)
+
+
+# Training
+
+
+def _training(
+    tuned: Tuned,
+    world: WorldLayout,
+    groups: Sequence[GroupEstimate],
+    placement: MemoryPlacement,
+    options: PlanOptions,
+) -> TrainingEstimate:
+    """Forecast a training step: with activations if the batch is given, with the largest batch if the memory is."""
+    sharding = options.get("sharding", Sharding())
+    rows, tokens = options.get("per_device_train_batch_size", 0), options.get("max_length", 0)
+    accumulates = options.get("gradient_accumulation_steps", 1) > 1
+    step = Step(options.get("optim", _OPTIM), accumulates=accumulates)
+    memory_bytes = options.get("memory_bytes") if rows and tokens else None
+    if rows and tokens:
+        recomputed = True if options.get("gradient_checkpointing") else sharding.activation_checkpointing
+        prepare_blocks(tuned.base, replace(sharding, activation_checkpointing=recomputed))
+        param_dtype = sharding.mp_policy.param_dtype if world.mesh.ranks > 1 else None
+        head = _head(tuned.base, param_dtype, options)
+        sizes = [rows] if memory_bytes is None else [rows, 2 * rows]
+        traced = [_traced(tuned, world, (size, tokens), param_dtype, options) for size in sizes]
+        step = replace(step, batch_size=rows, max_length=tokens, head=head, activations=traced[0], twice=traced[-1])
+    is_cast = sharding.mp_policy.param_dtype is not None
+    return estimate_arithmetic.estimate_training(
+        world, groups, step, placement, param_dtype=is_cast, memory_bytes=memory_bytes
+    )
+
+
+def _autocast(options: PlanOptions) -> torch.dtype | None:
+    dtypes = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes[options.get("mixed_precision", "no")]
+
+
+def _head(base: Any, param_dtype: torch.dtype | None, options: PlanOptions) -> Head | None:
+    module = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    if module is None:
+        return None
+    vocab_size, hidden = module.weight.shape[-2:]
+    itemsize = (_autocast(options) or param_dtype or module.weight.dtype).itemsize
+    on_cpu = options.get("device", "cuda") == "cpu"
+    return Head(vocab_size, hidden, itemsize, on_cpu=on_cpu, trained=module.weight.requires_grad)
+
+
+def _traced(
+    tuned: Tuned, world: WorldLayout, size: tuple[int, int], param_dtype: torch.dtype | None, options: PlanOptions
+) -> Activations:
+    from shardwise.models.activations import trace_activations  # needs a private name of torch to be imported
+
+    try:
+        blocks = repeated_blocks(tuned.base)
+    except ShardingError:  # a model without any runs as a whole
+        blocks = []
+    in_root = {*world.groups[-1].parameters, *world.whole}
+    try:
+        return trace_activations(
+            tuned.model,
+            tuned.base,
+            blocks,
+            size,
+            param_dtype=param_dtype,
+            autocast=_autocast(options),
+            in_root=in_root,
+        )
+    except Exception as error:  # of a model's own code
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{type(tuned.base).__name__}: cannot run without data, {type(error).__name__}: {first}. Leave out "
+            "per_device_train_batch_size and max_length to plan without activations"
+        ) from error
+
+
+# The plan of a load
+
+
+def _plan(
+    tuned: Tuned,
+    index: CheckpointIndex,
+    mesh: MeshShape,
+    wrap_policy: WrapPolicy,
+    budget_bytes: int,
+    options: PlanOptions,
+) -> tuple[WorldLayout, LoadPlan]:
+    """Return the layout of all ranks, and the plan of a load.
+
+    Raises:
+        KeyMismatchError: as a load before it reads.
+    """
+    model, additions = tuned.model, tuned.additions
+    held = collect_tensors(model)
+    initializers = Initializers(model, held, additions)
+    buffers = initializers.buffers(options.get("buffers", {}), seed=0)
+    origins = partial(find_origin, initializers, buffers)
+    world = predict_layout(model, wrap_policy, mesh, origins, root=tuned.base, kept_whole=tuned.whole)
+    rules = get_rules(tuned.base)
+    found = plan_load(
+        index, world.first, tuned.bindings, rules, outlines.get_consent(options), additions.base_names
+    )
+    plan_initial_values(initializers, found, LoadOptions(budget_bytes=budget_bytes))
+    return world, found
+
+
+def _bytes_per_dtype(layout: ModelLayout) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for tensor in layout.saved():
+        found[tensor.dtype.label] = found.get(tensor.dtype.label, 0) + tensor.numel * tensor.dtype.bits // 8
+    return dict(sorted(found.items(), key=itemgetter(1), reverse=True))
+
+
+def tuning_named(text: str) -> Tuning:
+    """Return a tuning from text. See :func:`~shardwise.loading.option_syntax.parse_tuning`."""
+    kind, settings = parse_tuning(text)
+    match kind:
+        case "full":
+            return Full()
+        case "freeze":
+            return Freeze(**settings)
+        case "lora":
+            return Lora(peft_private.lora_config(**settings))
+        case "adapter":
+            return ExistingLora(**settings)

@@ -1,0 +1,353 @@
+"""Forecast of memory and bytes read, from shapes and the mesh alone.
+
+Parameters, gradients and optimizer states are exact. The peak of a step is the maximum over a few moments in
+FSDP2's order: the root is all-gathered and stays so, a block is gathered while its neighbor's buffer still exists,
+unsharded gradients of a group live until its reduce-scatter, and activations peak when the loss is computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import Final
+
+from shardwise.core.estimate_report import GroupEstimate, PhaseMemory, TrainingEstimate
+from shardwise.core.expression import Expression, stored_leaves
+from shardwise.core.layout import Activations, Spread, TensorKind, TensorLayout, WorldLayout
+from shardwise.core.reports import RankEstimate
+from shardwise.core.tensors import DType, numel
+from shardwise.files.checkpoint_index import CheckpointIndex
+from shardwise.loading.memory_estimate import LoadSizes, MemoryPlacement, bytes_per_element, is_sharded, local_numel
+from shardwise.loading.plan import LoadPlan
+
+
+def estimate_ranks(plan: LoadPlan, world: WorldLayout, placement: MemoryPlacement) -> tuple[RankEstimate, ...]:
+    """Forecast the load of ``plan`` on every rank of the mesh, if each rank reads its own bytes."""
+    sizes = LoadSizes(plan, world.first.tensors, world.spreads)
+    at = [sizes.at(position, position, placement) for position in range(world.mesh.shard_size)]
+    return tuple(replace(at[world.mesh.position(rank)], rank=rank) for rank in range(world.mesh.ranks))
+
+
+def file_bytes(plan: LoadPlan, world: WorldLayout, index: CheckpointIndex) -> dict[str, int]:
+    """Return the bytes that all ranks together read of each file."""
+    found: dict[str, float] = dict.fromkeys(index.files, 0.0)
+    per_element = bytes_per_element(plan)
+    for name, read in plan.reads().items():
+        tensor = plan.layout.by_name[name]
+        copies = world.mesh.ranks // (world.mesh.shard_size if is_sharded(tensor) else 1)
+        files = Counter(_iter_files(read.expression, index))
+        for file, count in files.items():
+            found[file] += per_element[name] * tensor.numel * copies * count / files.total()
+    return {file: round(nbytes) for file, nbytes in found.items() if nbytes}
+
+
+def _iter_files(expression: Expression, index: CheckpointIndex) -> Iterable[str]:
+    """Yield the file of each stored tensor that has an entry of its own in the index."""
+    for leaf in stored_leaves(expression):
+        entry = index.entries.get(leaf.key)
+        if entry is not None:
+            yield entry.file
+
+
+# Training
+
+
+def is_trained(tensor: TensorLayout) -> bool:
+    return tensor.kind is TensorKind.PARAMETER and tensor.requires_grad
+
+
+def estimate_groups(
+    world: WorldLayout, gathered_as: DType | None, summed_in: DType | None = None
+) -> tuple[GroupEstimate, ...]:
+    """Return the parameter groups that are not empty, the root's last.
+
+    Args:
+        world: layout of all ranks.
+        gathered_as: ``param_dtype`` of the mixed precision policy, or None for each parameter's own dtype.
+        summed_in: ``reduce_dtype``, or None for the dtype in which gradients are computed.
+    """
+    found: list[GroupEstimate] = []
+    for group in world.groups:
+        tensors = [world.first.by_name[name] for name in group.parameters]
+        gathered = gradients = reduced = 0
+        for tensor in tensors:
+            size = world.spreads[tensor.fqn].padded_numel * world.mesh.shard_size
+            computed = gathered_as if gathered_as is not None and tensor.dtype.kind == "float" else tensor.dtype
+            gathered += size * computed.bits // 8
+            if tensor.requires_grad:
+                gradients += size * computed.bits // 8
+                reduced += size * (summed_in or computed).bits // 8
+        if tensors:
+            dtypes = "+".join(dict.fromkeys(tensor.dtype.label for tensor in tensors))
+            count = sum(tensor.numel for tensor in tensors)
+            found.append(GroupEstimate(group.modules, dtypes, count, gathered, gradients, reduced))
+    return tuple(found)
+
+
+_STATES: Final[Mapping[str, tuple[float, float]]] = {
+    "sgd": (0, 0),
+    "rmsprop": (1, 0),
+    "adagrad": (1, 0),
+    "schedule_free_sgd": (1, 0),
+    "lion_32bit": (1, 0),
+    "adamw_torch_8bit": (0, 2 + 8 / 256),
+    "adamw_torch_4bit": (0, 1 + 8 / 128),
+}
+"""Optimizer states by ``optim``: tensors in the dtype of the parameter, and further bytes for each element.
+
+Any other optimizer is counted as AdamW, with two moments. Eight and four bits have a scale for each block.
+"""
+
+
+def optimizer_bytes(world: WorldLayout, optim: str, position: int) -> int:
+    """Return the bytes of optimizer states at a position of the mesh, without padding."""
+    moments, more = _STATES.get(optim, (2, 0))
+    if optim.endswith("_8bit") and optim not in _STATES:
+        moments, more = (0, 1 + 4 / 256) if optim.startswith(("lion", "paged_lion")) else (0, 2 + 8 / 256)
+    rates: dict[Spread, float] = {}
+    for tensor in filter(is_trained, world.first.tensors):
+        spread = world.spreads[tensor.fqn]
+        if optim == "adafactor":  # a row and a column of second moments
+            size = 4 * sum(tensor.shape[-2:]) / max(numel(tensor.shape[-2:]), 1)
+        else:
+            size = moments * tensor.dtype.bits / 8 + more
+        rates[spread] = rates.get(spread, 0.0) + size
+    return round(sum(local_numel(spread, position) * rate for spread, rate in rates.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A language model head, whose logits TRL computes in tiles.
+
+    Attributes:
+        vocab_size: size of the vocabulary.
+        hidden: size of the hidden states.
+        itemsize: bytes of an element of the compute dtype.
+        on_cpu: whether torch reduces the tiles, with copies in float32, instead of a Triton kernel.
+        trained: whether the head has a gradient, which is accumulated in float32.
+    """
+
+    vocab_size: int
+    hidden: int
+    itemsize: int
+    on_cpu: bool
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The settings of a training step.
+
+    Attributes:
+        optim: the optimizer, as in ``TrainingArguments.optim``.
+        batch_size: rows of a forward pass.
+        max_length: tokens per row.
+        accumulates: whether there is gradient accumulation. Sharded gradients then persist between micro-batches.
+        head: the language model head. None for a model without one.
+        activations: memory of activations as traced.
+        twice: the same for twice as many rows.
+    """
+
+    optim: str
+    batch_size: int = 0
+    max_length: int = 0
+    accumulates: bool = False
+    head: Head | None = None
+    activations: Activations = field(default_factory=Activations)
+    twice: Activations = field(default_factory=Activations)
+
+    @property
+    def logits_bytes(self) -> int:
+        """Memory of the loss and its logits."""
+        return 0 if self.head is None else trl_logits_bytes(self.batch_size * self.max_length, self.head)
+
+    def with_rows(self, rows: int) -> Step:
+        """Return the step with another number of rows. Activations grow linearly with it."""
+        share = rows / self.batch_size - 1
+        sizes = zip(astuple(self.activations), astuple(self.twice), strict=True)
+        activations = Activations(*(round(once + (twice - once) * share) for once, twice in sizes))
+        return replace(self, batch_size=rows, activations=activations)
+
+
+_ON_HOST: Final = ("weights", "optimizer", "gradients", "optimizer step")
+"""Terms that CPU offload moves to the host."""
+
+
+_MOST_ROWS: Final = 1 << 20
+
+
+def estimate_training(
+    world: WorldLayout,
+    groups: Sequence[GroupEstimate],
+    step: Step,
+    placement: MemoryPlacement,
+    *,
+    param_dtype: bool,
+    memory_bytes: int | None = None,
+) -> TrainingEstimate:
+    """Forecast the memory of a training step on rank 0, which has the largest shards.
+
+    Args:
+        world: layout of all ranks.
+        groups: result of :func:`estimate_groups`.
+        step: settings of the training step.
+        placement: placement of tensors.
+        param_dtype: whether shards are cast before they are gathered.
+        memory_bytes: memory of a rank, for which the largest batch is computed. None to compute none.
+    """
+    padded = {t.fqn: world.spreads[t.fqn].padded_numel * t.dtype.bits // 8 for t in world.first.tensors}
+    trained = [tensor for tensor in world.first.tensors if is_trained(tensor)]
+    states = [optimizer_bytes(world, step.optim, position) for position in range(world.mesh.shard_size)]
+    root_names = set(world.groups[-1].parameters) | set(world.whole)
+    local = [padded[tensor.fqn] for tensor in trained]
+    sizes = _GroupSizes.from_groups(world, groups, placement)
+    fixed = _FixedSizes(
+        groups=sizes,
+        placement=placement,
+        weights=sum(padded.values()),
+        optimizer=states[0],
+        gradients=sum(local),
+        in_blocks=sum(padded[tensor.fqn] for tensor in trained if tensor.fqn not in root_names),
+        cast=sizes.root // world.mesh.shard_size if param_dtype or placement.offloads_shards else 0,
+        update=_step_bytes(step.optim, local, placement),
+    )
+    return TrainingEstimate(
+        step.optim,
+        step.batch_size,
+        step.max_length,
+        fixed.weights,
+        fixed.gradients,
+        tuple(states[world.mesh.position(rank)] for rank in range(world.mesh.ranks)),
+        fixed.phases(step),
+        None if memory_bytes is None else fixed.largest_batch(step, memory_bytes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupSizes:
+    """Bytes of the root group and of the largest block, all zero on one rank.
+
+    Attributes:
+        root, block: gathered parameters.
+        whole: unsharded gradients of a block.
+        summed: input of a block's reduce-scatter.
+        root_sum: unsharded gradients of the root and the input of its reduce-scatter.
+    """
+
+    root: int
+    block: int
+    whole: int
+    summed: int
+    root_sum: int
+
+    @classmethod
+    def from_groups(
+        cls, world: WorldLayout, groups: Sequence[GroupEstimate], placement: MemoryPlacement
+    ) -> _GroupSizes:
+        copies = 2 if placement.device == "cpu" else 1  # gloo copies what it sums
+        if world.mesh.ranks == 1:
+            return cls(0, 0, 0, 0, 0)
+        roots = [group for group in groups if "" in group.modules]
+        blocks = [group for group in groups if "" not in group.modules]
+        return cls(
+            max((group.gathered_bytes for group in roots), default=0),
+            max((group.gathered_bytes for group in blocks), default=0),
+            max((group.gradient_bytes for group in blocks), default=0),
+            max((group.reduced_bytes for group in blocks), default=0) * copies,
+            max((group.gradient_bytes + group.reduced_bytes * copies for group in roots), default=0),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FixedSizes:
+    """Bytes on rank 0 that do not depend on the number of rows.
+
+    Attributes:
+        groups: gathered groups.
+        placement: placement of tensors.
+        weights: parameters and buffers, padding included.
+        optimizer: optimizer states.
+        gradients: sharded gradients.
+        in_blocks: those of blocks.
+        cast: shards of the root in the dtype that is gathered.
+        update: temporary tensors of the optimizer's step.
+    """
+
+    groups: _GroupSizes
+    placement: MemoryPlacement
+    weights: int
+    optimizer: int
+    gradients: int
+    in_blocks: int
+    cast: int
+    update: int
+
+    def largest_batch(self, step: Step, memory_bytes: int) -> int:
+        """Return the most rows that fit, by bisection. 0 if one does not."""
+        fitting, most = 0, _MOST_ROWS
+        while fitting < most:
+            rows = (fitting + most + 1) // 2
+            peak = max(phase.bytes_on(self.placement.device) for phase in self.phases(step.with_rows(rows)))
+            fitting, most = (rows, most) if peak <= memory_bytes else (fitting, rows - 1)
+        return fitting
+
+    def phases(self, step: Step) -> tuple[PhaseMemory, ...]:
+        """Return the candidates for the peak of a step."""
+        sizes, found, earlier = self.groups, step.activations, self.gradients if step.accumulates else 0
+        gathered, ended = sizes.root + sizes.block, max(self.in_blocks, earlier)
+        terms: dict[str, dict[str, int]] = {
+            "forward": {
+                "gathered groups": sizes.root + max(sizes.root, self.cast, 2 * sizes.block),
+                "gradients": earlier,
+            },
+            "loss": {
+                "gathered groups": gathered,
+                "activations": found.kept + found.loss,
+                "logits": step.logits_bytes,
+                "gradients": earlier,
+            },
+            "backward": {
+                "gathered groups": gathered + sizes.block,
+                "activations": found.kept + found.backward,
+                "gradients": earlier,
+                "whole gradients": sizes.whole + sizes.summed,
+            },
+            "end of backward": {
+                "gathered groups": gathered,
+                "activations": found.last,
+                "gradients": ended,
+                "whole gradients": sizes.summed,
+            },
+            "reduction of the root": {"gradients": ended, "whole gradients": sizes.root_sum},
+            "optimizer step": {"gradients": self.gradients, "optimizer step": self.update},
+        }
+        base = {"weights": self.weights, "optimizer": self.optimizer}
+        return tuple(_phase_memory(phase, {**base, **own}, self.placement) for phase, own in terms.items())
+
+
+def _step_bytes(optim: str, local: Sequence[int], placement: MemoryPlacement) -> int:
+    """Return the bytes of an optimizer step's temporary tensors, of all parameters (foreach) or one at a time."""
+    if not local or optim.endswith("_fused") or optim == "sgd":
+        return 0
+    if placement.device == "cpu" or placement.offloads_shards or optim.endswith(("_8bit", "_4bit")):
+        return 2 * max(local)
+    return sum(local)
+
+
+def _phase_memory(phase: str, terms: Mapping[str, int], placement: MemoryPlacement) -> PhaseMemory:
+    if placement.device == "cpu":
+        return PhaseMemory(phase, {}, terms)
+    host = {term: size for term, size in terms.items() if placement.offloads_shards and term in _ON_HOST}
+    return PhaseMemory(phase, {term: size for term, size in terms.items() if term not in host}, host)
+
+
+_TOKEN_CHUNK, _VOCAB_CHUNK = 4096, 32768
+"""Of TRL's fused language model head (``trl.kernels.chunked_logprob``)."""
+
+
+def trl_logits_bytes(tokens: int, head: Head) -> int:
+    """Return the memory of TRL's loss for so many tokens of a micro-batch. Logits are computed in tiles."""
+    tile = min(tokens, _TOKEN_CHUNK) * min(head.vocab_size, _VOCAB_CHUNK)
+    gradient = head.vocab_size * head.hidden * 4 if head.trained and head.itemsize < 4 else 0
+    return tile * (head.itemsize + (5 * 4 if head.on_cpu else 0)) + tokens * head.hidden * 4 + gradient

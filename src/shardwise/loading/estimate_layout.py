@@ -1,0 +1,113 @@
+"""Groups and layouts that ``wrap`` would create on a mesh, without processes.
+
+Groups, unsharded parameters and split dimensions come from :mod:`shardwise.fsdp.policies`, and the boxes of a
+rank from torch's placements, as in a load.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from shardwise.core.errors import ShardingError
+from shardwise.core.layout import (
+    GroupLayout,
+    MeshShape,
+    ModelLayout,
+    Origin,
+    Spread,
+    TensorKind,
+    TensorLayout,
+    WorldLayout,
+)
+from shardwise.core.tensors import contiguous_strides
+from shardwise.fsdp.named_tensors import (
+    TensorRef,
+    boxes_at,
+    collect_tensors,
+    describe_placements,
+    local_boxes,
+    tensor_layout,
+)
+from shardwise.fsdp.policies import WrapPolicy, group_parameters, shard_dim
+
+
+def predict_layout(
+    model: nn.Module,
+    policy: WrapPolicy,
+    mesh: MeshShape,
+    find_origin: Callable[[TensorRef], Origin],
+    *,
+    root: nn.Module | None = None,
+    kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({}),
+) -> WorldLayout:
+    """Return the layout that :func:`~shardwise.fsdp.wrap.wrap` would give a model that is not sharded yet.
+
+    ``root`` is the wrapped module, by default the model. Names of groups are relative to it. No process group is
+    needed, and the model is not changed.
+
+    Raises:
+        ShardingError: the policy matches nothing, or ``fully_shard`` would reject a parameter.
+    """
+    held = collect_tensors(model)
+    grouping = group_parameters(root or model, policy, kept_whole)
+    fqns = {item.tensor: item.fqn for item in held}
+    spreader = _Spreader(mesh, set(grouping.whole))
+    spreads: dict[str, Spread] = {}
+    tensors: list[TensorLayout] = []
+    for item in held:
+        spread, placement = spreader.spread(item)
+        spreads[item.fqn] = spread
+        tensors.append(tensor_layout(item, find_origin(item), spread.boxes[0], placement))
+    return WorldLayout(
+        mesh=mesh,
+        first=ModelLayout(tuple(tensors)),
+        spreads=spreads,
+        groups=tuple(
+            GroupLayout(group.modules, tuple(fqns[parameter] for parameter in group.parameters))
+            for group in (*grouping.blocks, grouping.root)
+        ),
+        whole={fqns[parameter]: reason for parameter, reason in grouping.whole.items()},
+    )
+
+
+class _Spreader:
+    """Makes the spreads of tensors over a mesh. Tensors of equal shape, strides and placement share one."""
+
+    def __init__(self, mesh: MeshShape, whole: set[nn.Parameter]) -> None:
+        self.mesh = mesh
+        self.whole = whole
+        self.made: dict[object, Spread] = {}
+
+    def spread(self, item: TensorRef) -> tuple[Spread, str]:
+        """Return the spread of a tensor, and a description of its placement."""
+        tensor = item.tensor
+        shape = tuple(tensor.shape)
+        key: object = (shape, tuple(tensor.stride()))
+        if item.kind is not TensorKind.PARAMETER or tensor in self.whole:
+            if key not in self.made:
+                boxes = local_boxes(tensor, item.fqn)
+                self.made[key] = Spread((boxes,) * self.mesh.shard_size, tensor.numel())
+            return self.made[key], "whole"
+        if not tensor.is_contiguous():
+            raise ShardingError(
+                f"{item.fqn} has shape {shape} and strides {tuple(tensor.stride())}: fully_shard "
+                "takes contiguous parameters only. Have the model's class make it contiguous"
+            )
+        dim = shard_dim(tensor.shape, self.mesh.shard_size)
+        placements = (*[Replicate()] * (len(self.mesh.sizes) - 1), Shard(dim))
+        key = (shape, dim)
+        if key not in self.made:
+            self.made[key] = self.sharded(shape, placements)
+        return self.made[key], describe_placements(placements, self.mesh.names, self.mesh.sizes)
+
+    def sharded(self, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Spread:
+        """Return the spread of a sharded tensor: its boxes at every coordinate of the shard axis."""
+        sizes = self.mesh.sizes
+        coordinates = [(*[0] * (len(sizes) - 1), position) for position in range(self.mesh.shard_size)]
+        (first,) = boxes_at(shape, placements, sizes, coordinates[0], contiguous_strides(shape))
+        # All shards have the contiguous memory of the first one, and are padded at the end.
+        strides = contiguous_strides(first.box.sizes)
+        boxes = tuple(boxes_at(shape, placements, sizes, each, strides) for each in coordinates)
+        return Spread(boxes, first.box.numel)

@@ -1,0 +1,392 @@
+"""Brings up a transformers model: config, meta model, adapters, ties, wrapping, load."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardwise.core.errors import ConfigError, FormatError, RankMismatchError, StorageError
+from shardwise.core.machine import mount_namespace
+from shardwise.core.reports import LoadReport
+from shardwise.files.checkpoint_index import CheckpointIndex, without_wrappers
+from shardwise.files.join_entries import merged_index
+from shardwise.files.local_reader import CombinedReader, LocalReader, OpenStorage, open_storage
+from shardwise.files.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft_version
+from shardwise.files.storage import StorageReader
+from shardwise.files.stored_tensors import stored_tensors
+from shardwise.files.urls import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
+from shardwise.fsdp import wrap
+from shardwise.fsdp.gradients import average_replicated_gradients
+from shardwise.fsdp.wrap import Sharding
+from shardwise.loading import meta_model as outlines
+from shardwise.loading.agreement import require_same_settings
+from shardwise.loading.load import execute_load, get_base_form, sorted_union
+from shardwise.loading.prepare import Load, LoadOptions, LoadRequest, comparable_load_settings, prepare_load
+from shardwise.loading.source import OpenSource, open_everywhere, read_index, resolve_everywhere
+from shardwise.models import pretrained
+from shardwise.models.lora import peft_private
+from shardwise.models.lora.inject import Adapter, Tuned
+from shardwise.models.tunings import Full
+from shardwise.ranks import call_arguments
+from shardwise.ranks.world import Clock, World
+from shardwise.transfer.read import ReadExecutor
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_CONFIGS = ("config.json", "generation_config.json")
+_MAX_CONFIG_BYTES = 10_000_000
+
+
+def check_call(
+    name_or_path: str | os.PathLike[str], given: outlines.PretrainedOptions, *, asks_for_report: bool
+) -> dict[str, str]:
+    """Check the arguments of :func:`from_pretrained`. Return the settings that must be equal on all ranks.
+
+    Raises:
+        ConfigError: the name has the wrong type, or a report is requested for a model that is not loaded.
+    """
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise ConfigError(
+            f"name_or_path is a {type(name_or_path).__name__}. Pass a directory, a hub id or a URL (readers go "
+            "into shardwise.load)"
+        )
+    if asks_for_report and not given.get("load_weights", True):
+        raise ConfigError(
+            "output_loading_info=True: nothing is loaded with load_weights=False. Leave one of them out"
+        )
+    sharding = wrap.comparable_settings(given.get("sharding", Sharding()))
+    return {
+        "the kind of name_or_path": "a URL" if is_url(name_or_path) else "a path or a hub id",
+        **outlines.comparable_model_settings(given),
+        **{f"sharding.{name}": value for name, value in sharding.items()},
+        "tuning": type(given.get("tuning", Full())).__name__,
+        "quantization": repr(given.get("quantization")),
+        "load_weights": repr(given.get("load_weights", True)),
+        **comparable_load_settings(
+            outlines.get_consent(given), given.get("buffers", {}), given.get("options", LoadOptions())
+        ),
+    }
+
+
+def build_and_load(
+    world: World, name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, clock: Clock
+) -> tuple[PreTrainedModel, LoadReport | None]:
+    """Build a model on meta, wrap it and load it. Ranks have already compared their arguments.
+
+    There is no report if nothing is loaded.
+
+    Collective: yes.
+    Memory, errors: as of :func:`~shardwise.loading.from_pretrained.from_pretrained`.
+    """
+    options = keywords.get("options", LoadOptions())
+    with world.collective("build the mesh"):
+        sharding = wrap.with_mesh(keywords.get("sharding", Sharding()), options.process_group)
+    report = None
+    with ExitStack() as stack:
+        with clock.phase("index"):
+            found = find(world, name_or_path, keywords, stack)
+        with clock.phase("plan"):
+            with world.collective("describe the tuning"):
+                tuning = outlines.comparable_tuning(keywords, found.adapters)
+            world.require_equal(tuning, "what is tuned, and how,")
+            built, pairs = build_together(world, found, keywords)
+            untied, already_read_bytes = decide_ties(world, built, pairs, found.source, options)
+            casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
+            with world.collective("prepare for training"):
+                tuned = outlines.prepare_for_training(
+                    built, untied, keywords, adapters=found.adapters, casts_to=casts_to
+                )
+            with world.collective("wrap blocks"):
+                wrap_blocks(tuned, sharding)
+        if keywords.get("load_weights", True):
+            with clock.phase("plan"), world.collective("plan the load"):
+                load = prepare_tuned(world, found.source, tuned, keywords, already_read_bytes)
+            report = execute_load(world, tuned.model, found.source, load, clock)
+        else:
+            require_same_settings(world, pretrained.get_settings(tuned.base))
+    pretrained.record_conversions(tuned.base, built.transforms)
+    if report is not None and sharding.mesh is not None:
+        average_replicated_gradients(tuned.model, sharding.mesh)
+    return cast(PreTrainedModel, tuned.model), report  # PEFT's model forwards attributes to it
+
+
+def wrap_blocks(tuned: Tuned, sharding: Sharding) -> None:
+    """Prepare the blocks of a model on meta, and shard them."""
+    wrap.prepare_blocks(tuned.base, sharding)
+    if sharding.mesh is not None:
+        wrap.wrap(tuned.base, sharding, tuned.whole)
+
+
+def prepare_tuned(
+    world: World,
+    source: OpenSource,
+    tuned: Tuned,
+    keywords: outlines.PretrainedOptions,
+    already_read_bytes: int,
+) -> Load:
+    """Plan the load of a model that has been wrapped, on this rank."""
+    resize = outlines.resizing(keywords)
+    request = LoadRequest(
+        bindings=get_base_form(tuned.model).allocate_staging(tuned.model, tuned.bindings),
+        consent=outlines.get_consent(keywords),
+        buffers=keywords.get("buffers", {}),
+        options=keywords.get("options", LoadOptions()),
+        already_read_bytes=already_read_bytes,
+        additions=replace(tuned.additions, new_rows="initialized" if resize is None else resize.rows),
+        is_tuned="tuning" in keywords,
+        notes=tuned.notes,
+    )
+    return prepare_load(world, tuned.model, source, request)
+
+
+@dataclass(frozen=True)
+class Located:
+    """Files and config of a model that is to be loaded.
+
+    Attributes:
+        directory: the folder of the small files.
+        config: the model's.
+        index: the headers of the model's own files.
+        source: reader of these files, and of those of adapters to train.
+        adapters: these adapters, by name.
+    """
+
+    directory: Path
+    config: PreTrainedConfig
+    index: CheckpointIndex
+    source: OpenSource
+    adapters: Mapping[str, Adapter]
+
+
+def find(
+    world: World, name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, stack: ExitStack
+) -> Located:
+    """Read the config and all headers. Readers are closed with ``stack``. Collective: yes."""
+    hub = keywords.get("hub", HubOptions())
+    wanted = ModelFiles(code=keywords.get("trust_remote_code", False))
+    named = os.fspath(name_or_path)
+    is_remote = is_url(name_or_path)
+    if is_remote:
+        directory = stack.enter_context(downloaded_configs(world, named, hub))
+    else:
+        directory = resolve_everywhere(world, name_or_path, hub, wanted)
+    with world.collective("load the config"):
+        config = outlines.load_config(directory, keywords)
+    config.name_or_path = without_secrets(named)
+    extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
+    if extra and not is_remote:
+        directory = resolve_everywhere(world, name_or_path, hub, replace(wanted, extra=extra))
+    opened = open_everywhere(world, name_or_path if is_remote else directory, hub)
+    stack.enter_context(opened.reader)
+    source = read_index(
+        world, opened, weights_name=getattr(config, "transformers_weights", None), variant=hub.variant, extra=extra
+    )
+    adapters: dict[str, Adapter] = {}
+    everything = source
+    for name, folder in keywords.get("tuning", Full()).folders().items():
+        everything, adapters[name] = _with_adapter(world, everything, name, folder, keywords, stack)
+    return Located(directory, config, source.index, everything, adapters)
+
+
+def _with_adapter(
+    world: World,
+    source: OpenSource,
+    name: str,
+    given: str | os.PathLike[str],
+    keywords: outlines.PretrainedOptions,
+    stack: ExitStack,
+) -> tuple[OpenSource, Adapter]:
+    """Join a checkpoint and the adapter that the tuning starts from. Collective: yes.
+
+    Raises:
+        FormatError: a file is not there.
+        ConfigError: it is no LoRA, or PEFT cannot read its config.
+    """
+    # Another repository than the base's, with revisions and folders of its own.
+    hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="", variant=None)
+    folder = resolve_everywhere(world, given, hub, AdapterFiles())
+    with world.collective("open the adapter"):
+        file, config = weights_in(folder), read_lora_config(folder)
+        reader = stack.enter_context(LocalReader(folder))
+    found, inside = read_index(world, OpenStorage(reader, file)), stored_prefix(name)
+    index, notes = without_wrappers(found.index)
+    both = replace(
+        source,
+        index=merged_index(source.index, index, inside),
+        notes=(*source.notes, *notes),
+        reader=CombinedReader(source.reader, reader, inside),
+        identities={
+            **source.identities,
+            **{f"{inside}/{file}": identity for file, identity in found.identities.items()},
+        },
+    )
+    stored = stored_tensors(both.index).items()
+    tensors = {key.removeprefix(f"{inside}/"): item for key, item in stored if key.startswith(f"{inside}/")}
+    return both, Adapter(str(folder), config, tensors)
+
+
+@contextmanager
+def downloaded_configs(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
+    """Return a temporary folder with the configs that are next to the weights at a URL. Collective: yes.
+
+    One rank reads them. The weights themselves are never on disk.
+    """
+    with world.broadcast("read the configs") as exchange:
+        if world.rank == 0:
+            exchange.local = _read_configs(url, hub)
+    contents: dict[str, bytes] = exchange.result
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        for name, content in contents.items():
+            Path(folder, name).write_bytes(content)
+        yield Path(folder)
+
+
+def _read_configs(url: str, hub: HubOptions) -> dict[str, bytes]:
+    with open_storage(url, hub).reader as reader:
+        return {name: content for name in _CONFIGS if (content := _read_config_file(reader, name)) is not None}
+
+
+def _read_config_file(reader: StorageReader, name: str) -> bytes | None:
+    try:
+        nbytes = reader.size(name)
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+    if nbytes > _MAX_CONFIG_BYTES:
+        raise FormatError(f"{name} in {reader.root}: has {nbytes} bytes, more than any config")
+    return reader.read(name, 0, nbytes)
+
+
+def build_together(
+    world: World, found: Located, keywords: outlines.PretrainedOptions
+) -> tuple[outlines.Outline, list[tuple[str, str]]]:
+    """Build on every rank. Return also the declared ties that are stored twice. Collective: yes.
+
+    A checkpoint's own code is first copied to the cache by one rank for all that see the same files.
+    """
+    if keywords.get("trust_remote_code", False) and world.size > 1:
+        first = world.is_first_at(mount_namespace())
+        with world.collective("download the model's code"):
+            if first:
+                outlines.get_model_class(found.directory, found.config, keywords)
+    with world.all_gather("build the model on meta") as exchange:
+        built = outlines.outline(found.directory, found.config, found.index, keywords, outlines.resizing(keywords))
+        exchange.local = built.ties_stored_twice()
+    pairs: list[list[tuple[str, str]]] = exchange.result
+    if odd := world.mismatched(pairs):
+        raise RankMismatchError(
+            f"the list of declared ties that are stored twice on rank {odd.text} is not that of rank "
+            f"{world.global_ranks[0]}"
+        )
+    return built, pairs[0]
+
+
+def decide_ties(
+    world: World,
+    built: outlines.Outline,
+    pairs: Sequence[tuple[str, str]],
+    source: OpenSource,
+    options: LoadOptions,
+) -> tuple[set[str], int]:
+    """Return the declared ties that stay untied because their stored values differ, and the bytes read.
+
+    Collective: yes.
+    """
+    if not pairs:
+        return set(), 0
+    executor = ReadExecutor(source.reader, source.index, options.budget_bytes, world)
+    with world.all_reduce("compare ties", sorted_union) as exchange:
+        exchange.local = outlines.compare_ties(built, pairs, executor)
+    untied = set(exchange.result)
+    built.equal_ties = frozenset({name for name, _ in pairs} - untied)
+    return untied, executor.read_bytes
+
+
+@overload
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    output_loading_info: Literal[False] = False,
+    **keywords: Unpack[outlines.PretrainedOptions],
+) -> PreTrainedModel: ...
+
+
+@overload
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    output_loading_info: Literal[True],
+    **keywords: Unpack[outlines.PretrainedOptions],
+) -> tuple[PreTrainedModel, LoadReport]: ...
+
+
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    output_loading_info: bool = False,
+    **keywords: Unpack[outlines.PretrainedOptions],
+) -> PreTrainedModel | tuple[PreTrainedModel, LoadReport]:
+    """Load a transformers model from a local directory, a hub id or a URL, sharded by FSDP2.
+
+    Every rank builds the model on meta, ties the tensors that the checkpoint ties, wraps blocks with
+    ``fully_shard`` over the mesh (default: all ranks of the default process group, or no sharding without a process
+    group), and reads its own bytes. Returns the model in evaluation mode, as transformers does, or the model and
+    the :class:`~shardwise.report.LoadReport` with ``output_loading_info=True``.
+
+    Keyword arguments: see :class:`~shardwise.loading.meta_model.PretrainedOptions`,
+    :class:`~shardwise.loading.meta_model.FilledOptions` and :class:`~shardwise.loading.meta_model.ModelOptions`.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks), whose ranks are those of the mesh.
+    Memory: this rank's shards and ``options.budget_bytes``.
+
+    Raises:
+        ConfigError: the config or an argument cannot be honored.
+        ShardingError: the wrap policy matches nothing, or the model cannot be sharded on the mesh.
+        KeyMismatchError, FormatError, StorageError, RankMismatchError: as for
+            :func:`~shardwise.loading.load.load`.
+    """
+    clock = Clock()
+    with call_arguments.get_world(keywords.get("options", LoadOptions()), "from_pretrained") as world:
+        with world.collective("check the arguments"):
+            keywords = outlines.check_keywords("from_pretrained", keywords, outlines.PretrainedOptions)
+        with call_arguments.comparing_arguments(world) as exchange:
+            exchange.local = check_call(name_or_path, keywords, asks_for_report=output_loading_info)
+        model, report = build_and_load(world, name_or_path, keywords, clock)
+    return (model, report) if output_loading_info and report is not None else model
+
+
+def read_lora_config(folder: Path) -> "LoraConfig":
+    """Return the config of the adapter in a folder, with the version of PEFT that the file has.
+
+    Raises:
+        ConfigError: it is not the config of a LoRA, or PEFT cannot read it.
+    """
+    config = peft_private.config_in(str(folder))
+    config.peft_version = read_peft_version(folder / ADAPTER_CONFIG)
+    return config
+
+
+def stored_prefix(name: str) -> str:
+    """Return the prefix of an adapter's files and keys if they are stored with those of its base."""
+    return f"(adapter {name})"
+
+
+def weights_in(folder: Path) -> str:
+    """Return the name of the file of tensors in the folder of an adapter.
+
+    Raises:
+        FormatError: it is not there, or no config is.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise FormatError(f"{folder}: there is no {ADAPTER_CONFIG}. Pass the folder of an adapter that PEFT saved")
+    file = next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if file is None:
+        raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}. Save the adapter again")
+    return file

@@ -1,0 +1,470 @@
+"""Outline of a load: the transformers model on meta, and the checkpoint's bindings for it."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from typing_extensions import TypedDict
+
+from shardwise.core.computed import Bindings
+from shardwise.core.consents import Consent, OnMissing, OnUnexpected
+from shardwise.core.errors import ConfigError
+from shardwise.core.formatting import in_bytes
+from shardwise.core.layout import ModelLayout
+from shardwise.core.tensors import DType
+from shardwise.files.checkpoint_index import CheckpointIndex
+from shardwise.files.open_checkpoint import find_form
+from shardwise.files.stored_tensors import extra_tensors, stored_tensors
+from shardwise.files.urls import HubOptions
+from shardwise.fsdp.named_tensors import build_layout, collect_tensors
+from shardwise.fsdp.torch_private import to_torch
+from shardwise.fsdp.wrap import Sharding, TrainedDtype, require_trainable_dtype
+from shardwise.loading.audit import are_equal
+from shardwise.loading.load import get_base_form
+from shardwise.loading.prepare import LoadOptions
+from shardwise.models import build, pretrained
+from shardwise.models.build import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
+from shardwise.models.four_bit.base import convert_base_to_four_bits
+from shardwise.models.four_bit.config import Fp4, Mxfp4, Nf4, Quantization, from_transformers, is_mxfp4
+from shardwise.models.initialize import BufferRules
+from shardwise.models.lora.inject import Adapter, Tuned
+from shardwise.models.pretrained import bind
+from shardwise.models.tunings import ExistingLora, Freeze, Full, Lora, Tuning, tune
+from shardwise.ranks.call_arguments import check_options, comparable_text, get_hints, require_known
+from shardwise.transfer.memory import gc_disabled
+from shardwise.transfer.read import ReadExecutor
+
+_SMALL_BUFFERS_BYTES = 1 << 30
+
+
+class ModelOptions(TypedDict, total=False):
+    """Options that choose the model to build from the checkpoint's config and keys.
+
+    Each is optional. None means not given.
+
+    Those of the second group are keywords of transformers' ``from_pretrained`` with the same meaning. Its other
+    keywords are rejected, each with an alternative.
+
+    Attributes:
+        model_class: a model class or an Auto class. Default: the class named by the config. A class that takes a
+            part of the config (a text model of a vision-language checkpoint) gets that part.
+        config: a config to use instead of the checkpoint's.
+        config_overrides: attributes of the checkpoint's config to replace.
+        dtype: "auto" (the config's, else the stored one), or a floating dtype or its name.
+        trust_remote_code: run model code that the checkpoint brings along.
+        key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
+        hub: revision, cache and credentials of a hub repository. Its ``subfolder`` and ``variant`` also apply to
+            folders.
+
+        torch_dtype: the old name of ``dtype``.
+        attn_implementation: attention implementation ("sdpa", "eager", "flash_attention_2", ...), or a dict of them
+            by part of the model.
+        experts_implementation: how experts are computed.
+        revision, cache_dir, token, local_files_only, subfolder, variant: as of :class:`HubOptions`.
+        low_cpu_mem_usage: no rank ever holds more than its shards, so True changes nothing, and False is refused.
+    """
+
+    model_class: Any
+    config: PreTrainedConfig
+    config_overrides: Mapping[str, Any]
+    dtype: str | torch.dtype
+    trust_remote_code: bool
+    key_mapping: Mapping[str, str]
+    hub: HubOptions
+
+    torch_dtype: str | torch.dtype
+    attn_implementation: str | dict[str, str]
+    experts_implementation: str | dict[str, str]
+    revision: str
+    cache_dir: str
+    token: str | bool
+    local_files_only: bool
+    subfolder: str
+    variant: str
+    low_cpu_mem_usage: bool
+
+
+class FilledOptions(ModelOptions, total=False):
+    """Options that choose what of a model is trained, and how it is wrapped and filled.
+
+    Each is optional. They include those of :class:`ModelOptions`.
+
+    Attributes:
+        tuning: the trained parameters: ``Full()``, ``Freeze(...)``, ``Lora(...)``, ``ExistingLora(...)``, or any
+            other :class:`~shardwise.models.tunings.Tuning`. With a LoRA the model is PEFT's, and the transformers
+            model inside it is sharded.
+        trained_dtype: dtype of trained parameters. With ``tuning``, ``torch.float32`` by default, otherwise
+            ``"unchanged"``. Frozen parameters keep the stored dtype.
+        resize_vocab: number of tokens of the model, or a :class:`~shardwise.models.build.ResizeVocab`, which
+            also determines the initialization of new ones.
+        quantization: keep the weights of linear layers in 4 bits: ``Nf4(...)`` or ``Fp4(...)``, packed while they
+            are read. Only a LoRA is trained then. Linear layers stored by bitsandbytes stay in 4 bits by default.
+            ``"as_stored"`` keeps experts in 4 bits as well, also MXFP4. ``"dequantize"`` dequantizes all.
+        quantization_config: the same as a transformers config, ``BitsAndBytesConfig(load_in_4bit=True, ...)`` or
+            ``Mxfp4Config(...)``.
+        sharding: mesh, wrap policy, mixed precision and offload. See :class:`~shardwise.fsdp.wrap.Sharding`.
+        buffers, on_missing, on_mismatched, on_unexpected: as for :func:`~shardwise.loading.load.load`.
+    """
+
+    tuning: Full | Freeze | Lora | ExistingLora | Tuning
+    trained_dtype: TrainedDtype
+    resize_vocab: int | ResizeVocab
+    quantization: Quantization
+    quantization_config: Any
+    sharding: Sharding
+    buffers: BufferRules
+    on_missing: OnMissing
+    on_mismatched: OnMissing
+    on_unexpected: OnUnexpected
+
+
+class PretrainedOptions(FilledOptions, total=False):
+    """Keyword arguments of :func:`from_pretrained`, in addition to those of :class:`FilledOptions`.
+
+    Each is optional.
+
+    Attributes:
+        load_weights: False leaves the model on meta, built, tied and sharded, for a run that restores its weights
+            from a checkpoint (:meth:`Checkpointer.restore`).
+        options: as for :func:`~shardwise.loading.load.load`.
+    """
+
+    load_weights: bool
+    options: LoadOptions
+
+
+Options = TypeVar("Options", bound=ModelOptions)
+
+
+def settled(options: Options) -> Options:
+    """Return options with transformers' keywords moved to ``dtype``, ``quantization`` and ``hub``.
+
+    Raises:
+        ConfigError: two of them contradict each other, or one cannot be honored.
+    """
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if "torch_dtype" in given:
+        named = given.pop("torch_dtype")
+        if str(given.setdefault("dtype", named)).removeprefix("torch.") != str(named).removeprefix("torch."):
+            raise ConfigError(
+                f"dtype={given['dtype']} and torch_dtype={named}: these are two names of one argument. Pass dtype"
+            )
+    if given.pop("low_cpu_mem_usage", True) is not True:
+        raise ConfigError(
+            "low_cpu_mem_usage=False requests the whole model in the memory of every rank, which is not supported. "
+            "Leave it out"
+        )
+    if "quantization_config" in given:
+        found = from_transformers(given["quantization_config"])  # stays: transformers' names may match nothing
+        if given.setdefault("quantization", found) != found:
+            raise ConfigError(
+                f"quantization={given['quantization']} and quantization_config contradict each other. Pass the "
+                "former alone"
+            )
+    hub = given.get("hub", HubOptions())
+    for name in ("revision", "cache_dir", "token", "local_files_only", "subfolder", "variant"):
+        if name in given and isinstance(hub, HubOptions):  # any other type is rejected later
+            value = given.pop(name)
+            if getattr(hub, name) not in (getattr(HubOptions(), name), value):
+                raise ConfigError(f"{name} is given twice, as a keyword and in hub=HubOptions(...). Pass one")
+            hub = replace(hub, **{name: value})
+    return cast(Options, {**given, "hub": hub})
+
+
+def check_keywords(call: str, options: Options, kind: type) -> Options:
+    """Return the keyword arguments of a call after a check, with transformers' put where their meaning is.
+
+    ``kind`` declares the keywords that the call has.
+
+    Raises:
+        ConfigError: a keyword is unknown, has a value of the wrong type, or contradicts another.
+    """
+    require_known(call, options, kind)
+    found = settled(options)
+    check_options(get_hints(kind), found)
+    require_trainable(cast(FilledOptions, found))
+    return found
+
+
+def comparable_model_settings(options: ModelOptions) -> dict[str, str]:
+    """Return the model options that must be equal on all ranks, as text. Configs are compared later."""
+    hub = options.get("hub", HubOptions())
+    attention, experts = "attn_implementation", "experts_implementation"
+    plain = ("model_class", "dtype", "trust_remote_code", "key_mapping", attention, experts)
+    found = {name: comparable_text(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
+    return {**found, **{f"hub.{name}": repr(getattr(hub, name)) for name in ("revision", "subfolder", "variant")}}
+
+
+@dataclass
+class Outline:
+    """A model on meta, and the checkpoint's bindings for it. ``equal_ties`` are stored twice with equal values."""
+
+    model: PreTrainedModel
+    transforms: list[Any]
+    layout: ModelLayout
+    bindings: Bindings
+    equal_ties: frozenset[str] = frozenset()
+
+    def ties_stored_twice(self) -> list[tuple[str, str]]:
+        """(name, other name) where both are stored and declared tied, so that their values have to be compared.
+
+        Of all names tied to one source, the first that is stored (the source before its targets) is the other name
+        of every pair, as in transformers' ``tie_weights``.
+        """
+        families: dict[str, list[str]] = {}
+        for target, origin in pretrained.declared_ties(self.model).items():
+            families.setdefault(origin, [origin]).append(target)
+        present = [[name for name in members if self.bindings.matched.get(name)] for members in families.values()]
+        return sorted((other, names[0]) for names in present for other in names[1:])
+
+    def bindings_less_ties(self) -> Bindings:
+        """Bindings of the checkpoint without second copies of tied tensors that were found equal."""
+        matched = {name: found for name, found in self.bindings.matched.items() if name not in self.equal_ties}
+        return replace(self.bindings, matched=matched)
+
+    def tie(self, untied: set[str]) -> None:
+        """Tie the declared ties, except for ``untied``, on meta."""
+        saved = {name for tensor in self.layout.saved() for name in tensor.names}
+        offered = set(self.bindings.matched) - self.equal_ties
+        pretrained.tie(self.model, saved - offered, untied)
+
+
+def compare_ties(built: Outline, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
+    """Return the first names of pairs whose stored values differ in this rank's part of the rows."""
+    matched, tensors, world = built.bindings.matched, built.layout.by_name, executor.world
+    return [
+        name
+        for name, other in pairs
+        if not are_equal(matched[name][0], matched[other][0], tensors[name].dtype, executor, world.rank, world.size)
+    ]
+
+
+def load_config(directory: Path, options: ModelOptions) -> PreTrainedConfig:
+    """The config given, or that of the checkpoint with the overrides applied."""
+    given = options.get("config")
+    overrides = options.get("config_overrides", {})
+    if given is not None:
+        if overrides:
+            raise ConfigError(
+                "config_overrides change the checkpoint's config; with config= change that config itself"
+            )
+        config = copy.deepcopy(given)
+    else:
+        config = build.read_config(
+            _folder(directory),
+            options.get("model_class"),
+            trust_remote_code=options.get("trust_remote_code", False),
+            overrides=overrides,
+        )
+    _remove_quantizer(config)
+    build.set_implementations(config, options.get("attn_implementation"), options.get("experts_implementation"))
+    return config
+
+
+def _remove_quantizer(config: PreTrainedConfig) -> None:
+    """Remove ``quantization_config`` from a config and its parts, to build the dequantized model.
+
+    That of bitsandbytes' 4 bits and of MXFP4 stays, because a model may be kept in these forms.
+
+    Raises:
+        ConfigError: the quantization method is not supported.
+    """
+    for section in pretrained.quantized_configs(config):
+        found = section.quantization_config
+        content = found if isinstance(found, Mapping) else found.to_dict()
+        if find_form(content).is_kept:
+            section.quantization_config = dict(content)
+        else:
+            del section.quantization_config
+
+
+def get_model_class(
+    directory: Path, config: PreTrainedConfig, options: ModelOptions
+) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The model class and the config it takes."""
+    trust = options.get("trust_remote_code", False)
+    return build.resolve_class(config, options.get("model_class"), _folder(directory), trust_remote_code=trust)
+
+
+@gc_disabled()
+def outline(
+    directory: Path,
+    config: PreTrainedConfig,
+    index: CheckpointIndex,
+    options: ModelOptions,
+    resize: ResizeVocab | None = None,
+) -> Outline:
+    """Build the model on meta, nothing tied yet, and bind the checkpoint's keys to it."""
+    model_class, config = get_model_class(directory, config, options)
+    if resize is not None:
+        set_vocab_size(config, resize.size)
+    named = index.metadata.get("dtype") if index.layout.startswith("indexed") else None
+    dtype = build.resolve_dtype(options.get("dtype", "auto"), config, _dtypes_in_order(index), named)
+    model = build.build_on_meta(model_class, config, dtype, _folder(directory))
+    nbytes = sum(buffer.nbytes for buffer in model.buffers())
+    if nbytes > max(_SMALL_BUFFERS_BYTES, index.nbytes):  # they are computed, by plans as well
+        raise ConfigError(
+            f"{model_class.__name__}: its buffers take {in_bytes(nbytes)}, more than the weights in {directory}. "
+            "Check its config"
+        )
+    transforms = pretrained.conversion_transforms(model, options.get("key_mapping"))
+    return build_outline(model, index, dtype, transforms, resize)
+
+
+def build_outline(
+    model: PreTrainedModel,
+    index: CheckpointIndex,
+    dtype: torch.dtype,
+    transforms: list[Any],
+    resize: ResizeVocab | None = None,
+) -> Outline:
+    """Bind a checkpoint's keys to a model that has been built on meta in a dtype, nothing tied yet.
+
+    Tensors that its class keeps in another dtype get that.
+    """
+    held = collect_tensors(model)
+    layout = build_layout(held)
+    kept = pretrained.kept_dtypes(model, dtype)
+
+    def get_dtype(name: str) -> torch.dtype:
+        return kept(name) or to_torch(layout.by_name[name].dtype)
+
+    bindings = bind(model, stored_tensors(index), layout, transforms, get_dtype, extra_tensors(index))
+    if resize is not None:
+        bindings = resized(bindings, vocabulary_tensors(model, held), resize.size)
+    build.keep_dtypes(model, dtype, bindings.primary)
+    return Outline(model, transforms, layout, bindings)
+
+
+def _dtypes_in_order(index: CheckpointIndex) -> list[DType]:
+    """Return the stored dtypes in transformers' order: file by file, safetensors by key."""
+    entries = sorted(
+        index.entries.values(),
+        key=lambda entry: (entry.file, entry.key if entry.file.endswith(".safetensors") else ""),
+    )
+    return [entry.dtype for entry in entries if entry.key not in index.extra]
+
+
+def _folder(directory: Path) -> Path:
+    return directory if directory.is_dir() else directory.parent
+
+
+def resizing(options: FilledOptions) -> ResizeVocab | None:
+    """Return the change of the vocabulary's size, or None."""
+    wanted = options.get("resize_vocab")
+    return ResizeVocab(wanted) if isinstance(wanted, int) else wanted
+
+
+def trained_dtype(options: FilledOptions) -> TrainedDtype:
+    """Return the dtype of trained parameters: float32 by default where ``tuning`` is given."""
+    wanted: TrainedDtype = options.get("trained_dtype", torch.float32 if "tuning" in options else "unchanged")
+    require_trainable_dtype(wanted)
+    return wanted
+
+
+def comparable_tuning(options: FilledOptions, adapters: Mapping[str, Adapter]) -> str:
+    """Return the tuning options that must be equal on all ranks, as text."""
+    tuning = options.get("tuning", Full())
+    return repr((tuning.comparable_text(adapters), trained_dtype(options), resizing(options)))
+
+
+@gc_disabled()
+def prepare_for_training(
+    built: Outline,
+    untied: set[str],
+    options: FilledOptions,
+    *,
+    adapters: Mapping[str, Adapter],
+    casts_to: torch.dtype | None,
+) -> Tuned:
+    """Tie a model, and make it ready to be trained: on meta, before it is sharded.
+
+    Args:
+        built: the model, and the checkpoint's bindings for it.
+        untied: names declared tied that stay untied.
+        options: trained parameters.
+        adapters: by name, those that the tuning starts from.
+        casts_to: the compute dtype of all modules, or None for each parameter's own.
+    """
+    built.tie(untied)
+    bindings, notes = convert_four_bit_base(built.model, built.bindings_less_ties(), options)
+    tuned = tune(
+        built.model,
+        bindings,
+        options.get("tuning", Full()),
+        trained_dtype(options),
+        adapters=adapters,
+        casts_to=casts_to,
+    )
+    additions = replace(tuned.additions, nested=get_base_form(tuned.model).deferred_names(tuned.model))
+    return replace(tuned, additions=additions, notes=(*notes, *tuned.notes))
+
+
+def convert_four_bit_base(
+    model: PreTrainedModel, bindings: Bindings, options: FilledOptions
+) -> tuple[Bindings, tuple[str, ...]]:
+    """Convert a base on meta to 4 bits, as the options request. Return the new bindings, and notes.
+
+    Raises:
+        ConfigError: nothing can be put into four bits, or a whole model in four bits is to be trained.
+    """
+    wanted = options.get("quantization")
+    stored: Any = model.config.__dict__.pop("quantization_config", None)
+    keeps_experts = wanted == "as_stored"
+    if keeps_experts and is_mxfp4(stored):
+        return convert_base_to_four_bits(model, bindings, Mxfp4(), keeps_experts=True, config=stored)
+    if keeps_experts and stored is None:
+        raise ConfigError(
+            "quantization='as_stored': the checkpoint is not stored in four bits by bitsandbytes, nor as MXFP4. "
+            "Leave it out, or pass quantization=Nf4()"
+        )
+    if is_mxfp4(stored):
+        stored = None  # dequantized by default
+    is_stored = (wanted is None or keeps_experts) and stored is not None
+    if is_stored:
+        wanted = from_transformers(stored)
+        require_trainable({**options, "quantization": wanted})
+    if not isinstance(wanted, (Nf4, Fp4)):
+        return bindings, ()
+    has_bytes = any(item.dtype is DType.U8 for expressions in bindings.matched.values() for item in expressions)
+    if has_bytes and stored is not None and (kind := _kind(from_transformers(stored))) != _kind(wanted):
+        raise ConfigError(
+            f"quantization={_kind(wanted)}: the checkpoint has bytes of {kind}, as saved with names='internal'. "
+            "Pass that, or leave it out"
+        )
+    return convert_base_to_four_bits(
+        model,
+        bindings,
+        wanted,
+        keeps_experts=keeps_experts,
+        must_match=not is_stored,
+        names_must_match=not is_stored and "quantization_config" not in options,
+    )
+
+
+def _kind(quantization: Quantization) -> str:
+    return repr(quantization) if isinstance(quantization, str) else f"{type(quantization).__name__}(...)"
+
+
+def require_trainable(options: FilledOptions) -> None:
+    """Raise ConfigError if the tuning is a Full or Freeze of a 4-bit base."""
+    tuning = options.get("tuning")
+    if options.get("quantization") not in (None, "dequantize") and isinstance(tuning, (Full, Freeze)):
+        raise ConfigError(
+            f"tuning={type(tuning).__name__}(...) trains weights of the base, and quantization="
+            f"{_kind(options['quantization'])} keeps them in four bits, which are not trained. Pass "
+            "tuning=Lora(...), or leave quantization out"
+        )
+
+
+def get_consent(options: FilledOptions) -> Consent:
+    """Return the tensors that may be missing, mismatched or unexpected."""
+    return Consent(
+        options.get("on_missing", "error"),
+        options.get("on_mismatched", "error"),
+        options.get("on_unexpected", "error"),
+    )

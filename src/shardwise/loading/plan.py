@@ -1,0 +1,328 @@
+"""The plan of a load: one fill for every tensor, within the user's consents, or one error with all faults."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from shardwise.core.computed import Bindings, computes
+from shardwise.core.consents import Consent, allows, describe_faults
+from shardwise.core.errors import KeyMismatchError
+from shardwise.core.expression import Expression, iter_leaves, stored_key, stored_leaves
+from shardwise.core.layout import ModelLayout, Origin, TensorKind, TensorLayout
+from shardwise.core.tensors import DType, casts_safely
+from shardwise.files.checkpoint_index import (
+    CheckpointIndex,
+    is_quantization_key,
+    iter_entry_keys,
+    packed_names,
+    scale_names,
+)
+
+_CODES = (DType.F8_E4M3, DType.F8_E5M2, DType.I8, DType.U8)
+
+REMEDIES: Final = {
+    "mismatched": "on_mismatched=Initialize(only=...) for tensors that may be initialized",
+    "missing": "on_missing=Initialize(only=...) for the missing ones",
+    "unexpected": "on_unexpected=Ignore(only=...) for keys that may be left unread",
+    "ambiguous": "a checkpoint that stores each tensor once",
+    "quantized": "a checkpoint whose config.json has the quantization_config of these codes",
+    "conversion": "a checkpoint in the layout this version of transformers knows",
+    "uninitialized": "a checkpoint that stores them, as neither _init_weights nor reset_parameters sets them",
+    "uncomputable": "buffers=... with a callable that computes them",
+}
+"""What to do about a fault, by its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromCheckpoint:
+    """A fill with elements of the checkpoint, cast to the tensor's dtype."""
+
+    expression: Expression
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A fill for a tied weight, which shares the storage of another name that has a fill of its own."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """A fill with values initialized from (seed, FQN) by the tensor's ``origin``."""
+
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """A fill for a non-persistent buffer, which its ``origin`` computes again."""
+
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A fill for a non-persistent buffer that already has its value."""
+
+
+Fill: TypeAlias = FromCheckpoint | Tie | Init | Recompute | Keep
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRules:
+    """Regexes of names that a model class allows to be missing or unexpected.
+
+    They are searched for in names of tensors, and in checkpoint keys both as stored and as renamed.
+    """
+
+    ignore_missing: tuple[str, ...] = ()
+    ignore_unexpected: tuple[str, ...] = ()
+
+    def allows_missing(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.ignore_missing)
+
+    def allows_unexpected(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.ignore_unexpected)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Every name of the model with its fill, equal on all ranks except for the boxes inside ``layout``."""
+
+    layout: ModelLayout
+    fills: Mapping[str, Fill]
+    ignored_keys: tuple[str, ...] = ()
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+    mismatched_keys: tuple[str, ...] = ()
+    duplicates: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)
+    """Further expressions for a tensor that several names share: stored twice, and so required to be equal."""
+
+    def reads(self) -> dict[str, FromCheckpoint]:
+        return {name: fill for name, fill in self.fills.items() if isinstance(fill, FromCheckpoint)}
+
+    def names(self, kind: type[Fill]) -> tuple[str, ...]:
+        """Return the names with this kind of fill, in the order of the modules."""
+        return tuple(name for name, fill in self.fills.items() if isinstance(fill, kind))
+
+    def not_loaded(self, index: CheckpointIndex) -> tuple[str, ...]:
+        """Return the ignored contents of the checkpoint, without the extra tensors that the model does load."""
+        taken = {stored_key(read.expression) for read in self.reads().values()} & index.extra
+        return tuple(name for name in index.ignored if name not in taken)
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """A digest per name of the facts that must agree on all ranks: the tensor and its fill, without boxes."""
+        return {name: self._fingerprint(name, fill) for name, fill in self.fills.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """One digest of all fingerprints, sorted by name, and of the names in ``duplicates``.
+
+        They are sorted because modules may register tensors in the order of a set.
+        """
+        facts = (sorted(self.fingerprints.items()), sorted(self.duplicates))
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def _fingerprint(self, name: str, fill: Fill) -> str:
+        tensor = self.layout.by_name[name]
+        facts = (tensor.names, tensor.shape, tensor.dtype.label, tensor.kind.value, tensor.placement, repr(fill))
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def plan_load(
+    index: CheckpointIndex,
+    layout: ModelLayout,
+    bindings: Bindings,
+    rules: ModelRules,
+    consent: Consent,
+    base_names: Mapping[str, str] = MappingProxyType({}),
+    remedies: Mapping[str, str] = REMEDIES,
+) -> LoadPlan:
+    """Determine the fill of every tensor.
+
+    ``base_names`` maps tensors to the names to which ``rules`` and ``consent`` apply, if these differ from their
+    own names. ``remedies`` are the advice of the error, by kind of fault.
+
+    Raises:
+        KeyMismatchError: there are missing, unexpected, mismatched, ambiguous or uncomputable tensors. The error
+            lists all of them.
+    """
+    return _LoadPlanner(index, layout, bindings, rules, consent, base_names, remedies).plan()
+
+
+@dataclass
+class _LoadPlanner:
+    """The state of one :func:`plan_load`: the fills and the faults found so far."""
+
+    index: CheckpointIndex
+    layout: ModelLayout
+    bindings: Bindings
+    rules: ModelRules
+    consent: Consent
+    base_names: Mapping[str, str]
+    remedies: Mapping[str, str]
+    fills: dict[str, Fill] = field(default_factory=dict)
+    duplicates: dict[str, tuple[Expression, ...]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    faults: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        composed = self.index.composed.items()
+        self.decoded = {
+            entry
+            for key, item in composed
+            if self.index.is_scaled(key)
+            for entry in iter_entry_keys(item.composition)
+        }
+        self.names_unmatched = set(self.bindings.unmatched.values())
+        self.failed_names = {name for names in self.bindings.errors.values() for name in names}
+
+    def fault(self, kind: str, sentence: str) -> None:
+        self.faults.setdefault(kind, []).append(sentence)
+
+    def plan(self) -> LoadPlan:
+        for sentence in self.bindings.errors:
+            self.fault("conversion", sentence)
+        for tensor in self.layout.tensors:
+            if tensor.kind is TensorKind.BUFFER:
+                self.fills[tensor.fqn] = self.recompute(tensor)
+            else:
+                self.fills[tensor.fqn] = self.fill(tensor)
+            for alias in tensor.names[1:]:
+                self.fills[alias] = Tie(tensor.fqn)
+        self.check_unexpected()
+        if self.faults:
+            ordered = {kind: self.faults[kind] for kind in REMEDIES if kind in self.faults}
+            head = f"the checkpoint {self.index.root} does not fit the model"
+            raise KeyMismatchError(describe_faults(head, ordered, self.remedies))
+        return LoadPlan(
+            layout=self.layout,
+            fills=self.fills,
+            ignored_keys=tuple(self.ignored),
+            missing_keys=tuple(self.missing),
+            unexpected_keys=tuple(self.unexpected),
+            mismatched_keys=tuple(self.mismatched),
+            duplicates=self.duplicates,
+        )
+
+    def fill(self, tensor: TensorLayout) -> Fill:
+        sources: list[Expression] = []
+        for name in tensor.names:
+            stored = self.bindings.matched.get(name, ())
+            if len(stored) > 1:
+                keys = ", ".join(_keys(item) for item in stored)
+                self.fault("ambiguous", f"{name}: stored more than once, as {keys}")
+            sources += stored[:1]
+        if not sources:
+            return self.fill_missing(tensor)
+        for source in sources:
+            kind, reason = "quantized", self.undecoded(tensor, source)
+            if reason is None:
+                kind, reason = "mismatched", self.misfit(tensor, source)
+            if reason is not None:
+                if allows(self.consent.mismatched, self.known(tensor.fqn)):
+                    self.mismatched.append(tensor.fqn)
+                    return self.init(tensor)
+                self.fault(kind, f"{tensor.fqn}: {reason}")
+                return FromCheckpoint(source)
+        if len(sources) > 1:
+            self.duplicates[tensor.fqn] = tuple(sources[1:])
+        return FromCheckpoint(sources[0])
+
+    def known(self, name: str) -> str:
+        """Return the name of a tensor in the user's options and in the model class."""
+        return self.base_names.get(name, name)
+
+    def fill_missing(self, tensor: TensorLayout) -> Fill:
+        if tensor.origin is Origin.TUNING:
+            return Init(tensor.origin)
+        for name in map(self.known, tensor.names):
+            if self.rules.allows_missing(name):
+                return self.init(tensor)
+            if allows(self.consent.missing, name):
+                self.missing.append(tensor.fqn)
+                return self.init(tensor)
+        if not self.failed_names.intersection(tensor.names):  # otherwise the conversion failed, which is listed
+            codes = [key for name in tensor.names for key in packed_names(name) if key in self.names_unmatched]
+            if codes:
+                self.fault("quantized", f"{tensor.fqn}: stored as codes, in {codes[0]}")
+            else:
+                self.fault("missing", tensor.fqn)
+        return Init(tensor.origin)
+
+    def init(self, tensor: TensorLayout) -> Fill:
+        if tensor.origin in (Origin.NOWHERE, Origin.AS_IT_IS):
+            self.fault("uninitialized", f"{tensor.fqn}: nothing initializes it")
+        return Init(tensor.origin)
+
+    def recompute(self, tensor: TensorLayout) -> Fill:
+        if tensor.origin is Origin.AS_IT_IS:
+            return Keep()
+        if tensor.origin is Origin.NOWHERE:
+            self.fault("uncomputable", f"{tensor.fqn}: a non-persistent buffer on meta that nothing computes")
+        return Recompute(tensor.origin)
+
+    def undecoded(self, tensor: TensorLayout, source: Expression) -> str | None:
+        """Return the reason why the stored values are codes without scales, or None if they are plain values.
+
+        Values that were saved in a narrow dtype without quantization have no scales in the checkpoint, and no
+        quantization config.
+        """
+        if tensor.dtype.kind != "float" and not computes(source):
+            return None
+        for leaf in stored_leaves(source):
+            if leaf.dtype in _CODES and leaf.key not in self.decoded:
+                scale = next((key for key in scale_names(leaf.key) if key in self.bindings.unmatched), None)
+                stored = f"stored in {leaf.dtype.label}" + (
+                    f" as {leaf.key}" if leaf.key not in tensor.names else ""
+                )
+                if scale is not None:
+                    return f"{stored}, and its scales, {scale}, would not be read"
+                if self.index.quantized and leaf.dtype is not tensor.dtype:
+                    return f"{stored} without scales, and the checkpoint is quantized ({self.index.quantized})"
+        return None
+
+    def misfit(self, tensor: TensorLayout, source: Expression) -> str | None:
+        """Return the reason why an expression cannot fill a tensor, or None if it can."""
+        if source.shape != tensor.shape:
+            return f"stored {self.describe(source)}, model has {tensor.shape}"
+        for leaf in stored_leaves(source):
+            if leaf.dtype.bits % 8:
+                return f"stored as {leaf.dtype.label}, which cannot be loaded without its quantizer"
+        if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in iter_leaves(source)):
+            return f"stored {self.describe(source)}, model has {tensor.dtype.label}"
+        return None
+
+    def describe(self, source: Expression) -> str:
+        key = stored_key(source)
+        if key is None:
+            return f"{source.shape} as {source}"
+        file = self.index.entries[key].file
+        return f"{source.shape} {source.dtype.label} in {file}" + (f" as {key}" if key else "")
+
+    def check_unexpected(self) -> None:
+        for key, name in self.bindings.unmatched.items():
+            if self.rules.allows_unexpected(name) or self.rules.allows_unexpected(key):
+                self.ignored.append(key)
+            elif allows(self.consent.unexpected, key):
+                self.unexpected.append(key)
+                self.ignored.append(key)
+            elif "quantized" not in self.faults or not is_quantization_key(name):
+                renamed = f" (renamed to {name})" if name != key else ""
+                if name.endswith("_extra_state"):
+                    renamed += " (extra state of a module, which cannot be loaded yet)"
+                self.fault("unexpected", f"{key}{renamed}")
+
+
+def _keys(expression: Expression) -> str:
+    keys = list(dict.fromkeys(leaf.key for leaf in stored_leaves(expression)))
+    return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"

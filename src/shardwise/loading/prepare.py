@@ -1,0 +1,334 @@
+"""Plans a load on one rank, before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from shardwise.core.computed import Bindings, SmallestBlocks, computed_leaves, computes
+from shardwise.core.consents import Consent
+from shardwise.core.errors import ConfigError, KeyMismatchError, ShardingError
+from shardwise.core.expression import rows_stored, stored_leaves
+from shardwise.core.layout import ModelLayout, Origin, TensorKind
+from shardwise.core.reports import Available, RankEstimate
+from shardwise.fsdp import torch_private
+from shardwise.fsdp.named_tensors import (
+    TensorRef,
+    build_layout,
+    collect_tensors,
+    padded_numels,
+    require_plain_tensors,
+)
+from shardwise.loading.memory_estimate import MemoryPlacement, estimate_rank
+from shardwise.loading.plan import Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
+from shardwise.loading.source import OpenSource
+from shardwise.models import initialize, pretrained
+from shardwise.ranks.timeouts import Timeouts
+from shardwise.ranks.world import World
+from shardwise.transfer import memory
+from shardwise.transfer.read import ReadItem, ReadPlan, plan_reads
+
+if TYPE_CHECKING:
+    from shardwise.models.initial_programs import Program
+    from shardwise.transfer.move_plan import Boxes
+
+SharedReads: TypeAlias = Literal["auto", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Settings of a load. None of them changes the loaded values, except ``seed``.
+
+    Attributes:
+        seed: for tensors that are initialized, together with their FQN.
+        budget_bytes: host memory, beyond the shards, that one rank may use for staging and for conversions that
+            compute.
+        device: of an unsharded model on meta. Sharded ones use the device of their mesh.
+        progress: show a bar on the first rank (if there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that load together. None is the default group, or this process alone.
+        timeouts: how long ranks wait for each other.
+        shared_reads: whether ranks that hold the same (replicas) read a share each and send it to the others:
+            "auto" does so if the storage is remote, "always" and "never" are the other choices.
+        check_memory: refuse a load whose estimate exceeds free memory before anything is read.
+    """
+
+    seed: int = 0
+    budget_bytes: int = 256 << 20
+    device: torch.device | None = None
+    progress: bool = True
+    process_group: dist.ProcessGroup | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    shared_reads: SharedReads = "auto"
+    check_memory: bool = True
+
+    def __post_init__(self) -> None:
+        memory.require_budget(self.budget_bytes)
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """A model's bindings to a checkpoint, and the settings of its load.
+
+    Attributes:
+        transforms: conversions of transformers that the bindings were traced from.
+        already_read_bytes: read before the load, to decide ties.
+        is_tuned: whether the caller chose the trained parameters.
+    """
+
+    bindings: Bindings
+    consent: Consent = field(default_factory=Consent)
+    buffers: initialize.BufferRules = field(default_factory=dict)
+    options: LoadOptions = field(default_factory=LoadOptions)
+    transforms: Sequence[Any] = ()
+    already_read_bytes: int = 0
+    additions: initialize.Additions = initialize.NOTHING_ADDED
+    is_tuned: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Load:
+    """Decisions of this rank about a load, before anything is read.
+
+    Attributes:
+        held: the model's tensors.
+        computed: values of non-persistent buffers, by FQN.
+        programs: initializers of missing tensors, by FQN.
+        device: device on which the model computes.
+        fsdp_params: FSDP2's ``FSDPParam`` of each parameter that it shards.
+        items: destinations of all that this rank's tensors need from the checkpoint.
+        shared: boxes by rank of tensors of which each replica reads a share, and sends it to the others.
+        read_plan: how this rank reads ``items``, and of shared ones its share only.
+        settings: fields of the model's config.
+    """
+
+    request: LoadRequest
+    held: list[TensorRef]
+    initializers: initialize.Initializers
+    computed: Mapping[str, initialize.ComputedBuffer]
+    plan: LoadPlan
+    programs: Mapping[str, Program]
+    device: torch.device
+    fsdp_params: memory.FsdpParams
+    items: Sequence[ReadItem]
+    shared: Mapping[str, tuple[Boxes, ...]]
+    read_plan: ReadPlan
+    estimate: RankEstimate
+    available: Available
+    settings: Mapping[str, str]
+
+
+class BaseForm:
+    """Storage form of a model's weights: plain tensors, unless a subclass overrides it.
+
+    ``load`` calls the methods in this order. ``from_pretrained`` binds a model in four bits itself, and calls only
+    :meth:`deferred_names`, :meth:`allocate_staging` and :meth:`complete`.
+    """
+
+    def logical_layout(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:  # noqa: ARG002
+        """Return the layout of the tensors that a checkpoint's keys are bound to."""
+        return layout
+
+    def update_bindings(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
+        """Return the bindings of the stored tensors."""
+        return bindings
+
+    def allocate_staging(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
+        """Allocate memory of the sharded model for values that are read temporarily, and return their bindings."""
+        return bindings
+
+    def deferred_names(self, model: nn.Module) -> frozenset[str]:  # noqa: ARG002
+        """Return names of tensors that nothing is read into, because :meth:`complete` makes them."""
+        return frozenset()
+
+    def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:  # noqa: ARG002
+        """Make these tensors. Return the number of elements written by name. Collective: yes."""
+        return {}
+
+    def rollback(self, model: nn.Module) -> None:
+        """Remove what a load that has failed left on the model.
+
+        Called after every load. It has no effect after one that has succeeded.
+        """
+
+
+def comparable_load_settings(
+    consent: Consent, buffers: initialize.BufferRules, options: LoadOptions
+) -> dict[str, str]:
+    """Return the settings of a load that must be equal on all ranks, as text, by name."""
+    alone = ("device", "progress", "process_group", "timeouts")
+    return {
+        "on_missing": repr(consent.missing),
+        "on_mismatched": repr(consent.mismatched),
+        "on_unexpected": repr(consent.unexpected),
+        "buffers": repr(sorted(buffers)),
+        **{
+            f"options.{item.name}": repr(getattr(options, item.name))
+            for item in fields(options)
+            if item.name not in alone
+        },
+    }
+
+
+@memory.gc_disabled()
+def prepare_load(world: World, model: nn.Module, source: OpenSource, request: LoadRequest) -> Load:
+    """Decide how a model is filled, on this rank alone, before anything is read."""
+    options, additions, policy = request.options, request.additions, source.reader.policy
+    # Again, after the keys were bound: ties and staging parameters may have changed the model's tensors.
+    held = collect_tensors(model)
+    require_plain_tensors(held)
+    initializers = initialize.Initializers(model, held, additions)
+    # Buffers before the layout: build_layout calls find_origin for each tensor, which looks them up.
+    computed = initializers.buffers(request.buffers, seed=options.seed)
+    layout = build_layout(held, partial(find_origin, initializers, computed))
+    rules = get_rules(additions.base or model)
+    plan = plan_load(source.index, layout, request.bindings, rules, request.consent, additions.base_names)
+    require_within_budget(plan, options.budget_bytes)
+    programs = plan_initial_values(initializers, plan, options)
+    device, fsdp_params = memory.compute_device(held, options.device), torch_private.fsdp_params(model)
+    by_name = {item.fqn: item for item in held}
+    items = read_targets(plan, by_name, memory.target_devices(held, fsdp_params, device))
+    # Replicas read a share each, and exchange them in execute_load.
+    shared: Mapping[str, tuple[Boxes, ...]] = {}
+    targets, mode = items, options.shared_reads
+    if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
+        from shardwise.loading.shared_reads import local_targets, shared_boxes
+
+        shared = shared_boxes(world, by_name, items)
+        targets = local_targets(world, shared, items)
+    placement = MemoryPlacement.from_plan(
+        plan,
+        policy,
+        device=device.type,
+        budget_bytes=options.budget_bytes,
+        offloads_shards=device.type != "cpu" and memory.offloads_shards(fsdp_params),
+    )
+    needs_memory = any(item.tensor.is_meta for item in held)
+    return Load(
+        request,
+        held,
+        initializers,
+        computed,
+        plan,
+        programs,
+        device,
+        fsdp_params,
+        items,
+        shared,
+        read_plan=plan_reads(targets, source.index, policy, options.budget_bytes, world.rank / world.size),
+        estimate=estimate_rank(plan, world.rank, placement, padded_numels(held, fsdp_params)),
+        available=memory.available_memory(device) if needs_memory else Available(),
+        settings=pretrained.get_settings(additions.base or model),
+    )
+
+
+def find_origin(
+    initializers: initialize.Initializers, computed: Mapping[str, initialize.ComputedBuffer], item: TensorRef
+) -> Origin:
+    """Return what gives a tensor its value if no checkpoint does."""
+    return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.find_origin(item)
+
+
+def require_within_budget(plan: LoadPlan, budget_bytes: int) -> None:
+    """Reject conversions that compute, if one of their smallest blocks needs more than the budget.
+
+    Raises:
+        ConfigError: naming the tensor and the bytes.
+    """
+    blocks = SmallestBlocks()
+    for name, read in plan.reads().items():
+        for leaf in computed_leaves(read.expression):
+            if (nbytes := blocks.nbytes(leaf)) > budget_bytes:
+                raise ConfigError(
+                    f"{name}: is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
+                    f"{nbytes:,} bytes at once, and the budget is {budget_bytes:,}. Raise budget_bytes"
+                )
+
+
+def get_rules(model: nn.Module) -> ModelRules:
+    """Return the keys that a model's class ignores, if they are missing or unexpected."""
+    return ModelRules(*pretrained.ignore_patterns(model))
+
+
+def plan_initial_values(
+    initializers: initialize.Initializers, plan: LoadPlan, options: LoadOptions
+) -> dict[str, Program]:
+    """Return the programs that initialize missing tensors.
+
+    Raises:
+        KeyMismatchError: naming those that no initializer writes, or that need more than the budget.
+    """
+    drawn = [
+        name
+        for name, read in plan.reads().items()
+        if rows_stored(read.expression) is not None and initializers.additions.new_rows == "initialized"
+    ]
+    programs = initializers.programs([*plan.names(Init), *drawn])
+    faults = initialize.unfit_programs(programs, options.budget_bytes)
+    if faults:
+        raise KeyMismatchError("tensors are missing that cannot be initialized:\n  " + "\n  ".join(faults))
+    return programs
+
+
+def read_targets(
+    plan: LoadPlan, by_name: Mapping[str, TensorRef], devices: Mapping[str, torch.device]
+) -> list[ReadItem]:
+    """Return the targets of all reads."""
+    boxes = plan.layout.by_name
+    return [
+        ReadItem(name, read.expression, boxes[name].boxes, by_name[name].tensor.dtype, devices[name])
+        for name, read in plan.reads().items()
+    ]
+
+
+def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings) -> None:
+    """Tie declared ties that the checkpoint has once and the model does not share yet.
+
+    Raises:
+        ShardingError: when the model is already sharded, so that it is too late.
+    """
+    by_name = {name: item for item in held for name in item.names}
+    loose = {
+        target: source
+        for target, source in pretrained.declared_ties(model).items()
+        if target in by_name
+        and source in by_name
+        and by_name[target] is not by_name[source]
+        and not (bindings.matched.get(target) and bindings.matched.get(source))
+    }
+    if not loose:
+        return
+    target, source = next(iter(loose.items()))
+    if any(isinstance(item.tensor, DTensor) for item in held):
+        raise ShardingError(
+            f"{target} is declared tied to {source}, but the sharded model holds them apart. Call "
+            "model.tie_weights() before fully_shard"
+        )
+    assert isinstance(model, PreTrainedModel)
+    pretrained.tie(model, set(by_name) - set(bindings.matched), set())
+
+
+def plan_fields(plan: LoadPlan) -> dict[str, Any]:
+    """Fields of a report, or of an estimate, that describe how a model is filled."""
+    reads = plan.reads()
+    kinds = {
+        name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
+        for name, read in reads.items()
+        if not computes(read.expression)
+    }
+    return {
+        "tied": {name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
+        "initialized": plan.names(Init),
+        "recomputed": plan.names(Recompute),
+        "cast": {name: pair for name, pair in kinds.items() if pair[0] != pair[1]},
+        "ignored_keys": plan.ignored_keys,
+        "computed": tuple(name for name, read in reads.items() if computes(read.expression)),
+    }

@@ -1,0 +1,95 @@
+"""Single reads of replicated data: each holder reads a share and sends it to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise.core.computed import computes
+from shardwise.core.expression import rows_stored
+from shardwise.core.layout import LocalBox, locate_box
+from shardwise.fsdp.named_tensors import TensorRef, boxes_by_rank
+from shardwise.ranks.world import World
+from shardwise.transfer import move_plan
+from shardwise.transfer.move import LocalTensor, Transfer, transfer
+from shardwise.transfer.move_plan import Boxes
+from shardwise.transfer.read import ReadExecutor, ReadItem
+
+
+def shared_boxes(
+    world: World, held: Mapping[str, TensorRef], items: Sequence[ReadItem]
+) -> dict[str, tuple[Boxes, ...]]:
+    """Return the tensors with replicas, by name, with the boxes that each rank holds.
+
+    Each of the ranks that hold a box reads a share of it, and receives the others' (:func:`exchange_shared`).
+    """
+    ranks = dist.get_process_group_ranks(world.group)
+    known: dict[object, tuple[Boxes, ...]] = {}
+    shared: dict[str, tuple[Boxes, ...]] = {}
+    for item in items:
+        tensor = held[item.fqn].tensor
+        if computes(item.expression) or rows_stored(item.expression) is not None:
+            continue
+        if isinstance(tensor, DTensor) and tensor.device_mesh.size() != world.size:
+            continue
+        placement = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        form = tuple(tensor.shape), placement
+        if form not in known:
+            known[form] = boxes_by_rank(tensor, item.fqn, ranks)
+        if any(len(holders) > 1 for holders in move_plan.find_holders(known[form]).values()):
+            shared[item.fqn] = known[form]
+    return shared
+
+
+def local_targets(
+    world: World, shared: Mapping[str, tuple[Boxes, ...]], items: Sequence[ReadItem]
+) -> list[ReadItem]:
+    """Return the destinations, with only this rank's share of the boxes of shared ones."""
+    shares = _read_shares(shared, items)
+    return [
+        replace(
+            item, boxes=tuple(LocalBox(box, locate_box(box, item.boxes)) for box in shares[item.fqn][world.rank])
+        )
+        if item.fqn in shares
+        else item
+        for item in items
+    ]
+
+
+def _read_shares(
+    shared: Mapping[str, tuple[Boxes, ...]], items: Sequence[ReadItem]
+) -> dict[str, tuple[Boxes, ...]]:
+    wanted = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
+    return {
+        name: move_plan.shares_by_rank(shared[name], turn, itemsize) for turn, (name, itemsize) in enumerate(wanted)
+    }
+
+
+def exchange_shared(
+    world: World,
+    shared: Mapping[str, tuple[Boxes, ...]],
+    held: Mapping[str, TensorRef],
+    items: Sequence[ReadItem],
+    executor: ReadExecutor,
+) -> None:
+    """Exchange the shares that the ranks have read with the other ranks that hold the same boxes.
+
+    Collective: yes.
+    Memory: the budget.
+    """
+    shares = _read_shares(shared, items)
+    members = sorted((item for item in items if item.fqn in shared), key=attrgetter("fqn"))
+    transfers = []
+    for item in members:
+        tensor, read, wanted = held[item.fqn], shares[item.fqn], shared[item.fqn]
+        place = LocalTensor(tensor.local, item.boxes)
+        transfers.append(Transfer(item.fqn, tensor.tensor.shape, item.dtype, read, wanted, place, place))
+        executor.count(
+            item.fqn, sum(box.numel for box in wanted[world.rank]) - sum(box.numel for box in read[world.rank])
+        )
+    device = next((item.device for item in members if item.device.type != "cpu"), members[0].device)
+    transfer(world, transfers, budget_bytes=executor.budget_bytes // 2, device=device)

@@ -1,0 +1,149 @@
+"""Opens the checkpoint that a call names, the same on all ranks."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from shardwise.core.errors import StorageError
+from shardwise.core.formatting import format_ranks
+from shardwise.core.machine import mount_namespace
+from shardwise.files.checkpoint_index import CheckpointIndex
+from shardwise.files.local_reader import OpenStorage, open_storage
+from shardwise.files.open_checkpoint import dequantized_index, open_checkpoint
+from shardwise.files.storage import FilePlaces, StorageReader
+from shardwise.files.urls import HubOptions, ModelFiles, WantedFiles, is_url, local_path
+from shardwise.loading.audit import require_one_checkpoint
+from shardwise.ranks.world import World
+from shardwise.transfer.read import read_identities
+
+Source: TypeAlias = str | os.PathLike[str] | StorageReader
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A checkpoint whose headers have been read, and this rank's reader of its bytes.
+
+    By ``identities`` a file that has changed since its header was read is detected. ``is_own`` is True for a reader
+    opened here. The user's own reader stays open.
+    """
+
+    index: CheckpointIndex
+    reader: StorageReader
+    identities: Mapping[str, str]
+    is_own: bool
+    notes: tuple[str, ...] = ()
+
+    def closing(self) -> AbstractContextManager[object]:
+        """Return a context that closes a reader opened here."""
+        return self.reader if self.is_own else nullcontext()
+
+
+def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource:
+    """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
+    is_own = not isinstance(checkpoint, StorageReader)
+    if isinstance(checkpoint, StorageReader):
+        opened = OpenStorage(checkpoint, None)
+    else:
+        place = checkpoint if is_url(checkpoint) else resolve_everywhere(world, checkpoint, hub)
+        opened = open_everywhere(world, place, hub)
+    return read_index(world, opened, variant=hub.variant, is_own=is_own)
+
+
+def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:
+    """Open a checkpoint's storage on every rank, or keep it open on none. Collective: yes."""
+    with ExitStack() as stack:
+        with world.collective("open the folder"):
+            opened = _open_in(stack, place, hub)
+        stack.pop_all()
+        return opened
+
+
+def _open_in(stack: ExitStack, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:
+    opened = open_storage(place, hub) if is_url(place) else open_storage(place)
+    stack.enter_context(opened.reader)
+    return opened
+
+
+def read_index(
+    world: World,
+    opened: OpenStorage,
+    *,
+    weights_name: str | None = None,
+    variant: str | None = None,
+    extra: Sequence[str] = (),
+    is_own: bool = True,
+) -> OpenSource:
+    """Read the headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
+
+    Ranks verify that they have opened one checkpoint, see [Note: One checkpoint] in ``loading/audit.py``. One
+    that is refused is closed, unless it is the user's (``is_own`` False).
+    """
+    reader = opened.reader
+    with ExitStack() as stack:
+        if is_own:
+            stack.enter_context(reader)
+        with world.broadcast("read headers") as exchange:
+            if world.rank == 0:
+                exchange.local = _read_headers(
+                    reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant
+                )
+        index, identities = exchange.result
+        found: dict[str, str] = {}
+        notes: tuple[str, ...] = ()
+        if world.size > 1:
+            found, notes = require_one_checkpoint(world, reader, index)
+        elif isinstance(reader, FilePlaces):
+            found = {file: reader.identity(file) for file in index.files}
+        stack.pop_all()
+    return OpenSource(index, reader, found or identities, is_own, notes)
+
+
+def _read_headers(reader: StorageReader, **names: Any) -> tuple[CheckpointIndex, dict[str, str]]:
+    """Return the index of a checkpoint, and the identities of the files of a remote one."""
+    index = dequantized_index(reader, open_checkpoint(reader, **names))
+    return index, read_identities(reader, list(index.files)) if reader.policy.is_remote else {}
+
+
+def resolve_everywhere(
+    world: World,
+    name_or_path: str | os.PathLike[str],
+    hub: HubOptions,
+    wanted: WantedFiles = ModelFiles(),  # noqa: B008 - frozen
+) -> Path:
+    """Return a local path on every rank. A hub repository is downloaded by one rank for all that share its cache.
+
+    The first rank finds out which commit the revision names, and all take that one, whatever is pushed meanwhile.
+
+    Collective: yes.
+    """
+    with world.all_gather("find the folder") as exchange:
+        exchange.local = local_path(name_or_path, hub)
+    found: list[Path | None] = exchange.result
+    # One rank decides: what exists on some machines only must not send the ranks different ways.
+    if found[0] is not None:
+        if absent := [rank for rank, path in enumerate(found) if path is None]:
+            raise StorageError(
+                f"{os.fspath(name_or_path)}: is a directory on rank {world.global_ranks[0]}, but not on rank "
+                f"{format_ranks(absent, world.global_ranks)}. "
+                "Put it on every machine, or on a file system that all of them share"
+            )
+        return cast(Path, found[world.rank])
+    from shardwise.files.remote import get_cache_folder, record_commit, resolve, resolve_commit
+
+    repo_id = os.fspath(name_or_path)
+    with world.broadcast("resolve the revision") as exchange:
+        if world.rank == 0:
+            exchange.local = resolve_commit(repo_id, hub)
+    commit: str = exchange.result
+    pinned = replace(hub, revision=commit)
+    downloads = world.is_first_at(f"{mount_namespace()} {get_cache_folder(hub)}")
+    downloaded = None
+    with world.collective("download"):
+        if downloads:
+            downloaded = resolve(repo_id, pinned, wanted=wanted)
+            record_commit(repo_id, hub, commit)
+    with world.collective("find the download"):
+        return downloaded or resolve(repo_id, pinned, download=False, wanted=wanted)

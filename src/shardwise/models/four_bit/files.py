@@ -1,0 +1,203 @@
+"""Keys, shapes and metadata of layers in four bits in files of bitsandbytes.
+
+In addition to ``weight``, codes (n, 1), there are ``weight.absmax``, a float32 for each block,
+``weight.quant_map``, the values of the sixteen codes, and ``weight.quant_state.bitsandbytes__nf4``, JSON with the
+shape, the dtype and the block size. Nested scales are uint8, with ``weight.nested_absmax`` and
+``weight.nested_quant_map``, and their offset is in the JSON. (``QuantState.as_dict`` of bitsandbytes.)
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.expression import Stored, reshape
+from shardwise.core.layout import ModelLayout, TensorKind, TensorLayout
+from shardwise.core.tensors import Code, numel
+from shardwise.files.four_bit_blocks import NESTED_BLOCK, dynamic_codebook
+from shardwise.fsdp.named_tensors import Slot, TensorRef
+from shardwise.fsdp.torch_private import from_torch
+from shardwise.models.four_bit import layers
+from shardwise.models.four_bit.config import Packing
+from shardwise.models.revert import Output
+
+ABSMAX = "absmax"
+QUANT_MAP = "quant_map"
+NESTED_ABSMAX = "nested_absmax"
+NESTED_MAP = "nested_quant_map"
+QUANT_STATE = "quant_state.bitsandbytes__"
+BLOCKS = "_blocks"
+
+
+def has_four_bits(model: nn.Module) -> bool:
+    """Return whether any layer or experts of a model are in four bits."""
+    return any(
+        layers.is_in_four_bits(module) or layers.are_experts_in_four_bits(module) for module in model.modules()
+    )
+
+
+def file_tensors(held: Sequence[TensorRef]) -> list[TensorRef]:
+    """Return a model's tensors as files have them, with scales as floats and the metadata.
+
+    Raises:
+        ConfigError: experts are in four bits.
+    """
+    require_no_experts(
+        [item for item in held if not _is_mxfp4(item.slots[0].module, item.slots[0].name)],
+        "files of bitsandbytes have no form for them. Pass names='internal', which quantization=Nf4() reads",
+    )
+    found: list[TensorRef] = []
+    in_files = {layers.SCALES: f"{layers.WEIGHT}.{ABSMAX}", layers.NESTED: f"{layers.WEIGHT}.{NESTED_ABSMAX}"}
+    for item in checkpoint_tensors(held):
+        module: Any = item.slots[0].module
+        name = item.slots[0].name
+        is_packed = layers.is_in_four_bits(module)
+        if is_packed and name in in_files:
+            is_raw = name == layers.SCALES and not module.is_nested
+            values = _as_floats(item.tensor) if is_raw else item.tensor
+            found.append(_renamed(item, values, item.kind, name, in_files[name]))
+        elif not is_packed or name != layers.OFFSET:
+            found.append(item)
+        if is_packed and name == layers.WEIGHT:
+            offset = module.weight_nested_offset.item() if module.is_nested else None
+            constants = build_constants(module.packing, (module.out_features, module.in_features), offset)
+            found += [
+                _renamed(item, tensor, TensorKind.PERSISTENT_BUFFER, name, f"{name}.{suffix}")
+                for suffix, tensor in constants.items()
+            ]
+    return found
+
+
+def checkpoint_tensors(held: Sequence[TensorRef]) -> list[TensorRef]:
+    """Return the tensors with codes of MXFP4 under their names in checkpoints: ``.._blocks``."""
+    return [
+        _renamed(item, item.tensor, item.kind, item.slots[0].name, f"{item.slots[0].name}{BLOCKS}")
+        if _is_mxfp4(item.slots[0].module, item.slots[0].name)
+        else item
+        for item in held
+    ]
+
+
+def _is_mxfp4(module: nn.Module, stack: str) -> bool:
+    return (
+        layers.are_experts_in_four_bits(module)
+        and stack in module.packings
+        and isinstance(module.packings[stack].form, Code)
+    )
+
+
+def require_scales(held: Sequence[TensorRef]) -> None:
+    """Raise ConfigError for weights of bitsandbytes' own layers, whose scales are not tensors of the model."""
+    for item in held:
+        kind = type(item.tensor)
+        if kind.__module__.partition(".")[0] == "bitsandbytes":
+            raise ConfigError(
+                f"{item.fqn} is a {kind.__name__} of bitsandbytes, whose scales are not tensors of the model. "
+                "Save it with its own save_pretrained, or bring it up with quantization=Nf4()"
+            )
+
+
+def require_no_experts(held: Sequence[TensorRef], why: str) -> None:
+    """Raise ConfigError, with this reason, if experts are in four bits."""
+    for slot in (item.slots[0] for item in held):
+        if layers.are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
+            raise ConfigError(
+                f"{slot.fqn}: its experts are in four bits, and {why}; or leave "
+                'dequantized experts: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
+            )
+
+
+def build_constants(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
+    """Return the metadata of a weight as tensors, by the suffix after ``weight.`` in their keys.
+
+    ``shape`` is that of the dequantized weight, ``offset`` that of nested scales, None for plain ones.
+    """
+    form = packing.form
+    state: dict[str, Any] = {
+        "quant_type": form.value,
+        "blocksize": packing.block_size,
+        "dtype": str(packing.dtype).removeprefix("torch."),
+        "shape": list(shape),
+    }
+    constants = {QUANT_MAP: torch.tensor(form.codebook, dtype=torch.float32)}
+    if offset is not None:
+        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
+        constants[NESTED_MAP] = torch.tensor(dynamic_codebook(), dtype=torch.float32)
+    text = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+    return constants | {f"{QUANT_STATE}{form.value}": text}
+
+
+def _renamed(item: TensorRef, tensor: torch.Tensor, kind: TensorKind, old: str, new: str) -> TensorRef:
+    slots = [Slot(slot.module, new, f"{slot.fqn.removesuffix(old)}{new}") for slot in item.slots]
+    return TensorRef(tensor, kind, slots)
+
+
+def _as_floats(raw: torch.Tensor) -> torch.Tensor:
+    """View bytes (rows, 4 n) as float32 (rows, n), with the same placement."""
+    if not isinstance(raw, DTensor):
+        return raw.detach().view(torch.float32)
+    rows, columns = raw.shape[0], raw.shape[1] // 4
+    with torch.no_grad():
+        local = raw.to_local().view(torch.float32)
+    return DTensor.from_local(
+        local,
+        raw.device_mesh,
+        raw.placements,
+        run_check=False,
+        shape=torch.Size((rows, columns)),
+        stride=(columns, 1),
+    )
+
+
+def dequantized_layout(layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:
+    """Return the layout with dequantized weights in place of 4-bit ones and their scales. These have no boxes."""
+    slots = {item.fqn: item.slots[0] for item in held}
+    tensors: list[TensorLayout] = []
+    for tensor in layout.tensors:
+        module, name = slots[tensor.fqn].module, slots[tensor.fqn].name
+        packings: Mapping[str, Packing] = {}
+        if layers.is_in_four_bits(module):
+            packings = {layers.WEIGHT: module.packing}
+        elif layers.are_experts_in_four_bits(module):
+            packings = module.packings
+        if packings and name in (layers.NESTED, layers.OFFSET, *map(layers.scales_name, packings)):
+            continue
+        packing = packings.get(name)
+        if packing is not None:
+            *outer, half = tensor.shape
+            shape = (*outer, 2 * half)
+            if packing.is_transposed:
+                shape = (*shape[:-2], shape[-1], shape[-2])
+            tensor = replace(tensor, shape=shape, dtype=from_torch(packing.dtype, tensor.fqn), boxes=())
+        tensors.append(tensor)
+    return ModelLayout(tuple(tensors))
+
+
+def with_file_shapes(held: Sequence[TensorRef], outputs: Mapping[str, Output]) -> dict[str, Output]:
+    """Return the outputs with the shapes of files: codes (n, 1) and scales (n,).
+
+    Codes of MXFP4 are (experts, out, in / 32, 16). Outputs of other forms are unchanged.
+    """
+    slots = {item.fqn: item.slots[0] for item in held}
+    scales = f"{layers.WEIGHT}.{ABSMAX}"
+    packed = {slot.module for slot in slots.values() if slot.name == scales}
+    found: dict[str, Output] = {}
+    for key, output in outputs.items():
+        made = output.expression
+        slot = slots.get(made.key) if isinstance(made, Stored) else None
+        if slot is not None and slot.module in packed and slot.name in (layers.WEIGHT, scales):
+            shape = (numel(made.shape), 1)[: 2 if slot.name == layers.WEIGHT else 1]
+            output = replace(output, expression=reshape(made, shape))
+        elif (
+            slot is not None
+            and slot.name.endswith(BLOCKS)
+            and _is_mxfp4(slot.module, slot.name.removesuffix(BLOCKS))
+        ):
+            output = replace(output, expression=reshape(made, (*made.shape[:-1], made.shape[-1] // 16, 16)))
+        found[key] = output
+    return found

@@ -1,0 +1,405 @@
+"""Linear layers and fused experts with 4-bit weights: conversion on meta, and detection.
+
+[Note: A layer in four bits] The layer keeps its name and its class's methods. Its weight is a uint8 parameter (out,
+in / 2). Its scales are a uint8 parameter ``weight_scales`` (out, 4 * in / block), the bytes of float32, because
+FSDP2 casts floats, but not integers, to the dtype of the mixed precision. Both are frozen, and sharded by rows in
+the group of the layer's block. If bitsandbytes is installed, the layer is a subclass of its ``Linear4bit``, by
+which PEFT chooses its own 4-bit layers. That class's ``quant_state`` is not used.
+
+Nested scales are codes, a uint8 parameter ``weight_scales`` (out, in / block). Their own scales are unsharded
+buffers: ``weight_nested_scales`` (float32, one for 256) and ``weight_nested_offset`` (float32, one). While such a
+layer is loaded, it has its float32 scales as ``weight_whole_scales`` (``loading/double_quantization.py``).
+
+[Note: Experts in four bits] The module keeps its name and its class's methods. A stack of weights (experts, out,
+in) is a uint8 parameter (experts, out, in / 2) of the same name. Its scales are the bytes of float32,
+``<name>_scales`` (experts, out, 4 * in / block). Both are frozen, and sharded in the group of the module's block.
+The class's own forward function computes expert by expert. It runs on a proxy of the module, whose stacks return
+the weight of one expert, which is dequantized by ``linear``. So the weights of one expert at a time are
+dequantized, and only codes and scales are kept for the backward pass. Kernels for all experts at once
+(``experts_implementation``) would need all weights dequantized, and are not used.
+
+Scales of experts are never nested. Stacks that are stored as MXFP4 have exponents as scales, (experts, out, in /
+32). A stack that the model has as (experts, in, out) is stored and kept as (experts, out, in / 2): blocks run along
+the input dimension.
+
+The product of a PEFT LoRA on a stack is added to that of the weight. The weight itself is not changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.core.expression import Expression
+from shardwise.files.four_bit_blocks import NESTED_BLOCK
+from shardwise.fsdp.torch_private import get_parameters
+from shardwise.models.four_bit.config import (
+    COMPUTED_IN,
+    KeptForm,
+    LocalScales,
+    Packing,
+    frozen_bytes,
+    has_bitsandbytes,
+    product,
+    quant_type_name,
+)
+
+WEIGHT = "weight"
+SCALES = "weight_scales"
+NESTED = "weight_nested_scales"
+OFFSET = "weight_nested_offset"
+WHOLE_SCALES = "weight_whole_scales"
+
+
+class FourBitLinear:
+    """Mixin of linear layers in 4 bits. See [Note: A layer in four bits].
+
+    Attributes:
+        packing: form of its weight.
+        quantization: the requested form.
+        whole_scales: during a load, the expressions of the scales before they are nested.
+    """
+
+    kept_as: ClassVar[str] = "four bits"
+
+    weight: nn.Parameter
+    weight_scales: nn.Parameter
+    weight_nested_scales: torch.Tensor
+    weight_nested_offset: torch.Tensor
+    bias: nn.Parameter | None
+    in_features: int
+    out_features: int
+    packing: Packing
+    quantization: KeptForm
+    compute_dtype: torch.dtype | None
+    whole_scales: tuple[Expression, ...]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the weight (out, in) of gathered parameters, by default in its original dtype."""
+        scales = self.get_scales(self.weight_scales, 0)
+        return self.packing.dequantize(self.weight, scales, dtype or self.packing.dtype)
+
+    def get_scales(self, kept: torch.Tensor, row: int) -> torch.Tensor:
+        """Return the float32 scales of rows of ``weight_scales``, beginning with the ``row``-th of the weight."""
+        start = row * (self.in_features // self.packing.block_size)
+        return self._local_scales(kept).floats(self.packing.form, start)
+
+    def _local_scales(self, kept: torch.Tensor) -> LocalScales:
+        if not self.is_nested:
+            return LocalScales(kept)
+        return LocalScales(kept, self.weight_nested_scales, self.weight_nested_offset)
+
+    @property
+    def is_nested(self) -> bool:
+        """True if its scales are quantized to 8 bits."""
+        return self.quantization.double_quant
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        dtype = self.compute_dtype or rows.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        scales = self._local_scales(self.weight_scales)
+        return product(rows.to(dtype), self.weight, scales, bias, self.packing).to(rows.dtype)
+
+    def mark_for_peft(self) -> None:
+        """Set the attributes that PEFT reads from the weight of a 4-bit layer, before it is sharded."""
+        self.weight.compress_statistics = self.is_nested  # type: ignore[attr-defined]
+        self.weight.quant_type = quant_type_name(self.packing.form).lower()  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: Any) -> None:
+        """Restore a copy, because torch copies parameters without their Python attributes."""
+        super().__setstate__(state)  # type: ignore[misc]
+        self.mark_for_peft()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle without the class, which depends on whether bitsandbytes is installed."""
+        kind: type = type(self)
+        if kind is not _class():  # a class of FSDP2
+            return super().__reduce_ex__(protocol)
+        return _without_values, (_class,), self.__dict__
+
+    def _apply(self, function: Any, recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - as torch has it
+        """Move all tensors to a device. Casts to another dtype skip codes and scales."""
+        own: Any = self
+        floats = {name: own._buffers.pop(name) for name in (NESTED, OFFSET) if name in own._buffers}
+        super()._apply(function, recurse)  # type: ignore[misc]
+        for name, buffer in floats.items():
+            own._buffers[name] = function(buffer.view(torch.uint8)).view(buffer.dtype)
+        return self
+
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    _load_from_state_dict = nn.Module._load_from_state_dict
+
+
+@cache
+def _class() -> type[nn.Linear]:
+    """Return the class of the layers, a subclass of ``Linear4bit`` for PEFT if bitsandbytes is installed."""
+    if has_bitsandbytes():
+        from bitsandbytes.nn import Linear4bit
+
+        return type("Linear4bitInFourBits", (FourBitLinear, Linear4bit), {})
+    return type("LinearInFourBits", (FourBitLinear, nn.Linear), {})
+
+
+def _without_values(make_class: Callable[..., type[nn.Module]], *base: Any) -> nn.Module:
+    kind = make_class(*base)
+    return kind.__new__(kind)
+
+
+def is_in_four_bits(module: nn.Module) -> TypeGuard[Any]:
+    """Return whether a module is a layer in four bits."""
+    return isinstance(module, FourBitLinear)
+
+
+def skip_reason(dtype: torch.dtype, columns: int, quantization: KeptForm) -> str | None:
+    """Return the reason why a weight of these columns cannot be kept in 4 bits, or None."""
+    if dtype not in COMPUTED_IN:
+        return f"is of {dtype}, of which nothing is packed"
+    if columns % quantization.block_size:
+        return f"has {columns} columns, no multiple of the block of {quantization.block_size}"
+    return None
+
+
+def convert_to_four_bits(module: nn.Linear, quantization: KeptForm) -> None:
+    """Convert a linear layer on meta to 4 bits, in place, so that hooks and names stay."""
+    form, block, dtype = quantization.form, quantization.block_size, module.weight.dtype
+    rows, columns = module.weight.shape
+    is_nested = quantization.double_quant
+    weight = frozen_bytes(rows, columns // 2)
+    del module.weight
+    module.__class__ = _class()
+    layer: Any = module
+    layer.register_parameter(WEIGHT, weight)
+    blocks = columns // block
+    layer.register_parameter(SCALES, frozen_bytes(rows, blocks if is_nested else 4 * blocks))
+    if is_nested:
+        nested = torch.empty(-(-rows * blocks // NESTED_BLOCK), dtype=torch.float32, device="meta")
+        layer.register_buffer(NESTED, nested)
+        layer.register_buffer(OFFSET, torch.empty(1, dtype=torch.float32, device="meta"))
+    layer.packing = Packing(form, block, dtype)
+    layer.quantization = quantization
+    layer.compute_dtype = quantization.compute_dtype
+    layer.quant_state = None
+    layer.whole_scales = ()
+    layer.mark_for_peft()
+    for parameter in layer.parameters(recurse=False):
+        parameter.requires_grad_(False)
+
+
+_SCALES = "_scales"
+
+
+class FourBitExperts(nn.Module):
+    """Mixin of fused experts in 4 bits. See [Note: Experts in four bits].
+
+    Attributes:
+        packings: form of each stack in four bits, by its local name.
+        compute_dtype: of the products. None for that of the input.
+        deltas: active LoRAs, each the local name of a stack and two matrices for each expert, (experts, in, r) and
+            (experts, r, out).
+    """
+
+    kept_as: ClassVar[str] = "four bits"
+
+    packings: Mapping[str, Packing]
+    compute_dtype: torch.dtype | None
+    deltas: tuple[tuple[str, torch.Tensor, torch.Tensor], ...] = ()
+
+    _eager: Callable[..., torch.Tensor]
+    """Forward function of the class that computes expert by expert."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the original class instead of this one, which is created at run time."""
+        _, _, kind, *_ = type(self).__mro__
+        if type(self) is not _experts_class(kind):  # a class of FSDP2
+            return super().__reduce_ex__(protocol)
+        return _without_values, (_experts_class, kind), self.__dict__
+
+    def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        return type(self)._eager(_ExpertsProxy(self), *args, **keywords)
+
+
+class _ExpertsProxy:
+    """A module of experts whose stacks in four bits return the weights of single experts."""
+
+    def __init__(self, experts: FourBitExperts) -> None:
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        experts = self._experts
+        return _ExpertWeights(experts, name) if name in experts.packings else getattr(experts, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertWeights:
+    """The weights of all experts, which can be indexed by expert."""
+
+    experts: FourBitExperts
+    name: str
+
+    def __getitem__(self, expert: int | torch.Tensor) -> _ExpertWeight:
+        packed, scales = (getattr(self.experts, local)[expert] for local in (self.name, scales_name(self.name)))
+        deltas = [
+            (first[expert], second[expert]) for name, first, second in self.experts.deltas if name == self.name
+        ]
+        packing = self.experts.packings[self.name]
+        return _ExpertWeight(packed, LocalScales(scales), packing, self.experts.compute_dtype, deltas)
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertWeight:
+    """The weight of one expert, for ``torch.nn.functional.linear``, or for ``@`` if it is transposed."""
+
+    packed: torch.Tensor
+    scales: LocalScales
+    packing: Packing
+    compute_dtype: torch.dtype | None
+    deltas: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: tuple[Any, ...] = (), keywords: Mapping[str, Any] | None = None
+    ) -> torch.Tensor:
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(keywords or {})
+        weight = given.get("weight")
+        if isinstance(weight, cls) and function in (_MATMUL if weight.packing.is_transposed else (F.linear,)):
+            return weight.product(given["input"], given.get("bias"))
+        raise TypeError(
+            f"weights of experts in four bits are multiplied as their class does it, not by {function.__name__}(). "
+            'Leave them as they are: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
+        )
+
+    def product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``rows (.., in) @ weight (out, in).T + bias``, in the dtype of ``rows``."""
+        dtype = self.compute_dtype or rows.dtype
+        own_bias = None if bias is None else bias.to(dtype)
+        own = rows.to(dtype)
+        found = product(own, self.packed, self.scales, own_bias, self.packing)
+        for first, second in self.deltas:
+            found = found + own @ first.to(dtype) @ second.to(dtype)
+        return found.to(rows.dtype)
+
+
+_MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
+@contextlib.contextmanager
+def patched_shapes(model: nn.Module) -> Iterator[None]:
+    """Show PEFT stacks in four bits of a model on meta as tensors of the weights' shape and dtype."""
+    kept: list[tuple[Any, str, nn.Parameter]] = []
+    try:
+        for module in filter(are_experts_in_four_bits, model.modules()):
+            for name, packing in module.packings.items():
+                stack, registry = module.get_parameter(name), get_parameters(module)
+                shape = (*stack.shape[:-1], 2 * stack.shape[-1])
+                weights = torch.empty(shape, dtype=packing.dtype, device="meta")
+                kept.append((registry, name, stack))
+                registry[name] = nn.Parameter(weights.mT if packing.is_transposed else weights, requires_grad=False)
+        yield
+    finally:
+        for registry, name, stack in kept:
+            registry[name] = stack
+
+
+def get_expert_weight(module: nn.Module, name: str, expert: int) -> Any:
+    """Return the weight of one expert of gathered parameters: a tensor, or an object that multiplies like one."""
+    if are_experts_in_four_bits(module) and name in module.packings:
+        return _ExpertWeights(module, name)[expert]
+    return getattr(module, name)[expert]
+
+
+def scales_name(name: str) -> str:
+    """Return the local name of a stack's scales."""
+    return f"{name}{_SCALES}"
+
+
+def are_experts_in_four_bits(module: nn.Module) -> TypeGuard[FourBitExperts]:
+    """Return whether a module is fused experts with weights in four bits."""
+    return isinstance(module, FourBitExperts)
+
+
+def iter_stacks(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the stacked weights of fused experts by local name. Nothing for other modules."""
+    if not are_fused_experts(module) and fqn.rpartition(".")[2] != "experts":
+        return
+    for name, parameter in get_parameters(module).items():
+        if parameter is not None and parameter.ndim == 3 and parameter.is_floating_point():
+            yield name, parameter
+
+
+def experts_skip_reason(
+    module: nn.Module, stack: nn.Parameter, quantization: KeptForm, *, is_stored: bool
+) -> str | None:
+    """Return the reason why a stack of weights cannot be kept in 4 bits, or None.
+
+    ``is_stored`` is True if the checkpoint has it in this form.
+    """
+    if not are_fused_experts(module):
+        return "belongs to experts that are not computed one after the other in a way that is known"
+    if module.is_transposed and not is_stored:
+        return "is stored with what comes in before what comes out, so that no row is whole blocks"
+    if are_parted_experts(module):
+        return "belongs to experts that are on ranks of their own"
+    return skip_reason(stack.dtype, 0 if is_stored else stack.shape[-1], quantization)
+
+
+def convert_experts_to_four_bits(module: nn.Module, names: Mapping[str, KeptForm]) -> None:
+    """Convert stacks of a module on meta to 4 bits, in place, so that hooks and names stay.
+
+    ``names`` has the form of each stack by local name.
+    """
+    packings: dict[str, Packing] = {}
+    for name, quantization in names.items():
+        stack: nn.Parameter = getattr(module, name)
+        is_transposed = bool(module.is_transposed)
+        *outer, columns = stack.mT.shape if is_transposed else stack.shape
+        packing = Packing(quantization.form, quantization.block_size, stack.dtype, is_transposed)
+        packings[name] = packing
+        delattr(module, name)
+        module.register_parameter(name, frozen_bytes(*outer, columns // 2))
+        module.register_parameter(
+            scales_name(name), frozen_bytes(*outer, packing.scale_bytes * (columns // packing.block_size))
+        )
+    kind: Any = type(module)
+    module.__class__ = _experts_class(kind)
+    experts: Any = module
+    experts.packings = packings
+    experts.compute_dtype = next(iter(names.values())).compute_dtype
+    for parameter in module.parameters(recurse=False):
+        parameter.requires_grad_(False)
+
+
+@cache
+def _experts_class(kind: Any) -> type[nn.Module]:
+    eager = staticmethod(eager_experts(kind))
+    return type(f"{kind.__name__}FourBitLinear", (FourBitExperts, kind), {"_eager": eager})
+
+
+def are_fused_experts(module: nn.Module) -> bool:
+    """Return whether a module has transformers' fused experts: stacked weights and one gating function."""
+    facts = [getattr(module, fact, None) for fact in ("has_gate", "has_bias", "is_transposed")]
+    return None not in facts and hasattr(module, "_apply_gate")
+
+
+def eager_experts(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
+    """Return the forward function of fused experts that computes expert by expert, regardless of the config."""
+    forward: Any = kind.forward
+    found: Callable[..., torch.Tensor] = getattr(forward, "__wrapped__", forward)  # use_experts_implementation
+    return found
+
+
+def are_parted_experts(module: nn.Module) -> bool:
+    """Return whether the experts are distributed over ranks (expert parallelism)."""
+    return bool(getattr(module, "_is_expert_parallel", False))
+
+
+def activated(experts: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Apply the activation of fused experts to (tokens, 2 * width) or (tokens, width). Return (tokens, width)."""
+    found: torch.Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    return found

@@ -1,0 +1,192 @@
+"""The layers that a LoRA adapts and the initialization of its matrices, from PEFT's model on meta."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.core.computed import Bindings
+from shardwise.core.errors import ConfigError
+from shardwise.core.layout import LocalBox
+from shardwise.core.tensors import Box, Strided
+from shardwise.fsdp.named_tensors import TensorRef, collect_tensors
+from shardwise.models.initial_programs import Program, copy_program, fill_from_program
+from shardwise.models.initialize import Initializers
+from shardwise.models.lora import peft_private
+from shardwise.models.lora.inject import with_lora
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_ADAPTER = "default"
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedMatrix:
+    """A matrix of an adapter. Its FQN has the adapter name "default"."""
+
+    fqn: str
+    shape: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """The matrix's name in PEFT's files."""
+        return self.fqn.replace(f".{_ADAPTER}", "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A module with an adapter."""
+
+    module: str
+    lora_A: AdaptedMatrix
+    lora_B: AdaptedMatrix
+    r: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSite(_Site):
+    """A linear layer with an adapter: ``y + scaling * lora_B(lora_A(dropout(x)))``, A (r, in), B (out, r)."""
+
+    dropout: float
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSite(_Site):
+    """An embedding with an adapter: A is (r, words) and B (width, r)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSite(_Site):
+    """A parameter of fused experts with an adapter per expert: A is (r * experts, in) and B (out, r * experts)."""
+
+    parameter: str
+    experts: int
+
+
+AdaptedSite: TypeAlias = LinearSite | EmbeddingSite | ExpertsSite
+
+
+@dataclass(frozen=True)
+class AdapterOutline:
+    """An adapter without a model: its sites in the order of the model, and its initialization."""
+
+    sites: tuple[AdaptedSite, ...]
+    held: Mapping[str, TensorRef]
+    initializers: Initializers
+    programs: Mapping[str, Program]
+
+    @property
+    def model(self) -> nn.Module:
+        """The base with the adapter in it, on meta."""
+        return self.initializers.model
+
+    def matrices(self) -> Iterator[AdaptedMatrix]:
+        for site in self.sites:
+            yield site.lora_A
+            yield site.lora_B
+
+    def initialize(self, matrix: AdaptedMatrix, values: torch.Tensor, seed: int) -> None:
+        """Initialize a contiguous matrix as ``from_pretrained`` with ``Lora(config)`` does, from (seed, FQN)."""
+        program = self.programs[matrix.fqn]
+        if not program.is_elementwise:
+            whole = self.initializers.whole(self.held[matrix.fqn], seed=seed)
+            program = copy_program(whole)
+        box = LocalBox(Box.whole(matrix.shape), Strided.contiguous(matrix.shape))
+        fill_from_program(program, values, [box], seed=seed, fqn=matrix.fqn)
+
+
+def name_in_base(name: str) -> str:
+    """Return the name in the base of a module or tensor of PEFT's model."""
+    return name.removeprefix(_PREFIX).replace(".base_layer", "")
+
+
+def outline_adapter(base: PreTrainedModel, config: LoraConfig, *, is_new: bool) -> AdapterOutline:
+    """Return the outline of the adapter that PEFT injects into a model.
+
+    Args:
+        base: the model on meta, in float32, which is changed.
+        config: the config of the adapter.
+        is_new: whether every name in the config has to match something.
+
+    Raises:
+        ConfigError: nothing matches, or the adapter has other parts than pairs of matrices.
+    """
+    _require_matrices(config)
+    made = with_lora(base, Bindings({}), config, _ADAPTER, None, is_new=is_new)
+    held = {name: item for item in collect_tensors(made.model) for name in item.names}
+    faults: list[str] = []
+    sites: list[AdaptedSite] = []
+    names = {id(item.tensor): item.fqn for item in held.values()}
+    adapted: Any = made.model
+    for name, layer in peft_private.layers(adapted):
+        try:
+            sites.append(_site(name_in_base(name), layer, names))
+        except ConfigError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(faults[:20]))
+    initializers = Initializers(
+        made.model, list({id(item): item for item in held.values()}.values()), made.additions
+    )
+    programs = initializers.programs(sorted(made.additions.from_tuning))
+    return AdapterOutline(tuple(sites), held, initializers, programs)
+
+
+def _require_matrices(config: LoraConfig) -> None:
+    """Reject settings that add more than a pair of matrices per weight.
+
+    Raises:
+        ConfigError: the message has these settings.
+    """
+    peft_private.require_supported(config, is_new=True)
+    faults = []
+    if config.use_dora:
+        faults.append("use_dora=True needs norms of whole weights at each step. Leave it out")
+    if config.bias != "none":
+        faults.append(f"bias={config.bias!r} trains the base, which all adapters share. Pass 'none'")
+    if getattr(config, "lora_bias", False):
+        faults.append("lora_bias=True is not supported. Leave it out")
+    if config.modules_to_save:
+        names = ", ".join(sorted(config.modules_to_save))
+        faults.append(f"modules_to_save ({names}) are copies of the base. Make them target_modules")
+    if faults:
+        raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(faults))
+
+
+def _site(module: str, layer: Any, names: Mapping[int, str]) -> AdaptedSite:
+    """Return the site of one of PEFT's layers. ``names`` are FQNs by ``id`` of the tensor.
+
+    Raises:
+        ConfigError: it is a layer of another kind.
+    """
+    from peft.tuners.lora import Embedding, Linear, ParamWrapper
+    from transformers.pytorch_utils import Conv1D
+
+    base = layer.get_base_layer()
+    found = [
+        AdaptedMatrix(names[id(getattr(owner, local))], tuple(getattr(owner, local).shape))
+        for owner, local in peft_private.matrices(layer, _ADAPTER)
+    ]
+    r, scaling = layer.r[_ADAPTER], float(layer.scaling[_ADAPTER])
+    if len(found) == 2 and math.isfinite(scaling):
+        lora_A, lora_B = found
+        if isinstance(layer, ParamWrapper) and getattr(base, layer.parameter_name).ndim == 3:
+            return ExpertsSite(module, lora_A, lora_B, r, scaling, layer.parameter_name, layer.num_experts)
+        if isinstance(layer, Embedding):  # PEFT applies no dropout to these
+            return EmbeddingSite(module, lora_A, lora_B, r, scaling)
+        if isinstance(layer, Linear) and isinstance(base, nn.Linear | Conv1D):
+            dropout = getattr(layer.lora_dropout[_ADAPTER], "p", 0.0)
+            return LinearSite(module, lora_A, lora_B, r, scaling, float(dropout))
+    raise ConfigError(
+        f"{module}: a {type(base).__name__} adapted as {type(layer).__name__}. Only linear layers, embeddings and "
+        "fused experts can be, take it out of the targets"
+    )

@@ -1,0 +1,455 @@
+"""Unexported names of PEFT, and properties of its layers that are not a public API. Used in this file only.
+
+Checked with PEFT 0.20 and 0.21. PEFT is optional and slow to import, so functions import it when they are called.
+A missing name is an error of an injection, or when it is used. ``tests/canary`` asserts the behavior of each name.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.util
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardwise.core.errors import ConfigError, find_private, private, require_private
+from shardwise.core.untrusted import Pattern
+from shardwise.fsdp.torch_private import original_class
+from shardwise.models import pretrained
+from shardwise.models.four_bit.layers import is_in_four_bits, patched_shapes
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+_FREE_FIELDS = """
+    task_type peft_type auto_mapping peft_version base_model_name_or_path revision r target_modules exclude_modules
+    target_parameters layers_to_transform layers_pattern rank_pattern alpha_pattern modules_to_save lora_alpha
+    lora_dropout fan_in_fan_out bias use_rslora use_dora lora_bias init_lora_weights ensure_weight_tying
+    inference_mode megatron_core qalora_group_size runtime_config loftq_config corda_config eva_config
+    lora_ga_config
+"""
+"""Fields of ``LoraConfig`` that may have any value. Others, and those of later versions, must have the default."""
+
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+
+
+def config_in(directory: str) -> LoraConfig:
+    """Read the config of an adapter in a folder.
+
+    Raises:
+        ConfigError: it is not the config of a LoRA, or PEFT cannot read it.
+    """
+    from peft import LoraConfig, PeftConfig
+
+    try:
+        config = PeftConfig.from_pretrained(directory)
+    except (OSError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{directory}: PEFT cannot read adapter_config.json, {error}") from error
+    if not isinstance(config, LoraConfig):
+        raise ConfigError(f"{directory}: is a {config.peft_type}. Only a LORA can be trained, pass one")
+    return config
+
+
+def lora_config(**settings: Any) -> LoraConfig:
+    """Create the config of a LoRA.
+
+    Raises:
+        ConfigError: PEFT is not installed, or rejects the settings.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigError("peft: is not installed. Run pip install 'shardwise[peft]'") from error
+    try:
+        return LoraConfig(**settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"LoraConfig: PEFT rejects the settings, {error}") from error
+
+
+def comparable_text(config: LoraConfig) -> str:
+    """Return a config as text that is equal in all processes, with sets sorted.
+
+    Raises:
+        ConfigError: it is not the config of a LoRA.
+    """
+    _require_lora(config)
+    values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    return repr(sorted(values.items(), key=itemgetter(0)))
+
+
+def _require_lora(config: object) -> None:
+    from peft import LoraConfig
+
+    if type(config) is not LoraConfig:
+        what = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
+        raise ConfigError(f"config: is {what}. Pass a peft.LoraConfig")
+
+
+def require_supported(config: LoraConfig, *, is_new: bool) -> None:
+    """Reject settings that cannot be initialized on meta exactly as in PEFT.
+
+    Raises:
+        ConfigError: the message has all such settings.
+    """
+    _require_lora(config)
+    faults = []
+    copied: object = config.modules_to_save
+    if isinstance(copied, str):
+        faults.append(f"modules_to_save={copied!r}: is not a list of names. Pass a list")
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        default = field.default if field.default is not dataclasses.MISSING else None
+        if field.name not in _FREE_FIELDS.split() and value != default and value not in (None, False, [], {}, ()):
+            faults.append(f"{field.name}={value!r}: is not supported. Leave it out")
+    init = config.init_lora_weights
+    changes_base = str(init).lower().startswith(_CHANGES_THE_BASE)
+    is_known = isinstance(init, bool) or str(init).lower() == "gaussian"
+    if changes_base or (is_new and not is_known):
+        why = "changes the base's weights" if changes_base else "needs full weights, or data"
+        faults.append(f"init_lora_weights={init!r}: {why}. Pass True, False or 'gaussian'")
+    if config.use_dora and is_new and init is False:
+        faults.append(f"init_lora_weights={init!r}: needs full products of matrices with use_dora. Pass True")
+    if config.ensure_weight_tying:
+        faults.append("ensure_weight_tying=True: ties adapters by views, which cannot be sharded. Leave it out")
+    if faults:
+        raise ConfigError("LoraConfig: cannot be set up sharded.\n  " + "\n  ".join(faults))
+
+
+def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -> PeftModel:
+    """Inject the modules of an adapter into ``base``, on meta. Return PEFT's model around it.
+
+    ``config`` is copied. Its initialization is ignored unless the adapter ``is_new``.
+
+    Raises:
+        ConfigError: nothing matches, or PEFT rejects the config for this model.
+    """
+    from peft import __version__ as peft_version
+    from peft import get_peft_model
+
+    _require_names()
+    own: Any = copy.deepcopy(config)
+    own.inference_mode = False
+    if not is_new:
+        own.init_lora_weights = True
+    own.peft_version = peft_version  # whose layout the tensors have from here on
+    own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
+    # PEFT draws random values that are discarded. The random state is restored.
+    names = dict(base.named_modules())
+    explicit = own.target_modules if isinstance(own.target_modules, set | list) else ()
+    is_explicit = not is_new and bool(explicit) and all(name in names for name in explicit)
+    quiet = warnings.catch_warnings()
+    unconverted = _without_conversion() if is_explicit else nullcontext()
+    with quiet, unconverted, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), patched_shapes(base):
+        warnings.simplefilter("ignore")  # rejected before, or in the report
+        try:
+            model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
+        except Exception as error:  # the config is untrusted, and errors are of many kinds
+            remedy = " Set lora_dropout=0.0" if "lora_dropout" in str(error) else ""
+            raise ConfigError(f"{type(base).__name__}: PEFT cannot add this LoRA, {error}{remedy}") from error
+    own.init_lora_weights = config.init_lora_weights
+    if is_explicit:
+        own.target_modules = set(explicit)  # of which PEFT keeps the shortest ends that tell them apart
+    if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
+        # It calls the model's forward directly, which bypasses FSDP2's hooks.
+        model.base_model.forward = partial(_called, model.base_model)  # a nested function could not be pickled
+    for _, layer in layers(model):
+        if _is_packed(layer) and hasattr(layer, "parameter_name"):
+            layer._activate_lora = partial(_with_products, layer)
+    tuner: Any = model.base_model
+    tuner.merge_adapter = partial(_merged, tuner)
+    tuner._unload_and_optionally_merge = partial(_unloaded, tuner)
+    model.train(base.training)
+    return model
+
+
+_PATTERNS = {
+    **dict.fromkeys(("target_modules", "exclude_modules"), "%s"),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), r"(.*\.)?(%s)$"),
+    "modules_to_save": r"(^|.*\.)%s($|\..*)",
+    "layers_pattern": r"(?:^|.*?\.)%s\.(?P<idx>\d+)\.",
+}
+"""Regular expressions that PEFT makes of what a config has, by its field. Lists of targets are names."""
+
+
+def patterns(config: LoraConfig) -> Iterator[Pattern]:
+    """Yield the regular expressions that PEFT will match with names of modules and parameters."""
+    for field, form in _PATTERNS.items():
+        value: object = getattr(config, field)
+        if form == "%s" or isinstance(value, str):
+            texts: Iterable[object] = [value]
+        else:
+            texts = value if isinstance(value, Iterable) else ()
+        yield from (Pattern(field, text, form % text) for text in texts if isinstance(text, str))
+
+
+@contextmanager
+def _without_conversion() -> Iterator[None]:
+    """Keep PEFT from replacing names of modules in a config that are names of experts in transformers 4.
+
+    It replaces the names of shared experts, and of the layers of dense blocks, too.
+    """
+    owner, name = find_private("peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers")
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *_args, **_keywords: None)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _is_packed(layer: Any) -> bool:
+    base = layer.get_base_layer()
+    return is_in_four_bits(base) or getattr(layer, "parameter_name", None) in getattr(base, "packings", ())
+
+
+@contextmanager
+def _with_products(layer: Any, adapters: Sequence[str]) -> Iterator[None]:
+    """Replace ``ParamWrapper._activate_lora`` for stacked experts in four bits, whose weights are not changed."""
+    experts, count = layer.get_base_layer(), layer.num_experts
+    before = experts.deltas
+    for name in adapters:
+        if name in layer.lora_A:
+            A, B = layer.lora_A[name].weight, layer.lora_B[name].weight
+            first = A.reshape(count, -1, A.shape[1]).mT  # expert by expert
+            second = B.reshape(len(B), -1, count).permute(2, 1, 0)  # and rank by rank
+            experts.deltas += ((layer.parameter_name, first, layer.scaling[name] * second),)
+    try:
+        yield
+    finally:
+        experts.deltas = before
+
+
+def _merged(tuner: Any, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:  # noqa: FBT001, FBT002
+    """Run ``BaseTuner.merge_adapter`` if it is possible in place."""
+    _require_kept_weights(tuner, safe_merge=safe_merge)
+    type(tuner).merge_adapter(tuner, adapter_names, safe_merge)
+
+
+def _unloaded(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = False, **options: Any) -> Any:  # noqa: FBT001, FBT002
+    """Run ``BaseTuner._unload_and_optionally_merge`` if it is possible."""
+    if merge:
+        _require_kept_weights(tuner, safe_merge=safe_merge)
+    group = next((name for name, layer in layers(tuner) if isinstance(layer, FSDPModule)), None)
+    if group is not None:
+        raise ConfigError(f"{group}: is an FSDP2 group with its adapter, and cannot be unloaded. {_INSTEAD}")
+    return type(tuner)._unload_and_optionally_merge(tuner, merge, *args, safe_merge=safe_merge, **options)
+
+
+def _require_kept_weights(tuner: Any, *, safe_merge: bool) -> None:
+    """Reject changes that would replace a weight managed by FSDP2, which would keep using the old one.
+
+    Raises:
+        ConfigError: the message has the first such layer.
+    """
+    for name, layer in layers(tuner):
+        base = layer.get_base_layer()
+        if _is_packed(layer):
+            raise ConfigError(f"{name}: is in four bits, and cannot be merged into in place. {_INSTEAD}")
+        if not any(isinstance(each, DTensor) for each in base.parameters(recurse=False)):
+            continue
+        own = [getattr(*found) for adapter in layer.r for found in matrices(layer, adapter)]
+        if safe_merge or layer.lora_variant or not all(isinstance(each, DTensor) for each in own):
+            raise ConfigError(
+                f"{name}: is sharded, and only a plain, sharded adapter can be merged into it. {_INSTEAD}"
+            )
+
+
+_INSTEAD = "Save the adapter with shardwise.save_adapter, and merge the files with shardwise.merge_adapter"
+
+
+def _require_names() -> None:
+    require_private("peft.tuners.lora:LoraLayer", "get_base_layer reset_lora_parameters")
+    private("peft.tuners.lora.layer:ParamWrapper._activate_lora")
+    require_private("peft.tuners.tuners_utils:BaseTuner", "merge_adapter _unload_and_optionally_merge")
+
+
+def _called(tuner: Any, *args: Any, **keywords: Any) -> Any:
+    """Run ``BaseTuner.forward`` of PEFT 0.21."""
+    return tuner.model(*args, **keywords)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedNames:
+    """Names in the original base of adapted modules and parameters, and of copied modules."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    copied: tuple[str, ...]
+
+
+def get_targets(model: PeftModel, adapter: str) -> AdaptedNames:
+    """Return the names that the adapter targets or copies."""
+    tuner: Any = model.base_model
+    copied = tuple(name for name, module in model.get_base_model().named_modules() if _has_copy(module, adapter))
+    return AdaptedNames(tuple(tuner.targeted_module_names), tuple(tuner.targeted_parameter_names), copied)
+
+
+def _has_copy(module: nn.Module, adapter: str) -> bool:
+    wrapper = private("peft.utils.other:ModulesToSaveWrapper")
+    return isinstance(module, wrapper) and adapter in module.modules_to_save
+
+
+def copies(model: PeftModel, adapter: str) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield (module, its trained copy) for every module in ``modules_to_save``."""
+    for module in model.modules():
+        if _has_copy(module, adapter):
+            yield module.original_module, module.modules_to_save[adapter]  # type: ignore[misc,index]
+
+
+def find_changes(model: PeftModel, adapter: str) -> list[list[bool]]:
+    """Return for each layer with an adapter which of its factors are not zero, as far as this rank has them.
+
+    And for each copied parameter whether it differs from the original. The adapter changes the model if all values
+    of a list are true. Trained biases always count, because they stay if adapters are disabled.
+    """
+    changes = [[getattr(model.peft_config[adapter], "bias", "none") != "none"]]
+    for _, layer in layers(model):
+        changes.append([bool(_local(getattr(*factor)).any()) for factor in matrices(layer, adapter)] or [False])
+    for original, copied in copies(model, adapter):
+        for before, after in zip(original.parameters(), copied.parameters(), strict=True):
+            changes.append([not torch.equal(_local(before), _local(after).to(before.dtype))])
+    return changes
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
+    """Yield the LoRA layers of a model, by name."""
+    kind = private("peft.tuners.lora:LoraLayer")
+    for name, module in model.named_modules():
+        if isinstance(module, kind):
+            yield name, module
+
+
+def matrices(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
+    """Yield (module, local name) for each parameter of an adapter in a LoRA layer, except magnitudes."""
+    for attribute in ("lora_A", "lora_B"):
+        if adapter in getattr(layer, attribute):
+            module = getattr(layer, attribute)[adapter]
+            yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
+    for attribute in ("lora_embedding_A", "lora_embedding_B"):
+        if adapter in getattr(layer, attribute):
+            yield getattr(layer, attribute), adapter
+
+
+def magnitude(layer: Any, adapter: str) -> nn.Module | None:
+    """Return the module that holds the magnitudes of DoRA as ``weight``."""
+    vectors = layer.lora_magnitude_vector  # an nn.ModuleDict, which has no get
+    found: nn.Module | None = vectors[adapter] if adapter in vectors else None  # noqa: SIM401
+    return found
+
+
+def rank_and_alpha(config: LoraConfig, module: str) -> tuple[int, float]:
+    """Return ``r`` and ``lora_alpha`` of a module, which patterns may give it."""
+    find_pattern = private("peft.utils.other:get_pattern_key")
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    rank: int = ranks.get(find_pattern(list(ranks), module), config.r)
+    alpha: float = alphas.get(find_pattern(list(alphas), module), config.lora_alpha)
+    return rank, alpha
+
+
+def scaling(config: LoraConfig, module: str, rank: int) -> float:
+    """Return the factor of ``lora_B @ lora_A`` for a module whose matrices have this rank."""
+    _, alpha = rank_and_alpha(config, module)
+    return alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def expert_layers(model: PeftModel, adapter: str) -> Iterator[tuple[Any, Any, int, bool]]:
+    """Yield (lora_A, lora_B, number of experts, ``is_transposed``) for parameters of stacked experts."""
+    for _, layer in layers(model):
+        if hasattr(layer, "parameter_name") and layer.num_experts > 1 and adapter in layer.lora_A:
+            is_transposed = getattr(layer.get_base_layer(), "is_transposed", False) is True
+            yield layer.lora_A[adapter], layer.lora_B[adapter], layer.num_experts, is_transposed
+
+
+def has_row_norms(layer: Any) -> bool:
+    """Return whether the magnitudes of DoRA are norms of rows of the stored weight."""
+    base = layer.get_base_layer()
+    return isinstance(base, nn.Linear) and not getattr(layer, "fan_in_fan_out", False)
+
+
+def initialize(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT001 - as PEFT has it
+    """Run PEFT's initializer for an adapter in a layer, on the existing tensors."""
+    if init is not False:
+        layer.reset_lora_parameters(adapter, init)
+        return
+    # PEFT keeps the values from the constructors of the modules.
+    for attribute in ("lora_A", "lora_B"):
+        if adapter in getattr(layer, attribute):
+            getattr(layer, attribute)[adapter].reset_parameters()
+    for attribute in ("lora_embedding_A", "lora_embedding_B"):
+        if adapter in getattr(layer, attribute):
+            nn.init.normal_(getattr(layer, attribute)[adapter])
+
+
+def row_norms(rows: torch.Tensor) -> torch.Tensor:
+    """Compute ``DoraLinearLayer.get_weight_norm`` for the case that ``lora_B`` is zero."""
+    norms: torch.Tensor = torch.linalg.norm(rows, dim=1)
+    return norms.to(rows.dtype)
+
+
+def save_config(model: Any, adapter: str, folder: str) -> None:
+    """Write ``adapter_config.json`` as PEFT's ``save_pretrained`` does, with names sorted."""
+    config = copy.deepcopy(model.peft_config[adapter])
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+    for name in ("target_modules", "exclude_modules", "modules_to_save", "target_parameters"):
+        value = getattr(config, name, None)
+        if isinstance(value, (set, list, tuple)):
+            setattr(config, name, sorted(value))
+    mapping = None
+    if config.task_type is None:
+        kind = original_class(base)
+        mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    config.save_pretrained(folder, auto_mapping_dict=mapping)
+
+
+def moving_functions() -> list[str]:
+    """Return the names of the functions by which PEFT moves a new adapter to the device of its layer.
+
+    Their arguments are modules, including the layer with the adapter. Empty if PEFT is not installed.
+    """
+    if importlib.util.find_spec("peft") is None:
+        return []
+    return [
+        "peft.tuners.tuners_utils:BaseTunerLayer._move_adapter_to_device_of_base_layer",
+        "peft.tuners.lora.layer:ParamWrapper._move_adapter_to_device_of_base_layer",
+        "peft.tuners.tuners_utils:BaseTuner._replace_module",
+        "peft.tuners.lora.model:LoraModel._replace_module",
+    ]
+
+
+def find_adapter_layer(given: Iterable[object]) -> nn.Module | None:
+    """Return the layer with adapters among the arguments of such a function."""
+    kind = private("peft.tuners.tuners_utils:BaseTunerLayer")
+    return next((item for item in given if isinstance(item, kind) and isinstance(item, nn.Module)), None)
+
+
+def copied_names(model: nn.Module) -> dict[str, str]:
+    """Map the names of parameters and buffers that PEFT copied for training to those of their originals."""
+    if importlib.util.find_spec("peft") is None:
+        return {}
+    wrapper = private("peft.utils.other:ModulesToSaveWrapper")
+    found: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, wrapper):
+            by_adapter: Any = module.modules_to_save
+            for adapter, copied in by_adapter.items():
+                for name, _ in [*copied.named_parameters(), *copied.named_buffers()]:
+                    found[f"{prefix}.modules_to_save.{adapter}.{name}"] = f"{prefix}.original_module.{name}"
+    return found

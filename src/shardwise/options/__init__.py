@@ -1,5 +1,0 @@
-"""Option types of the public functions."""
-
-from shardwise._face import lazy_exports
-
-__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,178 @@
+"""Checks the arguments of a call against their annotations, and between ranks."""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from shardwise.core.errors import ConfigError, RankMismatchError, unknown_keyword
+from shardwise.core.formatting import format_ranks
+from shardwise.ranks.world import Exchange, World
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_OTHER_KINDS = ("torch.distributed.", "torch.nn.modules.module")
+"""Modules of further classes whose arguments are checked."""
+
+_SHARDED = "Pass sharding=Sharding(mesh=...), and start one process for each device (torchrun)"
+_OFFLOADED = "Pass sharding=Sharding(offload_policy=CPUOffloadPolicy()). Nothing is offloaded to disk"
+_OWN_MODEL = "Build the model with transformers, and pass it to shardwise.load"
+_INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("device_map", "device_mesh", "distributed_config"), _SHARDED),
+    **dict.fromkeys(("cpu_offload", "offload_buffers", "offload_folder", "offload_state_dict"), _OFFLOADED),
+    **dict.fromkeys(("use_kernels", "kernel_config", "fusion_config", "tp_plan", "tp_size"), _OWN_MODEL),
+    "compile": "Call model.compile() on the result, or compile() on each of its blocks",
+    "gradient_checkpointing": "Pass sharding=Sharding(activation_checkpointing=True)",
+    "ignore_mismatched_sizes": 'Pass on_mismatched=Initialize(only=("score.*",)), with the names',
+    "load_in_4bit": "Pass quantization=Nf4()",
+    "load_in_8bit": "8-bit weights are not supported. Pass quantization=Nf4()",
+    "max_memory": "Leave it out. Each rank holds only its own shards, which shardwise.plan estimates",
+    "peft_config": "Pass tuning=Lora(config)",
+    "state_dict": "Build the model, and pass the state to shardwise.set_model_state_dict",
+    "use_auth_token": "Pass token",
+    **dict.fromkeys(("force_download", "generation_config", "code_revision"), "It is not supported. Leave it out"),
+    "use_safetensors": "Leave it out. safetensors are preferred to .bin files, whose pickle is not executed",
+}
+"""Keywords of transformers, TRL and FSDP that ``from_pretrained`` does not have, and what to do instead."""
+
+
+def require_known(call: str, given: Mapping[str, object], kind: type) -> None:
+    """Reject keywords that a call does not have. Those of transformers with value None are allowed.
+
+    Args:
+        call: name of the public function.
+        given: the keywords.
+        kind: declaration of the keywords that the call has.
+
+    Raises:
+        ConfigError: an unknown keyword. The message has the options object that takes it, the alternative, or the
+            nearest keyword.
+    """
+    known = get_hints(kind)
+    for name, value in given.items():
+        if name not in known and not (name in _INSTEAD and value is None):
+            raise unknown_keyword(call, name, known, _INSTEAD, kind)
+
+
+def check_options(hints: Mapping[str, Any], given: Mapping[str, Any], inside: str = "") -> None:
+    """Reject values that do not fit their annotations, nested ones included.
+
+    Args:
+        hints: the annotation of each name.
+        given: the values.
+        inside: prefix of the argument names, for messages.
+
+    Raises:
+        ConfigError: an argument has the wrong type. The message has the expected one.
+    """
+    for name, value in given.items():
+        kinds, choices = _allowed(hints.get(name, Any))
+        where = f"{inside}.{name}" if inside else name
+        if isinstance(value, str) and value in choices:
+            continue
+        if choices and (isinstance(value, str) or not kinds):
+            classes = [f"{kind.__name__}(...)" for kind in kinds if kind is not types.NoneType]
+            known = [*map(repr, choices), *classes]
+            raise ConfigError(f"{where}={value!r:.80} is not known. Pass one of {', '.join(known)}.")
+        if kinds and not _is_instance(value, kinds):
+            raise ConfigError(_type_error(where, value, kinds))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_ours(type(value)):
+            attributes = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+            check_options(get_hints(type(value)), attributes, where)
+
+
+@functools.cache
+def get_hints(described: Any) -> Mapping[str, Any]:
+    """Return the annotations of a function or class.
+
+    Empty if they refer to names imported for type checkers only.
+    """
+    try:
+        return get_type_hints(described)
+    except NameError:
+        return {}
+
+
+def get_world(options: object, call: str) -> World:
+    """Return the ranks of the options, or the default ones if the options have the wrong type.
+
+    ``call`` is the public name of the call.
+    """
+    if not _is_ours(type(options)):
+        return World.current(call=call)
+    return World.current(getattr(options, "process_group", None), getattr(options, "timeouts", None), call=call)
+
+
+@contextmanager
+def comparing_arguments(world: World) -> Iterator[Exchange]:
+    """Check the arguments of a call on every rank in a block, and that they are the same on all. Collective: yes.
+
+    The block sets ``local`` to the arguments that ranks must have in common, as text by name.
+
+    Raises:
+        ShardwiseError: the same on every rank, if the block raised it on any.
+        RankMismatchError: ranks were called with different arguments.
+    """
+    with world.all_reduce("check the arguments", functools.partial(_difference, world)) as exchange:
+        yield exchange
+    if exchange.result is not None:
+        raise RankMismatchError(exchange.result)
+
+
+def _difference(world: World, settings_by_rank: Sequence[Mapping[str, str]]) -> str | None:
+    """Describe the first argument that is not the same on all ranks."""
+    first = settings_by_rank[0]
+    for name in dict.fromkeys(name for settings in settings_by_rank for name in settings):
+        if odd := [rank for rank, each in enumerate(settings_by_rank) if each.get(name) != first.get(name)]:
+            values = f"{settings_by_rank[odd[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
+            ranks, first_rank = format_ranks(odd, world.global_ranks), world.global_ranks[0]
+            given = f"{name} on rank {ranks} is not that of rank {first_rank} ({values:.500})"
+            return f"{given}. Give every rank the same"
+    return None
+
+
+def comparable_text(value: object) -> str:
+    """Return text to compare a value between ranks. Classes and functions appear by name."""
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value)
+
+
+def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """Return the classes and the strings that an annotation allows. No classes if none of them is checked."""
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
+    others = [member for member in members if get_origin(member) is not Literal]
+    kinds = tuple(types.NoneType if member is None else get_origin(member) or member for member in others)
+    if not all(isinstance(kind, type) for kind in kinds) or not any(map(_is_strict, kinds)):
+        kinds = ()
+    return kinds, choices
+
+
+def _is_instance(value: object, kinds: tuple[Any, ...]) -> bool:
+    if isinstance(value, type) and type not in kinds:  # a class has the attributes of a protocol, too
+        return False
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+
+
+def _is_strict(kind: type) -> bool:
+    return _is_ours(kind) or kind in (torch.device, torch.dtype) or kind.__module__.startswith(_OTHER_KINDS)
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("shardwise.")
+
+
+def _type_error(name: str, value: object, kinds: tuple[Any, ...]) -> str:
+    names = [kind.__name__ for kind in kinds if kind is not types.NoneType]
+    given = value if isinstance(value, str) else type(value).__name__  # "lora" and a LoraConfig both mean Lora
+    names.sort(key=lambda kind: not given.lower().startswith(kind.lower()))
+    meant, last = " or ".join(names), name.rpartition(".")[2]
+    if isinstance(value, type):
+        return f"{name} is the class {value.__name__}. Pass an object of it: {last}={value.__name__}(...)"
+    return f"{name} is {value!r:.80}, of type {type(value).__name__}. Pass {meant}, as in {last}={names[0]}(...)"

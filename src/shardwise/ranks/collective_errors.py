@@ -1,0 +1,128 @@
+"""Names lost ranks where a collective fails, and ends ranks that are stuck in one."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from shardwise.core.errors import RankLostError, ShardwiseError, TrainingError
+from shardwise.ranks.control_channel import ADVICE_ON_WAITS, ControlChannel
+from shardwise.ranks.failure_detection import describe_wait
+
+if TYPE_CHECKING:
+    from shardwise.ranks.world import World
+
+Where: TypeAlias = Callable[[], str]
+"""Returns a description of the operation, the same on all ranks."""
+
+WhenStuck: TypeAlias = Callable[[ShardwiseError], object]
+
+
+_COLLECTIVE = re.compile(
+    r"gloo|nccl|hccl|xccl|connection (closed|reset|refused)|broken pipe|socket|process group|watchdog",
+    re.IGNORECASE,
+)
+"""Found in errors of the backends of process groups; gloo raises nothing but a RuntimeError."""
+
+
+_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator|can.t allocate memory|not enough memory", re.IGNORECASE)
+
+
+_STUCK_S = 5.0
+"""A rank that is still in a collective this long after another was lost will not return from it in time."""
+
+_CHECK_S = 1.0
+
+
+@contextmanager
+def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuck | None = None) -> Iterator[None]:
+    """Translate errors of torch's own collectives in this block, which fail when a rank is lost.
+
+    An error of a collective then becomes one that names the lost rank. A rank that runs out of memory, or
+    raises any other error, announces it to the others. ``where`` is a description of the operation, the same on all
+    ranks. They must have met over the control channel before.
+
+    A collective may also wait for a lost rank for as long as its backend does, and cannot be canceled. After some
+    seconds of this, ``when_stuck`` is called on another thread, which does not depend on the store, because this
+    rank may be the one that is cut off.
+
+    Raises:
+        TrainingError: a rank has run out of memory. The same on every rank.
+        RankLostError: a rank is lost, or has left the block. The same on every rank, except that a rank with an
+            error of its own raises that error.
+    """
+    channel, has_left = world.channel, threading.Event()
+    watching = threading.Thread(
+        target=_watch, args=(channel, where, when_stuck, has_left), name="shardwise-stuck", daemon=True
+    )
+    watching.start()
+    try:
+        try:
+            yield
+        finally:
+            has_left.set()
+            watching.join(timeout=_CHECK_S)  # its arguments may keep the model alive
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        is_out, is_broken = is_out_of_memory(error), is_collective_error(error)
+        slow = describe_wait() if is_broken else ""  # now, because the wait is over
+        cause = _out_of_memory(error) if is_out else f"{type(error).__name__}: {error}"
+        kind = TrainingError if is_out else RankLostError
+        if channel is None:
+            if is_out:
+                raise TrainingError(f"{where()}: {cause}") from error
+            raise
+        if is_out or not is_broken:
+            channel.abort(cause, kind)
+        try:
+            channel.await_verdict()
+        except (RankLostError, TrainingError) as lost:
+            if is_out or is_broken:
+                raise type(lost)(f"{where()}: {lost}") from error
+        else:
+            channel.abort(cause, kind)
+        if slow:
+            raise RankLostError(f"{where()}: waited in a collective for {slow}. {ADVICE_ON_WAITS}") from error
+        raise
+
+
+def _watch(
+    channel: ControlChannel | None, where: Where, when_stuck: WhenStuck | None, has_left: threading.Event
+) -> None:
+    if channel is None or when_stuck is None:
+        return
+    lost_s = math.inf
+    while not has_left.wait(min(channel.timeouts.heartbeat_interval_s, _CHECK_S)):
+        lost = channel.loss()
+        lost_s = math.inf if lost is None else min(lost_s, time.monotonic())
+        if lost is not None and time.monotonic() - lost_s >= _STUCK_S:
+            when_stuck(type(lost)(f"{where()}: {lost}"))
+            return
+
+
+def _out_of_memory(error: BaseException) -> str:
+    detail = str(error).partition("\n")[0] or type(error).__name__
+    return f"out of memory ({detail}). Smaller batches, activation checkpointing or more ranks take less"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if this process, or its device, has no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    is_torch_error = isinstance(error, RuntimeError) and not isinstance(error, dist.DistError)
+    return is_torch_error and _MEMORY.search(str(error)) is not None
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Return True if ranks could not communicate. The cause may be on another rank."""
+    is_known = isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error)) is not None
+    return is_known or isinstance(error, dist.DistError)

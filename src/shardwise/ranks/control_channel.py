@@ -1,0 +1,361 @@
+"""Lets the ranks of one call exchange small messages over torch's key-value store.
+
+[Note: No rank waits in a collective] A collective waits as long as its slowest rank, and hangs when one is gone. So
+ranks meet here first: each sends the first rank a report, which may be empty, and reads the one result that the
+first rank makes of all. A meeting ends with an error when the detector
+(:class:`~shardwise.ranks.failure_detection.Detector`) finds that a rank is lost: the rank that finds out first
+publishes the verdict, and every rank raises it. A rank that fails announces it at once, so that the others can
+stop.
+
+The n-th call of a rank meets the n-th of every other. If these are not the same call, all ranks raise an error
+that names two of them, and their next calls meet again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from shardwise.core.errors import RankLostError, RankMismatchError, ShardwiseError
+from shardwise.core.formatting import format_ranks
+from shardwise.core.machine import ProcessId
+from shardwise.ranks.failure_detection import KeyStore, get_detector, heartbeat_keys
+from shardwise.ranks.outcomes import Failure
+from shardwise.ranks.slow_ranks import Meeting
+from shardwise.ranks.timeouts import Timeouts
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_log = logging.getLogger(__name__)
+
+_FIRST_POLL_S, _LAST_POLL_S = 0.0001, 0.05
+_POLL_FRACTION = 0.05
+"""The time between two polls, as a fraction of the time waited so far."""
+
+_REPORT = 1 << 32
+"""Added by a rank that has sent a report to the number of those that have arrived at a meeting."""
+
+_VERDICT_FRACTION = 0.25
+"""The fraction of the timeout for which the first rank waits until busy ranks have read a verdict."""
+
+_STORE_FACTOR = 1.25
+"""The store is lost when it has not answered for this many timeouts."""
+
+ADVICE_ON_WAITS = "Find out what it does, or raise the timeout of the process group (ddp_timeout)"
+"""What to do if a rank that lives was not waited for any longer."""
+
+WARN_S, WARN_AGAIN_S = 5.0, 30.0
+"""Seconds after which a rank that has made no call yet is logged, and logged again."""
+
+
+class ControlChannel:
+    """One rank's end of a call's meetings.
+
+    Args:
+        store: torch's key-value store, shared by the ranks.
+        name: the same on all ranks of one group.
+        rank: this rank in the group.
+        global_ranks: the ranks of the group in the default group.
+        timeouts: how long to wait.
+        call: description of this rank's call, the same on all ranks.
+    """
+
+    def __init__(
+        self, store: Any, name: str, rank: int, global_ranks: Sequence[int], timeouts: Timeouts, call: str
+    ) -> None:
+        self.rank, self.global_ranks, self.size = rank, global_ranks, len(global_ranks)
+        self.timeouts = timeouts
+        self._name = name
+        self._call = call
+        self._store = store
+        self._keys: KeyStore | None = None
+        self._step = 0
+        self._used: list[str] = []
+        self._failed_step = -1
+        self._verdict: Failure | None = None
+        self._is_closed = False
+        self._joining = threading.Lock()
+        self._joined_s = self._warn_at = math.inf
+        self._meeting: Meeting | None = None
+        self._detector = get_detector(store, global_ranks[rank])
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Return True if some rank has failed or is lost, or the store is lost."""
+        return self._failed_step == self._step or self._verdict is not None or self.store_loss() is not None
+
+    def loss(self) -> ShardwiseError | None:
+        """Return the loss of a rank or of the store that was detected. Does not use the store."""
+        if self._verdict is not None and self._verdict.kind != RankMismatchError.__name__:
+            return self._verdict.to_error()
+        return self.store_loss()
+
+    def store_loss(self) -> RankLostError | None:
+        """Return the error of a store that is gone, or that does not answer."""
+        error, limit_s = self._detector.error, _STORE_FACTOR * self.timeouts.heartbeat_timeout_s
+        if error is None and self._detector.unanswered_s < limit_s:
+            return None
+        fault = "is gone" if error is not None else f"has not answered for {limit_s:.0f} s"  # equal on all ranks
+        lost = RankLostError(
+            f"the store through which the ranks meet {fault}. The process that holds it (the launcher, or rank 0) "
+            "has ended, is stopped, or cannot be reached. Check its output"
+        )
+        lost.__cause__ = error
+        return lost
+
+    # Called by the rank
+
+    def join(self) -> None:
+        """Announce that this rank has reached the call.
+
+        Raises:
+            RankLostError: the store is gone, or does not answer.
+        """
+        self._run(KeyStore.delete, ())  # every task joins before it begins
+
+    def gather(self) -> list[bytes]:
+        """On the first rank: wait for all ranks. Return the reports of the others.
+
+        The other ranks wait until :meth:`publish` is called.
+
+        Raises:
+            RankLostError: a rank is lost, or has not come. The message has its rank.
+            RankMismatchError: ranks are in different calls.
+        """
+        return self._run(self._gather)
+
+    def publish(self, result: bytes) -> None:
+        """On the first rank: end the meeting. Raises as :meth:`gather` does."""
+        self._run(self._publish, result)
+
+    def report(self, message: bytes) -> bytes:
+        """On another rank: send a report, and wait for the result. Raises as :meth:`gather` does."""
+        return self._run(self._report, message)
+
+    def finish(self) -> None:
+        """Leave after the last meeting, the first rank when all have read the result: the store may end with it.
+
+        A rank that is lost now is ignored.
+        """
+        if self.rank == 0 and self._step:
+            with contextlib.suppress(ShardwiseError):
+                self._run(self._finish)
+
+    def interrupt(self) -> None:
+        """Announce that this rank has failed and will report its error at the next meeting."""
+        step = self._failed_step = self._step
+        self._start(KeyStore.set, f"{step}/failed", b"")
+
+    def abort(self, cause: str, kind: type[ShardwiseError] = RankLostError) -> None:
+        """Announce that this rank leaves the call and will not reach another meeting. The others raise ``kind``."""
+        number = self.global_ranks[self.rank]
+        text = f"rank {number} ({ProcessId.here()}) has left the call: {cause}"
+        with contextlib.suppress(Exception):
+            self._start(self._announce, kind(text)).result(timeout=self.timeouts.heartbeat_interval_s)
+
+    def await_verdict(self) -> None:
+        """Wait until the detector has decided whether a rank is lost.
+
+        Raises:
+            ShardwiseError: naming the rank, of the kind with which it has left.
+        """
+        deadline = time.monotonic() + self.timeouts.heartbeat_timeout_s + 4 * self.timeouts.heartbeat_interval_s
+        while self._verdict is None and self.store_loss() is None and time.monotonic() < deadline:
+            time.sleep(_LAST_POLL_S)
+        if self._verdict is not None or self.store_loss() is not None:
+            self._run(self._raise_verdict)
+
+    def close(self) -> None:
+        """End a meeting in progress. The heartbeat continues."""
+        self._is_closed = True
+        self._detector.watchers.discard(self)
+
+    def _run(self, task: Callable[Concatenate[KeyStore, P], T], *args: P.args, **keywords: P.kwargs) -> T:
+        future = self._start(task, *args, **keywords)
+        while True:
+            try:
+                return future.result(timeout=self.timeouts.heartbeat_interval_s)
+            except TimeoutError:
+                if loss := self.store_loss():
+                    raise loss from loss.__cause__
+
+    def _start(self, task: Callable[Concatenate[KeyStore, P], T], *args: P.args, **keywords: P.kwargs) -> Future[T]:
+        """Run the task on a thread of its own: a store that cannot be reached may never answer."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(task(self._joined_keys(), *args, **keywords))
+            except ShardwiseError as error:
+                future.set_exception(error)
+            except Exception as error:
+                self._detector.error = error
+                future.set_exception(self.loss() or error)
+
+        threading.Thread(target=run, name=f"shardwise-meeting-{self.rank}", daemon=True).start()
+        return future
+
+    # On the thread of a task
+
+    def _joined_keys(self) -> KeyStore:
+        with self._joining:
+            self._keys = self._keys or self._join()
+        return self._keys
+
+    def _join(self) -> KeyStore:
+        number = KeyStore(self._store, self._name).add(f"calls/{self.rank}", 1)
+        keys = KeyStore(self._store, f"{self._name}/call{number}")
+        self._detector.begun.wait()  # a rank that is here, and has never had a heartbeat, would not be missed
+        keys.set(f"here/{self.rank}", b"")
+        own = f"rank {self.global_ranks[self.rank]} is in {self._call}"
+        first = keys.set_default("call", own)
+        if first.partition(" is in ")[2] != self._call:
+            text = (
+                f"{own}, and {first}: a call was skipped, or made by some ranks alone. Every rank has to make the "
+                "same calls in the same order. The next calls meet again"
+            )
+            self._announce(keys, RankMismatchError(text))
+        self._joined_s = time.monotonic()
+        self._warn_at = self._joined_s + WARN_S
+        self._detector.add(self, self.timeouts.heartbeat_interval_s)
+        return keys
+
+    def _gather(self, keys: KeyStore) -> list[bytes]:
+        num_reports, others = 0, range(1, self.size)
+        with self._in_meeting(keys, self._step):
+            for _ in self._polls(keys):
+                num_reports, num_arrived = divmod(keys.add(f"{self._step}/in", 0), _REPORT)
+                if num_arrived == len(others):
+                    break
+        if keys.has("verdict"):  # the others have given this rank up since
+            self._raise_verdict(keys)
+        senders: Sequence[int] = others[:num_reports]  # all, or none
+        if 0 < num_reports < len(others):
+            senders = [rank for rank in others if keys.has(f"{self._step}/{rank}")]
+        reports = dict(zip(senders, keys.get([f"{self._step}/{rank}" for rank in senders]), strict=True))
+        return [reports.get(rank, b"") for rank in others]
+
+    def _publish(self, keys: KeyStore, result: bytes) -> None:
+        step = self._step
+        self._step += 1
+        used = [*keys.set(f"{step}/all", result), *(f"{step}/{name}" for name in ("in", "out", "failed"))]
+        keys.delete(self._used)  # all ranks have left the meeting before
+        self._used = used
+
+    def _report(self, keys: KeyStore, message: bytes) -> bytes:
+        step = self._step
+        used = keys.set(f"{step}/{self.rank}", message) if message else []
+        keys.add(f"{step}/in", 1 + _REPORT * bool(message))
+        with self._in_meeting(keys, step):
+            for _ in self._polls(keys):
+                if keys.has(f"{step}/all"):
+                    break
+        [result] = keys.get([f"{step}/all"])
+        self._step += 1
+        keys.delete(used)
+        keys.add(f"{step}/out", 1)
+        return result
+
+    def _finish(self, keys: KeyStore) -> None:
+        for _ in self._polls(keys):
+            if keys.add(f"{self._step - 1}/out", 0) == self.size - 1:
+                break
+        keys.delete([*self._used, "call", *(f"here/{rank}" for rank in range(self.size))])
+        self._used = []
+
+    @contextlib.contextmanager
+    def _in_meeting(self, keys: KeyStore, step: int) -> Iterator[None]:
+        """Have this rank's heartbeats say that it waits in a meeting."""
+        key = f"{keys.prefix}/{step}"
+        self._detector.meetings[key] = self._meeting = Meeting(time.monotonic(), self.global_ranks)
+        try:
+            yield
+        finally:
+            self._meeting = None
+            self._detector.meetings.pop(key, None)
+
+    def _polls(self, keys: KeyStore) -> Iterator[None]:
+        """Yield before each poll of the caller, the less often the longer it takes. Raise a verdict."""
+        start = time.monotonic()
+        while True:
+            verdict = self._verdict
+            yield
+            if self._is_closed:
+                raise RankLostError(f"rank {self.global_ranks[self.rank]} has left the call")
+            if verdict is not None:  # and polled after it: a rank that has left has met this one before
+                self._raise_verdict(keys)
+            waited_s = time.monotonic() - start
+            time.sleep(min(max(_FIRST_POLL_S, waited_s * _POLL_FRACTION), _LAST_POLL_S))
+
+    def _announce(self, keys: KeyStore, error: ShardwiseError) -> Failure:
+        """Publish the verdict, unless another rank has. Return the published one."""
+        kind, _, text = keys.set_default("verdict", f"{type(error).__name__}\n{error}").partition("\n")
+        self._verdict = Failure(kind, text)
+        return self._verdict
+
+    def _raise_verdict(self, keys: KeyStore) -> NoReturn:
+        """Raise the verdict, on the first rank not before the others have read it: the store may end with it."""
+        verdict = self._verdict or self._announce(keys, RankLostError("the store is lost"))
+        num_readers = keys.add("readers", 1)
+        deadline = time.monotonic() + _VERDICT_FRACTION * self.timeouts.heartbeat_timeout_s
+        while self.rank == 0 and num_readers < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(_LAST_POLL_S)
+            num_readers = keys.add("readers", 0)
+        raise verdict.to_error()
+
+    # On the detector's thread
+
+    def watch(self, store: Any) -> None:
+        """Look for failures and verdicts of other ranks, and for lost ranks."""
+        if self._keys is None:
+            return
+        keys = KeyStore(store, self._keys.prefix)
+        step = self._step
+        if keys.has(f"{step}/failed"):
+            self._failed_step = step
+        if self._verdict is None and keys.has("verdict"):
+            self._announce(keys, RankLostError())
+        watched = self.global_ranks[1:] if self.rank == 0 else self.global_ranks[:1]
+        self._detector.update(heartbeat_keys(store), watched)
+        heartbeats = self._detector.heartbeats
+        for number in watched:
+            beat = heartbeats.get(number)
+            if beat and self._verdict is None and (cause := beat.loss(self.timeouts.heartbeat_timeout_s)):
+                advice = "Check its output, and the kernel log (dmesg) for the OOM killer"
+                self._announce(keys, RankLostError(f"rank {number} ({beat.process}) is lost: {cause}. {advice}"))
+        if self._step == 0 and self._verdict is None:
+            self._find_absent(keys, [number for number in watched if number not in heartbeats])
+        meeting = self._meeting
+        waited_s = 0.0 if meeting is None else time.monotonic() - meeting.since_s
+        if self._verdict is None and waited_s > self.timeouts.meeting_timeout_s:
+            slow = self._detector.waits_for or "another rank"
+            self._announce(keys, RankLostError(f"waited for {waited_s:.0f} s for {slow}. {ADVICE_ON_WAITS}"))
+
+    def _find_absent(self, keys: KeyStore, unknown: list[int]) -> None:
+        now = time.monotonic()
+        if unknown and now > self._warn_at:
+            self._warn_at = now + WARN_AGAIN_S
+            size = dist.get_world_size() if dist.is_initialized() else self.size
+            _log.warning("%s", waiting_for(unknown, size, self._store))
+        if now - self._joined_s > self.timeouts.join_timeout_s:
+            for rank, number in enumerate(self.global_ranks):
+                if not keys.has(f"here/{rank}"):
+                    waited = f"within {now - self._joined_s:.0f} s. Make the call on every rank"
+                    self._announce(keys, RankLostError(f"rank {number} has not reached {self._call} {waited}"))
+
+
+def waiting_for(ranks: Sequence[int], size: int, store: Any) -> str:
+    """Return a message that names ranks that have not arrived, and the store's host and port, or its file."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    address = f"{store.host}:{store.port}" if hasattr(store, "port") else getattr(store, "path", "one store")
+    return f"waiting for rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)} of {size} at {address}"

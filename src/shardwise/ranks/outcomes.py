@@ -1,0 +1,104 @@
+"""Outcomes of a call on a rank, as they are sent to other ranks."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec, TypeVar
+
+from shardwise.core import errors
+from shardwise.core.errors import CheckpointError, ShardwiseError
+from shardwise.core.phases import current_phases
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Stopped(Exception):
+    """This rank stopped its work because another one has failed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error as it is sent between ranks.
+
+    Attributes:
+        kind: the name of its class in :mod:`shardwise.core.errors`, or of :class:`Stopped`.
+        message: its text.
+        phase: the call and the phase in which it was raised.
+        cause: the exception, on the rank that raised it.
+    """
+
+    kind: str
+    message: str
+    phase: str = field(default="", compare=False)
+    cause: Exception | None = field(default=None, compare=False)
+
+    @classmethod
+    def from_error(cls, error: Exception) -> Failure:
+        own = [base for base in type(error).__mro__ if base is Stopped or base.__module__ == errors.__name__]
+        message = str(error) if own else f"{type(error).__name__}: {error}"
+        phase = getattr(error, "phase", "") or current_phases()
+        return cls((own or [CheckpointError])[0].__name__, message, phase, error)
+
+    @classmethod
+    def among(cls, values: Sequence[object], count: int, global_ranks: Sequence[int]) -> Failure | None:
+        """Return the first failure of the ranks, with its rank unless all ``count`` ranks failed alike.
+
+        ``global_ranks`` are the ranks in the default group. A rank that only stopped because of another one is
+        ignored.
+        """
+        failures = {rank: value for rank, value in enumerate(values) if isinstance(value, Failure)}
+        own = {rank: failure for rank, failure in failures.items() if not failure.is_stop} or failures
+        for rank, first in own.items():
+            is_common = len(own) == count and set(own.values()) == {first}
+            return first if is_common else first.at_rank(global_ranks[rank])
+        return None
+
+    def __reduce__(self) -> tuple[type[Failure], tuple[str, str, str]]:
+        return Failure, (self.kind, self.message, self.phase)
+
+    @property
+    def is_stop(self) -> bool:
+        return self.kind == Stopped.__name__
+
+    def at_rank(self, rank: int) -> Failure:
+        return self if self.message.startswith("rank ") else replace(self, message=f"rank {rank}: {self.message}")
+
+    def to_error(self) -> ShardwiseError:
+        kind: type[ShardwiseError] = getattr(errors, self.kind, CheckpointError)
+        return at_phase(kind(self.message), self.phase)
+
+
+def at_phase(error: ShardwiseError, phase: str) -> ShardwiseError:
+    """Add the phase in which the ranks were to an error, with a note that tracebacks show."""
+    if phase:
+        error.phase = phase
+        error.add_note(f"The ranks were in this phase: {phase}")
+    return error
+
+
+def attempt(function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T | Failure:
+    """Return the function's value, or its exception as a failure."""
+    try:
+        return function(*args, **keywords)
+    except Exception as error:
+        return Failure.from_error(error)
+
+
+def encode(value: object) -> bytes:
+    """Pickle a value as a message: None as the empty one, and one that cannot be pickled as a failure.
+
+    An object that is in it several times is in the message once.
+    """
+    if value is None:
+        return b""
+    pickled = attempt(pickle.dumps, value)
+    return zlib.compress(pickle.dumps(pickled) if isinstance(pickled, Failure) else pickled, 1)
+
+
+def decode(message: bytes) -> Any:
+    """Return the value of a message."""
+    return pickle.loads(zlib.decompress(message)) if message else None

@@ -1,0 +1,318 @@
+"""Starts ranks as processes of this machine, or joins those of a launcher. Selects each rank's accelerator."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import ProcessException, start_processes
+
+from shardwise.core import machine
+from shardwise.core.console import surviving_console
+from shardwise.core.errors import RankLostError, ShardingError, ShardwiseError
+from shardwise.ranks.control_channel import WARN_AGAIN_S, WARN_S, waiting_for
+from shardwise.ranks.failure_detection import get_detector
+from shardwise.ranks.outcomes import Failure, decode, encode
+from shardwise.ranks.stop_signals import (
+    RELAYED,
+    SAME_REQUEST_S,
+    STOP_SIGNALS,
+    StoppedNowError,
+    acknowledge_stop,
+    ignore_stop_signals,
+    raise_signal,
+)
+
+RankFunction: TypeAlias = Callable[..., Any]
+"""A function of an importable module, called on every rank."""
+
+_log = logging.getLogger(__name__)
+
+_GRACE_S = 10.0
+"""Seconds for which the other ranks may continue after one has failed, and as many after SIGTERM."""
+
+
+class RankError(ShardwiseError):
+    """A rank raised an error other than shardwise's. The text has its traceback."""
+
+
+class RankEndedError(RankError):
+    """A rank's process ended in the middle of a call."""
+
+
+def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool = False) -> list[Any]:
+    """Call the function of an importable module on ``size`` new processes. Return its values (picklable) by rank.
+
+    ``torch.multiprocessing`` starts the processes. Each has its own accelerator, if the machine has any. When this
+    process is interrupted or terminated, the ranks are ended. With ``asks_first`` the request is passed on to them,
+    and they have unlimited time until a later signal.
+
+    Raises:
+        ShardwiseError: as raised by the function, from the rank that failed first.
+        RankError: a rank failed otherwise, or ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
+        call = size, folder, function, args
+        context: Any = start_processes(_run_rank, call, size, join=False, start_method="spawn")
+        with _signals(context.processes, asks_first=asks_first):
+            try:
+                first = _join_all(context)
+            finally:
+                for process in context.processes:
+                    process.kill()
+                    process.join()
+        outcomes = [
+            _outcome(Path(folder, str(rank)), rank, process.exitcode)
+            for rank, process in enumerate(context.processes)
+        ]
+    failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, ShardwiseError)}
+    if failures:  # the others may have been ended because the first one had
+        raise failures[min(failures, key=lambda rank: (_priority(failures[rank]), rank != first))]
+    return outcomes
+
+
+def _priority(error: BaseException) -> int:
+    """Return a sort key: deliberate errors (0) come before those of ranks that then lost their peer."""
+    later = (RankEndedError, RankLostError, RankError)
+    return 3 - next((place for place, kind in enumerate(later) if isinstance(error, kind)), 3)
+
+
+def _join_all(context: Any) -> int | None:
+    """Wait for all ranks, but only a few seconds more once one has failed. Return the rank that failed first."""
+    try:
+        while not context.join(grace_period=_GRACE_S):
+            pass
+    except ProcessException as error:
+        return int(error.error_index)
+    return None
+
+
+def _outcome(file: Path, rank: int, exit_code: int | None) -> Any:
+    """Return the value or the error of a rank."""
+    if not file.exists():
+        return RankEndedError(f"rank {rank}: its process ended with exit code {exit_code}")
+    outcome = decode(file.read_bytes())
+    if not isinstance(outcome, Failure):
+        return outcome
+    return RankError(outcome.message) if outcome.kind == RankError.__name__ else outcome.to_error()
+
+
+@contextmanager
+def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None]:
+    """Raise on stop signals. With ``asks_first``, the first one is passed on to the ranks instead.
+
+    See [Note: One request] in ``ranks/stop_signals.py``.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    requested_s: float | None = None
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        nonlocal requested_s
+        if not asks_first or (requested_s is not None and time.monotonic() - requested_s > SAME_REQUEST_S):
+            raise_signal(number)
+        if requested_s is None:
+            requested_s = time.monotonic()
+            for process in ranks:  # before anything that may fail or block: ranks must hear of it
+                with suppress(OSError, ValueError):
+                    if process.pid is not None and process.exitcode is None:
+                        os.kill(process.pid, RELAYED)
+            acknowledge_stop()
+
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in handlers.items():
+        if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup
+            signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+# On the ranks
+
+
+def _run_rank(rank: int, size: int, folder: str, function: RankFunction, args: Sequence[Any]) -> None:
+    """Join the other ranks, call the function, and write its outcome to a file in ``folder``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: sent when the parent ends
+    # A spawned process would spawn its own children, too: data workers start as they do under other launchers.
+    multiprocessing.set_start_method(None, force=True)
+    with surviving_console():
+        outcome = _call_in_group(rank, size, folder, function, args)
+    Path(folder, f"{rank}.new").write_bytes(encode(outcome))
+    os.replace(Path(folder, f"{rank}.new"), Path(folder, str(rank)))
+    sys.exit(isinstance(outcome, Failure))
+
+
+def _call_in_group(rank: int, size: int, folder: str, function: RankFunction, args: Sequence[Any]) -> Any:
+    """Return the function's value on a rank of a new process group, or its failure."""
+    try:
+        torch.set_num_threads(max(1, machine.processor_count() // size))
+        store = FileStore(str(Path(folder, "store")), size)
+        dist.init_process_group(select_accelerator({}, rank, size), store=store, rank=rank, world_size=size)
+        try_collectives()
+        return function(*args)
+    except ShardwiseError as error:
+        return Failure.from_error(error)
+    except StoppedNowError:
+        raise
+    except BaseException:
+        text = "".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines())
+        return Failure(RankError.__name__, text.strip())
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
+"""Variables in which a scheduler names the devices of a process."""
+
+
+def select_accelerator(environment: Mapping[str, str], local_rank: int, local_size: int) -> str:
+    """Select the accelerator of a rank. Return the backends of its process group, as in "cpu:gloo,cuda:nccl".
+
+    The device is that of the local rank, or device 0 if the environment makes one device visible
+    (``srun --gpus-per-task=1``).
+
+    Raises:
+        ShardingError: there are accelerators, but not one for each rank of this machine.
+    """
+    from shardwise.fsdp.torch_private import accelerator, accelerator_module, both_backends
+
+    kind = accelerator()
+    if kind is None:
+        return "gloo"
+    count, size = torch.accelerator.device_count(), max(local_rank + 1, local_size)
+    shows_own = count == 1 and any("," not in environment.get(name, ",") for name in _VISIBLE)
+    if size > count and not shows_own:
+        raise ShardingError(
+            f"{size} ranks on a machine: each needs a device, and this process sees {count}. Start at most "
+            f"{count}, or hide the devices to compute on the CPU ({_VISIBLE[0]}=)"
+        )
+    accelerator_module(kind).set_device(0 if shows_own else local_rank)
+    return both_backends(kind)
+
+
+def try_collectives() -> None:
+    """Carry out a first collective on accelerators, so that a backend that does not work is named at the start.
+
+    Collective: yes, over the default group.
+
+    Raises:
+        ShardingError: it failed.
+    """
+    from shardwise.fsdp.torch_private import accelerator, get_backend, has_collectives
+
+    kind = accelerator()
+    if kind is None or not has_collectives(kind):
+        return
+    try:
+        ones = torch.ones(1, device=kind)
+        dist.all_reduce(ones)
+        ones.cpu()
+    except RuntimeError as error:
+        raise ShardingError(
+            f"{get_backend(kind)}: the first collective failed on rank {dist.get_rank()}: {error}. Each rank needs "
+            "a device of its own, and a network that all of them reach. NCCL_DEBUG=INFO shows more"
+        ) from error
+
+
+# Ranks of a launcher
+
+_RENDEZVOUS = timedelta(minutes=10)
+"""The time for which ranks of a launcher wait for each other."""
+
+
+def run_launched(environment: Mapping[str, str], function: RankFunction, *args: Any) -> list[Any]:
+    """Call the function as a rank of a launcher. Return its values by rank, on every rank.
+
+    Ranks meet by the ``environment`` of torchrun, as by ``env://``. Afterwards the process group is destroyed,
+    unless the function raises: the other ranks may never finish. If the function destroys it, as accelerate does,
+    only this rank's value is returned. Collective: yes, over all ranks.
+
+    Raises:
+        RankLostError: ranks have not come within ten minutes, or could not connect to each other.
+        ShardingError: there are more ranks than accelerators.
+    """
+    from shardwise.fsdp.torch_private import default_store, set_timeout
+    from shardwise.ranks.world import World
+
+    local_size = int(environment.get("LOCAL_WORLD_SIZE") or 1)
+    backends = select_accelerator(environment, int(environment["LOCAL_RANK"]), local_size)
+    try:
+        store, rank, size = _launcher_store(environment)
+        dist.init_process_group(backends, timeout=_RENDEZVOUS, store=store, rank=rank, world_size=size)
+    except (RuntimeError, ValueError) as error:
+        cause = str(error).partition("\n")[0]
+        raise RankLostError(
+            f"the ranks could not meet ({cause}). Start every rank, with one MASTER_ADDR and one free MASTER_PORT"
+        ) from error
+    set_timeout(dist.default_pg_timeout.total_seconds())  # the time to meet is over
+    get_detector(default_store(), dist.get_rank())
+    try_collectives()
+    values = [function(*args)]
+    # Before any rank can end: a launcher ends all others once one has ended with a code other than 0, and each is
+    # to end with its own.
+    ignore_stop_signals()
+    if dist.is_initialized():
+        with World.current(call="run_launched") as world:
+            values = world.all_gather_object(values[0])
+        dist.destroy_process_group()
+    return values
+
+
+def _launcher_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
+    """Return the store of the ranks that a launcher started, once all have come, and this rank and their number.
+
+    It is the store of torch's ``env://``, which waits without output. Here, missing ranks are logged.
+    """
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    is_server = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    tcp_store = TCPStore(host, port, size, is_server, _RENDEZVOUS, wait_for_workers=False, multi_tenant=True)
+    store = PrefixStore(f"shardwise/attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp_store)
+    store.set(f"here/{rank}", "")
+    end, warn_at = time.monotonic() + _RENDEZVOUS.total_seconds(), time.monotonic() + WARN_S
+    while not store.check([f"here/{other}" for other in range(size)]):
+        if time.monotonic() > warn_at:
+            warn_at = time.monotonic() + WARN_AGAIN_S
+            missing = [other for other in range(size) if not store.check([f"here/{other}"])]
+            text = waiting_for(missing, size, tcp_store)
+            if time.monotonic() > end:
+                raise RankLostError(f"{text}: timed out. Start every rank")
+            _log.warning("%s", text)
+        time.sleep(0.05)
+    return store, rank, size
+
+
+def get_rank_and_size() -> tuple[int, int]:
+    """Return this rank, and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def this_device() -> torch.device:
+    """Return this rank's accelerator, or else the CPU."""
+    from shardwise.fsdp.torch_private import accelerator, accelerator_module, has_collectives
+
+    kind = accelerator()
+    if kind is None or (dist.is_initialized() and not has_collectives(kind)):
+        return torch.device("cpu")
+    return torch.device(kind.type, accelerator_module(kind).current_device())

@@ -1,0 +1,411 @@
+"""Lets the ranks of a call act together, and fail together when one of them fails.
+
+[Note: Together or not at all] A phase is a ``with`` block that runs on every rank without communication. At its
+end all ranks exchange their outcomes, and if any of them failed, all raise the same error. So no rank waits for one
+that has failed, and error messages do not depend on the rank.
+
+The file also measures the times of a call's phases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from operator import itemgetter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+import torch.distributed as dist
+
+from shardwise.core.errors import ConfigError, RankLostError, RankMismatchError, ShardwiseError, TrainingError
+from shardwise.core.formatting import format_ranks
+from shardwise.core.phases import current_phases, phase
+from shardwise.fsdp import torch_private
+from shardwise.ranks.outcomes import Failure, Stopped, at_phase, attempt, decode, encode
+from shardwise.ranks.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from shardwise.ranks.control_channel import ControlChannel
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Exchange:
+    """A phase of a call: a block that this rank executes, at the end of which all ranks exchange their outcomes.
+
+    See [Note: Together or not at all]. The block may be left by ``return``, ``break`` or ``continue``: this rank
+    takes part in the exchange all the same. Ctrl-C and whatever else is no :class:`Exception` is not exchanged.
+
+    Attributes:
+        local: what this rank contributes (picklable). None if the block does not set it.
+        reduce_fun: reduces the values of all ranks, on the first. A block may set it, to one that needs what the
+            block makes.
+        result: what all ranks have, once the block has ended.
+    """
+
+    def __init__(
+        self, world: World, what: str, reduce_fun: Callable[[list[Any]], object], num_attempts: int
+    ) -> None:
+        self.local: Any = None
+        self.reduce_fun = reduce_fun
+        self.result: Any = None
+        self._world = world
+        self._num_attempts = num_attempts
+        self._phase = phase(what)
+
+    def __enter__(self) -> Self:
+        self._phase.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.result = self._world._reduce(self.local, self.reduce_fun, self._num_attempts)
+            elif isinstance(error, Exception) and not self._world._is_known_to_all(error):
+                self._world._reduce(Failure.from_error(error), self.reduce_fun, self._num_attempts)
+        finally:
+            self._phase.__exit__(None, None, None)
+
+
+class _GatherOnFirst(Exchange):
+    """A phase whose values stay on the first rank."""
+
+    def __init__(self, world: World, what: str) -> None:
+        super().__init__(world, what, self._keep, world.size)
+        self._values: list[Any] | None = None
+
+    def _keep(self, values: list[Any]) -> None:
+        self._values = values
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self.result = self._values
+
+
+def _reduce_to_nothing(_values: list[None]) -> None:
+    """Reduce the outcomes of ranks that have only succeeded."""
+
+
+class World:
+    """The ranks of a process group, or one process alone (``group`` None and ``size`` 1).
+
+    A call can expect the following sequence:
+
+    1. :meth:`current` on every rank, with the name of the public function.
+    2. ``with world:``: the rank joins the call. Ranks that are in different calls find out here. A world that lasts
+       longer than a call (AdapterBank, the Trainer's steps) is not entered, and ranks find out in its first phase.
+    3. Phases, the same on every rank and in the same order::
+
+           with world.collective("plan the save"):
+               plan = plan_save(model, request)
+           with world.broadcast("read headers") as exchange:
+               if world.rank == 0:
+                   exchange.local = read_headers(folder)
+           index = exchange.result
+
+       At the end of each, ranks meet. If one has failed, all raise the same error, and no phase follows. If one is
+       lost, all later phases raise the same error again.
+    4. In long phases, :meth:`check` from time to time: it raises Stopped if another rank has failed.
+    5. The end of the ``with`` block: this rank has left the call. Its failure is no longer waited for.
+
+    Attributes:
+        channel: None for one process.
+        global_ranks: the ranks of the group in the default group, which messages show.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None = None,
+        timeouts: Timeouts | None = None,
+        purpose: str = "",
+        call: str = "a call",
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.group = group
+        self.global_ranks: Sequence[int] = range(size)
+        self.timeouts = timeouts or Timeouts()
+        self.channel: ControlChannel | None = None
+        self._call = call
+        self._phase: AbstractContextManager[None] | None = None
+        self._end: Failure | None = None
+        """The error after which ranks cannot meet again, without its traceback."""
+        self._raised: weakref.ref[Exception] | None = None
+        """The error that all ranks have raised. Its traceback must not keep the caller's tensors alive."""
+        if size > 1:
+            from shardwise.ranks.control_channel import ControlChannel
+
+            name = f"shardwise/{group.group_name if group is not None else 'all'}{purpose}"
+            self.global_ranks = dist.get_process_group_ranks(group)
+            self.channel = ControlChannel(
+                torch_private.default_store(), name, rank, self.global_ranks, self.timeouts, call
+            )
+            weakref.finalize(self, self.channel.close)
+
+    @classmethod
+    def current(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        timeouts: Timeouts | None = None,
+        purpose: str = "",
+        call: str = "a call",
+    ) -> World:
+        """Return the given group's ranks, else the default group's, else this process alone. Collective: no.
+
+        Args:
+            group: a process group, or None for the default one.
+            timeouts: how long ranks wait for each other. None for the timeout that the process group was given, if
+                it is not torch's default.
+            purpose: distinguishes calls that the same ranks make in two threads at once.
+            call: name of the public function, for messages. Ranks that meet in different calls all raise one
+                RankMismatchError.
+        """
+        if not dist.is_initialized():
+            return cls(0, 1, call=call)
+        if dist.get_rank(group) < 0:
+            raise ConfigError("process_group: this rank is not in it. Pass a group with every calling rank")
+        if timeouts is None and (given_s := torch_private.get_given_timeout(group)) is not None:
+            limit_s = max(given_s, Timeouts().heartbeat_timeout_s)
+            timeouts = Timeouts(join_timeout_s=limit_s, meeting_timeout_s=limit_s)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, purpose, call)
+
+    def __enter__(self) -> Self:
+        if self.channel is not None:
+            self.channel.join()
+        self._phase = phase(self._call)
+        self._phase.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+            self._phase = None
+        if self.channel is None:
+            return
+        if error is not None and not isinstance(error, (ShardwiseError, Stopped)):
+            # Not raised by a collective (Ctrl-C, or an error between two of them): other ranks do not know of it.
+            self.channel.abort(f"{type(error).__name__}: {error}")
+        elif not isinstance(error, RankLostError):
+            self.channel.finish()
+        self.channel.close()
+
+    # Phases
+
+    def collective(self, what: str) -> Exchange:
+        """Return a block in which all ranks work. It ends without an error if it succeeded everywhere.
+
+        ``what`` names the phase in the errors of lost ranks, as in "plan the save".
+
+        Collective: yes, at the end of the block.
+
+        Raises:
+            CheckpointError: (or a subclass) the same on every rank, if the block raised on any.
+            RankLostError: a rank has been lost.
+            RankMismatchError: ranks are in different calls.
+        """
+        return Exchange(self, what, _reduce_to_nothing, num_attempts=self.size)
+
+    def broadcast(self, what: str) -> Exchange:
+        """Return a block in which the first rank works. ``result`` is its ``local`` on all ranks.
+
+        Collective: yes, at the end of the block. Errors: as of :meth:`collective`.
+        """
+        return Exchange(self, what, itemgetter(0), num_attempts=1)
+
+    def all_gather(self, what: str) -> Exchange:
+        """Return a block in which all ranks work. ``result`` is the list of every rank's ``local``, by rank.
+
+        Collective: yes, at the end of the block. Errors: as of :meth:`collective`.
+        """
+        return Exchange(self, what, list, num_attempts=self.size)
+
+    def all_reduce(self, what: str, reduce_fun: Callable[[list[Any]], object] = list) -> Exchange:
+        """Return a block in which all ranks work. ``result`` is ``reduce_fun`` of every rank's ``local``.
+
+        It runs on the first rank, so that the store carries each value once, and the result for each rank. Equal
+        values may arrive as one object.
+
+        Collective: yes, at the end of the block. Errors: as of :meth:`collective`, also those of ``reduce_fun``.
+        """
+        return Exchange(self, what, reduce_fun, num_attempts=self.size)
+
+    def gather(self, what: str) -> Exchange:
+        """Return a block in which all ranks work. ``result`` is every rank's ``local`` on the first rank, by rank.
+
+        It is None on the others, which receive nothing.
+
+        Collective: yes, at the end of the block. Errors: as of :meth:`collective`.
+        """
+        return _GatherOnFirst(self, what)
+
+    # Values that are there, so that nothing can fail
+
+    def all_reduce_object(self, value: T, reduce_fun: Callable[[list[T]], R]) -> R:
+        """Return on every rank the result of ``reduce_fun`` for all values (picklable). Collective: yes."""
+        return self._reduce(value, reduce_fun)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return every rank's value (picklable) by rank. Collective: yes."""
+        return self._reduce(value, list)
+
+    def require_equal(self, value: object, what: str) -> None:
+        """Raise on every rank when a value (picklable) differs between ranks. Collective: yes.
+
+        Raises:
+            RankMismatchError: a value differs. The message names ``what`` and the ranks whose value is not that of
+                the first rank.
+        """
+        if mismatched := self.all_reduce_object(value, self.mismatched):
+            raise RankMismatchError(f"{what} on rank {mismatched.text} is not that of rank {self.global_ranks[0]}")
+
+    def mismatched(self, values: Sequence[object]) -> MismatchedRanks | None:
+        """Return the ranks whose values, by rank, are not the first rank's. None if all are equal."""
+        ranks = [rank for rank, value in enumerate(values) if value != values[0]]
+        return MismatchedRanks(ranks[0], format_ranks(ranks, self.global_ranks)) if ranks else None
+
+    def is_first_at(self, place: str) -> bool:
+        """Return True on the lowest of the ranks that pass this ``place``. Collective: yes."""
+        return self.all_gather_object(place).index(place) == self.rank
+
+    # While working
+
+    def check(self) -> None:
+        """Raise Stopped if another rank has failed. Long phases call this periodically.
+
+        Raises:
+            Stopped: another rank has failed.
+        """
+        if self.channel is not None and self.channel.is_interrupted:
+            raise Stopped("left its work: another rank has failed, or the store did not answer")
+
+    def end(self, error: ShardwiseError) -> None:
+        """Have all later phases raise this error, because ranks have left each other in a collective of torch's.
+
+        Collective: no, but all ranks call it.
+        """
+        self._end = Failure(type(error).__name__, str(error))
+
+    def wait_for(self, work: dist.Work) -> None:
+        """Wait for a collective begun with ``async_op=True``, or raise Stopped once another rank has failed."""
+        pause = 0.0001
+        try:
+            while not work.is_completed():
+                self.check()
+                time.sleep(pause)
+                pause = min(2 * pause, 0.01)
+        except Stopped:
+            torch_private.keep_forever(self.group)
+            raise
+        work.wait()
+
+    def _reduce(self, own: T | Failure, reduce_fun: Callable[[list[T]], R], num_attempts: int | None = None) -> R:
+        """Return on every rank the result of ``reduce_fun`` on the first rank, for the values of all.
+
+        ``num_attempts`` is the number of ranks that could have failed (default: all).
+
+        Raises:
+            CheckpointError: (or a subclass) the same on every rank, if ``own`` is a failure on any of them, or
+                ``reduce_fun`` raises.
+        """
+        channel, latest = self.channel, cast(object, own)
+        if channel is None:
+            return self._reduce_alone(own, reduce_fun)
+        if self._end is not None:
+            raise self._shared(self._end.to_error())
+        if isinstance(own, Failure) and not own.is_stop:
+            channel.interrupt()
+        try:
+            if self.rank:
+                result = decode(channel.report(encode(own)))
+            else:
+                reports = channel.gather()
+                values = {message: decode(message) for message in set(reports)}
+                inputs = [own, *(values[message] for message in reports)]
+                failure = Failure.among(inputs, num_attempts or self.size, channel.global_ranks)
+                latest = failure or attempt(reduce_fun, cast(list[T], inputs))
+                message = encode(latest)
+                channel.publish(message)
+                result = decode(message)
+        except (RankLostError, TrainingError) as error:
+            self.end(error)
+            if channel.store_loss() and isinstance(own, Failure) and not own.is_stop:
+                # The first rank has ended, maybe because of this failure, of which this rank has the details.
+                raise self._shared(own.at_rank(channel.global_ranks[self.rank]).to_error()) from own.cause
+            raise self._shared(at_phase(error, current_phases())) from error.__cause__
+        if not isinstance(result, Failure):
+            return cast(R, result)
+        if self._phase is None:  # else the first rank waits for the others at the end of the block
+            channel.finish()
+        raise self._shared(result.to_error()) from (latest.cause if isinstance(latest, Failure) else None)
+
+    def _shared(self, error: ShardwiseError) -> ShardwiseError:
+        """Remember an error that every rank raises now."""
+        self._raised = weakref.ref(error)
+        return error
+
+    def _is_known_to_all(self, error: Exception) -> bool:
+        """Return whether no rank has to be told of an error: a block within this one has raised it on every rank.
+
+        Alone, a process raises shardwise's own errors as they are.
+        """
+        if self._raised is not None and self._raised() is error:
+            return True
+        return self.channel is None and isinstance(error, (ShardwiseError, Stopped))
+
+    def _reduce_alone(self, own: T | Failure, reduce_fun: Callable[[list[T]], R]) -> R:
+        """Return the reduction of one value, or raise a failure: shardwise's own errors as they are."""
+        outcome = own if isinstance(own, Failure) else attempt(reduce_fun, [own])
+        if not isinstance(outcome, Failure):
+            return outcome
+        if isinstance(outcome.cause, (ShardwiseError, Stopped)):
+            raise outcome.cause
+        raise self._shared(outcome.to_error()) from outcome.cause
+
+
+@dataclass(frozen=True, slots=True)
+class MismatchedRanks:
+    """Ranks that do not have the first rank's value.
+
+    Attributes:
+        first: the lowest of them, in the group.
+        text: all of them in the default group, abbreviated for messages.
+    """
+
+    first: int
+    text: str
+
+
+def repr_digest(value: object) -> bytes:
+    """Return the SHA-256 of a value's ``repr``, for comparison between ranks."""
+    return hashlib.sha256(repr(value).encode(errors="surrogatepass")).digest()
+
+
+@dataclass
+class Clock:
+    """Seconds by phase, in order. Time in a nested phase counts for the inner phase only."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _inner: float = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start, before, self._inner = time.perf_counter(), self._inner, 0.0
+        with phase(name):
+            yield
+        elapsed = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner
+        self._inner = before + elapsed

@@ -1,0 +1,5 @@
+"""Reports and estimates as plain data, and formatting of names and sizes."""
+
+from shardwise.core.lazy_exports import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,5 +1,0 @@
-"""Reports and estimates as plain data, and formatting of names and sizes."""
-
-from shardwise._face import lazy_exports
-
-__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,142 @@
+"""Folders that are locked for a save, by the first rank or by this process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from os import PathLike, fspath
+
+from shardwise.core.errors import StorageError
+from shardwise.files.local_writer import open_writer
+from shardwise.files.storage import StorageWriter
+from shardwise.ranks.world import World
+from shardwise.saving import saving_lock
+from shardwise.saving.saving_lock import new_save_id
+
+
+class LockedFolder:
+    """A folder that this process has locked for a save. The lock is renewed until it is released.
+
+    Args:
+        writer: of the folder.
+        save_id: the id of the save, 8 hex digits.
+
+    Raises:
+        StorageError: as of :func:`~shardwise.saving.saving_lock.take_lock`.
+    """
+
+    def __init__(self, writer: StorageWriter, save_id: str) -> None:
+        saving_lock.take_lock(writer, save_id)
+        self.writer = writer
+        self.save_id = save_id
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="shardwise-lock", daemon=True)
+        self._thread.start()
+
+    def is_held(self) -> bool:
+        """Return False if another save has taken the lock over, or it was removed."""
+        return saving_lock.holds_lock(self.writer, self.save_id)
+
+    def require(self) -> None:
+        """Raise StorageError if the lock is not held any more."""
+        saving_lock.require_lock(self.writer, self.save_id)
+
+    def release(self) -> None:
+        """Remove the lock for good, if it exists. May be called again.
+
+        Raises:
+            StorageError: the lock cannot be removed. The save is over all the same, and the lock is stale.
+        """
+        self._ended.set()
+        self._thread.join()
+        saving_lock.release_lock(self.writer, self.save_id)
+        self.writer.sync_names()
+
+    def _renew(self) -> None:
+        count = 0
+        while not self._ended.wait(saving_lock.RENEWAL_S):
+            count += 1
+            with contextlib.suppress(OSError, StorageError):  # the commit will find out
+                saving_lock.renew_lock(self.writer, self.save_id, count)
+
+
+@dataclass(slots=True)
+class Saving:
+    """A save of all ranks: its id, the folder, and, on the first rank alone, its lock."""
+
+    save_id: str
+    folder: str
+    _locked: LockedFolder | None
+
+    def lock(self, stack: ExitStack) -> str:
+        """Lock the folder on this rank, and return the id of the save. Its writer is closed with ``stack``."""
+        self._locked = LockedFolder(stack.enter_context(open_writer(self.folder)), new_save_id())
+        return self._locked.save_id
+
+    @property
+    def is_locked_here(self) -> bool:
+        """True on the first rank."""
+        return self._locked is not None
+
+    @property
+    def locked(self) -> LockedFolder:
+        """On the first rank."""
+        assert self._locked is not None, "only the first rank holds the lock"
+        return self._locked
+
+    def require(self) -> None:
+        """Require on any rank that the lock is still this save's.
+
+        Raises:
+            StorageError: it is not.
+        """
+        with open_writer(self.folder) as writer:
+            saving_lock.require_lock(writer, self.save_id)
+
+    def find_cause(self, failure: Exception) -> Exception:
+        """Return the cause of a failure on this rank: the loss of the lock, or else the failure itself."""
+        try:
+            self.require()
+        except StorageError as lost:
+            lost.__cause__ = failure
+            return lost
+        return failure
+
+
+@contextmanager
+def locked_by_first_rank(world: World, folder: str | PathLike[str]) -> Iterator[Saving]:
+    """Lock a folder on the first rank for the time of the block, which releases it at its end, if it does not fail.
+
+    Collective: yes, at the beginning.
+
+    Raises:
+        StorageError: another save holds the lock, or the folder is not writable.
+    """
+    saving = Saving("", fspath(folder), None)
+    with ExitStack() as stack:
+        try:
+            with world.broadcast("lock the folder") as exchange:
+                if world.rank == 0:
+                    exchange.local = saving.lock(stack)
+            saving.save_id = exchange.result
+            yield saving
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                if saving.is_locked_here:
+                    saving.locked.release()
+            raise
+
+
+@contextmanager
+def locked_here(folder: str | PathLike[str]) -> Iterator[Saving]:
+    """Lock a folder for the time of the block, by one rank. Collective: no.
+
+    Raises:
+        StorageError: another save is writing there, or the folder cannot be written to.
+    """
+    with locked_by_first_rank(World(0, 1), folder) as saving:
+        yield saving
+        saving.locked.release()

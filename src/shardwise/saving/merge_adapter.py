@@ -1,0 +1,480 @@
+"""Merges an adapter into its base: both opened and joined, and every outcome an expression over them."""
+
+import copy
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Unpack
+
+import transformers
+from transformers import PreTrainedModel
+
+from shardwise.core.errors import ConfigError, FormatError, KeyMismatchError
+from shardwise.core.expression import Expression, Stored, rows_stored, stored_leaves, substitute
+from shardwise.core.layout import TensorKind
+from shardwise.core.save_reports import MergeAdapterReport
+from shardwise.core.tensors import DType, parse_size
+from shardwise.core.untrusted import require_quick_patterns
+from shardwise.files.checkpoint_index import without_wrappers
+from shardwise.files.join_entries import merged_index
+from shardwise.files.local_reader import CombinedReader, LocalReader, open_storage
+from shardwise.files.local_writer import LocalWriter
+from shardwise.files.open_checkpoint import open_checkpoint
+from shardwise.files.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
+from shardwise.files.remote import resolve
+from shardwise.files.stored_tensors import stored_tensors
+from shardwise.files.urls import HubOptions, shown, unsafe_name_reason
+from shardwise.fsdp.named_tensors import collect_tensors
+from shardwise.loading.audit import are_equal
+from shardwise.loading.from_pretrained import stored_prefix, weights_in
+from shardwise.loading.meta_model import ModelOptions, Outline, check_keywords, load_config, outline
+from shardwise.models import pretrained
+from shardwise.models.build import ResizeVocab, vocabulary_tensors
+from shardwise.models.former_names import LowRankPair, fuse_experts, match_former_names
+from shardwise.models.revert import Output
+from shardwise.models.selection import find_transposed_modules, parameters_by_module
+from shardwise.saving import merge_plan, offline
+from shardwise.saving.offline import (
+    config_content,
+    read_companions,
+    read_config_file,
+    read_templates,
+    write_templates,
+)
+from shardwise.saving.prepare import MAX_SHARD_SIZE
+from shardwise.saving.stream_out import TensorsToSave, edited
+from shardwise.transfer.read import ReadExecutor
+
+ADAPTER = stored_prefix("merged")
+"""What the names of the adapter's files and keys begin with, beside those of the base."""
+
+_TASKS: Final = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
+"""Classes of models with a head, by ``task_type`` in the config of an adapter."""
+
+
+@dataclass(frozen=True)
+class _AdapterSource:
+    """An adapter that has been opened."""
+
+    config: LoraConfig
+    executor: ReadExecutor
+    tensors: Mapping[str, Stored]
+    notes: Sequence[str]
+
+
+def adapter_folder(given: Path, adapter_name: str) -> Path:
+    """The folder itself, or that of the adapter of this name in it, where PEFT puts all but the default one."""
+    if not given.is_dir():
+        raise FormatError(f"{given}: is a file. Pass the folder with {ADAPTER_CONFIG}")
+    fault = unsafe_name_reason(adapter_name)
+    if fault is not None or "/" in adapter_name:
+        raise FormatError(f"{shown(adapter_name)}: is not the name of an adapter. Pass the name it was saved under")
+    for folder in (given / adapter_name, given):
+        if (folder / ADAPTER_CONFIG).is_file():
+            return folder
+    inside = sorted(place.parent.name for place in given.glob(f"*/{ADAPTER_CONFIG}"))
+    remedy = f"Choose one by adapter_name: {', '.join(map(shown, inside))}" if inside else "Check the path"
+    raise FormatError(f"{given}: has no {ADAPTER_CONFIG}. {remedy}")
+
+
+def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
+    """Read an adapter's config and headers, without PEFT. Readers are closed with ``stack``.
+
+    Raises:
+        ConfigError: an adapter of this kind cannot be merged.
+        FormatError, StorageError: a file is not there, contradicts its format, or cannot be read.
+    """
+    path = folder / ADAPTER_CONFIG
+    config = parse_adapter_config(read_config_file(path), what=str(path))
+    file = weights_in(folder)
+    reader = stack.enter_context(LocalReader(folder))
+    index, notes = without_wrappers(open_checkpoint(reader, weights_name=file))
+    executor = offline.create_executor(reader, index)
+    tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
+    if not tensors:
+        raise FormatError(f"{folder / file}: holds no tensors. Save the adapter again")
+    return _AdapterSource(config, executor, tensors, notes)
+
+
+def find_new_vocab_size(lora: _AdapterSource, built: Outline, adapter_name: str) -> int | None:
+    """Return the number of tokens of an adapter that was trained with a resized vocabulary, or None."""
+    by_name, rows, renamed = built.layout.by_name, {}, model_names(built)
+    for key, bare in merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name).items():
+        name = renamed(bare) or bare
+        shape, own = lora.tensors[key].shape, by_name[name].shape if name in by_name else ()
+        if own and len(shape) == len(own) and shape[1:] == own[1:] and shape[0] not in (0, own[0]):
+            rows[name] = shape[0]
+    try:
+        vocabulary = vocabulary_tensors(built.model, collect_tensors(built.model)) if rows else set()
+    except ConfigError:
+        return None
+    sizes = {size for name, size in rows.items() if name in vocabulary}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def find_class_with_head(lora: _AdapterSource, built: Outline, adapter_name: str) -> Any:
+    """Return the class of model that an adapter was trained on, if it has a head that the base does not have.
+
+    None if it has none. The adapter's config names the task, or the class.
+    """
+    renamed = model_names(built)
+    names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name).values()
+    if all(renamed(name) is not None for name in names):
+        return None
+    name = _TASKS.get(lora.config.task_type or "") or lora.config.auto_mapping.get("base_model_class")
+    return getattr(transformers, name, None) if isinstance(name, str) else None
+
+
+def find_head(lora: _AdapterSource, built: Outline, adapter_name: str) -> dict[str, str]:
+    """Return the adapter's keys of the tensors that the base does not store, by their names in the model."""
+    names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name)
+    ties = pretrained.declared_ties(built.model)
+    stored = {*built.bindings.matched, *ties, *ties.values()}
+    absent = {name for tensor in built.layout.saved() for name in tensor.names} - stored
+    return {name: key for key, name in names.items() if name in absent}
+
+
+def find_num_labels(lora: _AdapterSource, built: Outline, head: Mapping[str, str]) -> int | None:
+    """Return the number of rows of a head, if that is not the number of labels in the config."""
+    expected = built.model.config.num_labels
+    rows = set()
+    for name, key in head.items():
+        shape, stored = built.layout.by_name[name].shape, lora.tensors[key].shape
+        if shape[:1] == (expected,) and shape[1:] == stored[1:]:
+            rows.add(stored[0])
+    return rows.pop() if len(rows) == 1 and rows != {expected} else None
+
+
+def config_fields(model: PreTrainedModel, overrides: Collection[str], *, has_new_head: bool) -> dict[str, object]:
+    """Return the fields of a model's config that the base's does not have: overrides, class and labels."""
+    content = json.loads(model.config.to_json_string(use_diff=False))
+    wanted = [*overrides, *(("id2label", "label2id") if has_new_head else ())]
+    fields = {name: content[name] for name in wanted if name in content}
+    return fields | ({"architectures": [type(model).__name__]} if has_new_head else {})
+
+
+def require_equal_copies(lora: _AdapterSource, adapter_name: str) -> None:
+    """Check that tensors that the adapter stores under two names have the same values.
+
+    Raises:
+        KeyMismatchError: they differ. The message has both names.
+    """
+    stored = stored_tensors(lora.executor.index)
+    for key, other in merge_plan.repeated_copies(lora.tensors, adapter_name=adapter_name).items():
+        if not are_equal(stored[key], stored[other], lora.tensors[other].dtype, lora.executor, rank=0, size=1):
+            raise KeyMismatchError(
+                f"{lora.executor.reader.root}: {shown(key)} and {shown(other)} are the same tensor, and differ. "
+                "Save the adapter again"
+            )
+
+
+def require_all_rows(source: offline.OfflineModel, plan: merge_plan.MergePlan, what: str) -> None:
+    """Check that the adapter has the new rows of a resized vocabulary.
+
+    Raises:
+        KeyMismatchError: it does not have a tensor that needs them. The message has its name.
+    """
+    for tensor in source.layout.saved():
+        stored = rows_stored(source.expressions[tensor.fqn]) if tensor.fqn in source.expressions else None
+        edits = [edit for name in tensor.names for edit in plan.tensors.get(name, ())]
+        if stored is not None and not any(isinstance(edit, merge_plan.Replaced) for edit in edits):
+            raise KeyMismatchError(
+                f"{what}: the adapter was trained with {tensor.shape[0]} tokens, the base has {stored}, and the "
+                f"adapter has no {shown(tensor.fqn)} of that size. Train it with this module in modules_to_save"
+            )
+
+
+def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> tuple[set[str], dict[str, str]]:
+    """Return the declared ties that are not tied in the output, and those of them that were tied in training.
+
+    The latter are targets with their sources. PEFT adapts modules: with a LoRA on one of two tied modules, the
+    other one has the tensor without it. An adapter also unties a tensor if it has values for one of its names only,
+    or two values. A config can only untie all at once (``tie_word_embeddings``).
+    """
+    renamed = model_names(built)
+    names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name)
+    whole = {renamed(name) or name: key for key, name in names.items()}
+    modules = merge_plan.adapted_modules(lora.tensors, adapter_name=adapter_name)
+    adapted = {renamed(f"{module}.weight") for module in modules}
+    expressions = stored_tensors(lora.executor.index)
+    ties = {
+        target: origin
+        for target, origin in pretrained.declared_ties(built.model).items()
+        if target in built.layout.by_name
+    }
+    separate: set[str] = set()
+    for target, origin in ties.items():
+        ours = [name for name in (target, origin) if name in whole]
+        if not ours or lora.config.ensure_weight_tying:
+            continue
+        if len(ours) == 1:
+            is_tied = not lora.config.saves_module(ours[0].rpartition(".")[0])
+        else:
+            one, other = (expressions[whole[name]] for name in ours)
+            is_tied = are_equal(one, other, built.layout.by_name[target].dtype, lora.executor, rank=0, size=1)
+        if not is_tied:
+            separate.add(target)
+    if not separate and adapted.isdisjoint([*ties, *ties.values()]):
+        return set(), {}
+    return set(ties), {target: origin for target, origin in ties.items() if target not in separate}
+
+
+def model_names(built: Outline) -> Callable[[str], str | None]:
+    """Return a function from a tensor's name in a checkpoint to the model's, or to None if the model has none."""
+    names = {name: tensor for tensor in built.layout.saved() for name in tensor.names}
+    # Transforms record that they are used, which decides how files are written.
+    transforms = copy.deepcopy(built.transforms)
+
+    @cache
+    def renamed(name: str) -> str | None:
+        return match_former_names(built.model, [name], names, transforms).plain.get(name)
+
+    return renamed
+
+
+def merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -> merge_plan.MergeTargets:
+    names = {name: tensor for tensor in source.layout.saved() for name in tensor.names}
+    return merge_plan.MergeTargets(
+        tensors={name: tensor.shape for name, tensor in names.items() if tensor.fqn in source.expressions},
+        keys={key: output.shape for key, output in outputs.items()},
+        parameters=parameters_by_module(source.built.model),
+        columns=find_transposed_modules(source.built.model),
+        renamed=model_names(source.built),
+    )
+
+
+def fuse_single_experts(
+    source: offline.OfflineModel, outputs: Mapping[str, Output], lora: _AdapterSource, adapter_name: str
+) -> tuple[dict[str, merge_plan.Edit], set[str]]:
+    """Return the edits of fused experts by an adapter of single ones, and the adapter's keys that they use.
+
+    If the checkpoint stores experts one by one, there are none: each is merged into its own tensor.
+
+    Raises:
+        KeyMismatchError: the adapter does not have all parts of a tensor, or in several ranks or scalings.
+    """
+    layout = source.layout
+    names = {name: tensor for tensor in layout.saved() for name in tensor.names}
+    keys = {
+        f"{module}.weight": {key.rpartition(".lora_")[2].partition(".")[0]: key for key in found}
+        for module, found in merge_plan.adapted_modules(lora.tensors, adapter_name=adapter_name).items()
+    }
+    plain = [name for name, found in keys.items() if name not in outputs and found.keys() == {"A", "B"}]
+    matched = match_former_names(source.built.model, plain, names, source.built.transforms)
+    pairs = {}
+    for name in matched.former.values():
+        module, found = name.removesuffix(".weight"), keys[name]
+        pairs[name] = LowRankPair(lora.tensors[found["A"]], lora.tensors[found["B"]], lora.config.scaling(module))
+    fused = fuse_experts(source.built.model, layout, matched, pairs, what=str(lora.executor.reader.root))
+    columns = find_transposed_modules(source.built.model)
+    edits: dict[str, merge_plan.Edit] = {}
+    for name, pair in fused.items():
+        is_transposed = name.rpartition(".")[0] in columns
+        form = merge_plan.WeightForm.EXPERT_COLUMNS if is_transposed else merge_plan.WeightForm.EXPERTS
+        edits[name] = merge_plan.LowRank(name, form, pair.r, pair.scaling, pair.lora_A, pair.lora_B)
+    return edits, {key for name in pairs for key in keys[name].values()}
+
+
+def merged_tensors(
+    source: offline.OfflineModel,
+    outputs: Mapping[str, Output],
+    plan: merge_plan.MergePlan,
+    joined: Mapping[str, Expression],
+    changed: set[str],
+) -> dict[str, tuple[DType, Expression]]:
+    """Return the tensors of the output: those of the base, with the edits of the adapter under each name."""
+    expressions = source.by_every_name()
+    for tensor in source.layout.saved():
+        edits = tuple(edit for name in tensor.names for edit in plan.tensors.get(name, ()))
+        if edits and tensor.fqn in source.expressions:
+            base = source.expressions[tensor.fqn]
+            merged = edited(
+                tensor.fqn, base, [_with_unique_keys(edit, joined) for edit in edits], tensor.dtype, changed
+            )
+            expressions |= dict.fromkeys(tensor.names, merged)
+    made = offline.merged_outputs(source, outputs, expressions)
+    for key, edits in plan.keys.items():
+        dtype, base = made[key]
+        made[key] = dtype, edited(key, base, [_with_unique_keys(edit, joined) for edit in edits], dtype, changed)
+    return made
+
+
+def _with_unique_keys(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_plan.Edit:
+    """Return an edit with keys of leaves that are unique among those of the base."""
+
+    def found(tensor: Expression) -> Expression:
+        return substitute(tensor, {leaf.key: joined[f"{ADAPTER}/{leaf.key}"] for leaf in stored_leaves(tensor)})
+
+    if isinstance(edit, merge_plan.LowRank):
+        magnitude = None if edit.magnitude is None else found(edit.magnitude)
+        return replace(edit, a=found(edit.a), b=found(edit.b), magnitude=magnitude)
+    return replace(edit, leaf=found(edit.leaf))
+
+
+def merge_adapter(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    adapter_name: str = "default",
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    **options: Unpack[ModelOptions],
+) -> MergeAdapterReport:
+    """Fold a LoRA adapter of PEFT into its base and write the outcome as the hub has it.
+
+    Block by block: read a box of the base, add ``scaling * B @ A`` in float32 to the part that the adapter changes,
+    and round the sum once ([Note: One rounding]).
+
+    Args:
+        base: a folder, or a hub id in the cache.
+        adapter: a folder of PEFT's with ``adapter_config.json``, or a hub id in the cache.
+        out: a folder, created if missing. A model in it is replaced once all is written.
+        adapter_name: of an adapter in a folder of its own inside ``adapter``, or in the names of its tensors.
+        max_shard_size: as in ``"5GB"``: of one file's tensors.
+
+    Keyword arguments: see :class:`~shardwise.loading.meta_model.ModelOptions`. The output has their ``dtype``.
+
+    Collective: no. Memory: about half a GiB in addition to importing torch and transformers, for any model size.
+
+    Raises:
+        ConfigError: an argument cannot be honored, or an adapter of this kind cannot be merged.
+        KeyMismatchError: adapter and base do not match, or merging would change nothing. The message names the
+            tensors.
+        FormatError, StorageError: a file contradicts its format, or cannot be read or written.
+
+    If it raises, an older model in ``out`` is unchanged.
+    """
+    start = time.perf_counter()
+    options = check_keywords("merge_adapter", options, ModelOptions)
+    max_shard_bytes, in_cache = parse_size(max_shard_size), HubOptions(local_files_only=True)
+    found = resolve(base, in_cache, download=False)
+    lora_folder = adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
+    folder, out = found if found.is_dir() else found.parent, Path(out).expanduser()
+    offline.require_other_folder(out, [found, lora_folder])
+    with ExitStack() as stack:
+        merge = _plan(found, folder, lora_folder, adapter_name, options, stack)
+        source, plan = merge.source, merge.plan
+        companions = read_companions(folder, lora_folder)
+        companions["config.json"] = merge.config_content(folder, options.get("dtype", "auto"))
+        tensors = source.layout.tensors
+        with LocalWriter(out) as writer:
+            streamed, names = offline.write_out(
+                writer,
+                merge.to_save,
+                sum(item.numel for item in tensors if item.kind is TensorKind.PARAMETER),
+                max_shard_bytes=max_shard_bytes,
+                companions=companions,
+                check=lambda _: merge.require_effect(lora_folder),
+            )
+        write_templates(out, read_templates([lora_folder, folder]))
+    return MergeAdapterReport(
+        base=str(found),
+        adapter=str(lora_folder),
+        out=str(out),
+        model_class=type(source.built.model).__name__,
+        dtype=str(source.config.dtype).removeprefix("torch."),
+        modules=len(plan.modules),
+        unchanged=tuple(name for name in plan.modules if name not in merge.changed),
+        tensors=len(streamed.fingerprints),
+        nbytes=streamed.nbytes,
+        files=names,
+        companions=tuple(sorted(companions)),
+        notes=(*source.notes, *merge.notes()),
+        seconds=time.perf_counter() - start,
+    )
+
+
+@dataclass(frozen=True)
+class _PlannedEdits:
+    """An adapter and its base: edits and outputs. Writing adds to ``changed``."""
+
+    source: offline.OfflineModel
+    plan: merge_plan.MergePlan
+    to_save: TensorsToSave
+    changed: set[str]
+    vocab_size: int | None
+    """The number of tokens, if the adapter changes it."""
+    fields: Mapping[str, object]
+    """Further fields of the output's config."""
+
+    def config_content(self, folder: Path, dtype: object) -> bytes:
+        """Return the output's ``config.json``, made of the base's in ``folder``."""
+        named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
+        return config_content(
+            folder,
+            dtype=named,
+            untied=bool(self.source.untied),
+            vocab_size=self.vocab_size,
+            fields=self.fields,
+        )
+
+    def notes(self) -> list[str]:
+        """Return notes on a resized vocabulary."""
+        return [] if self.vocab_size is None else [f"the vocabulary has {self.vocab_size} tokens, as the adapter"]
+
+    def require_effect(self, folder: Path) -> None:
+        """Raises KeyMismatchError if nothing has been changed."""
+        if not self.changed:
+            modules = self.plan.modules
+            raise KeyMismatchError(
+                f"{folder}: the outcome would equal the base: the deltas of all {len(modules)} modules "
+                f"({shown(modules[0])}, ...) are zero, or too small for the dtype. Take a trained adapter, or a "
+                "wider dtype"
+            )
+
+
+def _plan(
+    found: Path, folder: Path, lora_folder: Path, adapter_name: str, options: ModelOptions, stack: ExitStack
+) -> _PlannedEdits:
+    """Open both, read headers and configs, and plan the edits."""
+    lora = open_for_merging(lora_folder, stack)
+    opened, config = open_storage(found), load_config(folder, options)
+    reader = stack.enter_context(opened.reader)
+    index = offline.read_index(opened, config)
+    executor = offline.create_executor(reader, index)
+    built = outline(folder, config, index, options)
+    model_class = None if "model_class" in options else find_class_with_head(lora, built, adapter_name)
+    if model_class is not None:
+        options = {**options, "model_class": model_class}
+        built = outline(folder, config, index, options)
+    head = find_head(lora, built, adapter_name)
+    num_labels = find_num_labels(lora, built, head)
+    if num_labels is not None:
+        config.num_labels = num_labels
+        built = outline(folder, config, index, options)
+    is_named = any(f".{adapter_name}." in f"{key}." for key in lora.tensors)
+    if adapter_name not in ("default", lora_folder.name) and not is_named:
+        raise FormatError(f"{lora_folder}: has no adapter {shown(adapter_name)}. Check adapter_name")
+    require_equal_copies(lora, adapter_name)
+    vocab_size = find_new_vocab_size(lora, built, adapter_name)
+    if vocab_size is not None:
+        built = outline(folder, config, index, options, ResizeVocab(vocab_size))
+    untied, tied_in_training = untied_by(lora, built, adapter_name)
+    source = offline.bind_offline(config, index, built, executor, untied, provided=head)
+    joined = merged_index(index, lora.executor.index, ADAPTER)
+    expressions = stored_tensors(joined)
+    source.expressions.update({name: expressions[f"{ADAPTER}/{key}"] for name, key in head.items()})
+    pretrained.record_conversions(built.model, built.transforms)
+    outputs = source.revert()
+    targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
+    require_quick_patterns(lora.config.patterns(), merge_plan.adapted_names(lora.config, lora.tensors))
+    of_experts, used = fuse_single_experts(source, outputs, lora, adapter_name)
+    others = {key: leaf for key, leaf in lora.tensors.items() if key not in used}
+    plan = merge_plan.plan_merge(lora.config, others, targets, adapter_name=adapter_name, what=what)
+    plan = plan.with_edits(of_experts).with_tied(tied_in_training)
+    require_all_rows(source, plan, what)
+    both = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
+    changed = {edit.module for name in head for edit in plan.tensors[name]}
+    fields = config_fields(built.model, options.get("config_overrides", {}), has_new_head=bool(head))
+    to_save = TensorsToSave(merged_tensors(source, outputs, plan, expressions, changed), both)
+    source.notes += lora.notes
+    return _PlannedEdits(source, plan, to_save, changed, vocab_size, fields)

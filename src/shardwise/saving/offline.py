@@ -1,0 +1,357 @@
+"""Steps that merges share: bind a checkpoint to a model in one process without ranks, and write the output."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from transformers import PreTrainedConfig
+
+from shardwise.core.computed import computes
+from shardwise.core.consents import Consent, Ignore, Initialize, OnMissing
+from shardwise.core.errors import ConfigError, FormatError, StorageError
+from shardwise.core.expression import Expression, stored_leaves, substitute
+from shardwise.core.layout import ModelLayout, Origin, TensorKind
+from shardwise.core.tensors import DType
+from shardwise.files.checkpoint_index import CheckpointIndex, parse_object, wrapper_notes
+from shardwise.files.local_reader import OpenStorage
+from shardwise.files.local_writer import LocalWriter
+from shardwise.files.open_checkpoint import dequantized_index, open_checkpoint
+from shardwise.files.storage import StorageReader, StorageWriter
+from shardwise.files.stored_tensors import stored_tensors
+from shardwise.files.urls import shown
+from shardwise.fsdp.named_tensors import build_layout, collect_tensors
+from shardwise.fsdp.torch_private import to_torch
+from shardwise.loading.meta_model import Outline, compare_ties
+from shardwise.loading.plan import LoadPlan, Tie, plan_load
+from shardwise.loading.prepare import get_rules
+from shardwise.models import pretrained
+from shardwise.models.pretrained import progress_bar
+from shardwise.models.revert import Output, revert
+from shardwise.ranks.world import World
+from shardwise.saving.plan import plan_save
+from shardwise.saving.prepare import main_dtype
+from shardwise.saving.stream_out import TensorsToSave, stream_out
+from shardwise.saving.write import WrittenTensors
+from shardwise.transfer.read import ReadExecutor
+
+BUDGET_BYTES: Final = 32 << 20
+"""Memory budget for the staging of reads."""
+
+
+@dataclass
+class OfflineModel:
+    """A checkpoint and its model on meta, before tensors are read.
+
+    Attributes:
+        stored: the checkpoint's tensors, by key.
+        expressions: the model's tensors as expressions over stored tensors, by FQN.
+        carried: keys of tensors that the model does not have.
+        untied: names declared tied that have values of their own.
+        notes: notes for the report.
+    """
+
+    config: PreTrainedConfig
+    index: CheckpointIndex
+    built: Outline
+    layout: ModelLayout
+    stored: Mapping[str, Expression]
+    expressions: dict[str, Expression]
+    carried: tuple[str, ...]
+    untied: tuple[str, ...]
+    notes: list[str]
+
+    def as_stored(self) -> OfflineModel:
+        """Return the model with the stored dtype for every tensor that is not computed."""
+        moved = {fqn: item.dtype for fqn, item in self.expressions.items() if not computes(item)}
+        tensors = (replace(item, dtype=moved.get(item.fqn, item.dtype)) for item in self.layout.tensors)
+        return replace(self, layout=ModelLayout(tuple(tensors)))
+
+    def revert(self) -> dict[str, Output]:
+        """Return the model's tensors in the checkpoint's form, without those that need absent tensors."""
+        found = revert(self.built.model, self.layout)
+        absent = {name for tensor in self.layout.saved() for name in tensor.names} - {
+            name for tensor in self.layout.saved() for name in tensor.names if tensor.fqn in self.expressions
+        }
+        return {
+            key: output
+            for key, output in found.items()
+            if not any(leaf.key in absent for leaf in stored_leaves(output.expression))
+        }
+
+    def by_every_name(self) -> dict[str, Expression]:
+        """Return ``expressions`` under all names of each tensor."""
+        return {
+            name: self.expressions[tensor.fqn]
+            for tensor in self.layout.saved()
+            if tensor.fqn in self.expressions
+            for name in tensor.names
+        }
+
+
+def create_executor(reader: StorageReader, index: CheckpointIndex) -> ReadExecutor:
+    """Return an executor that reads a checkpoint's tensors in this process only, without a progress bar."""
+    return ReadExecutor(reader, index, BUDGET_BYTES, World(0, 1))
+
+
+def bind_offline(
+    config: PreTrainedConfig,
+    index: CheckpointIndex,
+    built: Outline,
+    executor: ReadExecutor,
+    untied: Collection[str] = (),
+    provided: Collection[str] = (),
+) -> OfflineModel:
+    """Bind a checkpoint's tensors to a model on meta, and settle its ties.
+
+    ``untied`` are declared ties that get separate values, although the checkpoint does not store them. ``provided``
+    are tensors that the checkpoint lacks, whose expressions the caller adds.
+
+    Raises:
+        KeyMismatchError: with every tensor that is missing or does not fit. Tensors that the model does not have
+            are carried along.
+    """
+    separate = tuple(sorted(_resolve_ties(built, executor, untied)))
+    layout = build_layout(collect_tensors(built.model), Origin.INIT_WEIGHTS)
+    missing: OnMissing = Initialize(only=tuple(provided)) if provided else "error"
+    consent = Consent(missing, "error", Ignore(only=("*",)))
+    plan = plan_load(index, layout, built.bindings_less_ties(), get_rules(built.model), consent)
+    expressions = {name: read.expression for name, read in plan.reads().items()}
+    notes = [
+        *wrapper_notes(built.bindings.wrapped),
+        *_list_notes(plan, index),
+        *(f"{name} is not tied any more: it has its own values" for name in separate),
+    ]
+    stored = stored_tensors(index)
+    return OfflineModel(config, index, built, layout, stored, expressions, plan.ignored_keys, separate, notes)
+
+
+def _resolve_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
+    """Tie declared ties with equal values. Return the names with values of their own."""
+    matched, twice = built.bindings.matched, built.ties_stored_twice()
+    differing = set(compare_ties(built, twice, executor))
+    built.equal_ties = frozenset(name for name, _ in twice) - differing
+    separate = differing | set(untied)
+    sources = pretrained.declared_ties(built.model)
+    # A name that loses its tie starts as a copy of the tensor that it was tied to.
+    begun = {name: matched.get(name) or matched.get(sources.get(name, name)) for name in separate}
+    copies = {name: offered for name, offered in begun.items() if offered}
+    built.bindings = replace(built.bindings, matched={**matched, **copies})
+    built.equal_ties -= separate
+    built.tie(separate)
+    return separate
+
+
+def _list_notes(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
+    tied = [(name, fill.source) for name, fill in plan.fills.items() if isinstance(fill, Tie)]
+    kinds = {name: tensor.kind for name, tensor in plan.layout.by_name.items()}
+    parameters = [pair for pair in tied if kinds[pair[0]] is TensorKind.PARAMETER]
+    notes = [f"{name} is tied to {source}: one tensor" for name, source in parameters]
+    if plan.ignored_keys:
+        notes.append(
+            f"{len(plan.ignored_keys)} tensors that the model does not have are carried along, such as "
+            f"{shown(plan.ignored_keys[0])}"
+        )
+    if ignored := plan.not_loaded(index):
+        notes.append(f"not taken along: {', '.join(shown(item) for item in ignored[:5])}")
+    return notes
+
+
+# Writing the output
+
+
+def require_other_folder(out: Path, sources: Sequence[Path]) -> None:
+    """Require that the output folder is none of the source folders, after resolving links.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    for source in sources:
+        folder = source if source.is_dir() else source.parent
+        same = os.path.realpath(out) == os.path.realpath(folder)
+        if same or (out.exists() and os.path.samefile(out, folder)):
+            raise ConfigError(
+                f"{out} is {folder} itself, which would be overwritten while it is read. Name another"
+            )
+
+
+def write_out(
+    writer: StorageWriter,
+    to_save: TensorsToSave,
+    parameters: int,
+    *,
+    max_shard_bytes: int,
+    companions: Mapping[str, bytes],
+    check: Callable[[WrittenTensors], None] | None = None,
+) -> tuple[WrittenTensors, tuple[str, ...]]:
+    """Plan the files, write and commit them. Return the written tensors and the file names."""
+    to_save.require_bounded()
+    plan = plan_save(
+        to_save.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=secrets.token_hex(4)
+    )
+    with progress_bar("Merging", plan.nbytes, enabled=True) as bar:
+        streamed = stream_out(writer, plan, to_save, companions=companions, check=check, advance=bar.update)
+    return streamed, plan.names
+
+
+def read_index(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
+    """Return the index of the checkpoint in a model's folder."""
+    index = open_checkpoint(
+        opened.reader,
+        weights_name=opened.file or getattr(config, "transformers_weights", None),
+        extra_files=getattr(type(config), "extra_files", ()),
+    )
+    return dequantized_index(opened.reader, index)
+
+
+def merged_outputs(
+    source: OfflineModel, outputs: Mapping[str, Output], expressions: Mapping[str, Expression]
+) -> dict[str, tuple[DType, Expression]]:
+    """Return a save's tensors: the model's, with ``expressions`` substituted by name, and those carried along."""
+    made = {key: (output.dtype, substitute(output.expression, expressions)) for key, output in outputs.items()}
+    tensors = {item.key: item for item in source.index.tensors()}
+    return made | {
+        key: (tensors[key].dtype, source.stored[key])
+        for key in source.carried
+        if key not in outputs and key in tensors
+    }
+
+
+_CONFIG = "config.json"
+_TOKENIZER: Final = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "chat_template.*",
+)
+
+
+_COMPANIONS: Final = (*_TOKENIZER, "generation_config.json", "*processor_config.json")
+_TEMPLATES = "additional_chat_templates"
+_MAX_COMPANION_BYTES = 256 << 20
+
+
+def read_companions(base: Path, own: Path | None = None) -> dict[str, bytes]:
+    """Return the small files of a model by name.
+
+    Configs, tokenizer, chat template, and the code that they refer to.
+
+    If the folder ``own`` has a tokenizer, its tokenizer files replace the base's.
+    """
+    found, code = _files(base, _COMPANIONS), _read_code(base)
+    if own is not None and _files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
+        found = {name: content for name, content in found.items() if not _is_any(name, _TOKENIZER)}
+        found |= _files(own, _TOKENIZER)
+        code |= _read_code(own)
+    return found | code
+
+
+def _read_code(folder: Path) -> dict[str, bytes]:
+    """Return the Python files of a folder if its model, tokenizer or processor has code of its own."""
+    configs = _files(folder, (_CONFIG, "tokenizer_config.json", "*processor_config.json"))
+    refers_to_code = any(b'"auto_map"' in content for content in configs.values())
+    return _files(folder, ("*.py",)) if refers_to_code else {}
+
+
+def config_content(
+    folder: Path,
+    *,
+    dtype: str | None,
+    untied: bool,
+    vocab_size: int | None = None,
+    fields: Mapping[str, object] = MappingProxyType({}),
+) -> bytes:
+    """Return the output's ``config.json``: its dtype, ties and a new number of tokens, and no quantization.
+
+    It has ``fields`` in place of the folder's, and names no other files of weights (``transformers_weights``).
+    """
+    content = _parsed_config(folder) | dict(fields)
+    content.pop("transformers_weights", None)
+    sections = [content, *(value for value in content.values() if isinstance(value, dict))]
+    for section in sections:
+        section.pop("quantization_config", None)  # the output is not quantized
+        for name in ("dtype", "torch_dtype"):
+            if dtype is not None and name in section:
+                section[name] = dtype
+        if untied and "tie_word_embeddings" in section:
+            section["tie_word_embeddings"] = False
+    if dtype is not None and "torch_dtype" not in content:
+        content["dtype"] = dtype
+    if untied:
+        content["tie_word_embeddings"] = False
+    if vocab_size is not None:
+        text = content.get("text_config")
+        if isinstance(text, dict):
+            text["vocab_size"] = vocab_size
+        if not isinstance(text, dict) or "vocab_size" in content:
+            content["vocab_size"] = vocab_size
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def read_templates(folders: Sequence[Path]) -> dict[str, bytes]:
+    """Return additional chat templates, from the first folder that has any."""
+    for folder in folders:
+        found = _files(folder / _TEMPLATES, ("*.jinja",))
+        if found:
+            return found
+    return {}
+
+
+def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
+    """Write additional chat templates into a folder of their own."""
+    if templates:
+        with LocalWriter(out / _TEMPLATES) as writer:
+            for name, content in templates.items():
+                writer.replace(name, content)
+
+
+def _parsed_config(folder: Path) -> dict[str, object]:
+    content = _files(folder, (_CONFIG,)).get(_CONFIG)
+    return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}")
+
+
+def _is_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
+    """Return the content of files in a folder with matching names. Links are followed, as in the hub's cache."""
+    if not folder.is_dir():
+        return {}
+    found: dict[str, bytes] = {}
+    try:
+        for place in sorted(folder.iterdir()):
+            if _is_any(place.name, patterns) and place.is_file():
+                if place.stat().st_size > _MAX_COMPANION_BYTES:
+                    raise FormatError(f"{place}: is larger than any config or tokenizer. Move it away")
+                found[place.name] = place.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{folder}: reading it failed, {error.strerror}. Make it readable") from error
+    return found
+
+
+def read_config_file(path: Path) -> bytes:
+    """Return the content of a small file, such as a config."""
+    found = _files(path.parent, (path.name,))
+    if path.name not in found:
+        raise StorageError(f"{path}: no such file. Check the path")
+    return found[path.name]
+
+
+def written_dtype(to_save: TensorsToSave, dtype: str | None) -> str | None:
+    """Return the dtype for the config: the requested one, otherwise that of most floating-point elements."""
+    if dtype is not None:
+        return dtype.removeprefix("torch.")
+    found = main_dtype(to_save.tensors())
+    return None if found is None else str(to_torch(found)).removeprefix("torch.")

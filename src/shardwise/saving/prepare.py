@@ -1,0 +1,282 @@
+"""Plans a save on one rank, before anything is written."""
+
+import hashlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from shardwise.core.computed import computes
+from shardwise.core.errors import ConfigError, KeyMismatchError
+from shardwise.core.formatting import few_names
+from shardwise.core.layout import ModelLayout, TensorKind, locate_box
+from shardwise.core.tensors import DType, numel
+from shardwise.files.storage import WritePolicy
+from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensors
+from shardwise.fsdp.torch_private import from_torch, saved_dtype
+from shardwise.models.four_bit import files
+from shardwise.models.revert import Output, names_in_file, revert
+from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
+from shardwise.ranks.world import World
+from shardwise.saving.plan import ADAPTER, MODEL, Saved, SavedTraining, SavePlan, arrange_writes, plan_save
+from shardwise.state.state_values import StateOptions
+from shardwise.transfer.memory import gc_disabled
+from shardwise.transfer.read_items import FileRequest, Staging, plan_staging
+from shardwise.transfer.replicas import Shares
+
+WrittenNames: TypeAlias = Literal["hub", "internal"]
+"""Names of saved tensors: those of the model's checkpoints on the hub (and their shapes), or the modules' own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions(StateOptions):
+    """Settings of a save. None of them changes the saved values.
+
+    Attributes:
+        budget_bytes: host memory that one rank may use for staging (casts, copies from an accelerator).
+        progress: show a bar on the first rank (if there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that hold the model. None is the default group, or this process alone.
+        timeouts: how long ranks wait for each other.
+    """
+
+    budget_bytes: int = 256 << 20
+    progress: bool = True
+
+
+MAX_SHARD_SIZE = "50GB"
+"""As in ``save_pretrained`` of transformers 5."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTrainingState:
+    """Training state of an adapter: tensors as parameters of a module, by name, and the rest as JSON."""
+
+    module: nn.Module
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """Tensors to save and their names. ``training`` is saved with an adapter."""
+
+    model: nn.Module
+    directory: str | os.PathLike[str]
+    names: WrittenNames | AdapterOnly = "hub"
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int = sys.maxsize
+    tokenizer: Any = None
+    training: AdapterTrainingState | None = None
+
+    @property
+    def stem(self) -> str:
+        """Prefix of the names of weight files."""
+        return ADAPTER if isinstance(self.names, AdapterOnly) else MODEL
+
+
+@dataclass(frozen=True)
+class PreparedSave:
+    """All that is decided before anything is written. ``requests`` are this rank's own."""
+
+    request: SaveRequest
+    held: Sequence[TensorRef]
+    shares: Shares
+    layout: ModelLayout
+    outputs: Mapping[str, Output]
+    parameters: int
+    plan: SavePlan
+    requests: Sequence[FileRequest]
+    staging: Staging
+    cast: Mapping[str, tuple[str, str]]
+    digest: str
+
+
+def tensors_to_save(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping[str, str]]:
+    """Return the tensors to save.
+
+    For an adapter, those that belong to it, and a map of names in its file to names in the model.
+
+    The state of its training comes last. Only one rank calls PEFT, which may query the hub for the base's config.
+    Collective: yes.
+    """
+    with world.collective("collect the state"):
+        held = _collect(request)
+    names = request.names
+    if not isinstance(names, AdapterOnly):
+        return held, {}
+    with world.broadcast("find tensors outside of the model") as exchange:
+        if world.rank == 0:
+            exchange.local = names_outside(request.model, held, names)
+    places: dict[str, str] = exchange.result
+    chosen = set(places.values())
+    beside = [] if request.training is None else collect_tensors(request.training.module)
+    return [*(item for item in held if chosen.intersection(item.names)), *beside], places
+
+
+def _collect(request: SaveRequest) -> list[TensorRef]:
+    if isinstance(request.names, AdapterOnly):
+        return collect_tensors(request.model)
+    if request.names == "hub" and request.dtype is not None and files.has_four_bits(request.model):
+        raise ConfigError(
+            f"dtype={request.dtype}: weights in four bits, and their scales, are saved as they are. Leave dtype out"
+        )
+    return collect_for_files(request.model, request.names)
+
+
+def collect_for_files(model: nn.Module, names: WrittenNames) -> list[TensorRef]:
+    """Return a model's tensors as files have them under these names.
+
+    Raises:
+        ShardingError: tensors in four bits have no scales.
+    """
+    held = collect_tensors(model)
+    files.require_scales(held)
+    return files.file_tensors(held) if names == "hub" else files.checkpoint_tensors(held)
+
+
+@gc_disabled()
+def prepare(
+    request: SaveRequest,
+    save_id: str,
+    held: Sequence[TensorRef],
+    places: Mapping[str, str],
+    shares: Shares,
+    rank: int,
+    policy: WritePolicy,
+    budget_bytes: int,
+) -> PreparedSave:
+    """Plan the save on this rank alone.
+
+    ``places`` are an adapter's names, ``shares`` the parts that each rank contributes.
+    """
+    _require_possible(request, policy)
+    layout = build_layout(held)
+    outputs = files.with_file_shapes(held, build_outputs(request, layout, places))
+    saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
+    beside = {} if request.training is None else _training_outputs(layout, places)
+    own = [item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in beside]
+    parameters = sum(item.numel for item in own)
+    plan = plan_save(
+        list(saved.values()),
+        max_shard_bytes=request.max_shard_bytes,
+        parameters=parameters,
+        save_id=save_id,
+        can_rename=policy.can_rename,
+        stem=request.stem,
+        training=_saved_training(request, beside),
+    )
+    is_on_host = all(item.local.device.type == "cpu" for item in held)
+    staging = plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
+    cast = {
+        key: (output.dtype.label, saved[key][1].label)
+        for key, output in outputs.items()
+        if output.dtype != saved[key][1]
+    }
+    outputs = {**outputs, **beside}
+    places_by_key = {
+        name: [(box, locate_box(box, layout.by_name[name].boxes)) for box in boxes[rank]]
+        for name, boxes in shares.by_name.items()
+    }
+    requests = arrange_writes(
+        [(entry, outputs[key].expression) for key, entry in plan.entries.items()],
+        places_by_key,
+        {name: number for number, item in enumerate(held) for name in item.names},
+        {name for item in held if _is_staged(item, request.dtype) for name in item.names},
+        policy,
+        staging.nbytes,
+    )
+    digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
+    return PreparedSave(request, held, shares, layout, outputs, parameters, plan, requests, staging, cast, digest)
+
+
+def _saved_training(request: SaveRequest, beside: Mapping[str, Output]) -> SavedTraining | None:
+    if request.training is None:
+        return None
+    tensors = [(key, output.dtype, output.shape) for key, output in beside.items()]
+    return SavedTraining(tensors, request.training.text)
+
+
+def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
+    if request.names == "hub" and has_adapters(request.model):
+        raise ConfigError(
+            f"{type(request.model).__name__} has adapters of PEFT's, and the hub has no names for both together. "
+            "Save the adapter by save_adapter, merge it first (merge_and_unload, shardwise "
+            "merge-adapter), or pass names='internal' for all tensors as the model names them"
+        )
+    if isinstance(request.names, AdapterOnly) and not policy.can_rename:
+        raise ConfigError(
+            f"{os.fspath(request.directory)}: an adapter is one file, which takes its place in one step, and this "
+            "storage renames nothing. Save into a folder, and copy that"
+        )
+
+
+def build_outputs(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
+    """Return the tensors of the files, and their expressions."""
+    if isinstance(request.names, AdapterOnly):
+        return {key: Output.unchanged(key, layout.by_name[name]) for key, name in places.items()}
+    return reverted(request.model, layout, request.names)
+
+
+def reverted(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
+    """Return the tensors of a checkpoint as expressions over those of a model.
+
+    Raises:
+        KeyMismatchError: some are computed, and not only moved.
+    """
+    outputs = revert(model, layout, internal_names=names == "internal")
+    if keys := [key for key, output in outputs.items() if computes(output.expression)]:
+        raise KeyMismatchError(
+            f"{few_names(keys)}: transformers computes these from whole tensors of the model when it saves it, "
+            "which is not supported. Pass names='internal' for the model's own tensors"
+        )
+    return outputs
+
+
+def _training_outputs(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Output]:
+    """Return the outputs of a training state, under their own names and dtypes."""
+    adapter = set(places.values())
+    return {
+        tensor.fqn: Output.unchanged(tensor.fqn, tensor)
+        for tensor in layout.tensors
+        if adapter.isdisjoint(tensor.names)
+    }
+
+
+def _is_staged(item: TensorRef, dtype: torch.dtype | None) -> bool:
+    """Return whether a tensor cannot be written directly from memory."""
+    stored = from_torch(item.tensor.dtype, item.fqn) if item.kind.is_saved else None
+    return item.local.device.type != "cpu" or (stored is not None and saved_dtype(stored, dtype) != stored)
+
+
+def main_dtype(tensors: Iterable[Saved]) -> DType | None:
+    """Return the dtype of most floating-point numbers of 16 bits and more."""
+    numels: Counter[DType] = Counter()
+    for _, dtype, shape in tensors:
+        if dtype.kind == "float" and dtype.bits >= 16:
+            numels[dtype] += numel(shape)
+    return numels.most_common(1)[0][0] if numels else None
+
+
+def tied_names(ready: PreparedSave) -> dict[str, str]:
+    """Names that are not saved, with the name under which their tensor is."""
+    found: dict[str, str] = {}
+    if isinstance(ready.request.names, AdapterOnly):
+        return found
+    for tensor in ready.layout.saved():
+        kept = names_in_file(ready.request.model, tensor)
+        if kept:
+            found |= {name: kept[0] for name in tensor.names if name not in kept}
+    return found
+
+
+def resolved_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found is None and dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise ConfigError(f"dtype={dtype!r} is not a floating dtype of 16 bits or more. Pass torch.bfloat16, say")
+    return found

@@ -1,0 +1,317 @@
+"""Rename journals, by which several files are committed at once, and removal of remains of killed saves.
+
+Readers see a folder as its journal states and change nothing. The next save in the folder carries the journal out
+([Note: A list of renames] in ``saving/commit_plan.py``).
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+
+from shardwise.core.errors import FormatError, StorageError
+from shardwise.files.accelerate_saves import is_distributed_folder
+from shardwise.files.distributed import read_metadata
+from shardwise.files.folders import FoldersWriter, is_through_link, remove_folder
+from shardwise.files.join_entries import METADATA
+from shardwise.files.local_reader import LocalReader
+from shardwise.files.local_writer import open_writer
+from shardwise.files.storage import StorageWriter
+from shardwise.files.urls import shown
+from shardwise.ranks.world import World
+from shardwise.saving import commit_plan
+from shardwise.saving.commit_plan import Renames
+from shardwise.saving.locked_folder import LockedFolder, Saving, locked_by_first_rank
+
+
+def remove_pending(writer: StorageWriter, files: Collection[str]) -> None:
+    """Remove the files that have temporary names, so that no other save can commit by renaming one."""
+    names = [file for file in files if commit_plan.is_pending(file)]
+    for name in names:
+        writer.remove(name)
+    if names:
+        writer.sync_names()
+
+
+_WORK = (".shardwise.", ".work")
+"""Prefix and suffix of a folder that other libraries write to for a save. Between them is its id."""
+
+
+def work_folder(folder: str | os.PathLike[str], save_id: str) -> Path:
+    """Return the folder that other libraries write to before their files are saved."""
+    return Path(folder, save_id.join(_WORK))
+
+
+def clean_up(saving: Saving) -> None:
+    """On the first rank, finish pending renames, and remove the remains of saves of accelerate's files.
+
+    Raises:
+        FormatError: a list of renames is invalid.
+        StorageError: a file cannot be renamed or removed.
+    """
+    root = saving.locked.writer.root
+    folders = distributed_folders(root)
+    with FoldersWriter(root, folders) as writer:
+        writer.sync_names()  # renames of a killed save must last before the replaced files are removed
+        remove_pending(writer, writer.list())
+        for file in commit_plan.find_journals(writer.list()):
+            finish(root, file, saving.locked)
+        _remove_uncommitted(writer, folders)
+    for entry in _entries(root):
+        if entry.name.startswith(_WORK[0]) and entry.name.endswith(_WORK[1]):
+            remove_folder(entry.path)
+
+
+def undo(locked: LockedFolder, also: Collection[str] = ()) -> None:
+    """Remove the files of this save unless it is committed. ``also`` are further folders that it wrote into."""
+    root = locked.writer.root
+    folders = distributed_folders(root)
+    also = [folder for folder in also if not is_through_link(root, folder)]
+    with FoldersWriter(root, {*folders, *also}) as writer:
+        names = writer.list()
+        listed = Renames(locked.save_id, ()).file
+        writer.remove(commit_plan.pending_name(listed, locked.save_id))
+        if listed not in names:
+            _remove_uncommitted(writer, folders, locked.save_id)
+    remove_empty(root, {*folders, *also})
+    remove_folder(work_folder(root, locked.save_id))
+
+
+@contextmanager
+def locked_and_clean(world: World, folder: str | os.PathLike[str], also: Collection[str] = ()) -> Iterator[Saving]:
+    """Lock a folder for a save on the first rank, and clean it up. If the block fails, undo the save.
+
+    Collective: yes, at the beginning.
+
+    Raises:
+        FormatError, StorageError: as of :func:`~shardwise.saving.locked_folder.locked_by_first_rank` and
+            :func:`clean_up`.
+    """
+    with locked_by_first_rank(world, folder) as saving:
+        try:
+            with world.broadcast("complete earlier renames"):
+                if world.rank == 0:
+                    clean_up(saving)
+            yield saving
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                if saving.is_locked_here:
+                    undo(saving.locked, also)
+            raise
+
+
+def _entries(root: str) -> list[os.DirEntry[str]]:
+    with os.scandir(root) as entries:
+        return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def distributed_folders(root: str) -> list[str]:
+    """Return the folders of models and optimizers in a folder. Links are not followed."""
+    return sorted(entry.name for entry in _entries(root) if is_distributed_folder(entry.name))
+
+
+def remove_temporary(writer: StorageWriter, files: Collection[str], save_id: str | None = None) -> None:
+    """Remove those of these files that saves (by default all) have written and not renamed."""
+    for name in files:
+        if (found := commit_plan.parse_temporary_name(name)) is not None and save_id in (None, found):
+            writer.remove(name)
+
+
+def _remove_uncommitted(writer: FoldersWriter, folders: Collection[str], save_id: str | None = None) -> None:
+    """Remove the files that saves (by default all) have written and not committed, also in these folders."""
+    remove_temporary(writer, writer.list(), save_id)
+    for folder in folders:
+        for name in left_in(Path(writer.root, folder), save_id):
+            writer.remove(f"{folder}/{name}")
+
+
+def remove_empty(root: str, folders: Collection[str]) -> None:
+    for folder in sorted(folders, reverse=True):
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.join(root, folder))
+
+
+def finish(root: str, file: str, locked: LockedFolder) -> None:
+    """Rename the listed files and remove older ones, while holding the lock.
+
+    A save that has taken the folder over does the same at the same time, and may be done first. Then new files do
+    not exist under their temporary names any more. Before a name is removed that another save may have written, the
+    lock is checked.
+    """
+    renames = read_list(Path(root), file)
+    if renames is None:
+        return  # another save has finished it
+    with FoldersWriter(root) as writer:
+        for name in (*renames.names, *renames.older):
+            writer.add_parent(name)
+        there = set(writer.list())
+        for name in renames.names:
+            if (new := commit_plan.temporary_name(name, renames.save_id)) in there:
+                try:
+                    writer.rename(new, name)
+                except StorageError:
+                    if new in writer.list():
+                        raise
+            elif name not in there and file in writer.list():
+                raise FormatError(
+                    f"{file} in {root}: lists {shown(name)}, which is gone. Remove that list, and save again"
+                )
+        if file not in writer.list():
+            return  # the files may belong to a newer save by now
+        for name in renames.older:
+            if name in there and name not in renames.names:
+                if not locked.is_held():
+                    return  # the list stays until all older files are gone; the next save finishes it
+                writer.remove(name)
+        writer.sync_names()
+        writer.remove(file)
+        writer.sync_names()
+
+
+_MAX_LIST_BYTES = 1 << 24
+
+
+def read_list(folder: Path, file: str) -> Renames | None:
+    """Return a rename journal, or None if it does not exist any more.
+
+    Raises:
+        FormatError: it is invalid, or has names outside of the folder.
+        StorageError: it cannot be read.
+    """
+    with LocalReader(folder) as reader:
+        try:
+            nbytes = reader.size(file)
+            content = reader.read(file, 0, nbytes) if nbytes <= _MAX_LIST_BYTES else b""
+        except StorageError:
+            if not os.path.lexists(folder / file):
+                return None  # finished by another save
+            raise
+    renames = Renames.from_bytes(file, content)
+    if renames is None:
+        raise FormatError(f"{file} in {folder}: is not a list of renames of an interrupted save. Remove it")
+    if linked := [inner for inner in _existing_folders(folder, renames) if (folder / inner).is_symlink()]:
+        raise FormatError(
+            f"{file} in {folder}: lists files in {shown(linked[0])}, which is a link. Remove the list"
+        )
+    return renames
+
+
+def _existing_folders(folder: Path, renames: Renames) -> list[str]:
+    """Return the existing folders that contain listed names, parents first."""
+    parents = {str(parent) for name in (*renames.names, *renames.older) for parent in PurePosixPath(name).parents}
+    return sorted(inner for inner in parents - {"."} if (folder / inner).is_dir())
+
+
+def journal_folder(path: Path) -> Path:
+    """Return the folder whose lists concern a path: itself, or the parent of a file or of one model's folder."""
+    return path.parent if not path.is_dir() or is_distributed_folder(path.name) else path
+
+
+def lists_in(folder: Path) -> list[Renames]:
+    """Return the lists of renames that interrupted saves have left in a folder.
+
+    Raises:
+        FormatError, StorageError: as of :func:`read_list`.
+    """
+    try:
+        names = os.listdir(folder) if folder.is_dir() else []
+    except OSError as error:
+        raise StorageError(f"{folder}: listing it failed, {error.strerror}. Check its permissions") from error
+    return [found for file in commit_plan.find_journals(names) if (found := read_list(folder, file)) is not None]
+
+
+@contextmanager
+def as_renamed(folder: Path) -> Iterator[Path]:
+    """Yield a folder as it is after the renames that are listed in it. Nothing in it is changed.
+
+    It is the folder itself if it has no list, otherwise a temporary folder of links. Links are broken once a save
+    finishes the list: see :func:`has_broken_link`.
+
+    Collective: no.
+
+    Raises:
+        FormatError: a list is invalid, or a file that it names is gone.
+        StorageError: the folder cannot be read.
+    """
+    with ExitStack() as stack:
+        place = folder
+        while pending := lists_in(folder):
+            place = Path(stack.enter_context(TemporaryDirectory(prefix="shardwise-renamed-")))
+            try:
+                gone = _link(folder.absolute(), pending, place)
+            except OSError as error:
+                raise StorageError(f"{folder}: reading it failed, {error.strerror or error}") from error
+            if lists_in(folder) == pending:
+                if gone:
+                    raise FormatError(
+                        f"{pending[0].file} in {folder}: lists {shown(gone[0])}, which is gone. "
+                        "The save is damaged. Use another one, or remove the list to restore the one before"
+                    )
+                break
+            place = folder  # a save has finished it
+        yield place
+
+
+def has_broken_link(place: Path) -> bool:
+    """Return True if a folder of links has a broken one."""
+    return any(path.is_symlink() and not path.exists() for path in place.rglob("*"))
+
+
+def _link(folder: Path, pending: Sequence[Renames], place: Path) -> list[str]:
+    """Link the files of a folder under their final names. Return the listed names that are missing."""
+    inner_folders = {inner for renames in pending for inner in _existing_folders(folder, renames)}
+    links: dict[str, str] = {}
+    for inner in ("", *sorted(inner_folders)):
+        (place / inner).mkdir(exist_ok=True)
+        names = {(PurePosixPath(inner) / name).as_posix() for name in os.listdir(folder / inner)} - inner_folders
+        links |= {name: name for name in names if commit_plan.parse_temporary_name(name) is None}
+    for renames in pending:
+        fresh = {name: commit_plan.temporary_name(name, renames.save_id) for name in renames.names}
+        links |= {name: new for name, new in fresh.items() if (folder / new).is_file()}
+        for name in {renames.file, *renames.older} - {*renames.names}:
+            links.pop(name, None)
+    for name, source in links.items():
+        (place / name).symlink_to(folder / source)
+    return [name for renames in pending for name in renames.names if name not in links]
+
+
+_DATA_FILE = re.compile(r"__[0-9]+_([0-9]+)\.distcp")
+
+
+_FIRST_NUMBER = 1 << 32
+"""Added to the id of a save in file names, because the numbers of torch's own files count from 0."""
+
+
+def number_of(save_id: str) -> int:
+    return _FIRST_NUMBER + int(save_id, 16)
+
+
+def find_older(folder: Path, files: Collection[str]) -> list[str]:
+    """Return data files of older checkpoints in a folder, other than these files."""
+    with open_writer(folder) as writer:
+        return [name for name in writer.list() if _DATA_FILE.fullmatch(name) and name not in files]
+
+
+def left_in(folder: Path, save_id: str | None = None) -> list[str]:
+    """Return the data files of shardwise's saves (by default all) that ``.metadata`` does not list."""
+    with open_writer(folder) as writer:
+        names = writer.list()
+    numbers = {name: int(found[1]) for name in names if (found := _DATA_FILE.fullmatch(name))}
+    own = [name for name, number in numbers.items() if number >= _FIRST_NUMBER]
+    if save_id is not None:
+        own = [name for name in own if numbers[name] == number_of(save_id)]
+    if not own or METADATA not in names:
+        return own
+    try:
+        with LocalReader(folder) as reader:
+            metadata = read_metadata(reader)
+    except (FormatError, StorageError):
+        return []  # it is unknown which files belong together
+    places = [place for tensor in metadata.tensors.values() for _, place in tensor.chunks]
+    listed = {place.file for place in [*places, *metadata.objects.values()]}
+    # The file of a rank that holds nothing is not listed, but belongs to the others of its save.
+    committed = {int(found[1]) for name in listed if (found := _DATA_FILE.fullmatch(name))}
+    return [name for name in own if numbers[name] not in committed]

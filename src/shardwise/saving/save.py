@@ -1,0 +1,415 @@
+"""Saves a model or an adapter: plan, agree, write, compare, commit."""
+
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from shardwise.core import machine
+from shardwise.core.consents import OnDiffering
+from shardwise.core.errors import ConfigError, StorageError, answer_keywords
+from shardwise.core.save_reports import SaveReport
+from shardwise.core.tensors import parse_size
+from shardwise.files.local_reader import open_storage
+from shardwise.files.local_writer import open_writer
+from shardwise.files.storage import StorageWriter
+from shardwise.fsdp.named_tensors import without_compile
+from shardwise.fsdp.torch_private import to_torch
+from shardwise.models import revert
+from shardwise.models.four_bit.layers import is_in_four_bits
+from shardwise.models.lora import peft_private
+from shardwise.models.pretrained import progress_bar
+from shardwise.models.selection import AdapterOnly
+from shardwise.ranks.call_arguments import check_options, get_hints, get_world
+from shardwise.ranks.world import Clock, World
+from shardwise.saving import prepare
+from shardwise.saving.commit import CommitState, begin_save, commit_save, undo_save
+from shardwise.saving.plan import SavePlan
+from shardwise.saving.saving_lock import new_save_id, require_lock
+from shardwise.saving.write import Emitter, write_by_owners
+from shardwise.transfer.memory import compute_device
+from shardwise.transfer.replicas import ShardSender, agree_on_shares
+
+
+def execute_save(
+    world: World,
+    request: prepare.SaveRequest,
+    on_differing_buffers: OnDiffering,
+    options: prepare.SaveOptions,
+    clock: Clock,
+    *,
+    verify: bool,
+) -> SaveReport:
+    """Agree on the content of a save, write, compare and commit it. Collective: yes."""
+    with clock.phase("plan"):
+        with world.broadcast("choose a save id") as exchange:
+            if world.rank == 0:
+                exchange.local = new_save_id()
+        save_id: str = exchange.result
+        with world.collective("open the storage"):
+            writer = open_writer(request.directory)
+    with writer:
+        with clock.phase("plan"):
+            held, places = prepare.tensors_to_save(world, request)
+            shares = agree_on_shares(world, held, on_differing_buffers)
+            budget = options.budget_bytes
+            with world.collective("plan the files"):
+                ready = prepare.prepare(request, save_id, held, places, shares, world.rank, writer.policy, budget)
+            settings = ready.digest, repr((request.names, verify)), budget
+            world.require_equal(
+                settings, "what is to be saved, or how (names, shapes, dtypes, sizes of files, verify, budget)"
+            )
+        return _write_and_commit(world, writer, ready, options, clock, verify=verify)
+
+
+@dataclass
+class _SaveFolder:
+    """The folder of a save, which the first rank locks, commits, and restores on errors."""
+
+    writer: StorageWriter
+    plan: SavePlan
+    state: CommitState | None = None
+    small_files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def begin(self, request: prepare.SaveRequest, *, creates_files: bool) -> None:
+        self.small_files = _config_files(request, self.plan)
+        self.state = begin_save(self.writer, self.plan)
+        for file in self.plan.files if creates_files else ():
+            self.writer.create(file.name, file.nbytes)
+            self.writer.write(file.name, 0, [memoryview(file.header)])
+
+    def commit(self, sums: Mapping[str, int]) -> list[str]:
+        assert self.state is not None
+        return commit_save(self.writer, self.plan, self.state, self.small_files, sums)
+
+    def undo(self) -> None:
+        if self.state is not None:
+            undo_save(self.writer, self.plan, self.state)
+
+
+def _write_and_commit(
+    world: World,
+    writer: StorageWriter,
+    ready: prepare.PreparedSave,
+    options: prepare.SaveOptions,
+    clock: Clock,
+    *,
+    verify: bool,
+) -> SaveReport:
+    """Create, write, sync, compare and commit: the same steps for every model and every world size."""
+    plan, folder = ready.plan, _SaveFolder(writer, ready.plan)
+    try:
+        with clock.phase("create"):
+            has_owners = _has_owners(world, writer)
+            with world.broadcast("begin the save"):
+                if world.rank == 0:
+                    folder.begin(ready.request, creates_files=not has_owners)
+            with world.collective("check the lock"):
+                require_lock(writer, plan.save_id)
+        shows_progress = options.progress and world.rank == 0
+        with progress_bar("Saving weights", plan.nbytes // world.size, enabled=shows_progress) as bar:
+            emitter = Emitter(writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world)
+            with clock.phase("write"):
+                if has_owners:
+                    _write_by_owners(world, emitter, ready, options, bar)
+                else:
+                    with world.collective("write files"):
+                        emitter.write(ready.requests)
+            with clock.phase("sync"):
+                if not has_owners:
+                    created = [file.name for file in plan.files] if world.rank == 0 else []
+                    with world.collective("flush files to disk"):
+                        emitter.finish(ready.requests, created)
+        with clock.phase("verify"):
+            if verify:
+                _require_same(world, emitter, ready)
+            sums = _total_fingerprints(world, plan, emitter)
+        with clock.phase("commit"):
+            with world.broadcast("commit the save") as exchange:
+                if world.rank == 0:
+                    exchange.local = folder.commit(sums)
+            removed = exchange.result
+    except BaseException:  # Ctrl-C, too: the next save of this process must not find the lock of this one
+        folder.undo()
+        raise
+    return _report(world, emitter, ready, removed, clock, verify=verify)
+
+
+def _report(
+    world: World,
+    emitter: Emitter,
+    ready: prepare.PreparedSave,
+    removed: Sequence[str],
+    clock: Clock,
+    *,
+    verify: bool,
+) -> SaveReport:
+    plan = ready.plan
+    return SaveReport(
+        rank=world.rank,
+        world_size=world.size,
+        directory=emitter.writer.root,
+        files=plan.names,
+        tensors=len(plan.entries),
+        parameters=ready.parameters,
+        checkpoint_bytes=plan.nbytes,
+        written_bytes=sum(emitter.written_bytes.values()),
+        dtypes=dict(Counter(entry.dtype.label for entry in plan.entries.values())),
+        cast=ready.cast,
+        tied=prepare.tied_names(ready),
+        differing_buffers=ready.shares.differing,
+        removed=tuple(removed),
+        is_verified=verify,
+        seconds=dict(clock.seconds),
+    )
+
+
+def _has_owners(world: World, writer: StorageWriter) -> bool:
+    """Return whether a file must be written by a single rank. The same on every rank. Collective: yes.
+
+    This is so if a storage takes files as streams, and on a network file system for ranks on several machines,
+    which would undo each other's bytes in the blocks that they share.
+    """
+    policy = writer.policy
+    facts = world.all_gather_object((policy.has_random_writes, policy.block_bytes > 1, machine.boot_id()))
+    takes_ranges, has_blocks, hosts = zip(*facts, strict=True)
+    return not all(takes_ranges) or (any(has_blocks) and len(set(hosts)) > 1)
+
+
+def _write_by_owners(
+    world: World,
+    emitter: Emitter,
+    ready: prepare.PreparedSave,
+    options: prepare.SaveOptions,
+    progress: tqdm,
+) -> None:
+    """Write each file on the rank that owns it. Collective: yes."""
+    written = write_by_owners(
+        world,
+        emitter.writer,
+        ready.plan.files,
+        {key: output.expression for key, output in ready.outputs.items()},
+        ShardSender({name: item for item in ready.held for name in item.names}, ready.shares.by_name, world.rank),
+        budget_bytes=options.budget_bytes,
+        device=compute_device(ready.held, None),
+        progress=progress,
+    )
+    emitter.written_bytes.update(written.bytes_by_file)
+    emitter.sums.update(written.fingerprints)
+
+
+def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> dict[str, bytes]:
+    """Return the small files that are saved with weights: configs, code, and the tokenizer's files."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        if isinstance(request.names, AdapterOnly):
+            peft_private.save_config(request.model, request.names.adapter, folder)
+        else:
+            revert.save_configs(request.model, _main_dtype(request, plan), Path(folder))
+        tokenizer = request.tokenizer
+        if tokenizer is not None:
+            if not hasattr(tokenizer, "save_pretrained"):
+                raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained. Pass a tokenizer or processor")
+            tokenizer.save_pretrained(folder)
+        found = sorted(Path(folder).iterdir())
+        folders = [path.name for path in found if path.is_dir()]
+        if folders:
+            raise ConfigError(
+                f"{type(tokenizer).__name__} writes a folder, {folders[0]}, and a save writes files only. Leave "
+                "tokenizer=... out, and call its save_pretrained afterwards"
+            )
+        return {path.name: path.read_bytes() for path in found}
+
+
+def _main_dtype(request: prepare.SaveRequest, plan: SavePlan) -> torch.dtype | None:
+    """Return the dtype of most saved floating-point numbers. For 4-bit weights, the dtype before quantization."""
+    if packed := next((module for module in request.model.modules() if is_in_four_bits(module)), None):
+        dtype: torch.dtype = packed.packing.dtype
+        return dtype
+    found = prepare.main_dtype((entry.key, entry.dtype, entry.shape) for entry in plan.entries.values())
+    return None if found is None else to_torch(found)
+
+
+def _require_same(world: World, emitter: Emitter, ready: prepare.PreparedSave) -> None:
+    """Require that what every rank wrote is read back as it is in memory. Collective: yes."""
+    with world.all_gather("read back") as exchange:
+        exchange.local = _read_back(world, emitter, ready)
+    for rank, (files, keys) in enumerate(exchange.result):
+        if files or keys:
+            what = f"{len(keys)} tensors, such as {keys[0]}," if keys else f"the header of {files[0]}"
+            raise StorageError(
+                f"{what} that rank {world.global_ranks[rank]} wrote to {emitter.writer.root} read otherwise than "
+                "they are in memory. The disk or its driver loses data: the older save has been kept"
+            )
+
+
+def _read_back(world: World, emitter: Emitter, ready: prepare.PreparedSave) -> tuple[list[str], list[str]]:
+    """Return the files whose header, and the keys of tensors whose bytes differ from memory on this rank."""
+    with open_storage(ready.request.directory).reader as reader:
+        headers = ready.plan.files if world.rank == 0 else ()
+        files = [file.name for file in headers if reader.read(file.name, 0, len(file.header)) != file.header]
+        return files, emitter.require_same(reader, ready.requests)
+
+
+def _total_fingerprints(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
+    """Return the fingerprint of every tensor, added up of the boxes that ranks wrote. Collective: yes.
+
+    Raises:
+        StorageError: not every byte was written, or some twice.
+    """
+    keys, files = list(plan.entries), [file.name for file in plan.files]
+    own = [emitter.sums.get(key, 0) for key in keys] + [emitter.written_bytes.get(name, 0) for name in files]
+    unsigned = np.array([value % (1 << 64) for value in own], dtype=np.uint64)
+    total = world.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64)).tolist()
+    for file, written in zip(plan.files, total[len(keys) :], strict=True):
+        wanted = file.nbytes - len(file.header)
+        if written != wanted:
+            raise StorageError(
+                f"{file.name}: the ranks wrote {written:,} of {wanted:,} bytes between them. They hold different "
+                "models, or the mesh leaves out a rank"
+            )
+    return dict(zip(keys, total, strict=False))
+
+
+_SAFETENSORS = "Leave it out: files are always safetensors"
+_EVERY_RANK = "Leave it out: every rank makes the call and writes its own bytes"
+_UPLOAD = "Save to a folder, and upload it with huggingface_hub.upload_folder"
+
+
+@answer_keywords(
+    safe_serialization=_SAFETENSORS,
+    push_to_hub=_UPLOAD,
+    repo_id=_UPLOAD,
+    is_main_process=_EVERY_RANK,
+    state_dict="Pass the model, whose tensors are saved",
+)
+def save(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "50GB",
+    names: prepare.WrittenNames = "hub",
+    verify: bool = False,
+    on_differing_buffers: OnDiffering = "first_rank",
+    options: prepare.SaveOptions = prepare.SaveOptions(),  # noqa: B008
+) -> SaveReport:
+    """Save a model as safetensors files that ``from_pretrained`` of transformers loads, with its config.
+
+    Every rank works out the same headers, and writes its own shards to their places in the files: nothing is
+    gathered. The older save in the directory stays valid and complete until the new one is committed in one step.
+    Then its files are removed. See docs/save.md.
+
+    Collective: yes, over ``options.process_group``. Memory: ``options.budget_bytes``, only for tensors that are
+    cast, strided, or on an accelerator.
+
+    Args:
+        model: any module, sharded or not, of transformers or not, loaded by shardwise or not.
+        directory: a folder that all ranks see, which need not be there yet.
+        tokenizer: a tokenizer or processor whose files are saved with the weights.
+        dtype: floating-point tensors of 16 bits and more are cast to it. None saves them unchanged.
+        max_shard_size: of one file's tensors, in bytes or as "5GB". A larger tensor has a file of its own.
+        names: as on the hub, or the model's own.
+        verify: ``True`` reads tensors and headers back before the save is committed.
+        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
+            ``"first_rank"`` saves those of the first rank, ``"error"`` raises.
+        options: memory budget, progress, process group, timeouts.
+
+    Raises:
+        ConfigError: an argument cannot be honored.
+        KeyMismatchError: tensors that would have to be computed from whole ones.
+        RankMismatchError: ranks hold different models, pass different arguments, or hold different values of
+            replicated parameters.
+        FormatError: something that no safetensors file can hold.
+        ShardingError: the model has tensors on meta, or the ranks do not hold all of one.
+        StorageError: the directory cannot be written to, another save is writing to it, or bytes were lost.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank. Until the save is committed, an error leaves the older save as it was.
+    """
+    model, clock = without_compile(model), Clock()
+    with get_world(options, "save") as world:
+        given: dict[str, Any] = {"model": model, "names": names, "verify": verify, "options": options}
+        given["on_differing_buffers"] = on_differing_buffers
+        with world.collective("plan the save"):
+            request = _request(given, directory, names, dtype, max_shard_size, tokenizer)
+        return execute_save(world, request, on_differing_buffers, options, clock, verify=verify)
+
+
+def _request(
+    given: Mapping[str, Any],
+    directory: str | os.PathLike[str],
+    names: prepare.WrittenNames | AdapterOnly,
+    dtype: torch.dtype | str | None,
+    max_shard_size: int | str,
+    tokenizer: Any,
+) -> prepare.SaveRequest:
+    """Check the arguments ``given`` to a save on this rank. Return its request."""
+    check_options(get_hints(save), given)
+    max_shard_bytes = parse_size(max_shard_size)
+    wanted = prepare.resolved_dtype(dtype)
+    return prepare.SaveRequest(given["model"], directory, names, wanted, max_shard_bytes, tokenizer)
+
+
+@answer_keywords(
+    adapter_name="Pass adapter=...",
+    selected_adapters="Call save_adapter once for each, with adapter=...",
+    safe_serialization=_SAFETENSORS,
+    push_to_hub=_UPLOAD,
+    repo_id=_UPLOAD,
+    is_main_process=_EVERY_RANK,
+    max_shard_size="Leave it out: an adapter is one file",
+)
+def save_adapter(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    adapter: str = "default",
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
+    verify: bool = False,
+    on_differing_buffers: OnDiffering = "first_rank",
+    options: prepare.SaveOptions = prepare.SaveOptions(),  # noqa: B008
+) -> SaveReport:
+    """Save one adapter of a PEFT model as ``PeftModel.from_pretrained`` loads it: its tensors and its config.
+
+    It is written like :func:`save`: every rank its own bytes, verified on request, committed in one step. The base
+    is not saved. PEFT decides which tensors belong to an adapter.
+
+    Collective: yes, over ``options.process_group``. Memory: ``options.budget_bytes``, only for tensors that are
+    cast, strided, or on an accelerator.
+
+    Args:
+        model: PEFT's model, sharded or not, loaded by shardwise or not.
+        directory: a folder that all ranks see, which need not be there yet.
+        adapter: its name in the model, which is not saved.
+        tokenizer: saved with it, if given.
+        dtype: floating-point tensors are cast to it. None saves them unchanged.
+        verify: ``True`` reads tensors and headers back before the save is committed.
+        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
+            ``"first_rank"`` saves those of the first rank, ``"error"`` raises.
+        options: memory budget, progress, process group, timeouts.
+
+    Raises:
+        ConfigError: the model has no such adapter, or the directory cannot hold one.
+        RankMismatchError, FormatError, ShardingError, StorageError, RankLostError: as for :func:`save`.
+
+    Every error is the same on every rank. Until the save is committed, an error leaves the older adapter as it was.
+    """
+    model, clock = without_compile(model), Clock()
+    with get_world(options, "save_adapter") as world:
+        given = {"model": model, "verify": verify, "options": options, "on_differing_buffers": on_differing_buffers}
+        names = AdapterOnly(adapter)
+        with world.collective("plan the save"):
+            request = _request(given, directory, names, dtype, sys.maxsize, tokenizer)
+        return execute_save(world, request, on_differing_buffers, options, clock, verify=verify)

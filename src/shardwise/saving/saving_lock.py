@@ -1,0 +1,317 @@
+"""Locks a folder, so that at most one save at a time writes into it.
+
+[Note: The lock of a save] A save locks its folder with a file. The file identifies its holder, so that one left by
+a dead process can be detected and taken over.
+
+On a file system it has one name, which only one process can create. It is written just after: one that cannot be
+parsed is read again for a moment, then its process has died in between. Taking over is a rename, of which only one
+of several succeeds. An object store may have no file that only one process can create (it depends on the store, its
+age, and the client), and removes whatever has a name. There every save has a lock under its own name: it writes it,
+and then lists the folder. Of two saves that begin at once, at least the later one sees the other and gives up. A
+lock that is taken over is removed by its own name, so never another's by mistake. The store must list written files
+consistently, as S3, Google's, Azure's, HDFS and SFTP do. Otherwise the lock is advisory.
+
+Liveness of a process can be checked if its id has the same meaning here: same kernel and same PID namespace
+(containers may share a host name, and even a folder, but not these). For other processes it is unknown. So a lock
+is renewed during its save, and contains the interval. On a file system its modification time changes, on a store
+that of a small companion file. If it does not change for a multiple of that interval, the lock is stale. Clocks are
+not compared.
+
+A process has a list of its own active saves. A lock of its own for another save is stale, for example if a disk
+error prevented its removal. Any later save of this process takes it over.
+
+A lock is no fence by itself: it may be removed by hand, too early, or its process may have been stopped for long.
+So the holder checks it again before and after the commit. The file that the last step renames is removed by the
+next save before that reads the folder's state, so that the step fails ([Note: Checked twice] in
+``saving/commit.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from shardwise.core.errors import StorageError
+from shardwise.core.machine import ProcessId
+from shardwise.files.storage import INCOMPLETE, StorageWriter
+
+LOCK_FILE = "shardwise.saving"
+
+_OBJECT_LOCK = re.compile(rf"{re.escape(LOCK_FILE)}\.([0-9a-f]{{8}})")
+"""Names of locks on an object store."""
+
+_HEARTBEAT = ".beat"
+"""Suffix of the file that is written again and again to renew such a lock."""
+
+_WRITTEN_S = 2.0
+"""A lock that cannot be parsed after this time is that of a process that died while it wrote it."""
+
+_POLL_S = 0.1
+
+RENEWAL_S = 5.0
+"""The time between two renewals of a lock."""
+
+_MAX_MISSED = 6
+"""The number of missed renewals after which a lock is stale."""
+
+
+_ACTIVE: set[str] = set()
+"""The ids of this process's saves that hold a lock, or are about to."""
+
+
+def new_save_id() -> str:
+    """Return a random id for a save, its lock and its files."""
+    return secrets.token_hex(4)
+
+
+def take_lock(writer: StorageWriter, save_id: str) -> None:
+    """Lock the folder for the save of this process that ``save_id`` (8 hex digits) identifies.
+
+    A lock is taken over if its process on this machine is dead, if it belongs to a finished save of this process,
+    or if it comes from another machine or container and is not renewed at its interval (which takes half a minute
+    to detect).
+
+    Raises:
+        StorageError: another save is in progress, or it cannot be determined whether its process is alive.
+    """
+    _ACTIVE.add(save_id)
+    try:
+        if _is_exclusive(writer):
+            _create(writer, save_id)
+        else:
+            _create_object(writer, save_id)
+        require_lock(writer, save_id)
+    except BaseException:
+        _ACTIVE.discard(save_id)
+        raise
+
+
+def renew_lock(writer: StorageWriter, save_id: str, count: int) -> None:
+    """Renew the lock of this save for the ``count``-th time, unless another save has taken it over."""
+    if holds_lock(writer, save_id):
+        if _is_exclusive(writer):
+            os.utime(os.path.join(writer.root, LOCK_FILE))
+        else:
+            writer.replace(_lock_file(writer, save_id) + _HEARTBEAT, str(count).encode())
+
+
+def release_lock(writer: StorageWriter, save_id: str) -> None:
+    """Remove the lock of this save, if it exists. Not durable before the names are synced.
+
+    Raises:
+        StorageError: the lock cannot be removed. The save is over all the same, and the lock is stale.
+    """
+    try:
+        if holds_lock(writer, save_id):
+            writer.remove(_lock_file(writer, save_id))
+        if not _is_exclusive(writer):
+            writer.remove(_lock_file(writer, save_id) + _HEARTBEAT)
+    finally:
+        _ACTIVE.discard(save_id)
+
+
+def holds_lock(writer: StorageWriter, save_id: str) -> bool:
+    """Return True if the folder is locked by this save. On an object store others may be acquiring it as well."""
+    record = _LockRecord.from_bytes(writer.read(_lock_file(writer, save_id)))
+    return record is not None and record.save_id == save_id
+
+
+def require_lock(writer: StorageWriter, save_id: str) -> None:
+    """Require on any rank that it sees the lock of this save.
+
+    Raises:
+        StorageError: the lock is another save's, or does not exist.
+    """
+    file = _lock_file(writer, save_id)
+    content = writer.read(file)
+    if content is None:
+        raise StorageError(
+            f"{writer.root}: {file}, which the first rank created there, is not visible. Save to a directory that "
+            "all ranks share, and leave that file alone during the save"
+        )
+    record = _LockRecord.from_bytes(content)
+    if record is None or record.save_id != save_id:
+        raise _refusal(writer, file, record)
+
+
+def _is_exclusive(writer: StorageWriter) -> bool:
+    """Return True if only one of several processes can create a file, and renaming it is one step."""
+    return writer.policy.has_random_writes
+
+
+def _lock_file(writer: StorageWriter, save_id: str) -> str:
+    return LOCK_FILE if _is_exclusive(writer) else f"{LOCK_FILE}.{save_id}"
+
+
+def _object_locks(files: Collection[str]) -> set[str]:
+    return {file for file in files if _OBJECT_LOCK.fullmatch(file)}
+
+
+@dataclass(frozen=True, slots=True)
+class _LockRecord:
+    """Content of a lock file. ``renewed_s`` is the interval of renewals, or 0 for none."""
+
+    process: ProcessId
+    save_id: str
+    renewed_s: float
+
+    @classmethod
+    def from_bytes(cls, content: bytes | None) -> _LockRecord | None:
+        """Parse a lock file. Return None if it is not one."""
+        try:
+            found = json.loads(content or b"")
+            pid = int(found["process"])
+            process = ProcessId(str(found["host"]), pid, str(found["born"]), str(found["space"]))
+            return cls(process, str(found["save_id"]), min(RENEWAL_S, float(found["renewed_s"])))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return None
+
+    def to_bytes(self) -> bytes:
+        content = {
+            "host": self.process.host,
+            "process": self.process.pid,
+            "born": self.process.start_time,
+            "space": self.process.pid_namespace,
+            "save_id": self.save_id,
+            "renewed_s": self.renewed_s,
+            "since": time.time(),
+        }
+        return json.dumps(content).encode()
+
+    @property
+    def is_stale(self) -> bool:
+        """Return True if the process has certainly ended, or has finished this save."""
+        if not self.process.is_visible or self.process.pid <= 0:
+            return False
+        is_over = self.process.pid == os.getpid() and self.save_id not in _ACTIVE
+        return is_over or self.process.has_ended()
+
+
+def _lock_content(save_id: str) -> bytes:
+    return _LockRecord(ProcessId.here(), save_id, RENEWAL_S).to_bytes()
+
+
+def _create(writer: StorageWriter, save_id: str) -> None:
+    """Create the only lock file of a file system, after a stale one has been removed."""
+    _take_over(writer)
+    content = _lock_content(save_id)
+    try:
+        writer.create(LOCK_FILE, len(content))
+    except StorageError as error:
+        found = writer.read(LOCK_FILE)
+        if found is not None:
+            raise _refusal(writer, LOCK_FILE, _LockRecord.from_bytes(found)) from error
+        raise
+    try:
+        writer.write(LOCK_FILE, 0, [memoryview(content)])
+        writer.sync(LOCK_FILE)
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            writer.remove(LOCK_FILE)
+        raise
+
+
+def _take_over(writer: StorageWriter) -> None:
+    """Remove a stale lock.
+
+    Raises:
+        StorageError: the lock is not stale.
+    """
+    content = _require_stale(writer, LOCK_FILE)
+    if content is None:
+        return
+    aside = f".{LOCK_FILE}.{secrets.token_hex(4)}{INCOMPLETE}"
+    try:
+        writer.rename(LOCK_FILE, aside)
+    except StorageError as error:
+        if writer.read(LOCK_FILE) is not None:
+            raise
+        raise _refusal(writer, LOCK_FILE, _LockRecord.from_bytes(content)) from error  # another save was faster
+    if writer.read(aside) != content:
+        writer.rename(aside, LOCK_FILE)
+        raise _refusal(writer, LOCK_FILE, None)
+    writer.remove(aside)
+
+
+def _create_object(writer: StorageWriter, save_id: str) -> None:
+    """Create a lock under its own name, when all others are stale, and remove those.
+
+    Raises:
+        StorageError: a lock is not stale, or another one has appeared.
+    """
+    stale = _object_locks(writer.list())
+    for file in sorted(stale):
+        _require_stale(writer, file)
+    own = _lock_file(writer, save_id)
+    try:
+        writer.replace(own, _lock_content(save_id))
+        for file in sorted(_object_locks(writer.list()) - stale - {own}):
+            _require_stale(writer, file, is_patient=False)
+            stale.add(file)
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            writer.remove(own)
+        raise
+    for file in sorted(stale):
+        writer.remove(file)
+        writer.remove(file + _HEARTBEAT)
+
+
+def _require_stale(writer: StorageWriter, file: str, *, is_patient: bool = True) -> bytes | None:
+    """Return the content of a lock file, or None if there is none.
+
+    ``is_patient`` waits for a renewal, which a save must not do while it has a lock that is not renewed yet.
+
+    Raises:
+        StorageError: the lock is not stale.
+    """
+    content, deadline = writer.read(file), time.monotonic() + _WRITTEN_S
+    while _is_exclusive(writer) and content is not None and _LockRecord.from_bytes(content) is None:
+        if time.monotonic() > deadline:
+            return content
+        time.sleep(_POLL_S)
+        content = writer.read(file)
+    record = _LockRecord.from_bytes(content)
+    is_stale = record is not None and (record.is_stale or (is_patient and _is_silent(writer, file, record)))
+    if content is not None and not is_stale:
+        raise _refusal(writer, file, record)
+    return content
+
+
+def _is_silent(writer: StorageWriter, file: str, record: _LockRecord) -> bool:
+    """Return True if a lock of another machine is not renewed during some of its intervals, and wait for these."""
+    if record.renewed_s <= 0 or record.process.is_visible:
+        return False
+    first, deadline = _changed_at(writer, file), time.monotonic() + _MAX_MISSED * record.renewed_s
+    while first is not None and time.monotonic() < deadline:
+        time.sleep(_POLL_S if _is_exclusive(writer) else max(_POLL_S, record.renewed_s / 4))
+        if _changed_at(writer, file) != first:
+            return False
+    return first is not None
+
+
+def _changed_at(writer: StorageWriter, file: str) -> object:
+    """Return a value that changes with each renewal of a lock, or None if there is no lock."""
+    if not _is_exclusive(writer):
+        return None if writer.read(file) is None else (writer.read(file + _HEARTBEAT) or b"")
+    try:
+        with open(os.path.join(writer.root, file), "rb") as opened:  # bypasses the caches of a network file system
+            return os.fstat(opened.fileno()).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _refusal(writer: StorageWriter, file: str, record: _LockRecord | None) -> StorageError:
+    holder = "its lock file cannot be read"
+    if record is not None:
+        holder = f"process {record.process.pid} on {record.process.host}"
+    return StorageError(
+        f"{writer.root}: another save is writing here ({holder}). Wait for it, or save to another directory. If "
+        f"that process is gone, remove {file} from the directory"
+    )

@@ -1,0 +1,319 @@
+"""Streams a sharded model's tensors, whole, one after the other."""
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.core.consents import OnDiffering
+from shardwise.core.errors import ConfigError, answer_keywords
+from shardwise.core.tensors import Box
+from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensors, without_compile
+from shardwise.fsdp.torch_private import saved_dtype, to_torch
+from shardwise.models import selection
+from shardwise.models.four_bit import files
+from shardwise.models.four_bit.layers import SCALES, WEIGHT, is_in_four_bits
+from shardwise.models.revert import Output
+from shardwise.ranks.timeouts import Timeouts
+from shardwise.ranks.world import World
+from shardwise.saving.prepare import WrittenNames, collect_for_files, resolved_dtype, reverted
+from shardwise.transfer.memory import compute_device
+from shardwise.transfer.move import ShardExchange, box_view
+from shardwise.transfer.move_plan import Move, Round, full_on_ranks, plan_rounds
+from shardwise.transfer.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares, logical_boxes
+
+_SMALLEST_BUCKET_BYTES = 4096
+
+_NOT_MERGED = "no adapter is merged into them. Merge its files with shardwise.merge_adapter"
+
+
+Targets: TypeAlias = Literal["all_ranks", "first_rank"]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Settings of a stream. None of them changes the values.
+
+    Attributes:
+        bucket_bytes: bytes that a rank sends or receives at once. Larger tensors travel in several parts.
+        device: device of the yielded tensors. None is the model's compute device.
+        process_group: the ranks that iterate: all that hold a part of the model.
+        timeouts: how long ranks wait for each other.
+    """
+
+    bucket_bytes: int = 64 << 20
+    device: torch.device | None = None
+    process_group: dist.ProcessGroup | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < _SMALLEST_BUCKET_BYTES:
+            raise ConfigError(f"bucket_bytes={self.bucket_bytes} is less than {_SMALLEST_BUCKET_BYTES}")
+
+
+def walk_tensors(
+    model: nn.Module,
+    to: Targets,
+    names: WrittenNames,
+    only: selection.Selection | selection.MergedAdapter,
+    dtype: torch.dtype | None,
+    on_differing_buffers: OnDiffering,
+    options: StreamOptions,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    with World.current(options.process_group, options.timeouts, call="iter_hf_tensors") as world:
+        arguments = (to, names, only, str(dtype), options.bucket_bytes)
+        held, outputs, sender = _prepare_sender(world, model, names, only, arguments, on_differing_buffers, options)
+        targets = range(1) if to == "first_rank" else range(world.size)
+        dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
+        shapes = {key: output.shape for key, output in outputs.items()}
+        moves = [
+            Move(key, item.expression, dtypes[key].itemsize, full_on_ranks(targets, item.shape, world.size))
+            for key, item in outputs.items()
+        ]
+        with world.collective("plan the rounds"):
+            rounds = plan_rounds([moves], sender.shares, options.bucket_bytes // 2)
+        staging_device = _staging_device(held)
+        device = (options.device or staging_device) if world.rank in targets else torch.device("meta")
+        received = _ReceivedTensors(shapes, dtypes, device)
+        arrivals = ShardExchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
+        with contextlib.closing(arrivals), _report_exit():
+            yield from received.completed_by(arrivals)
+
+
+@dataclass(frozen=True)
+class _ReceivedTensors:
+    """Tensors that a rank receives block by block. Each is allocated when its first block is sent."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    device: torch.device
+    begun: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def get_memory(self, key: str, box: Box) -> torch.Tensor:
+        self.begun[key] = self.take(key)
+        return box_view(self.begun[key], box)
+
+    def take(self, key: str) -> torch.Tensor:
+        if key in self.begun:
+            return self.begun.pop(key)
+        return torch.empty(self.shapes[key], dtype=self.dtypes[key], device=self.device)
+
+    def completed_by(self, arrivals: Iterable[Round]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors in order, each when its last block has arrived. Those without elements have no block."""
+        waiting = iter(self.shapes)
+        for block in itertools.chain.from_iterable(arrivals):
+            ends = (at + size for at, size in zip(block.box.offsets, block.box.sizes, strict=True))
+            if tuple(ends) != self.shapes[block.key]:
+                continue
+            for key in waiting:
+                yield key, self.take(key)
+                if key == block.key:
+                    break
+        for key in waiting:
+            yield key, self.take(key)
+
+
+def _prepare_sender(
+    world: World,
+    model: nn.Module,
+    names: WrittenNames,
+    only: selection.Selection | selection.MergedAdapter,
+    arguments: tuple[object, ...],
+    on_differing_buffers: OnDiffering,
+    options: StreamOptions,
+) -> tuple[list[TensorRef], Mapping[str, Output], ShardSender]:
+    """Compare the calls. Return the tensors of the model, the outputs, and their source. Collective: yes."""
+    with world.collective("collect the state"):
+        held = _collect(model, names, only)
+    world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
+    chosen: dict[str, str] = {}
+    if isinstance(only, selection.AdapterOnly):
+        with world.broadcast("find tensors outside of the model") as exchange:
+            if world.rank == 0:
+                exchange.local = selection.names_outside(model, held, only)
+        chosen = exchange.result
+        wanted = set(chosen.values())
+        held = [item for item in held if wanted.intersection(item.names)]
+    shares = agree_on_shares(world, held, on_differing_buffers).by_name
+    by_name = {name: item for item in held for name in item.names}
+    sender = ShardSender(by_name, shares, world.rank)
+    if isinstance(only, selection.AdapterOnly):
+        layout = build_layout(held)
+        outputs: Mapping[str, Output] = {
+            key: Output.unchanged(key, layout.by_name[name]) for key, name in chosen.items()
+        }
+    else:
+        with world.collective("select outputs"):
+            outputs, adapted = _select_outputs(model, held, names, only)
+        if adapted is not None:
+            sender = _merging(world, held, sender, adapted, options)
+    world.require_equal(list(outputs), "the list of keys")
+    return held, outputs, sender
+
+
+def _merging(
+    world: World, held: Sequence[TensorRef], sender: ShardSender, adapted: selection.Adapted, options: StreamOptions
+) -> MergingShardSender:
+    """Return the sender of tensors with the adapter merged in. Every rank then holds the full adapter.
+
+    Collective: yes.
+    """
+    layout, shares = build_layout(held), sender.shares
+    needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
+    matrices = _gather_full(
+        world, [Output.unchanged(name, layout.by_name[name]) for name in needed], sender, options
+    )
+    base_held = {name: sender.held[fqn] for name, fqn in adapted.inside.items()}
+    with world.collective("plan packed rows"):
+        packed = packed_rows(base_held)
+    base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
+    base_shares |= {name: tuple(map(logical_boxes, base_shares[name])) for name in packed}
+    return MergingShardSender(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
+
+
+def _collect(
+    model: nn.Module, names: WrittenNames, only: selection.Selection | selection.MergedAdapter
+) -> list[TensorRef]:
+    if only is None:
+        return collect_for_files(model, names)
+    held = collect_tensors(model)
+    if isinstance(only, selection.MergedAdapter):
+        files.require_scales(held)
+    return held
+
+
+def _select_outputs(
+    model: nn.Module, held: list[TensorRef], names: WrittenNames, only: selection.MergedAdapter | None
+) -> tuple[Mapping[str, Output], selection.Adapted | None]:
+    """Return the outputs. For a merged adapter, return also the model without it.
+
+    Raises:
+        ConfigError, KeyMismatchError: they cannot be streamed.
+    """
+    layout = build_layout(held)
+    if only is None:
+        if names == "hub" and selection.has_adapters(model):
+            raise ConfigError(
+                f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together. Pass "
+                "only=MergedAdapter() or only=AdapterOnly(), or names='internal' for all tensors as the model "
+                "names them"
+            )
+        return files.with_file_shapes(held, reverted(model, layout, names)), None
+    files.require_no_experts(held, _NOT_MERGED)
+    adapted = selection.without_adapter(model, [name for item in held for name in item.names], only.adapter)
+    layout = adapted.layout(files.dequantized_layout(layout, held))
+    return reverted(adapted.base, layout, names), adapted
+
+
+def packed_rows(held: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
+    """Return weights in 4 bits by name, with their dequantization."""
+    layers = {name: item.slots[0] for name, item in held.items() if is_in_four_bits(item.slots[0].module)}
+    scales = {id(slot.module): held[name] for name, slot in layers.items() if slot.name == SCALES}
+    return {
+        name: PackedRows(held[name], scales[id(slot.module)], slot.module)
+        for name, slot in layers.items()
+        if slot.name == WEIGHT
+    }
+
+
+def tensors_to_come(
+    model: nn.Module, names: WrittenNames, only: selection.MergedAdapter | None, dtype: torch.dtype | None
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of the tensors that :func:`walk_tensors` yields, by key and in its order.
+
+    Nothing is sent.
+
+    Raises:
+        ConfigError, KeyMismatchError, ShardingError: as for going through them.
+    """
+    outputs, _ = _select_outputs(model, _collect(model, names, only), names, only)
+    return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in outputs.items()}
+
+
+def _staging_device(held: Sequence[TensorRef]) -> torch.device:
+    return compute_device(held, held[0].local.device if held else None)
+
+
+def _gather_full(
+    world: World, outputs: Sequence[Output], sender: ShardSender, options: StreamOptions
+) -> dict[str, torch.Tensor]:
+    """Return tensors of the model, whole on every rank. Collective: yes."""
+    moves = [
+        Move(
+            item.key, item.expression, item.dtype.itemsize, full_on_ranks(range(world.size), item.shape, world.size)
+        )
+        for item in outputs
+    ]
+    dtypes = {item.key: to_torch(item.dtype) for item in outputs}
+    staging_device = _staging_device(list(sender.held.values()))
+    received = _ReceivedTensors({item.key: item.shape for item in outputs}, dtypes, staging_device)
+    with world.collective("plan the rounds"):
+        rounds = plan_rounds([moves], sender.shares, options.bucket_bytes)
+    arrivals = ShardExchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
+    return dict(received.completed_by(arrivals))
+
+
+@contextlib.contextmanager
+def _report_exit() -> Iterator[None]:
+    """Tell waiting ranks that the caller has left its loop."""
+    try:
+        yield
+    except GeneratorExit:
+        raise GeneratorExit("its loop over the tensors ended before the last one") from None
+
+
+@answer_keywords()
+def iter_hf_tensors(
+    model: nn.Module,
+    *,
+    to: Targets = "all_ranks",
+    names: WrittenNames = "hub",
+    only: selection.Selection | selection.MergedAdapter = None,
+    dtype: torch.dtype | None = None,
+    on_differing_buffers: OnDiffering = "first_rank",
+    options: StreamOptions = StreamOptions(),
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a model's tensors, whole, in the order in which transformers saves them.
+
+    ::
+
+        for key, tensor in shardwise.iter_hf_tensors(model):
+            engine.load_weight(key, tensor)
+
+    All ranks iterate in step, and may leave the loop early only after the same tensor. If the loop of one rank ends
+    early, by an exception for example, the others raise. Parameters must not change meanwhile. The caller owns each
+    tensor.
+
+    Collective: yes, from the first tensor to the last. Memory: two buckets, or one larger tensor and a bucket. If
+    the ranks of a machine have the model on the CPU, that much for all of them together.
+
+    Args:
+        model: sharded or not, from transformers or not, with values on every rank, in the same state on every rank.
+        to: ``"all_ranks"``, or ``"first_rank"``: the others iterate over the same keys and get tensors on meta.
+        names: as the checkpoint has them, ``"hub"``, or the model's own, ``"internal"``.
+        only: ``None``. For a PEFT model also ``AdapterOnly()``, an adapter under the names of PEFT's files, or
+            ``MergedAdapter()``, the base with a LoRA of linear layers merged in, under the base's names. Every
+            rank then holds the full adapter. Without ``only``, a PEFT model needs ``names="internal"``.
+        dtype: of the floating-point tensors, also while they are sent. None keeps each tensor's own.
+        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
+            ``"first_rank"`` yields those of the first rank, ``"error"`` raises.
+        options: bucket, device, process group, timeouts.
+
+    Raises:
+        ConfigError: the arguments cannot be honored.
+        ShardingError: tensors have no values, or the ranks do not hold all of the model.
+        KeyMismatchError: the checkpoint has tensors that are computed from the model's.
+        CheckpointError: (or a subclass) the failure of one rank.
+        RankMismatchError: the ranks have different models or arguments, or different values of parameters that
+            several of them hold.
+        RankLostError: a rank has been lost, or has left its loop.
+
+    Every error is the same on every rank.
+    """
+    dtype = resolved_dtype(dtype)
+    return walk_tensors(without_compile(model), to, names, only, dtype, on_differing_buffers, options)

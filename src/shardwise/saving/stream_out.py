@@ -1,0 +1,321 @@
+"""Writes a save block by block in a single process, commits it, and merges adapters into its tensors.
+
+[Note: One rounding] Merging is computed in float32 (float64 for tensors of that dtype), from the stored values of
+the base and the adapter, and rounded once, to the dtype that is written. PEFT rounds a delta of low precision
+before it adds it, and so may differ in the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+
+from shardwise.core.computed import Computed, ComputedBlock, SmallestBlocks, aligned_blocks, computed_leaves
+from shardwise.core.errors import ConfigError, FormatError
+from shardwise.core.expression import Expression
+from shardwise.core.formatting import in_bytes
+from shardwise.core.tensors import Box, DType, numel, row_blocks
+from shardwise.files.storage import StorageWriter
+from shardwise.files.urls import shown
+from shardwise.fsdp.torch_private import to_torch
+from shardwise.ranks.world import World
+from shardwise.saving.commit import begin_save, commit_save, undo_save
+from shardwise.saving.merge_plan import Added, Edit, LowRank, Replaced, WeightForm
+from shardwise.saving.plan import Saved, SavePlan
+from shardwise.saving.write import LocalFiles, WrittenTensors
+from shardwise.transfer.memory import in_background, trim_heap
+from shardwise.transfer.read import ReadExecutor
+
+TensorBox = tuple[str, Box]
+"""A box of a tensor of the save, by its key."""
+
+BLOCK_BYTES = 8 << 20
+"""Bytes written at once. A few times as many are in memory."""
+
+_TRIM_BYTES = 256 << 20
+"""Bytes written between two calls of :func:`trim_heap`, which makes later allocations slower."""
+
+
+def stream_out(
+    writer: StorageWriter,
+    plan: SavePlan,
+    to_save: TensorsToSave,
+    *,
+    companions: Mapping[str, bytes],
+    check: Callable[[WrittenTensors], None] | None = None,
+    advance: Callable[[int], None],
+) -> WrittenTensors:
+    """Write all files of a plan, then commit.
+
+    Args:
+        writer: to the folder of the save.
+        plan: its files.
+        to_save: the tensors of the plan.
+        companions: small files that belong to the save.
+        check: called after everything is written and before the commit. An exception of it cancels the save.
+        advance: called with the number of bytes that have been written.
+
+    The older checkpoint stays valid until the commit ([Note: One commit]). A save that fails removes its files.
+
+    Memory: four blocks, and that of :meth:`TensorsToSave.values`.
+
+    Raises:
+        StorageError: something could not be written.
+    """
+    out = LocalFiles(World(0, 1), writer, plan.files, advance)
+    begun = begin_save(writer, plan)
+    try:
+        _write_blocks(out, plan_blocks(plan, BLOCK_BYTES), to_save)
+        if check is not None:
+            check(out.written)
+        commit_save(writer, plan, begun, companions, out.written.fingerprints)
+    except BaseException:
+        undo_save(writer, plan, begun)
+        raise
+    return out.written
+
+
+def plan_blocks(plan: SavePlan, block_bytes: int) -> Iterator[list[TensorBox]]:
+    """Yield the boxes of a plan's tensors in order, about ``block_bytes`` at a time."""
+    block: list[TensorBox] = []
+    used = 0
+    for entry in plan.entries.values():
+        for box in row_blocks(entry.shape, max(1, block_bytes // entry.dtype.itemsize)):
+            nbytes = box.numel * entry.dtype.itemsize
+            if block and used + nbytes > block_bytes:
+                yield block
+                block, used = [], 0
+            block.append((entry.key, box))
+            used += nbytes
+    yield block
+
+
+def _write_blocks(out: LocalFiles, blocks: Iterable[Sequence[TensorBox]], to_save: TensorsToSave) -> None:
+    """Write blocks, each while the next is computed."""
+    computed: list[tuple[str, Box, torch.Tensor]] = []
+    untrimmed = 0
+    for block in blocks:
+        with in_background(out.write, computed):
+            tensors = to_save.values(block)
+        computed = [(key, box, tensor) for (key, box), tensor in zip(block, tensors, strict=True)]
+        untrimmed += sum(tensor.nbytes for tensor in tensors)
+        if untrimmed >= _TRIM_BYTES:
+            trim_heap()
+            untrimmed = 0
+    out.write(computed)
+    out.finish()
+
+
+COMPUTED_BYTES = 512 << 20
+"""Maximum memory of one block of a conversion that computes: its inputs and outputs."""
+
+
+@dataclass
+class TensorsToSave:
+    """The tensors of a save.
+
+    ``by_key`` has the dtype and the expression of each, by key, in the order of the save. ``executor`` reads the
+    leaves.
+    """
+
+    by_key: Mapping[str, tuple[DType, Expression]]
+    executor: ReadExecutor
+
+    def tensors(self) -> list[Saved]:
+        """Return key, dtype and shape of all, in order."""
+        return [(key, dtype, expression.shape) for key, (dtype, expression) in self.by_key.items()]
+
+    def require_bounded(self) -> None:
+        """Check that computed tensors need at most :data:`COMPUTED_BYTES` at once.
+
+        Raises:
+            ConfigError: naming a tensor that needs more.
+        """
+        blocks = SmallestBlocks()
+        for key, (_, expression) in self.by_key.items():
+            for leaf in computed_leaves(expression):
+                if (nbytes := blocks.nbytes(leaf)) > COMPUTED_BYTES:
+                    raise ConfigError(
+                        f"{shown(key)}: is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, "
+                        f"which needs {in_bytes(nbytes)} at once, and the limit is {in_bytes(COMPUTED_BYTES)}. "
+                        "Do this with transformers, or PEFT, in memory"
+                    )
+
+    def values(self, boxes: Sequence[TensorBox]) -> list[torch.Tensor]:
+        """Return boxes of tensors in the dtype in which they are saved, contiguous, on the CPU.
+
+        Memory: a few times the boxes.
+        """
+        items = [(self.by_key[key], box) for key, box in boxes]
+        return self.executor.read_values([(expression, box, to_torch(dtype)) for (dtype, expression), box in items])
+
+
+_ELEMENT_BYTES = 16
+"""Memory for an element of a block while it is merged: the base, the delta, their sum, the rounded sum."""
+
+
+def edited(name: str, base: Expression, edits: Sequence[Edit], dtype: DType, changed: set[str]) -> Expression:
+    """Return a tensor of the base with its edits, rounded to ``dtype``.
+
+    The leaves of the edits are tensors of the adapter. Modules whose edits change a value are added to ``changed``
+    when the tensor is computed.
+    """
+    shape = base.shape
+    computing = DType.F64 if base.dtype is DType.F64 else DType.F32
+    inputs: list[Expression] = [base]
+    for number, edit in enumerate(edits):
+        inputs += _edit_leaves(edit)
+        if isinstance(edit, LowRank) and edit.magnitude is not None:
+            before = (*edits[:number], edit)
+            norms = _Norms(shape, tuple(before), to_torch(computing))
+            needs = [leaf for item in before for leaf in _edit_leaves(item)]
+            kept = shape[_kept(edit)]
+            inputs += [Computed(norms, "norms", (kept,), DType.F64, (base, *needs)), edit.magnitude]
+    merge = _Merge(name, shape, tuple(edits), to_torch(computing), to_torch(dtype), changed)
+    return Computed(merge, "merged", shape, dtype, tuple(inputs))
+
+
+@dataclass(frozen=True, eq=False)
+class _Merge:
+    """All edits of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    edits: tuple[Edit, ...]
+    computing: torch.dtype
+    dtype: torch.dtype
+    changed: set[str]
+    label: str = "a merge"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        unit = (1,) * len(self.shape)
+        for box in aligned_blocks(wanted["merged"], self.shape, unit, most_bytes // _ELEMENT_BYTES):
+            needs = [box]
+            for edit in self.edits:
+                needs += _needed_boxes(edit, box, self.shape)
+                if isinstance(edit, LowRank) and edit.magnitude is not None:
+                    kept = _kept(edit)
+                    needs += 2 * [Box((box.offsets[kept],), (box.sizes[kept],))]
+            nbytes = _ELEMENT_BYTES * box.numel + 8 * sum(need.numel for need in needs[1:])
+            yield ComputedBlock(tuple(needs), {"merged": box}, nbytes)
+
+    def evaluate(self, block: ComputedBlock, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Raises :class:`FormatError` if a value is not finite where the base is."""
+        inputs = iter(values)
+        base = next(inputs).to(self.computing)
+        box = block.outputs["merged"]
+        value = base
+        for edit in self.edits:
+            value = _applied(edit, value, inputs, box, self.shape)
+            if isinstance(edit, LowRank) and edit.magnitude is not None:
+                norms, magnitude = next(inputs), next(inputs).to(torch.float64)
+                scale = (magnitude.flatten() / norms).to(self.computing)
+                kept = _kept(edit)
+                value = value * scale.view([-1 if dim == kept else 1 for dim in range(value.ndim)])
+        rounded = value.to(self.dtype)
+        modules = {edit.module for edit in self.edits}
+        if not modules <= self.changed and not torch.equal(rounded, base.to(self.dtype)):
+            self.changed.update(modules)
+        is_suspect = not bool(rounded.sum(dtype=torch.float32).isfinite())  # faster than a test of each element
+        if is_suspect and bool((~rounded.isfinite() & base.to(self.dtype).isfinite()).any()):
+            raise FormatError(
+                f"{shown(self.name)}: merging makes values that are not finite in {self.dtype}; the adapter "
+                f"({', '.join(shown(edit.module) for edit in self.edits)}) is damaged, or the dtype too narrow"
+            )
+        return {"merged": rounded}
+
+
+@dataclass(frozen=True, eq=False)
+class _Norms:
+    """DoRA: the norms of the rows (or columns) of a tensor with some edits, over the whole of its other dimensions.
+
+    The last edit is the one whose magnitude replaces these norms.
+    """
+
+    shape: tuple[int, ...]
+    edits: tuple[Edit, ...]
+    computing: torch.dtype
+    label: str = "norms of a merge"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        kept = _kept(self.edits[-1])
+        others = numel([size for dim, size in enumerate(self.shape) if dim != kept])
+        for rows in aligned_blocks(
+            wanted["norms"], (self.shape[kept],), (1,), most_bytes // (_ELEMENT_BYTES * others)
+        ):
+            offsets = [rows.offsets[0] if dim == kept else 0 for dim in range(len(self.shape))]
+            sizes = [rows.sizes[0] if dim == kept else size for dim, size in enumerate(self.shape)]
+            box = Box(tuple(offsets), tuple(sizes))
+            needs = [box, *(need for edit in self.edits for need in _needed_boxes(edit, box, self.shape))]
+            nbytes = _ELEMENT_BYTES * box.numel + 8 * sum(need.numel for need in needs[1:])
+            yield ComputedBlock(tuple(needs), {"norms": rows}, nbytes)
+
+    def evaluate(self, block: ComputedBlock, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        inputs = iter(values)
+        value = next(inputs).to(self.computing)
+        box = block.inputs[0]
+        for edit in self.edits:
+            value = _applied(edit, value, inputs, box, self.shape)
+        kept = _kept(self.edits[-1])
+        others = [dim for dim in range(value.ndim) if dim != kept]
+        return {"norms": value.square().sum(dim=others, dtype=torch.float64).sqrt()}
+
+
+def _kept(edit: Edit) -> int:
+    """Return the dimension along which DoRA has a magnitude."""
+    return 1 if isinstance(edit, LowRank) and edit.form is WeightForm.COLUMNS else 0
+
+
+def _edit_leaves(edit: Edit) -> list[Expression]:
+    return [edit.a, edit.b] if isinstance(edit, LowRank) else [edit.leaf]
+
+
+def _needed_boxes(edit: Edit, box: Box, shape: tuple[int, ...]) -> list[Box]:
+    """Return the boxes of an edit's leaves that a box of the weight depends on."""
+    if not isinstance(edit, LowRank):
+        return [box]
+    starts, sizes, rank = box.offsets, box.sizes, edit.rank
+    match edit.form:
+        case WeightForm.ROWS:
+            a = Box((0, *starts[1:]), (rank, *sizes[1:]))
+            return [a, Box((starts[0], *(0 for _ in shape[1:])), (sizes[0], *edit.b.shape[1:]))]
+        case WeightForm.COLUMNS:
+            return [Box((0, starts[0]), (rank, sizes[0])), Box((starts[1], 0), (sizes[1], rank))]
+        case WeightForm.EXPERTS | WeightForm.EXPERT_COLUMNS:
+            outs, ins = (1, 2) if edit.form is WeightForm.EXPERTS else (2, 1)
+            a = Box((starts[0] * rank, starts[ins]), (sizes[0] * rank, sizes[ins]))
+            return [a, Box((starts[outs], 0), (sizes[outs], edit.b.shape[1]))]
+        case _:
+            assert_never(edit.form)
+
+
+def _applied(
+    edit: Edit, value: torch.Tensor, inputs: Iterator[torch.Tensor], box: Box, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Return a box of the weight after an edit whose leaves are the next inputs. For DoRA, before its magnitude."""
+    match edit:
+        case Replaced():
+            return next(inputs).to(value.dtype)
+        case Added(_, scaling, _):
+            return torch.add(value, next(inputs).to(value.dtype), alpha=scaling)
+        case LowRank():
+            a, b = next(inputs).to(value.dtype), next(inputs).to(value.dtype)
+            return torch.add(value, _delta(edit, a, b, box, shape), alpha=edit.scaling)
+        case _:
+            assert_never(edit)
+
+
+def _delta(edit: LowRank, a: torch.Tensor, b: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a box of ``B @ A``, not yet scaled."""
+    rank = edit.rank
+    if edit.form.is_stacked:
+        first, count = box.offsets[0], box.sizes[0]
+        b = b.view(-1, rank, shape[0])[:, :, first : first + count]
+        delta = torch.bmm(b.permute(2, 0, 1), a.view(count, rank, -1))
+        return delta if edit.form is WeightForm.EXPERTS else delta.transpose(1, 2)
+    if edit.form is WeightForm.COLUMNS:
+        return a.t() @ b.t()
+    return (b.reshape(-1, rank) @ a.reshape(rank, -1)).view(box.sizes)

@@ -1,0 +1,386 @@
+"""Writes and reads files of ``torch.save``, and writes folders of ``torch.distributed.checkpoint``.
+
+A whole state is in one file, a file for each rank, or a folder that counts when it has ``.metadata``.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import IO, Any, TypeAlias, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import serialization
+
+from shardwise.core.errors import FormatError, ShardingError, StorageError
+from shardwise.files.join_entries import METADATA
+from shardwise.files.local_reader import LocalReader
+from shardwise.files.local_writer import open_writer
+from shardwise.files.storage import StorageWriter
+from shardwise.files.torch_files import reject_others
+from shardwise.fsdp.named_tensors import local_boxes, local_tensor
+from shardwise.ranks.world import World
+from shardwise.saving.commit import make_file
+from shardwise.saving.commit_plan import WrittenFiles, temporary_name
+from shardwise.saving.locked_folder import Saving
+from shardwise.saving.rename_journal import number_of
+from shardwise.transfer.distributed_chunks import (
+    ChunkWriter,
+    build_metadata,
+    chunk_views,
+    data_file,
+    flat_key,
+    plan_tensors,
+)
+from shardwise.transfer.move import gather
+from shardwise.transfer.tensor_metadata import metadata_by_name
+
+Levels: TypeAlias = tuple[str | int, ...]
+"""The path to a value: keys of dicts and indices of lists."""
+
+Nest: TypeAlias = Mapping[Levels, object]
+"""Values of nested dicts and lists, by path."""
+
+_TORCH_CONFIG: Any = serialization.config
+
+_BUFFER_BYTES = 1 << 20
+"""Smaller writes of ``torch.save`` are buffered."""
+
+
+def write_whole_file(
+    world: World,
+    saving: Saving,
+    name: str,
+    tensors: Mapping[Levels, torch.Tensor],
+    objects: Nest,
+    *,
+    budget_bytes: int,
+    device: torch.device,
+) -> tuple[int, WrittenFiles]:
+    """Gather tensors on the first rank, which writes them and other values into one file with ``torch.save``.
+
+    ``tensors`` are the same on every rank. A tensor with several names is written once. ``objects`` are the first
+    rank's. ``device`` holds staging memory. Return the bytes of the tensors, and the file.
+
+    Collective: yes.
+    Memory: on the first rank all tensors, on others ``budget_bytes``.
+
+    Raises:
+        RankMismatchError: ranks have different tensors.
+        ShardingError: ranks do not have, together, all of a tensor, or two tensors have one name.
+        StorageError: the file could not be written.
+    """
+    first_keys: dict[int, str] = {}
+    keys = {path: first_keys.setdefault(id(tensor), flat_key(path)) for path, tensor in tensors.items()}
+    with world.collective("map the keys"):
+        unique = _by_key(keys, tensors)
+    full = gather(world, unique, "full", budget_bytes=budget_bytes, device=device)
+
+    with world.broadcast("write the file") as exchange:
+        if world.rank == 0:
+            state = nested({**{path: full[key] for path, key in keys.items()}, **objects})
+            exchange.local = WrittenFiles({name: write_torch_file(saving, name, state)})
+    written = exchange.result
+    return sum(tensor.nbytes for tensor in unique.values()), written if world.rank == 0 else WrittenFiles()
+
+
+def _by_key(keys: Mapping[Levels, str], tensors: Mapping[Levels, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors by key, sorted. Raises :class:`ShardingError` if two tensors have one key."""
+    by_key: dict[str, torch.Tensor] = {}
+    for path, key in sorted(keys.items(), key=itemgetter(1)):
+        if by_key.setdefault(key, tensors[path]) is not tensors[path]:
+            raise ShardingError(f"{key}: two tensors have this name, with dots in other places. Rename one")
+    return by_key
+
+
+def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: Any) -> tuple[int, WrittenFiles]:
+    """Write this rank's state into the file of its rank. Return the bytes of the file, and all files.
+
+    Collective: yes.
+    Memory: none, but for shards that are on an accelerator, which torch copies one by one into pinned memory.
+
+    Raises:
+        StorageError: a file could not be written, or another save writes there, or has since.
+    """
+    with world.all_gather("write the file") as exchange:
+        exchange.local = write_torch_file(saving, names[world.rank], state)
+    sizes: list[int] = exchange.result
+    return sizes[world.rank], WrittenFiles(dict(zip(names, sizes, strict=True)) if world.rank == 0 else {})
+
+
+def write_torch_file(saving: Saving, name: str, state: Any) -> int:
+    """Write and sync a file under its temporary name, with ``torch.save``. Return its bytes. Collective: no.
+
+    Raises:
+        StorageError: it could not be written, or the folder is marked by another save.
+    """
+    saving.require()
+    with open_writer(saving.folder) as writer:
+        file = temporary_name(name, saving.save_id)
+        try:
+            nbytes = _measure_size(state)
+            writer.create(file, nbytes)
+            stream = _FileStream(writer, file)
+            pinned = _TORCH_CONFIG.patch("save.use_pinned_memory_for_d2h", True)
+            with io.BufferedWriter(stream, _BUFFER_BYTES) as buffered, pinned:
+                torch.save(state, cast(IO[bytes], buffered))
+        except (OSError, RuntimeError) as error:
+            raise StorageError(f"{saving.folder}/{name}: writing it failed, {error}") from error
+        if stream.position != nbytes:
+            raise StorageError(
+                f"{saving.folder}/{name}: torch.save wrote {stream.position} bytes instead of {nbytes}. The state "
+                "must not change while it is saved"
+            )
+        writer.sync(file)
+        writer.sync_names()
+        return nbytes
+
+
+def _measure_size(state: Any) -> int:
+    """Return the bytes of the file that ``torch.save`` writes. Memory: none, because this writes a sparse file."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        place = Path(folder, "archive")  # the name that torch gives to archives without one
+        with torch.serialization.skip_data():
+            torch.save(state, place)
+        return place.stat().st_size
+
+
+class _FileStream(io.RawIOBase):
+    """A file of a storage writer, written from its beginning to its end."""
+
+    def __init__(self, writer: StorageWriter, file: str) -> None:
+        super().__init__()
+        self.position = 0
+        self._writer = writer
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        self._writer.write(self._file, self.position, [view])
+        self.position += view.nbytes
+        return view.nbytes
+
+
+def nested(values: Nest) -> object:
+    """Return values in dicts and lists. A number leads into a list if all numbers from 0 on are there."""
+    if () in values:
+        return values[()]
+    inner: dict[str | int, dict[Levels, object]] = {}
+    for (first, *rest), value in ((list(path), value) for path, value in values.items()):
+        inner.setdefault(first, {})[tuple(rest)] = value
+    if all(isinstance(key, int) for key in inner) and sorted(inner) == list(range(len(inner))):
+        return [nested(inner[number]) for number in range(len(inner))]
+    return {key: nested(found) for key, found in inner.items()}
+
+
+def flattened(value: Any, path: Levels = (), *, as_text: bool = False) -> Iterator[tuple[Levels, Any]]:
+    """Yield the values in nested dicts and lists, with their paths. Inverse of :func:`nested`.
+
+    Empty dicts, and lists without tensors or dicts, are values. ``as_text`` converts keys of dicts to strings.
+    """
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from flattened(item, (*path, str(key) if as_text else key), as_text=as_text)
+    elif isinstance(value, list) and _is_nest(value):
+        for number, item in enumerate(value):
+            yield from flattened(item, (*path, number), as_text=as_text)
+    else:
+        yield path, value
+
+
+def _is_nest(value: object) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(item, torch.Tensor) or _is_nest(item) for item in value)
+    return isinstance(value, Mapping)
+
+
+def loaded(content: bytes, what: str) -> Any:
+    """Return a value that ``torch.save`` wrote.
+
+    Raises:
+        FormatError: it holds more than data.
+    """
+    try:
+        return torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:  # torch raises errors of many kinds for a damaged or malign file
+        raise FormatError(f"{what}: cannot be read as plain data: {str(error).splitlines()[0]}") from error
+
+
+def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
+    """Return the data that this rank wrote: plain data, tensors and DTensors.
+
+    Tensors stay in the file until they are used.
+
+    Collective: yes.
+
+    Raises:
+        ShardingError: the number of files is not that of ranks, or tensors contradict their placement.
+        FormatError: a file holds more than data, or comes from FSDP1.
+        StorageError: a file could not be read.
+    """
+    with world.collective("read the rank's file"):
+        if len(names) != world.size:
+            raise ShardingError(
+                f"{folder}: {len(names)} ranks saved their shards, each into a file of its own, which cannot be "
+                f"resharded to {world.size}. Load it on {len(names)} ranks (load_accelerate_model does) and "
+                "save it in another form, or save with use_dcp=True"
+            )
+        file = folder / names[world.rank]
+        found = load_plain(file)
+        for path, tensor in flattened(found):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            name = flat_key(path)
+            if "flat_param" in name.rpartition(".")[2] or "._flat_param" in name:
+                raise FormatError(
+                    f"{file}: has {name}, a flattened run of several parameters without a list of them (FSDP1's "
+                    "LOCAL_STATE_DICT). Load it with FSDP1 and save it with FULL_STATE_DICT or SHARDED_STATE_DICT"
+                )
+            _require_sound(tensor, f"{name} in {file}")
+        return found
+
+
+_OTHER_TORCH = (
+    "written by a version of torch that pickles DTensors differently. Load it with that version, and save it as "
+    "'sharded' or 'full'"
+)
+
+
+def load_plain(file: Path, also: Sequence[Any] = ()) -> Any:
+    """Return the object in a ``torch.save`` file. Tensors are in host memory, read from the file as they are used.
+
+    ``also`` are functions and classes that are allowed in addition to torch's own.
+
+    Raises:
+        FormatError: it is no such file, is damaged, or holds more than data.
+        StorageError: it could not be read.
+    """
+    with LocalReader(file.parent) as reader:
+        reject_others(reader, file.name)
+    try:
+        with torch.serialization.safe_globals(list(also)):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise StorageError(f"{file}: reading it failed, {error.strerror}") from error
+    except Exception as error:  # torch raises errors of many kinds for a damaged or malign file
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "ShardedTensor" in str(error):
+            raise FormatError(
+                f"{file}: holds tensors of FSDP1's own kind (ShardedTensor), which are read only where FSDP1 saved "
+                "them. Save it with FULL_STATE_DICT, or with SHARDED_STATE_DICT into a folder"
+            ) from error
+        if "torch.distributed." in str(error):  # a class of DTensors that this torch does not have
+            raise FormatError(
+                f"{file}: torch {torch.__version__} cannot read its DTensors: they were {_OTHER_TORCH}"
+            ) from error
+        raise FormatError(f"{file}: cannot be read as plain data: {cause}") from error
+
+
+def _require_sound(tensor: torch.Tensor, what: str) -> None:
+    """Raise FormatError if a DTensor's local tensor contradicts its placement."""
+    if not isinstance(tensor, DTensor):
+        return
+    try:
+        boxes = local_boxes(tensor, what)
+        local = local_tensor(tensor)
+        is_sound = (
+            type(local) is torch.Tensor
+            and local.dtype == tensor.dtype
+            and sum(piece.box.numel for piece in boxes) == local.numel()
+            and (len(boxes) != 1 or tuple(local.shape) == boxes[0].box.sizes)
+        )
+    except ShardingError:
+        raise
+    except Exception as error:  # an untrusted file may have any object in place of a mesh
+        raise FormatError(
+            f"{what}: is not a valid DTensor ({type(error).__name__}: {error}). It is damaged, or {_OTHER_TORCH}"
+        ) from error
+    if not is_sound:
+        raise FormatError(f"{what}: its local tensor contradicts its placement. The file is damaged")
+
+
+def write_distributed_folder(
+    world: World, saving: Saving, name: str, state: Mapping[str, Any], *, budget_bytes: int
+) -> WrittenFiles:
+    """Write nested dicts with DTensors, full tensors and other values into a folder of this name.
+
+    It is in the locked folder, which every rank sees. The new files have other names than an older checkpoint's,
+    which counts until ``.metadata`` replaces its own. Values that are not tensors are the first rank's.
+
+    Collective: yes.
+    Memory: half of ``budget_bytes``, and that only for tensors that are strided, or on an accelerator.
+
+    Raises:
+        RankMismatchError: ranks have different tensors.
+        ShardingError: the ranks together do not hold all of a tensor, or two tensors have one name.
+        StorageError: the folder could not be written to, or another save writes there, or has since.
+    """
+    with world.collective("collect tensors"):
+        tensors, packed = _tensors_and_packed(state, is_packed=world.rank == 0)
+    by_key = {flat_key(path): tensor for path, tensor in tensors.items()}
+    with world.all_gather("describe tensors") as exchange:
+        exchange.local = metadata_by_name(by_key)
+    metadata = exchange.result
+    with world.collective("plan the tensors"):
+        plan = plan_tensors(tensors, metadata, global_ranks=world.global_ranks)
+    sizes = world.all_gather_object({path: len(value) for path, value in packed.items()})
+    number, folder = number_of(saving.save_id), Path(saving.folder, name)
+    files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
+
+    with world.collective("write local files"):
+        saving.require()
+        file, chunks = data_file(world.rank, number), plan.by_rank[world.rank]
+        views = chunk_views(chunks, by_key, {key: local_tensor(tensor) for key, tensor in by_key.items()})
+        with open_writer(folder) as writer:
+            writer.create(file, files[file])
+            ChunkWriter(writer, file, world.check).write(chunks, views, packed.values(), budget_bytes)
+            writer.sync(file)
+            writer.sync_names()
+
+    with world.broadcast("write the metadata") as exchange:
+        if world.rank == 0:
+            written = build_metadata(plan, sizes, partial(data_file, number=number))
+            with open_writer(folder) as writer:
+                make_file(writer, temporary_name(METADATA, saving.save_id), written)
+                writer.sync_names()
+            exchange.local = len(written)
+    named = {f"{name}/{METADATA}": exchange.result}
+    return WrittenFiles(named, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
+
+
+def _tensors_and_packed(
+    state: Mapping[str, Any], *, is_packed: bool
+) -> tuple[dict[Levels, torch.Tensor], dict[Levels, bytes]]:
+    """Split a state into tensors and other values, by path. The latter are left out unless ``is_packed``.
+
+    Raises:
+        ShardingError: two of them have one name.
+    """
+    tensors: dict[Levels, torch.Tensor] = {}
+    packed: dict[Levels, bytes] = {}
+    keys: set[str] = set()
+    for path, value in flattened(state, as_text=True):
+        if isinstance(value, Mapping):
+            continue  # an empty dict, which torch leaves out
+        if (key := flat_key(path)) in keys:
+            raise ShardingError(f"{key}: two values have this name, with dots in other places. Rename one")
+        keys.add(key)
+        if isinstance(value, torch.Tensor):
+            tensors[path] = value
+        elif is_packed:
+            packed[path] = _packed(value)
+    return tensors, packed
+
+
+def _packed(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

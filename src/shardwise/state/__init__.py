@@ -1,0 +1,5 @@
+"""State dicts of models and optimizers in memory, and ``shard``."""
+
+from shardwise.core.errors import require_versions
+
+require_versions()

@@ -1,0 +1,418 @@
+"""Gets and sets the state of a model."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.core.consents import Consent, OnDiffering
+from shardwise.core.errors import ConfigError, FormatError, answer_keywords
+from shardwise.core.expert_factors import TODAYS_VERSION
+from shardwise.core.expression import Expression, Stored
+from shardwise.core.layout import TensorKind
+from shardwise.core.reports import StateReport
+from shardwise.files.checkpoint_index import without_wrappers
+from shardwise.files.local_reader import LocalReader
+from shardwise.files.open_checkpoint import open_checkpoint
+from shardwise.files.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft_version
+from shardwise.files.stored_tensors import stored_tensors
+from shardwise.fsdp.named_tensors import (
+    TensorRef,
+    canonical,
+    collect_tensors,
+    require_plain_tensors,
+    without_compile,
+)
+from shardwise.fsdp.torch_private import from_torch, fsdp_params, in_memory
+from shardwise.loading.load import set_value
+from shardwise.models.initialize import Initializers
+from shardwise.models.lora.inject import exchange_experts
+from shardwise.models.selection import Selection, names_outside
+from shardwise.ranks.call_arguments import check_options, get_hints, get_world
+from shardwise.ranks.world import Clock, World
+from shardwise.state import state_values
+from shardwise.transfer.matching import OnFault, StateSlot, match
+from shardwise.transfer.memory import materialize, staging_device
+from shardwise.transfer.move import Traffic, gather
+from shardwise.transfer.move_plan import StateForm
+from shardwise.transfer.replicas import equal_on_all, require_alike_models
+from shardwise.transfer.staging import upload_buffer
+
+
+def state_report(
+    world: World,
+    values: state_values.Values,
+    traffic: Traffic,
+    clock: Clock,
+    *,
+    provided_by: tuple[int, ...],
+    **facts: Any,
+) -> StateReport:
+    return StateReport(
+        rank=world.rank,
+        world_size=world.size,
+        provided_by=() if isinstance(values, state_values.StoredValues) else provided_by,
+        read_bytes=getattr(values, "read_bytes", 0),
+        sent_bytes=traffic.sent_bytes,
+        received_bytes=traffic.received_bytes,
+        kept_bytes=traffic.kept_bytes,
+        seconds=clock.seconds,
+        **facts,
+    )
+
+
+@dataclass(frozen=True)
+class CollectedModel:
+    """Tensors of a model that are returned as its state dict, checked on all ranks.
+
+    Attributes:
+        held: all tensors of the model.
+        names: canonical FQNs, by the names of the state dict.
+        tensors: by canonical FQN, tied ones once. A buffer that differs has the first rank's values.
+        differing: FQNs of buffers whose values differ between ranks.
+        device: device of staging buffers.
+    """
+
+    held: list[TensorRef]
+    names: Mapping[str, str]
+    tensors: Mapping[str, torch.Tensor]
+    differing: tuple[str, ...]
+    device: torch.device
+
+    def by_name(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors under the names of the state: one object for all names of a tied tensor."""
+        first_names = {name: item.fqn for item in self.held for name in item.names}
+        return {name: found[first_names[fqn]] for name, fqn in self.names.items() if first_names[fqn] in found}
+
+
+def collect_model(
+    world: World,
+    model: nn.Module,
+    only: Selection,
+    on_differing_buffers: OnDiffering,
+    options: state_values.StateOptions,
+) -> CollectedModel:
+    """Collect the tensors of a state, and compare replicas between ranks. Collective: yes.
+
+    Raises:
+        ConfigError, ShardingError, RankMismatchError: as of
+            :func:`~shardwise.state.model_states.get_model_state_dict`.
+    """
+    with world.collective("collect the tensors"):
+        held = collect_tensors(model)
+    require_alike_models(world, held, [])
+    with world.broadcast("find tensors outside of the model") as exchange:
+        if world.rank == 0:
+            exchange.local = names_outside(model, held, only)
+    names: dict[str, str] = exchange.result
+    wanted = set(names.values())
+    chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
+    with world.collective("check for values"):
+        state_values.require_values(chosen, "the model")
+    device = staging_device(held, chosen.values())
+    buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
+    budget = options.budget_bytes
+    tensors, differing = equal_on_all(
+        world, chosen, buffers, on_differing_buffers, budget_bytes=budget, device=device
+    )
+    return CollectedModel(held, names, tensors, differing, device)
+
+
+def set_model_values(
+    world: World,
+    model: nn.Module,
+    values: state_values.Values,
+    *,
+    only: Selection,
+    consent: Consent,
+    options: state_values.StateOptions,
+    clock: Clock,
+) -> StateReport:
+    """Set the values of a model.
+
+    Collective: yes.
+    Memory, errors: as of :func:`set_model_state_dict`.
+    """
+    with clock.phase("agree"):
+        with world.collective("collect the tensors"):
+            held = collect_tensors(model)
+        require_alike_models(world, held, [])
+        with world.broadcast("find tensors outside of the model") as exchange:
+            if world.rank == 0:
+                exchange.local = names_outside(model, held, only)
+        names: dict[str, str] = exchange.result
+        provided = values.describe(world)
+        places = _target_slots(held, names)
+        of = {place.names[0]: item for place, item in places}
+        with world.collective("match tensors"):
+            matched = match([place for place, _ in places], provided, consent, world.global_ranks)
+        taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
+        with world.collective("check the tensors"):
+            require_plain_tensors(list(taking.values()))
+        # Computed while all is on meta, so that a model is filled as by a load.
+        initializers = Initializers(model, held)
+        with world.collective("plan computed tensors"):
+            computed = _computed(initializers, only)
+        values.require_ties(world, [item.place.names for item in matched.taken])
+    with clock.phase("exchange"):
+        device = staging_device(held, [item.tensor for item in held])
+        awaiting = [*taking.values(), *(item for item, _ in computed)]
+        with world.collective("allocate shards"):
+            materialize(awaiting, fsdp_params(model), device)
+        targets = {name: item.tensor for name, item in taking.items()}
+        traffic = values.copy_into(world, matched, targets, budget_bytes=options.budget_bytes, device=device)
+        with world.collective("initialize tensors"):
+            recomputed = _fill(initializers, computed, device, options.budget_bytes)
+    return state_report(
+        world,
+        values,
+        traffic,
+        clock,
+        set_names=tuple(targets),
+        missing=matched.missing,
+        unexpected=matched.unexpected,
+        mismatched=matched.mismatched,
+        cast=matched.cast,
+        on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
+        provided_by=tuple(rank for rank, found in enumerate(provided) if found),
+        recomputed=recomputed,
+    )
+
+
+def _computed(initializers: Initializers, only: Selection) -> list[tuple[TensorRef, torch.Tensor]]:
+    """Return buffers on meta that no state has, with the values that the model's initializers compute."""
+    waiting = [item for item in initializers.held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
+    if not waiting or only is not None:
+        return []
+    found = initializers.buffers({}, seed=0)
+    return [(item, value) for item in waiting if (value := found[item.fqn].value) is not None]
+
+
+def _fill(
+    initializers: Initializers,
+    computed: list[tuple[TensorRef, torch.Tensor]],
+    device: torch.device,
+    budget_bytes: int,
+) -> tuple[str, ...]:
+    """Fill buffers, and attributes that were left on meta. Return the names of both."""
+    staging = upload_buffer(device, budget_bytes)
+    for item, value in computed:
+        set_value(item, value, staging)
+    attributes = initializers.compute_attributes(device) if computed else ()
+    return (*(item.fqn for item, _ in computed), *attributes)
+
+
+def _target_slots(held: list[TensorRef], names: Mapping[str, str]) -> list[tuple[StateSlot, TensorRef]]:
+    """Return the tensors that take values, tied ones once, with all their names in states."""
+    outside: dict[str, list[str]] = {}
+    for name, fqn in names.items():
+        outside.setdefault(fqn, []).append(name)
+    found: list[tuple[StateSlot, TensorRef]] = []
+    for item in held:
+        own = tuple(name for fqn in item.names for name in outside.get(fqn, ()))
+        if own:
+            own = tuple(dict.fromkeys([*own, *item.names]))  # an adapter's, also by its names in the model
+            found.append((StateSlot(own, tuple(item.tensor.shape), in_memory(item.tensor.dtype)), item))
+    return found
+
+
+_FORM = 'Pass form="full", "full_on_all_ranks" or "sharded"'
+_STRICT = "Pass on_missing=Ignore(only=...) and on_unexpected=Ignore(only=...), with the names"
+_ANY_FORM = "Leave it out: a state may be whole or sharded, on every rank or on some"
+
+
+@answer_keywords(full_state_dict=_FORM, cpu_offload=_FORM)
+@torch.no_grad()
+def get_model_state_dict(
+    model: nn.Module,
+    form: StateForm = "full",
+    *,
+    only: Selection = None,
+    on_differing_buffers: OnDiffering = "first_rank",
+    options: state_values.StateOptions = state_values.StateOptions(),  # noqa: B008
+) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers of a model, by the names of the plain model.
+
+    They are those of ``model.state_dict()`` before the model was compiled, checkpoint-wrapped or sharded, in this
+    order. Tied parameters are there under each of their names, as one tensor.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: for whole tensors, ``options.budget_bytes``, and on the ranks that get the tensors these, on the
+    CPU. For ``"sharded"`` none: the tensors share the memory of the model, except for buffers that differ.
+
+    Args:
+        model: any module, sharded or not. FSDP2 groups that are gathered are resharded.
+        form: ``"full"``, ``"full_on_all_ranks"``, or ``"sharded"``.
+        only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's, under the names of PEFT's files.
+        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
+            ``"first_rank"`` returns those of the first rank in every form, ``"error"`` raises.
+        options: budget, process group, timeouts.
+
+    Returns:
+        The tensors, without autograd. Empty on a rank that ``form`` excludes.
+
+    Raises:
+        ConfigError: an argument cannot be honored.
+        ShardingError: tensors are on meta, or are placed neither as shards nor as replicas.
+        RankMismatchError: ranks have different models, or different values of parameters that several hold.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank.
+    """
+    model = without_compile(model)
+    with get_world(options, "get_model_state_dict") as world, torch.device("cpu"):
+        with world.collective("check the options"):
+            check_options(get_hints(get_model_state_dict), {"form": form})
+        state_values.require_same_call(world, form, only, on_differing_buffers, options=options)
+        taken = collect_model(world, model, only, on_differing_buffers, options)
+        if form == "sharded":
+            return taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
+        budget = options.budget_bytes
+        return taken.by_name(gather(world, taken.tensors, form, budget_bytes=budget, device=taken.device))
+
+
+@answer_keywords(strict=_STRICT, full_state_dict=_ANY_FORM, broadcast_from_rank0=_ANY_FORM)
+@torch.no_grad()
+def set_model_state_dict(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor] | None,
+    *,
+    only: Selection = None,
+    on_missing: OnFault = "error",
+    on_unexpected: OnFault = "error",
+    on_mismatched: OnFault = "error",
+    options: state_values.StateOptions = state_values.StateOptions(),  # noqa: B008
+) -> StateReport:
+    """Give the parameters and persistent buffers of a model the values of a state, in place.
+
+    A state is whole tensors or DTensors of any sharding, on every rank, or on some and ``None`` (or nothing) on the
+    others. Ranks with full tensors use their own slices of them without comparing. The others receive their shards
+    only. Values are cast to the dtype of the model's tensor (``report.cast``), except for integers and 8-bit
+    numbers. Of tied parameters one name is enough. Tensors on meta get memory. Buffers without a value in the state
+    are then computed by the model's initializers, as in :func:`~shardwise.loading.load.load`
+    (``report.recomputed``). Those that nothing computes stay on meta (``report.on_meta``).
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: ``options.budget_bytes``.
+
+    Args:
+        model: any module, sharded or not.
+        state: by names with or without wrapper prefixes. With ``AdapterOnly``, the names of PEFT's files, or those
+            of the model.
+        only: the part of the model that the state has.
+        on_missing: ``"error"``, or ``Ignore(only=...)`` for tensors that may keep their values.
+        on_unexpected: ``Ignore(only=...)`` for names in the state that the model does not have.
+        on_mismatched: ``Ignore(only=...)`` for tensors that may keep their values where the shape differs.
+        options: budget, process group, timeouts.
+
+    Raises:
+        ConfigError: an argument cannot be honored.
+        KeyMismatchError: missing, unexpected or mismatched tensors, or tied tensors with two values. The message
+            has all of them.
+        RankMismatchError: ranks have different models, or provide different states.
+        ShardingError: the state has tensors on meta.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank. All but the last come before anything is changed.
+    """
+    model = without_compile(model)
+    clock = Clock()
+    consent = Consent(on_missing, on_mismatched, on_unexpected)
+    with get_world(options, "set_model_state_dict") as world, torch.device("cpu"):
+        with clock.phase("agree"):
+            state_values.require_same_call(world, only, consent, options=options)
+            with world.collective("map the names"):
+                given = state_values.by_canonical_names(state, "state")
+        return set_model_values(
+            world,
+            model,
+            state_values.ProvidedValues(given),
+            only=only,
+            consent=consent,
+            options=options,
+            clock=clock,
+        )
+
+
+def exchange_stored_experts(
+    world: World, model: nn.Module, values: state_values.Values, adapter: str | None, folder: str
+) -> state_values.Values:
+    """Return the values of a state with factors of stacked experts in the layout of today's PEFT.
+
+    ``adapter`` is the only one that the state has, or None for all of the model. ``folder`` has the config of an
+    adapter, if there is one. Collective: yes.
+
+    Raises:
+        ConfigError: the layout is not known, or ranks hold whole tensors or shards, which are not rearranged.
+    """
+    with world.collective("match experts"):
+        return _exchange_experts(model, values, adapter, folder)
+
+
+def _exchange_experts(
+    model: Any, values: state_values.Values, adapter: str | None, folder: str
+) -> state_values.Values:
+    config = Path(folder, ADAPTER_CONFIG)
+    version = read_peft_version(config) if config.is_file() else TODAYS_VERSION
+    expressions: Mapping[str, Expression]
+    if isinstance(values, state_values.StoredValues):
+        expressions = values.expressions
+    else:
+        expressions = _describe_matrices(values.tensors)
+    held, exchanged = collect_tensors(model), expressions
+    for name in model.peft_config if adapter is None else [adapter]:
+        exchanged = exchange_experts(model, held, name, exchanged, version, folder)
+    changed = [name for name, item in exchanged.items() if item != expressions[name]]
+    if not changed:
+        return values
+    if not isinstance(values, state_values.StoredValues):
+        raise ConfigError(
+            f"{folder}: {changed[0]} is of a PEFT before 0.19.1, which exchanged the input and the output of "
+            "stacked experts. Save the adapter with save_pretrained, and read that"
+        )
+    return replace(values, expressions=exchanged)
+
+
+def _describe_matrices(tensors: Mapping[str, Any]) -> dict[str, Expression]:
+    return {
+        name: Stored(name, tuple(value.shape), from_torch(value.dtype, name))
+        for name, value in tensors.items()
+        if ".lora_" in name and isinstance(value, torch.Tensor)
+    }
+
+
+def stored_values(
+    world: World, folder: str, file: str, options: state_values.StateOptions, stack: ExitStack
+) -> state_values.StoredValues:
+    """Return the tensors in files of a folder, by names without wrapper prefixes.
+
+    Readers are closed with ``stack``. Collective: yes.
+
+    Raises:
+        FormatError, StorageError: as in ``open_checkpoint``, or two names are equal.
+    """
+    with world.collective("open the folder"):
+        reader = stack.enter_context(LocalReader(folder))
+    with world.broadcast("open the checkpoint") as exchange:
+        if world.rank == 0:
+            exchange.local = open_checkpoint(reader, weights_name=file)
+    index = exchange.result
+    if file in ADAPTER_WEIGHTS:
+        index, _ = without_wrappers(index)
+    with world.collective("map the keys"):
+        named = by_canonical_keys(stored_tensors(index), index.root)
+    return state_values.StoredValues(reader, index, named, options.budget_bytes)
+
+
+def by_canonical_keys(stored: Mapping[str, Any], root: str) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for key, expression in stored.items():
+        plain = canonical(key)
+        if plain in named:
+            raise FormatError(f"{root}: has {plain} twice, with and without the names of wrappers")
+        named[plain] = expression
+    return named

@@ -1,0 +1,237 @@
+"""Matches optimizers with a state: groups, settings, entries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from shardwise.core.consents import Consent
+from shardwise.core.errors import KeyMismatchError, RankMismatchError
+from shardwise.core.formatting import abbreviate
+from shardwise.core.tensors import DType
+from shardwise.fsdp.named_tensors import TensorRef
+from shardwise.fsdp.optimizer_states_by_name import ParsedState, by_parameter, labeled, set_group, unlike
+from shardwise.fsdp.rebind import Bound, Key, state_like
+from shardwise.fsdp.torch_private import in_memory, to_torch
+from shardwise.ranks.world import World
+from shardwise.transfer import matching
+
+KEEP_IT_APART = "save the optimizer's own state_dict() rank by rank, or use a Checkpointer"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTargets:
+    """Optimizers of this rank whose state is to be set, and the tensors of their model.
+
+    ``keys`` are the values that the optimizers have now, by label.
+    """
+
+    held: Sequence[TensorRef]
+    bounds: list[Bound]
+    parameters: dict[str, nn.Parameter]
+    first_names: dict[str, str]
+    keys: dict[str, Key]
+
+    @classmethod
+    def from_optimizers(cls, held: Sequence[TensorRef], bounds: list[Bound]) -> OptimizerTargets:
+        return cls(
+            held,
+            bounds,
+            {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)},
+            {name: item.fqn for item in held for name in item.names},
+            labeled(bounds),
+        )
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in self.parameters.items()}
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """Parameter groups of all optimizers, in order."""
+        return [names for bound in self.bounds for names in bound.groups]
+
+    @property
+    def optimizer_indices(self) -> dict[str, int]:
+        return {name: bound.index for bound in self.bounds for names in bound.groups for name in names}
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """Return the optimizer's value under this label, if it is a sharded tensor."""
+        key = self.keys.get(name)
+        return None if key is None else self.bounds[key.optimizer].tensors.get(key)
+
+
+def _first_state(world: World, given: ParsedState) -> tuple[ParsedState, tuple[int, ...]]:
+    """Return the groups and numbers of the first rank with a state, and the ranks that have one. Collective: yes.
+
+    Raises:
+        RankMismatchError: ranks provide state of other parameters, or other groups.
+    """
+    states = world.all_gather_object(replace(given, tensors={}))
+    providers = [rank for rank, found in enumerate(states) if found]
+    if not providers:
+        return ParsedState(), ()
+    first = states[providers[0]]
+    for rank in providers[1:]:
+        its = states[rank]
+        if (first.groups, first.keys, set(first.scalars)) != (its.groups, its.keys, set(its.scalars)):
+            what = (
+                ", ".join(abbreviate(sorted(first.keys.keys() ^ its.keys.keys()))) or "the parameter groups differ"
+            )
+            raise RankMismatchError(
+                f"ranks {world.global_ranks[providers[0]]} and {world.global_ranks[rank]} provide different states "
+                f"of optimizers: {what}. Pass the same on every rank, or all of it on some and None on the others"
+            )
+    return first, tuple(providers)
+
+
+def _require_same_kind(targets: OptimizerTargets, agreed: ParsedState) -> None:
+    """Raises :class:`KeyMismatchError` for the state of another optimizer class, judging by its settings."""
+    stored = {
+        name: ("", settings)
+        for names, settings in zip(agreed.groups, agreed.settings, strict=True)
+        for name in names
+    }
+    if found := unlike(by_parameter(targets.bounds), stored):
+        shown = "\n  ".join(abbreviate(found))
+        raise KeyMismatchError(
+            f"the state is of other optimizers than these:\n  {shown}\nMake the optimizers as they were made when "
+            "it was saved"
+        )
+
+
+def _match(
+    targets: OptimizerTargets,
+    agreed: ParsedState,
+    groups: matching.GroupMatch,
+    provided_by_rank: Sequence[Mapping[str, matching.Provided]],
+    consent: Consent,
+    global_ranks: Sequence[int],
+) -> matching.Match:
+    """Match tensors. Numbers need no match: only the present state must not get lost."""
+    unexpected, missing = set(groups.unexpected), {*groups.missing, *_forgotten(agreed)}
+    known = [
+        {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected}
+        for found in provided_by_rank
+    ]
+    places = [
+        matching.StateSlot((name,), *_shape_and_dtype(targets, name, agreed.keys[name][0], item))
+        for name, item in next((found for found in known if found), {}).items()
+    ]
+    places += [
+        matching.StateSlot((name,), (), DType.OTHER)
+        for name, key in targets.keys.items()
+        if name not in agreed.keys and key.parameter not in missing
+    ]
+    return matching.match(places, known, consent, global_ranks)
+
+
+def _forgotten(agreed: ParsedState) -> set[str]:
+    """Return parameters that have no state afterwards: all of a state from before the first step."""
+    return set() if agreed.keys else {name for names in agreed.groups for name in names}
+
+
+def _shape_and_dtype(
+    targets: OptimizerTargets, name: str, parameter: str, item: matching.Provided
+) -> tuple[tuple[int, ...], DType]:
+    present = targets.tensor(name)
+    if present is not None:
+        return tuple(present.shape), in_memory(present.dtype)
+    own = targets.parameters[parameter]
+    shape = tuple(own.shape)
+    if item.dtype is DType.OTHER or item.dtype.kind != "float" or item.dtype.bits < 16:
+        return shape, item.dtype
+    wider = torch.promote_types(to_torch(item.dtype), own.dtype)
+    return shape, in_memory(wider) if wider.is_floating_point else item.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMatch:
+    """A state and the optimizers that take it, all that is decided before anything is changed."""
+
+    agreed: ParsedState
+    provided_by: tuple[int, ...]
+    groups: matching.GroupMatch
+    matched: matching.Match
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return self.groups.missing + self.matched.missing
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        return self.groups.unexpected + self.matched.unexpected
+
+    def targets(self, targets: OptimizerTargets) -> dict[Key, torch.Tensor]:
+        """Return the target tensors: those that the optimizers already have, otherwise new memory."""
+        optimizer_indices = targets.optimizer_indices
+        found: dict[Key, torch.Tensor] = {}
+        for item in self.matched.taken:
+            parameter, entry = self.agreed.keys[item.name]
+            own, dtype = targets.parameters[parameter], to_torch(item.place.dtype)
+            target = targets.tensor(item.name)
+            if target is None:
+                target = state_like(own, dtype)
+            found[Key(optimizer_indices[parameter], parameter, entry)] = target
+        return found
+
+    def bind(self, targets: OptimizerTargets, tensors: Mapping[Key, torch.Tensor]) -> list[str]:
+        """Set the optimizers' settings and state. Return the trained parameters that then have no state."""
+        optimizer_indices, forgotten = targets.optimizer_indices, _forgotten(self.agreed)
+        scalars = {
+            Key(optimizer_indices[parameter], parameter, entry): self.agreed.scalars[name]
+            for name, (parameter, entry) in self.agreed.keys.items()
+            if name in self.agreed.scalars and parameter in optimizer_indices
+        }
+        present = [group for bound in targets.bounds for group in bound.optimizer.param_groups]
+        for group, source in zip(present, self.groups.source_groups, strict=True):
+            if source is not None:
+                set_group(group, self.agreed.settings[source])
+        for bound in targets.bounds:
+            bound.rebind(targets.parameters, tensors, scalars)
+            for name in forgotten & targets.parameters.keys():
+                bound.optimizer.state.pop(targets.parameters[name], None)
+        kept = {key.parameter for key in targets.keys.values()} - forgotten
+        stepped = {key.parameter for key in [*tensors, *scalars]} | kept
+        return [
+            name for name in optimizer_indices if name not in stepped and targets.parameters[name].requires_grad
+        ]
+
+
+def match_optimizer_state(
+    world: World,
+    targets: OptimizerTargets,
+    given: ParsedState,
+    provided_by_rank: Sequence[Mapping[str, matching.Provided]],
+    consent: Consent,
+) -> OptimizerMatch:
+    """Match entries of a state, described by ``provided_by_rank``, with entries of the optimizers.
+
+    Collective: yes.
+
+    Raises:
+        KeyMismatchError: the state belongs to other optimizers, entries are missing, unexpected or mismatched, or a
+            group has no counterpart in the state.
+        RankMismatchError: ranks provide different states.
+    """
+    agreed, provided_by = _first_state(world, given)
+    with world.collective("match optimizer states"):
+        return _match_all(targets, agreed, provided_by, provided_by_rank, consent, world.global_ranks)
+
+
+def _match_all(
+    targets: OptimizerTargets,
+    agreed: ParsedState,
+    provided_by: tuple[int, ...],
+    provided_by_rank: Sequence[Mapping[str, matching.Provided]],
+    consent: Consent,
+    global_ranks: Sequence[int],
+) -> OptimizerMatch:
+    _require_same_kind(targets, agreed)
+    stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
+    groups = matching.match_groups(targets.groups, agreed.groups, stateful, consent)
+    matched = _match(targets, agreed, groups, provided_by_rank, consent, global_ranks)
+    return OptimizerMatch(agreed, provided_by, groups, matched)

@@ -1,0 +1,271 @@
+"""Gets and sets the state of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.core.consents import Consent
+from shardwise.core.errors import ShardingError, answer_keywords
+from shardwise.core.reports import StateReport
+from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_compile
+from shardwise.fsdp.optimizer_states_by_name import ParsedState, class_name, copied, read, written_out
+from shardwise.fsdp.rebind import Bound, Scalar, bind_optimizers, has_rank_local_state
+from shardwise.ranks.call_arguments import check_options, get_hints, get_world
+from shardwise.ranks.world import Clock, World
+from shardwise.state.model_states import state_report
+from shardwise.state.optimizer_fit import KEEP_IT_APART, OptimizerTargets, match_optimizer_state
+from shardwise.state.state_values import ProvidedValues, StateOptions, Values, require_same_call, require_values
+from shardwise.transfer import matching
+from shardwise.transfer.checksums import as_bytes
+from shardwise.transfer.matching import digest
+from shardwise.transfer.memory import staging_device
+from shardwise.transfer.move import gather
+from shardwise.transfer.move_plan import StateForm, receivers
+from shardwise.transfer.replicas import equal_on_all, require_alike_models
+
+
+@dataclass(frozen=True)
+class CollectedOptimizers:
+    """State of optimizers by label, equal on all ranks. ``device`` is the device of staging buffers."""
+
+    bounds: list[Bound]
+    tensors: Mapping[str, torch.Tensor]
+    scalars: Mapping[str, Scalar]
+    device: torch.device
+
+    def written(self) -> dict[str, Any]:
+        """Return the state by the names of parameters, sharing the optimizers' tensors."""
+        own = {name: tensor.detach() for name, tensor in self.tensors.items()}
+        return written_out(self.bounds, {**own, **self.scalars})
+
+
+def collect_optimizers(
+    world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], what: str, options: StateOptions
+) -> CollectedOptimizers:
+    """Collect the state of optimizers, and compare replicas between ranks. Collective: yes.
+
+    ``what`` names them in messages.
+
+    Raises:
+        ConfigError, ShardingError, RankMismatchError: as of
+            :func:`~shardwise.state.optimizer_states.get_optimizer_state_dict`.
+    """
+    held, bounds = _bound(world, model, optimizers)
+    tensors, scalars = _state_by_label(world, bounds)
+    with world.collective("check for values"):
+        require_values(tensors, what)
+    device = staging_device(held, tensors.values())
+    values = {
+        name: value if isinstance(value, torch.Tensor) else as_bytes(value) for name, value in scalars.items()
+    }
+    both = {**tensors, **values}
+    equal_on_all(world, both, (), "error", budget_bytes=options.budget_bytes, device=device)
+    return CollectedOptimizers(bounds, tensors, scalars, device)
+
+
+def optimizer_targets(
+    world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
+) -> OptimizerTargets:
+    """Return optimizers whose state is to be set. Collective: yes.
+
+    Raises:
+        ConfigError, ShardingError, RankMismatchError: as of :func:`set_optimizer_state_dict`.
+    """
+    return OptimizerTargets.from_optimizers(*_bound(world, model, optimizers))
+
+
+def set_optimizer_values(
+    world: World,
+    targets: OptimizerTargets,
+    given: ParsedState,
+    values: Values,
+    *,
+    consent: Consent,
+    options: StateOptions,
+    clock: Clock,
+) -> StateReport:
+    """Set the state of optimizers: this rank's part of a state, with the values of its tensors.
+
+    Collective: yes.
+    Memory, errors: as of :func:`set_optimizer_state_dict`.
+    """
+    with clock.phase("agree"):
+        fitting = match_optimizer_state(world, targets, given, values.describe(world), consent)
+        matched = fitting.matched
+    with clock.phase("exchange"):
+        with world.collective("find the tensors to restore"):
+            tensors = fitting.targets(targets)
+        by_label = {key.label: tensor for key, tensor in tensors.items()}
+        device = staging_device(targets.held, tensors.values())
+        traffic = values.copy_into(world, matched, by_label, budget_bytes=options.budget_bytes, device=device)
+    with clock.phase("finish"), world.collective("bind the optimizer"):
+        without_state = fitting.bind(targets, tensors)
+    return state_report(
+        world,
+        values,
+        traffic,
+        clock,
+        set_names=tuple(by_label),
+        missing=fitting.missing,
+        unexpected=fitting.unexpected,
+        mismatched=matched.mismatched,
+        cast=matched.cast,
+        without_state=tuple(without_state),
+        provided_by=fitting.provided_by,
+    )
+
+
+def _bound(
+    world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
+) -> tuple[list[TensorRef], list[Bound]]:
+    """Return the tensors of a model and its optimizers, after a comparison between ranks. Collective: yes."""
+    several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
+    with world.collective("collect the tensors"):
+        held = collect_tensors(model)
+        bounds = bind_optimizers(several, held, KEEP_IT_APART)
+        _require_no_rank_local(bounds)
+    require_alike_models(world, held, bounds)
+    return held, bounds
+
+
+def _require_no_rank_local(bounds: Sequence[Bound]) -> None:
+    """Raises :class:`ShardingError` for optimizers whose state would not be their own if it were set."""
+    for bound in bounds:
+        if has_rank_local_state(bound.optimizer):
+            raise ShardingError(
+                f"{class_name(bound.optimizer)}: its state is rank-local (8-bit, 4-bit or factored). "
+                "Save and restore it with a Checkpointer, on the same number of ranks"
+            )
+
+
+def _state_by_label(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
+    """Return optimizer state by label: tensors, and other values, in one order on all ranks.
+
+    (Their own order is not: torch's ``set_optimizer_state_dict`` leaves another one on the first rank.)
+
+    Collective: yes.
+
+    Raises:
+        RankMismatchError: ranks hold something else.
+    """
+    tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
+    scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
+    tensors, scalars = dict(sorted(tensors.items())), dict(sorted(scalars.items()))
+    world.require_equal(digest([*tensors, *scalars]), "the list of optimizer state")
+    return tensors, scalars
+
+
+@answer_keywords()
+@torch.no_grad()
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    form: StateForm = "full",
+    *,
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> dict[str, Any]:
+    """Return the state of a model's optimizers, by the names of the plain model's parameters.
+
+    ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}``, as
+    ``torch.distributed.checkpoint.state_dict`` has it. A tied parameter has its first name. Parameters that have
+    not been stepped have no state: no step is taken here.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: for whole tensors, ``options.budget_bytes``, and on the ranks that get the tensors these, on the
+    CPU. For ``"sharded"`` none: the tensors are the optimizers' own.
+
+    Args:
+        model: whose parameters the optimizers hold.
+        optimizers: one, or several in the same order on every rank.
+        form: ``"full"``, ``"full_on_all_ranks"``, or ``"sharded"``.
+        options: budget, process group, timeouts.
+
+    Returns:
+        The state. An empty dict on a rank that ``form`` excludes.
+
+    Raises:
+        ConfigError: an argument cannot be honored.
+        ShardingError: parameters are not the model's or are in two groups, or a state value has not the
+            parameter's shape and is neither a DTensor nor a number.
+        RankMismatchError: ranks have different models or optimizers, or different values of replicas.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank.
+    """
+    model = without_compile(model)
+    with get_world(options, "get_optimizer_state_dict") as world, torch.device("cpu"):
+        with world.collective("check the options"):
+            check_options(get_hints(get_optimizer_state_dict), {"form": form})
+        require_same_call(world, form, options=options)
+        taken = collect_optimizers(world, model, optimizers, "the optimizers", options)
+        if form == "sharded":
+            return taken.written()
+        found = gather(world, taken.tensors, form, budget_bytes=options.budget_bytes, device=taken.device)
+        if world.rank not in receivers(form, world.size):
+            return {}
+        scalars = {name: copied(value) for name, value in taken.scalars.items()}
+        return written_out(taken.bounds, {**found, **scalars})
+
+
+@answer_keywords()
+@torch.no_grad()
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    state: Mapping[str, Any] | None,
+    *,
+    on_missing: matching.OnFault = "error",
+    on_unexpected: matching.OnFault = "error",
+    on_mismatched: matching.OnFault = "error",
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> StateReport:
+    """Set the settings and the state of a model's optimizers, by the names of parameters.
+
+    The layout is that of :func:`get_optimizer_state_dict`, with whole tensors or DTensors of any sharding, on every
+    rank, or on some and ``None`` (or nothing) on the others. A parameter may have any of its names. Groups are
+    identified by their parameters in any order, and get all settings of the state, learning rates included.
+
+    Missing state is created without a step, sharded like its parameter, in the given dtype or in the parameter's if
+    that is wider. Existing state keeps its dtype. Parameters without state in either have none
+    afterwards (``report.without_state``), as do all parameters if the state is from before the first step.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: the new state, and ``options.budget_bytes``.
+
+    Args:
+        model: whose parameters the optimizers hold.
+        optimizers: one, or several in the same order on every rank.
+        state: as above.
+        on_missing: ``Ignore(only=...)`` for parameters that no group of the state has, and for state that the
+            optimizer has and the given state does not (as in ``"layer.weight: exp_avg"``): these are unchanged.
+        on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold.
+        on_mismatched: ``Ignore(only=...)`` for state of another shape, which is left out.
+        options: budget, process group, timeouts.
+
+    Raises:
+        ConfigError: an argument cannot be honored.
+        KeyMismatchError: the state belongs to other optimizers, entries are missing, unexpected or mismatched, or a
+            group has no counterpart in the state.
+        RankMismatchError: ranks have different models or optimizers, or provide different states.
+        ShardingError: as in :func:`get_optimizer_state_dict`, or the state has tensors on meta.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank. All but the last come before anything is changed.
+    """
+    model = without_compile(model)
+    clock = Clock()
+    consent = Consent(on_missing, on_mismatched, on_unexpected)
+    with get_world(options, "set_optimizer_state_dict") as world, torch.device("cpu"):
+        with clock.phase("agree"):
+            require_same_call(world, consent, options=options)
+            targets = optimizer_targets(world, model, optimizers)
+            with world.collective("parse the state"):
+                given = read(state, targets.first_names, targets.shapes)
+        values = ProvidedValues(given.tensors)
+        return set_optimizer_values(world, targets, given, values, consent=consent, options=options, clock=clock)

@@ -1,0 +1,303 @@
+"""Values of a state, held by ranks (:class:`ProvidedValues`) or in files (:class:`StoredValues`).
+
+Either kind is resharded into tensors of a model or an optimizer.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise.core.errors import ConfigError, KeyMismatchError, ShardingError, StorageError
+from shardwise.core.expression import Expression
+from shardwise.core.formatting import few_names
+from shardwise.core.tensors import Box
+from shardwise.files.checkpoint_index import CheckpointIndex
+from shardwise.files.storage import StorageReader
+from shardwise.fsdp import torch_private
+from shardwise.fsdp.named_tensors import canonical, local_boxes, local_tensor, raw_bytes
+from shardwise.loading.audit import are_equal, require_one_checkpoint
+from shardwise.ranks.timeouts import Timeouts
+from shardwise.ranks.world import World
+from shardwise.transfer import matching, move, tensor_metadata
+from shardwise.transfer.memory import require_budget
+from shardwise.transfer.read import ReadExecutor, ReadItem, plan_reads
+
+
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """Settings for getting or setting a state, for sharding a model, and for checkpoints.
+
+    None of them changes the values.
+
+    Attributes:
+        budget_bytes: staging memory of each rank, on the device that the ranks' backend moves. A checkpoint uses it
+            for strided tensors, and copies to and from an accelerator, besides the copies of ``mode="async"``.
+        process_group: the ranks that act together. None is the default group, or this process alone.
+        timeouts: how long ranks wait for each other.
+    """
+
+    budget_bytes: int = 64 << 20
+    process_group: dist.ProcessGroup | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        require_budget(self.budget_bytes)
+
+
+def require_same_call(world: World, *modes: object, options: StateOptions) -> None:
+    """Raise if ranks pass different arguments. Collective: yes.
+
+    Raises:
+        RankMismatchError: naming the ranks.
+    """
+    world.require_equal((repr(modes), options.budget_bytes), "the list of arguments (modes, budget)")
+
+
+def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
+    """Return a rank's part of a state under names without wrapper prefixes. Empty for None.
+
+    Raises:
+        ConfigError: it is no mapping, or two names become one.
+    """
+    given: object = {} if state is None else state
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(
+            f"{what} is a mapping from names, or None on a rank that has none; got {type(given).__name__}"
+        )
+    by_name: dict[str, Any] = {}
+    for name, value in given.items():
+        if by_name.setdefault(canonical(name), value) is not value:
+            raise ConfigError(
+                f"{what} has {canonical(name)} twice, with and without the names of wrappers. Leave one of them"
+            )
+    return by_name
+
+
+def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.Provided]:
+    """Return a description of the tensors that this rank passes.
+
+    Raises:
+        ConfigError: a value is no tensor.
+        ShardingError: a tensor is on meta, or is not placed as shards.
+    """
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(f"{name} in the state is a {type(value).__name__}. Only tensors can be set")
+    require_values(tensors, "the state that was given")
+    return {
+        name: matching.Provided(
+            tuple(tensor.shape), torch_private.in_memory(tensor.dtype), tensor_metadata.get_boxes(tensor, name)
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def require_values(tensors: Mapping[str, torch.Tensor], what: str) -> None:
+    """Raise for tensors without values.
+
+    Raises:
+        ShardingError: naming them.
+    """
+    found = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if found:
+        raise ShardingError(f"{len(found)} tensors of {what} are on meta and have no values: {few_names(found)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ProvidedValues:
+    """Full tensors or shards that ranks hold. ``tensors`` are this rank's."""
+
+    tensors: Mapping[str, Any]
+
+    def describe(self, world: World) -> list[dict[str, matching.Provided]]:
+        """Return the description of the state on each rank. Collective: yes. Raises as :func:`describe_tensors`."""
+        with world.all_gather("describe tensors") as exchange:
+            exchange.local = describe_tensors(self.tensors)
+        result: list[dict[str, matching.Provided]] = exchange.result
+        return result
+
+    def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
+        """Raise when names of one tensor come with different values. Collective: yes.
+
+        Raises:
+            KeyMismatchError: naming the first two.
+        """
+        with world.collective("check ties"):
+            self._require_ties(_pairs(ties, self.tensors))
+
+    def _require_ties(self, pairs: Sequence[tuple[str, str]]) -> None:
+        _require_untied_equal(
+            [(one, two) for one, two in pairs if not _is_same(self.tensors[one], self.tensors[two])]
+        )
+
+    def copy_into(
+        self,
+        world: World,
+        match: matching.Match,
+        targets: Mapping[str, torch.Tensor],
+        *,
+        budget_bytes: int,
+        device: torch.device,
+    ) -> move.Traffic:
+        """Move matched values into ``targets``, by the first names of the places.
+
+        Collective: yes.
+        Memory: ``budget_bytes``.
+
+        Raises:
+            RankMismatchError: ranks have different targets.
+        """
+        with world.all_gather("describe tensors") as exchange:
+            exchange.local = tensor_metadata.metadata_by_name(targets)
+        metadata = exchange.result
+        with world.collective("compare the ranks' tensors"):
+            tensor_metadata.require_same_tensors(metadata, world.global_ranks)
+            items = [self._transfer(item, targets, metadata) for item in match.taken]
+        return move.transfer(world, items, budget_bytes=budget_bytes, device=device)
+
+    def _transfer(
+        self,
+        item: matching.Taken,
+        targets: Mapping[str, torch.Tensor],
+        metadata: Sequence[Mapping[str, tensor_metadata.TensorMetadata]],
+    ) -> move.Transfer:
+        name = item.place.names[0]
+        target = targets[name]
+        source = (
+            move.LocalTensor.from_tensor(self.tensors[item.name], item.name) if item.name in self.tensors else None
+        )
+        wanted = tuple(found[name].boxes for found in metadata)
+        into = move.LocalTensor.from_tensor(target, name)
+        return move.Transfer(name, target.shape, target.dtype, item.held, wanted, source, into)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, DTensor) != isinstance(other, DTensor) or one.dtype != other.dtype:
+        return False
+    first, second = local_tensor(one), local_tensor(other)
+    return first.shape == second.shape and torch.equal(raw_bytes(first).to(second.device), raw_bytes(second))
+
+
+def _pairs(ties: Sequence[Sequence[str]], present: Collection[str]) -> list[tuple[str, str]]:
+    """Return the pairs of names of one tensor that are both present: the first one with each of the others."""
+    tied = [[name for name in names if name in present] for names in ties]
+    return [(names[0], other) for names in tied for other in names[1:]]
+
+
+def _require_untied_equal(unequal: Sequence[tuple[str, str]]) -> None:
+    for first, other in unequal:
+        raise KeyMismatchError(
+            f"{first} and {other} are one tensor in the model, and two with different values in the state. "
+            "Leave out one of them"
+        )
+
+
+@dataclass
+class StoredValues:
+    """The tensors of a saved state.
+
+    Attributes:
+        reader: of the files, which every rank sees.
+        index: the same on every rank.
+        expressions: expression of each tensor, by its target name.
+        budget_bytes: for staging.
+        read_bytes: bytes read by this rank.
+    """
+
+    reader: StorageReader
+    index: CheckpointIndex
+    expressions: Mapping[str, Expression]
+    budget_bytes: int
+    read_bytes: int = 0
+
+    def describe(self, world: World) -> list[dict[str, matching.Provided]]:
+        """Return a description of all tensors, as if one rank held them whole. Collective: yes.
+
+        The ranks' files are compared, see [Note: One checkpoint].
+        """
+        require_one_checkpoint(world, self.reader, self.index)
+        return [
+            {
+                name: matching.Provided(item.shape, item.dtype, (Box.whole(item.shape),))
+                for name, item in self.expressions.items()
+            }
+        ]
+
+    def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
+        if pairs := _pairs(ties, self.expressions):
+            with world.all_gather("compare tied values") as exchange:
+                exchange.local = self._unequal(world, pairs)
+            unequal: list[list[tuple[str, str]]] = exchange.result
+            _require_untied_equal([pair for found in unequal for pair in found])
+
+    def _unequal(self, world: World, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return the pairs that differ in this rank's part of the rows."""
+        executor = self._executor(world)
+        unequal: list[tuple[str, str]] = []
+        for pair in pairs:
+            one, other = (self.expressions[name] for name in pair)
+            is_same_dtype = one.dtype is other.dtype
+            if not is_same_dtype or not are_equal(one, other, one.dtype, executor, world.rank, world.size):
+                unequal.append(pair)
+        self.read_bytes += executor.read_bytes
+        return unequal
+
+    def copy_into(
+        self,
+        world: World,
+        match: matching.Match,
+        targets: Mapping[str, torch.Tensor],
+        *,
+        budget_bytes: int,
+        device: torch.device,  # noqa: ARG002 - values are read to where the targets are
+    ) -> move.Traffic:
+        """Read this rank's boxes. Memory: the budget.
+
+        Raises:
+            StorageError: bytes could not be read, or a file was replaced meanwhile.
+        """
+        with world.collective("read values"):
+            self._read(world, match, targets, budget_bytes)
+        return move.Traffic()
+
+    def _read(
+        self, world: World, match: matching.Match, targets: Mapping[str, torch.Tensor], budget_bytes: int
+    ) -> None:
+        executor = self._executor(world)
+        items: list[ReadItem] = []
+        for item in match.taken:
+            name = item.place.names[0]
+            boxes = tuple(piece for piece in local_boxes(targets[name], name) if piece.box.numel)
+            local = local_tensor(targets[name])
+            items.append(ReadItem(name, self.expressions[item.name], boxes, local.dtype, local.device))
+        plan = plan_reads(items, self.index, self.reader.policy, budget_bytes, world.rank / world.size)
+        executor.place(plan, [local_tensor(targets[item.fqn]) for item in plan.items])
+        for read in plan.items:
+            wanted = sum(piece.box.numel for piece in read.boxes)
+            if (written := executor.written.get(read.fqn, 0)) != wanted:
+                raise StorageError(
+                    f"{read.fqn}: {written} of {wanted} elements were read from "
+                    f"{self.index.root}. It is damaged: save it again"
+                )
+        self.read_bytes += executor.read_bytes
+
+    def whole(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return full tensors, which are small. Collective: no."""
+        wanted = [(self.expressions[name], Box.whole(self.expressions[name].shape)) for name in names]
+        executor = self._executor(World(0, 1))
+        found = executor.read_values([(item, box, torch_private.to_torch(item.dtype)) for item, box in wanted])
+        self.read_bytes += executor.read_bytes
+        return found
+
+    def _executor(self, world: World) -> ReadExecutor:
+        return ReadExecutor(self.reader, self.index, self.budget_bytes, world)
+
+
+Values: TypeAlias = ProvidedValues | StoredValues
+"""The values of a state, by name."""

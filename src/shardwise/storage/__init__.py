@@ -1,5 +1,0 @@
-"""Readers and writers of files by range, in local folders or at URLs."""
-
-from shardwise._face import lazy_exports
-
-__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,190 @@
+"""Rows of tenants: tokenized, shuffled, and batched within a budget of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import torch
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.trainer import sft_trainer
+
+from shardwise.bank.rows import RowTensors
+from shardwise.core.errors import ConfigError
+from shardwise.training import trl_objects as trl_setup
+from shardwise.training.dataset_loading import AnyDataset, preparing_together, require_trainable_rows
+
+
+class TokenizedRows:
+    """Tokenized rows.
+
+    Attributes:
+        rows: with ``input_ids`` and ``labels``.
+        lengths: of the rows in tokens.
+        num_supervised_tokens: supervised labels of all rows.
+    """
+
+    def __init__(self, rows: AnyDataset) -> None:
+        assert isinstance(rows, datasets.Dataset)  # tenants have no dataset_streaming
+        self.rows = rows
+        self.lengths: Sequence[int] = [len(ids) for ids in rows["input_ids"]]
+        self.num_supervised_tokens = _count_supervised(rows)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tensors(self, indices: Sequence[int]) -> RowTensors:
+        """Collate rows, padded on the right. No rows give tensors of shape (0, 1)."""
+        if not indices:
+            return {"input_ids": torch.zeros((0, 1), dtype=torch.int64)}
+        collate = sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0)
+        collated: RowTensors = collate([self.rows[index] for index in indices])
+        return collated
+
+
+def tokenize(
+    data: tuple[AnyDataset, AnyDataset | None], arguments: trl_setup.TrlArguments, processor: Any, local_rank: int
+) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Tokenize a tenant's rows for training and evaluation as ``SFTTrainer`` does. Collective: yes.
+
+    Raises:
+        ConfigError: a row cannot be used, or there is none to train on.
+    """
+    args = arguments.training
+    with preparing_together(sft_trainer.SFTTrainer, local_rank, data, args.dataset_text_field):
+        train, test = (None if part is None else _tokenize(part, args, processor) for part in data)
+    for part, split in ((train, arguments.script.dataset_train_split), (test, arguments.script.dataset_test_split)):
+        if part is not None:
+            has_labels = _count_supervised(part) > 0
+            require_trainable_rows(part if has_labels else part.select([]), split, args.max_length)
+    assert train is not None
+    return train, test
+
+
+def _tokenize(rows: AnyDataset, args: Any, processor: Any) -> datasets.Dataset:
+    """Return rows with ``input_ids`` and ``labels``, those of one token left out: nothing is predicted from it."""
+    completion_only = args.completion_only_loss
+    if completion_only is None:
+        completion_only = {"prompt", "completion"} <= set(rows.column_names or ())
+    template = processor.chat_template
+    needs_template = args.assistant_only_loss and not (template and has_generation_markers(template))
+    trainer: Any = SimpleNamespace(
+        _tokenizer=getattr(processor, "tokenizer", processor),
+        completion_only_loss=completion_only,
+        chat_template=get_training_chat_template(processor) if needs_template else None,
+    )
+    prepared = sft_trainer.SFTTrainer._prepare_dataset(trainer, rows, processor, args, False, None, "tenant")
+    prepared = prepared.select_columns(["input_ids", "labels"])
+    return prepared.select([number for number, ids in enumerate(prepared["input_ids"]) if len(ids) > 1])
+
+
+def _count_supervised(rows: datasets.Dataset) -> int:
+    """Return the number of labels that are predicted: the first token of a row is not."""
+    return sum(len(labels) - 1 - labels[1:].count(-100) for labels in rows["labels"])
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch.
+
+    Attributes:
+        rows: indices of the rows, by rank.
+        tokens: padded length of a row.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    tokens: int
+
+    @property
+    def cost(self) -> int:
+        """Tokens, with padding, on the rank with the most rows."""
+        return max(map(len, self.rows)) * self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """Limits of a pass through the base on one rank.
+
+    Attributes:
+        tokens: maximum number of tokens, with padding.
+        pad_to: rows are padded to a multiple of it.
+        longest: maximum number of tokens in a row.
+    """
+
+    tokens: int
+    pad_to: int
+    longest: int
+
+    def padded(self, tokens: int) -> int:
+        """Round the length of a row up."""
+        return min(-(-tokens // self.pad_to) * self.pad_to, self.longest)
+
+    def rows_at_once(self, rows: TokenizedRows) -> int:
+        """Return the number of rows of the maximum length that fit into a pass.
+
+        Raises:
+            ConfigError: none fits.
+        """
+        most = max(rows.lengths)
+        if most > self.longest or self.padded(most) > self.tokens:
+            raise ConfigError(
+                f"a row has {most} tokens, {self.padded(most)} with padding. The model takes {self.longest} and a "
+                f"pass {self.tokens}: set max_length or tokens_per_pass"
+            )
+        return self.tokens // self.padded(most)
+
+    def micro_batches(
+        self, rows: TokenizedRows, order: Sequence[int], at_once: int, ranks: int
+    ) -> Iterator[MicroBatch]:
+        """Distribute rows to ranks, ``at_once`` consecutive rows to each."""
+        for start in range(0, len(order), at_once * ranks):
+            dealt = tuple(
+                tuple(order[first : first + at_once]) for first in range(start, start + at_once * ranks, at_once)
+            )
+            yield MicroBatch(dealt, self.padded(max(rows.lengths[number] for own in dealt for number in own)))
+
+
+@dataclass
+class StepOrder:
+    """The rows of each step, in the order of the Trainer's seedable sampler.
+
+    Attributes:
+        count: number of rows.
+        rows_per_step: rows of a step on all ranks.
+        seed: seed of the first epoch. That of each later epoch is one more.
+        epoch: completed epochs.
+        offset: completed rows of this epoch.
+    """
+
+    count: int
+    rows_per_step: int
+    seed: int
+    epoch: int = 0
+    offset: int = 0
+    _of_epoch: tuple[int, list[int]] = field(default=(-1, []))
+
+    def take_step(self) -> list[int]:
+        """Return the rows of the next step. The last step of an epoch may have fewer."""
+        if self._of_epoch[0] != self.epoch:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            self._of_epoch = self.epoch, torch.randperm(self.count, generator=generator).tolist()
+        rows = self._of_epoch[1][self.offset : self.offset + self.rows_per_step]
+        self.offset += len(rows)
+        if self.offset == self.count:
+            self.epoch, self.offset = self.epoch + 1, 0
+        return rows
+
+    @property
+    def epochs(self) -> float:
+        """Completed epochs, with the fraction of this one."""
+        return self.epoch + self.offset / self.count
+
+    def steps_left(self, epochs: float) -> int:
+        """Return the number of steps until ``epochs`` are completed."""
+        per_epoch = math.ceil(self.count / self.rows_per_step)
+        of_this = math.ceil((self.count - self.offset) / self.rows_per_step)
+        return max(of_this + math.ceil((epochs - self.epoch - 1) * per_epoch), 0)

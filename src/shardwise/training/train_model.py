@@ -1,0 +1,312 @@
+"""A training of ``shardwise train`` on one rank: a sharded model in one of TRL's trainers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
+
+from shardwise.core.errors import ConfigError, TrainingError
+from shardwise.core.formatting import table_lines
+from shardwise.files.urls import without_secrets
+from shardwise.fsdp import torch_private
+from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
+from shardwise.ranks.stop_signals import StopRequest
+from shardwise.ranks.world import World
+from shardwise.training import trl_objects as trl_setup
+from shardwise.training.curves import MemoryCallback, device_peak_bytes, draw_curves
+from shardwise.training.run_config import RunConfig
+from shardwise.training.run_inputs import TrainingRecord, honor_timeout, open_inputs
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrlOutcome:
+    """Outcome of a training on one rank.
+
+    Attributes:
+        output_dir: folder of the model, or of the checkpoints of a training that was stopped.
+        steps: optimizer steps.
+        has_stopped: whether a signal ended it before its last step.
+        metrics: metrics returned by TRL's ``train``.
+        history: entries logged by the trainer.
+        summary: lines to print.
+    """
+
+    output_dir: str
+    steps: int
+    has_stopped: bool
+    metrics: Mapping[str, Any]
+    history: tuple[Mapping[str, Any], ...]
+    summary: tuple[str, ...]
+
+
+def train(config: RunConfig, local_rank: int) -> TrlOutcome:
+    """Train from a configuration. Collective: yes, over the default process group.
+
+    Raises:
+        ShardwiseError: the same on every rank, if the configuration, the data or the model cannot be used.
+    """
+    with open_inputs(config, local_rank) as inputs:
+        arguments, data, processor = inputs.arguments[""], inputs.data[""], inputs.processor
+        output, record, request = inputs.output, inputs.record, inputs.request
+        model = trl_setup.load_model(arguments, config.method)
+        honor_timeout(config, arguments)  # again, for the process groups of the model's mesh
+        require_pad_token(model, processor)
+        reference = trl_setup.load_reference(arguments, config.method)
+        trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data, local_rank)
+        callback = RunCallback(request, record)
+        trainer.add_callback(callback)
+        trackers = guard_trackers(trainer)
+        # First: it is collective, and a callback before it could raise on one rank alone.
+        trainer.callback_handler.callbacks.insert(0, MemoryCallback(trackers))
+        result = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
+        state = trainer.state
+        # A signal may have reached one rank only. Steps left are no sign of one: early stopping leaves some, too.
+        with World.current(call="train") as world:
+            is_signaled = world.all_reduce_object(request.is_made, any)
+        has_stopped = is_signaled and state.global_step < state.max_steps
+        if not has_stopped:
+            save_model(trainer, arguments, output, record)
+        estimated_bytes = _estimated_bytes(config, world.size)
+        if world.rank == 0:
+            draw_curves(output, {"": state.log_history}, state.log_history, estimated_bytes)
+        if not has_stopped:
+            require_finite_loss(state, output)  # after the picture, which shows where it began
+            if arguments.training.push_to_hub:
+                trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
+        peak = peak_line(estimated_bytes)
+        tokens = trl_setup.tokens_seen(trainer) - callback.first_token
+        summary = summary_lines(state, callback.first_step, result.metrics["train_runtime"], tokens, peak)
+        if hasattr(trainer, "end"):  # since transformers 5.18
+            trainer.end()
+    return TrlOutcome(
+        str(output),
+        int(state.global_step),
+        has_stopped,
+        dict(result.metrics),
+        tuple(state.log_history),
+        tuple(summary),
+    )
+
+
+def save_model(trainer: Any, arguments: trl_setup.TrlArguments, output: Path, record: TrainingRecord) -> None:
+    """Save the model of a finished training. Collective: yes.
+
+    Raises:
+        StorageError: the record of the training was removed.
+    """
+    with World.current(call="train") as world, world.broadcast("check the run's record"):
+        if world.rank == 0:
+            record.require()
+    trainer.save_model(str(output))
+    if arguments.model.use_peft:  # as PEFT does when it saves an adapter
+        with World.current(call="train") as world, world.broadcast("write the model card"):
+            if world.rank == 0:
+                trainer.create_model_card(model_name=output.name)
+
+
+def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
+    """Check that the embeddings have a row for the padding token.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    embeddings: Any = model.get_input_embeddings()
+    rows = int(embeddings.weight.shape[0])
+    if pad is not None and pad >= rows:
+        raise ConfigError(
+            f"pad_token: has the id {pad}, and the model has embeddings for 0 to {rows - 1}. Set pad_token to a "
+            "token of the model"
+        )
+
+
+def _resume_from(training: Any, output: Path) -> Any:
+    """Return the requested checkpoint, otherwise the newest in the output folder, or None."""
+    if training.resume_from_checkpoint is not None:
+        return training.resume_from_checkpoint
+    with World.current(call="train") as world:
+        with world.broadcast("list files") as exchange:
+            if world.rank == 0:
+                exchange.local = list(checkpoints_in(output).values())
+        kinds: list[FolderKind] = exchange.result
+    return True if FolderKind.COMPLETE in kinds else None
+
+
+_MEASURABLE_BYTES: Final = 10 << 20
+"""The smallest difference of two peaks that is shown."""
+
+
+def peak_bytes() -> int:
+    """Return the peak memory of this rank: of its accelerator, otherwise of the process."""
+    device_bytes = device_peak_bytes()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device_bytes is None else device_bytes
+
+
+class RunCallback(TrainerCallback):
+    """Follows a training: ends it after the step in which a signal arrived, and checks its losses and its folder.
+
+    The trainer makes ranks agree on ``control`` and exceptions after each step, so a signal to one rank stops all.
+
+    Args:
+        request: of a signal to stop.
+        record: of the training.
+    """
+
+    def __init__(self, request: StopRequest, record: TrainingRecord) -> None:
+        self.first_step = 0
+        """Steps of the checkpoint that is resumed."""
+        self.first_token = 0
+        """Tokens that the checkpoint has counted."""
+        self._request = request
+        self._record = record
+        self._has_warned = False
+
+    def on_train_begin(self, *positional: Any, **_: Any) -> None:
+        """Note where the training begins."""
+        state: TrainerState = positional[1]
+        self.first_step, self.first_token = state.global_step, int(state.num_input_tokens_seen)
+
+    def on_step_end(self, *positional: Any, **_: Any) -> TrainerControl:
+        """Request a checkpoint and the end after a signal."""
+        control: TrainerControl = positional[2]
+        if self._request.is_made:
+            control.should_save = True
+            control.should_training_stop = True
+        if control.should_save and positional[1].is_world_process_zero:
+            self._record.require()
+        return control
+
+    def on_log(self, *positional: Any, **keywords: Any) -> None:
+        """Warn of the first loss that is not finite."""
+        state: TrainerState = positional[1]
+        loss = (keywords.get("logs") or {}).get("loss")
+        if loss is None or self._has_warned or math.isfinite(float(loss)) or not state.is_world_process_zero:
+            return
+        self._has_warned = True
+        _log.warning("step %d: the loss is %s. Check learning_rate and the rows", state.global_step, loss)
+
+
+def require_finite_loss(state: TrainerState, output: Path) -> None:
+    """Require that a finite loss was logged since the last one that was not. The same on every rank.
+
+    Raises:
+        TrainingError: none was.
+    """
+    losses = [(entry["step"], float(entry["loss"])) for entry in state.log_history if "loss" in entry]
+    if not losses or math.isfinite(losses[-1][1]):
+        return
+    last_finite = max((step for step, loss in losses if math.isfinite(loss)), default=0)
+    first = min(step for step, _ in losses if step > last_finite)
+    raise TrainingError(
+        f"the loss is {losses[-1][1]} from step {first} to the end. The model was saved in {output}, and is "
+        "probably useless. Lower learning_rate, or check the rows, and train in another output_dir"
+    )
+
+
+def guard_trackers(trainer: Any) -> list[TrainerCallback]:
+    """Have an experiment tracker (``WandbCallback``, ...) that fails end nothing: it is not called again.
+
+    Returns the trackers.
+    """
+    callbacks: list[TrainerCallback] = trainer.callback_handler.callbacks
+    trackers = [one for one in callbacks if type(one).__module__.startswith("transformers.integrations")]
+    for tracker in trackers:
+        events = [name for name in dir(tracker) if name.startswith("on_")]
+        vars(tracker).update({name: _guarded(tracker, getattr(tracker, name), events) for name in events})
+    return trackers
+
+
+def _guarded(tracker: TrainerCallback, call: Callable[..., Any], events: Sequence[str]) -> Callable[..., Any]:
+    def guarded(*positional: Any, **keywords: Any) -> Any:
+        try:
+            return call(*positional, **keywords)
+        except Exception as error:
+            _log.warning("%s: failed, %s. The training continues without it.", type(tracker).__name__, error)
+            vars(tracker).update(dict.fromkeys(events, lambda *_, **__: None))
+            return None
+
+    return guarded
+
+
+def peak_line(estimate: int | None = None) -> str:
+    """Format the peak memory of this rank, and its estimate in bytes if there is one that differs."""
+    line = f"peak memory of a rank: {peak_bytes() / 2**30:.2f} GiB"
+    if estimate is None or abs(estimate - peak_bytes()) < _MEASURABLE_BYTES:
+        return line
+    return f"{line}, estimated {estimate / 2**30:.2f} GiB"
+
+
+def _estimated_bytes(config: RunConfig, ranks: int) -> int | None:
+    """Return the estimated peak of a rank on its accelerator, or None. Collective: yes, with replicas.
+
+    There is none on the CPU, where the peak of a process includes its libraries, and none of methods that generate
+    or have a reference model.
+    """
+    kind = torch_private.accelerator()
+    if kind is None or config.method not in ("sft", "reward"):
+        return None
+    try:
+        made = trl_setup.plan_run(config, ranks, {"device": kind.type})
+    except Exception as error:  # the training has succeeded
+        _log.warning("no estimate: %s", error)
+        return None
+    has_activations = made.training is not None and made.training.batch_size > 0
+    return made.peak_bytes if has_activations else None
+
+
+def summary_lines(state: TrainerState, first_step: int, seconds: float, tokens: int, peak: str) -> Sequence[str]:
+    """Return the lines that summarize what this process has done of a training.
+
+    Args:
+        state: state at the end.
+        first_step: steps of the checkpoint that was resumed.
+        seconds: duration, since the checkpoint was resumed.
+        tokens: tokens of all ranks in that time, 0 if unknown.
+        peak: the line on memory.
+    """
+    losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
+    evaluated = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
+    steps = state.global_step - first_step
+    resumed = f" after step {first_step}" if first_step else ""
+    lines = [f"trained {steps} step{'s' * (steps != 1)}{resumed} in {seconds:.1f} s"]
+    if losses:
+        lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}, best {min_finite(losses):.4f}")
+    if evaluated:
+        lines.append(f"best evaluation loss: {min_finite(evaluated):.4f}")
+    if tokens:
+        lines.append(f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
+    return [*lines, peak]
+
+
+def min_finite(losses: Sequence[float]) -> float:
+    """Return the least finite loss, NaN if there is none."""
+    return min(filter(math.isfinite, losses), default=math.nan)
+
+
+def tenant_sort_key(metrics: Mapping[str, Any]) -> tuple[bool, bool, float]:
+    """Return a sort key: tenants by evaluation loss, then those without one by loss, then failures."""
+    eval_loss: float | None = metrics.get("eval_loss")
+    loss: float = metrics.get("loss", 0.0) if eval_loss is None else eval_loss
+    return "failure" in metrics, eval_loss is None, math.inf if math.isnan(loss) else loss
+
+
+def tenant_summary_lines(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]:
+    """Format the closing table of tenants."""
+    rows: list[tuple[str, ...]] = []
+    for place, (name, one) in enumerate(ranked.items(), 1):
+        losses = (f"{one[key]:.4f}" if key in one else "-" for key in ("loss", "eval_loss"))
+        rows.append((str(place), name, f"{one['steps']}/{one['max_steps']}", *losses))
+    lines = table_lines(("", "tenant", "steps", "loss", "evaluation loss"), rows)
+    lines += [f"{name}: failed in {one['failure']}" for name, one in ranked.items() if "failure" in one]
+    return [*lines, f"{len(ranked)} tenants in {time.monotonic() - begun:.1f} s, {peak_line()}"]

@@ -1,0 +1,467 @@
+"""TRL's dataclasses, trainers and datasets for a configuration of ``shardwise train``."""
+
+import copy
+import functools
+import importlib
+import inspect
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import transformers
+import trl as _trl
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from transformers import PreTrainedModel
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import get_dataset_column_names, is_conversational
+from trl.trainer.utils import get_peft_config
+
+from shardwise.core.consents import Ignore, Initialize
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.estimate_report import Estimate
+from shardwise.core.phases import busy_with
+from shardwise.files.urls import HubOptions, redacted, without_secrets
+from shardwise.fsdp.accelerate_config import read_accelerate_config
+from shardwise.fsdp.policies import Classes, MinSize, WrapPolicy
+from shardwise.fsdp.torch_private import accelerator
+from shardwise.fsdp.wrap import Sharding, replicated_mesh
+from shardwise.integrations import ShardwiseTrainer, for_trainer
+from shardwise.loading.estimate import PlanOptions, plan
+from shardwise.loading.from_pretrained import from_pretrained
+from shardwise.loading.meta_model import PretrainedOptions
+from shardwise.loading.prepare import LoadOptions
+from shardwise.models.four_bit.config import Fp4, Nf4
+from shardwise.models.tunings import Freeze, Full, Lora, Tuning
+from shardwise.ranks.collective_errors import is_collective_error, is_out_of_memory
+from shardwise.ranks.world import World
+from shardwise.training import dataset_loading
+from shardwise.training.arguments import ShardwiseArguments, TrainMethod
+from shardwise.training.dataset_loading import AnyDataset
+from shardwise.training.run_config import RunConfig, trl_accelerate_config
+
+trl: Any = _trl
+"""TRL's names are loaded lazily, which a type checker does not see."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrlArguments:
+    """A configuration as parsed by TRL.
+
+    Attributes:
+        script: ``ScriptArguments``, or those of GRPO.
+        training: ``SFTConfig`` or that of another trainer.
+        model: ``ModelConfig``.
+        mixture: ``DatasetMixtureConfig``.
+        own: keys of shardwise.
+    """
+
+    script: Any
+    training: Any
+    model: Any
+    mixture: Any
+    own: ShardwiseArguments
+
+
+_NAMES: Final[Mapping[TrainMethod, tuple[str, str]]] = {
+    "sft": ("SFTConfig", "SFTTrainer"),
+    "dpo": ("DPOConfig", "DPOTrainer"),
+    "kto": ("KTOConfig", "KTOTrainer"),
+    "grpo": ("GRPOConfig", "GRPOTrainer"),
+    "reward": ("RewardConfig", "RewardTrainer"),
+}
+"""Config and trainer classes by method."""
+
+
+def parse(config: RunConfig) -> TrlArguments:
+    """Parse a configuration by TRL's parser.
+
+    Raises:
+        ConfigError: TRL or transformers rejects a value, or the optimizer cannot be created.
+    """
+    script = importlib.import_module("trl.scripts.grpo").GRPOScriptArguments if config.method == "grpo" else None
+    kinds = (script or trl.ScriptArguments, getattr(trl, _NAMES[config.method][0]), trl.ModelConfig)
+    parser = trl.TrlParser((*kinds, trl.DatasetMixtureConfig))
+    values = copy.deepcopy(dict(config.values))  # TRL replaces the entries of datasets in place
+    if accelerator() is None:
+        values["use_cpu"] = True
+    values.setdefault("logging_nan_inf_filter", False)  # which would log 0.0 for a loss that is NaN
+    parser.set_defaults_with_config(**values)
+    try:
+        found = parser.parse_args_into_dataclasses(args=[])
+    except (ValueError, TypeError, ImportError, SystemExit) as error:
+        raise ConfigError(f"{config.source}: is rejected by TRL. {error}") from error
+    arguments = TrlArguments(found[0], found[1], found[2], found[3], config.own)
+    if not arguments.model.model_name_or_path:
+        raise ConfigError("model_name_or_path: is missing. Set it to a folder, a name on the hub or a URL")
+    try:
+        transformers.Trainer.get_optimizer_cls_and_kwargs(arguments.training)
+    except (ValueError, ImportError) as error:
+        name = arguments.training.optim.value
+        raise ConfigError(f"optim: {name} cannot be created, {error}. Set another") from error
+    return arguments
+
+
+def load_model(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
+    """Load the model, sharded over all ranks and ready to train. Collective: yes.
+
+    Raises:
+        ConfigError: keys contradict each other.
+        ShardwiseError: as for :func:`~shardwise.loading.from_pretrained.from_pretrained`.
+    """
+    keywords = model_options(arguments, method)
+    keywords["tuning"] = tuning = build_tuning(arguments)
+    if isinstance(tuning, Full):
+        keywords["trained_dtype"] = "unchanged"  # TRL trains in the dtype that is loaded
+    name = arguments.model.model_name_or_path
+    model, report = from_pretrained(name, **keywords, output_loading_info=True)
+    heads = [tensor for tensor in report.initialized if not {"score", "classifier"}.isdisjoint(tensor.split("."))]
+    if heads and any("ForSequenceClassification" in kind for kind in model.config.architectures or ()):
+        raise ConfigError(f"{without_secrets(name)}: is a reward model without {heads[0]}. Save it again")
+    return for_trainer(_without_secrets(model))
+
+
+def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
+    """Mask credentials in the names with which a model and its adapters are saved and logged."""
+    name = without_secrets(str(model.name_or_path))
+    if name != model.name_or_path:
+        model.name_or_path = name
+        model.config._name_or_path = name
+        for adapter in (getattr(model, "peft_config", None) or {}).values():
+            adapter.base_model_name_or_path = name
+    return model
+
+
+def load_reference(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel | None:
+    """Load the reference model of a preference training, sharded. None if TRL needs none. Collective: yes.
+
+    TRL would load it whole on every rank. The reference of a LoRA is the model without it.
+    """
+    if arguments.model.use_peft or method not in ("dpo", "kto"):
+        return None
+    return for_trainer(from_pretrained(arguments.model.model_name_or_path, **model_options(arguments, method)))
+
+
+def load_base(arguments: TrlArguments) -> PreTrainedModel:
+    """Load the base of many LoRAs, sharded and frozen, in bfloat16 if ``bf16`` is set. Collective: yes."""
+    options = model_options(arguments, "sft")
+    if arguments.training.bf16 and not arguments.model.dtype:
+        options["dtype"] = "bfloat16"
+    return _without_secrets(from_pretrained(arguments.model.model_name_or_path, **options))
+
+
+_HEAD: Final = tuple(f"{wrapper}{name}.*" for wrapper in ("", "*.") for name in ("score", "classifier"))
+"""Tensors of the head of a reward model, also inside PEFT's modules."""
+
+
+def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOptions:
+    model, training = arguments.model, arguments.training
+    options: PretrainedOptions = {
+        "sharding": _sharding(arguments.own),
+        "dtype": model.dtype or "auto",
+        "revision": model.model_revision,
+        "trust_remote_code": training.trust_remote_code,
+        "options": LoadOptions(seed=training.seed),
+    }
+    if model.attn_implementation:
+        options["attn_implementation"] = model.attn_implementation
+    if method == "reward":
+        options |= {
+            "model_class": transformers.AutoModelForSequenceClassification,
+            "config_overrides": {"num_labels": 1},
+            "on_missing": Initialize(only=_HEAD),  # of a language model, as transformers does
+            "on_unexpected": Ignore(only=("lm_head.*",)),
+        }
+    if model.load_in_4bit:
+        scales = bool(model.use_bnb_nested_quant)
+        is_nf4 = model.bnb_4bit_quant_type == "nf4"
+        options["quantization"] = Nf4(double_quant=scales) if is_nf4 else Fp4(double_quant=scales)
+    return options
+
+
+def _sharding(own: ShardwiseArguments) -> Sharding:
+    """Return the sharding of the keys, or of the file ``accelerate_config``. Collective: yes, with replicas."""
+    if own.accelerate_config:
+        return Sharding.from_accelerate(trl_accelerate_config(own.accelerate_config))
+    wrap: WrapPolicy = "auto"
+    if own.transformer_layer_cls_to_wrap:
+        wrap = Classes(tuple(own.transformer_layer_cls_to_wrap))
+    elif own.min_num_params:
+        wrap = MinSize(own.min_num_params)
+    offload = CPUOffloadPolicy() if own.cpu_offload else OffloadPolicy()
+    return Sharding(mesh=replicated_mesh(own.dp_replicate_size), wrap=wrap, offload_policy=offload)
+
+
+def lora_config(arguments: TrlArguments) -> Any:
+    """Return PEFT's config, or None."""
+    found: Any = get_peft_config(arguments.model)
+    if found is not None and isinstance(found.target_modules, str) and found.target_modules.isidentifier():
+        found.target_modules = {found.target_modules}  # TRL makes a pattern of a list of one name
+    return found
+
+
+def build_tuning(arguments: TrlArguments) -> Tuning:
+    own = arguments.own
+    config = lora_config(arguments)
+    if config is not None:
+        return Lora(config, placement="sharded" if own.shard_adapters else "replicated")
+    options: dict[str, Any] = {}
+    if own.trainable_layers:
+        options["trainable_layers"] = own.trainable_layers
+    if own.trainable_modules:
+        options["trainable_modules"] = tuple(own.trainable_modules)
+    if own.extra_modules:
+        options["extra_modules"] = tuple(own.extra_modules)
+    return Freeze(**options) if options else Full()
+
+
+def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
+    """Load the processor of a vision-language model, or the tokenizer, as TRL does.
+
+    Raises:
+        ConfigError: it cannot be loaded, lacks ``eos_token``, or ``chat_template_path`` is not a template.
+    """
+    own = arguments.own.tokenizer_name_or_path
+    name, revision = own or arguments.model.model_name_or_path, None if own else arguments.model.model_revision
+    kind = transformers.AutoTokenizer if method == "reward" else transformers.AutoProcessor
+    try:
+        found: Any = kind.from_pretrained(
+            name, revision=revision, trust_remote_code=arguments.training.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        message = redacted(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
+        raise ConfigError(f"{message}. Check the folder, or set tokenizer_name_or_path") from error
+    template = getattr(arguments.training, "chat_template_path", None)
+    if template and not (Path(template).is_file() and template.endswith((".jinja", ".j2"))):
+        raise ConfigError(
+            f"chat_template_path: {template} is not a .jinja file. The template of another model may need new "
+            "tokens, which a sharded model cannot get. Save the template as a file"
+        )
+    if template:
+        found.chat_template = Path(template).read_text("utf-8")
+    if eos_token := getattr(arguments.training, "eos_token", None):
+        tokenizer = getattr(found, "tokenizer", found)
+        if eos_token not in tokenizer.get_vocab():
+            raise ConfigError(f"eos_token: {eos_token} is not in the vocabulary. Set another")
+        tokenizer.eos_token = eos_token  # as TRL's trainers do, but before templates are rendered
+    return found
+
+
+def load_data(
+    arguments: TrlArguments, method: TrainMethod, processor: Any, local_rank: int
+) -> tuple[AnyDataset, AnyDataset | None]:
+    """Load rows for training and evaluation, tokenized if TRL has no masks for the chat template or their weights.
+
+    Collective: yes.
+
+    Raises:
+        ConfigError: a dataset or a row cannot be used.
+    """
+    script, training = arguments.script, arguments.training
+    num_proc = getattr(training, "dataset_num_proc", None)
+    is_masked = method == "sft" and training.assistant_only_loss
+    with dataset_loading.first_local_rank_first(local_rank):
+        found = dataset_loading.load(script, arguments.mixture, arguments.own.interleave, training.seed)
+        names = [
+            script.dataset_train_split,
+            *([script.dataset_test_split] if training.eval_strategy != "no" else []),
+        ]
+        for name in names:
+            if name not in found:
+                raise ConfigError(
+                    f"{name}: is not a split of the dataset, which has {', '.join(found)}. Set "
+                    "dataset_train_split, dataset_test_split or test_split_size"
+                )
+        if empty := [name for name in names if next(iter(found[name]), None) is None]:
+            raise ConfigError(f"{empty[0]}: has no rows. Check the dataset, or set another split")
+        datasets = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
+        if images := {"image", "images"} & set(get_dataset_column_names(datasets[0])):
+            raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column")
+        if is_masked and is_conversational(next(iter(datasets[0]))):
+            template = _training_template(processor)
+            tokenizer = copy.copy(getattr(processor, "tokenizer", processor))
+            tokenizer.chat_template = template or processor.chat_template
+            if template is None or any(map(dataset_loading.has_weights, datasets)):
+                datasets = [dataset_loading.with_masks(one, tokenizer, num_proc=num_proc) for one in datasets]
+                training.assistant_only_loss = False  # TRL would require marks in the chat template
+            else:
+                datasets = [dataset_loading.with_rendered_calls(one, tokenizer) for one in datasets]
+        if "input_ids" not in dataset_loading.get_column_names(datasets[0]):
+            datasets = [dataset_loading.checked_as_read(dataset, _text_field(training)) for dataset in datasets]
+    return datasets[0], datasets[1] if len(datasets) > 1 else None
+
+
+def _training_template(processor: Any) -> Any:
+    """Return the chat template by whose marks TRL masks chats, or None if it does not know that of the model."""
+    if not processor.chat_template or has_generation_markers(processor.chat_template):
+        return processor.chat_template
+    try:
+        return get_training_chat_template(processor)
+    except ValueError:
+        return None
+
+
+def _text_field(training: Any) -> str:
+    return getattr(training, "dataset_text_field", "text")
+
+
+def make_trainer(
+    arguments: TrlArguments,
+    method: TrainMethod,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    processor: Any,
+    data: tuple[AnyDataset, AnyDataset | None],
+    local_rank: int,
+) -> Any:
+    """Make the TRL trainer of a method, with checkpoints of shardwise. Collective: yes.
+
+    Raises:
+        ConfigError: TRL or transformers rejects a key or a row, or a required package is not installed. The same
+            on every rank.
+    """
+    base = getattr(trl, _NAMES[method][1])
+    # ShardwiseTrainer first: its methods override those of TRL and the Trainer, and call them by super().
+    kind = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
+    further: dict[str, Any] = {}
+    if reference is not None:
+        further["ref_model"] = reference
+    if method == "grpo":
+        further["reward_funcs"] = _reward_functions(arguments.script)
+    train, test = data
+    patience = arguments.own.early_stopping_patience
+    # Kept until the block below, where it is raised on all ranks.
+    failure, made = None, None
+    try:
+        with dataset_loading.preparing_together(base, local_rank, data, _text_field(arguments.training)):
+            made = kind(
+                model=model,
+                args=arguments.training,
+                train_dataset=train,
+                eval_dataset=test,
+                processing_class=processor,
+                callbacks=[transformers.EarlyStoppingCallback(patience)] if patience else None,
+                **further,
+            )
+    except ShardwiseError:
+        raise
+    except Exception as error:  # of TRL, a tracker, the hub: any, and maybe on the first rank only
+        if is_out_of_memory(error) or is_collective_error(error):
+            raise
+        failure = ConfigError(f"{method}: {redacted(f'{base.__name__} cannot be created, {error}', '', {})}")
+        failure.__cause__ = error
+    with World.current(call="train") as world, world.collective("create the trainer"):
+        if failure is not None:
+            raise failure
+        _require_trainable_data(made, arguments)
+    return made
+
+
+def _require_trainable_data(trainer: Any, arguments: TrlArguments) -> None:
+    """Check that TRL has left rows to train and to evaluate on, whose tokens have embeddings.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    script, max_length = arguments.script, getattr(arguments.training, "max_length", None)
+    splits = {"train_dataset": script.dataset_train_split, "eval_dataset": script.dataset_test_split}
+    for attribute, split in splits.items():
+        if (dataset := getattr(trainer, attribute)) is not None:
+            dataset_loading.require_trainable_rows(dataset, split, max_length)
+            embedded = dataset_loading.with_embedded_tokens(dataset, trainer.processing_class, trainer.model)
+            setattr(trainer, attribute, embedded)
+
+
+def tokens_seen(trainer: Any) -> int:
+    """Return the number of trained tokens of all ranks, as counted by TRL, or by the Trainer for GRPO."""
+    return int(getattr(trainer, "_total_train_tokens", 0) or trainer.state.num_input_tokens_seen)
+
+
+def _reward_functions(script: Any) -> list[Callable[..., Any]]:
+    """Return the reward functions of names in ``trl.rewards`` and of import paths.
+
+    Raises:
+        ConfigError: a function cannot be imported. The message has its name.
+    """
+    if not script.reward_funcs:
+        raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, or import paths")
+    sys.path.insert(0, os.getcwd())
+    found = []
+    for name in script.reward_funcs:
+        try:
+            found.append(_naming_work(pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"reward_funcs: {name} cannot be imported, {error}. Check the path") from error
+    return found
+
+
+def _naming_work(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reward function that tells other ranks when this rank is busy with it."""
+    if inspect.iscoroutinefunction(function):  # TRL awaits it on another thread
+        return function
+
+    @functools.wraps(function)
+    def reward(*args: Any, **kwargs: Any) -> Any:
+        with busy_with(f"the reward function {function.__name__}"):
+            return function(*args, **kwargs)
+
+    return reward
+
+
+def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estimate:
+    """Estimate a training from its configuration, with TRL's defaults and rows of ``max_length`` tokens.
+
+    A pair of DPO is two rows. Generation of GRPO and reference models are not included, as a note states.
+
+    Args:
+        config: the configuration.
+        ranks: number of ranks. None for its ``num_processes``.
+        placed: ``nodes``, ``device`` and ``memory_bytes``.
+
+    Collective: no.
+
+    Raises:
+        ConfigError: the configuration is rejected, or has no number of ranks.
+        ShardwiseError: as for :func:`~shardwise.loading.estimate.plan`.
+    """
+    ranks = ranks or config.own.num_processes
+    if not ranks:
+        raise ConfigError("num_processes: is missing. Set it, or give --ranks")
+    rows_per_example = 2 if config.method == "dpo" else 1
+    # Replicas are a mesh of this process's ranks in a training. Here there are no ranks.
+    replicas, fields = config.own.dp_replicate_size, dict[str, Any]()
+    if config.own.accelerate_config:
+        fields, replicas, _ = read_accelerate_config(trl_accelerate_config(config.own.accelerate_config))
+    on_one = replace(config, own=replace(config.own, dp_replicate_size=1, accelerate_config=None))
+    arguments = parse(on_one)
+    training = arguments.training
+    loaded: Any = model_options(arguments, config.method)
+    options: PlanOptions = {key: value for key, value in loaded.items() if key not in ("options", "revision")}  # type: ignore[assignment]
+    options |= {
+        "hub": HubOptions(revision=arguments.model.model_revision),
+        "tuning": (tuning := build_tuning(arguments)),
+        "optim": getattr(training.optim, "value", training.optim),
+        "per_device_train_batch_size": training.per_device_train_batch_size * rows_per_example,
+        "max_length": getattr(training, "max_length", None) or 0,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "gradient_checkpointing": training.gradient_checkpointing,
+        "mixed_precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
+    }
+    options |= placed
+    if fields:
+        options["sharding"] = Sharding(**fields)
+    if isinstance(tuning, Full):
+        options["trained_dtype"] = "unchanged"
+    if replicas > 1:
+        options["mesh"] = {"replicate": replicas, "shard": max(ranks // replicas, 1)}
+    made = plan(arguments.model.model_name_or_path, ranks=ranks, **options)
+    notes = ["generation is not included"] if config.method == "grpo" else []
+    if config.method in ("dpo", "kto") and isinstance(tuning, Full):
+        notes = ["the reference model is not included: its weights and gathered groups are those of the model"]
+    estimate = made.training
+    if estimate is not None and estimate.largest_batch is not None:
+        estimate = replace(estimate, largest_batch=estimate.largest_batch // rows_per_example)
+    return replace(made, notes=(*made.notes, *notes), training=estimate)

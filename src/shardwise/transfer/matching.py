@@ -1,0 +1,425 @@
+"""Pure matching of the tensors and parameter groups of a state with a model, collecting all faults in one error.
+
+A rank provides either all names of the state or none. A tensor is described by name, shape, dtype and boxes: a full
+tensor is one box, and a sharded one is several. The result is the same on every rank.
+
+This module also chooses the ranks from which a model's values are copied. On a rank, a tensor is either *live*,
+with values, or on meta, without. Every tensor is handled separately, so models that are live on all ranks, on one
+rank, in part or nowhere need no special cases.
+"""
+
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from shardwise.core.consents import Consent, OnUnexpected, allows, describe_faults
+from shardwise.core.errors import KeyMismatchError, RankMismatchError
+from shardwise.core.formatting import ALL_RANKS, abbreviate, collapse, few_names, format_ranks
+from shardwise.core.tensors import Box, DType, follows
+from shardwise.transfer.move_plan import covers
+
+OnFault: TypeAlias = OnUnexpected
+
+
+@dataclass(frozen=True, slots=True)
+class Provided:
+    """A tensor as provided by one rank. ``boxes`` are the boxes of its elements on that rank."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    boxes: tuple[Box, ...]
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype.label}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlot:
+    """A tensor to fill, which a state may contain under one or several of its names."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: DType
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype.label}"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A tensor to fill, with the name, dtype and boxes of its source in the state."""
+
+    place: StateSlot
+    name: str
+    dtype: DType
+    held: tuple[tuple[Box, ...], ...]
+    """By rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The tensors that are filled, and the ignored faults."""
+
+    taken: tuple[Taken, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+
+    @property
+    def cast(self) -> dict[str, tuple[str, str]]:
+        """First names of slots mapped to (dtype in the state, dtype of the slot), for those that differ."""
+        return {
+            item.place.names[0]: (item.dtype.label, item.place.dtype.label)
+            for item in self.taken
+            if item.dtype is not item.place.dtype
+        }
+
+
+def match(
+    places: Sequence[StateSlot],
+    provided_by_rank: Sequence[Mapping[str, Provided]],
+    consent: Consent,
+    global_ranks: Sequence[int] = ALL_RANKS,
+) -> Match:
+    """Find the source of every slot.
+
+    Raises:
+        RankMismatchError: ranks that provide a state have different names, or their boxes do not form full tensors.
+        KeyMismatchError: there are missing, unexpected or mismatched tensors that are not tolerated. The error
+            lists all of them.
+    """
+    providers = {rank: provided for rank, provided in zip(global_ranks, provided_by_rank, strict=False) if provided}
+    _require_same_names(providers)
+    first = next(iter(providers.values()), {})
+    known = {name for place in places for name in place.names}
+    unexpected = [name for name in first if name not in known]
+    faults: dict[str, list[str]] = {
+        "mismatched": [],
+        "missing": [],
+        "unexpected": [name for name in unexpected if not allows(consent.unexpected, name)],
+    }
+    incomplete: list[str] = []
+    taken: list[Taken] = []
+    missing: list[str] = []
+    mismatched: list[str] = []
+    for place in places:
+        present = [name for name in place.names if name in first]
+        if not present:
+            missing.append(place.names[0])
+            if not any(allows(consent.missing, name) for name in place.names):
+                faults["missing"].append(place.names[0])
+            continue
+        wrong = _misfit(place, present, providers)
+        if wrong is not None:
+            name, sentence = wrong
+            mismatched.append(name)
+            if not allows(consent.mismatched, name):
+                faults["mismatched"].append(sentence)
+            continue
+        name = present[0]
+        held = tuple(provided[name].boxes if provided else () for provided in provided_by_rank)
+        if not covers(place.shape, held):
+            incomplete.append(name)
+        taken.append(Taken(place, name, first[name].dtype, held))
+    if any(faults.values()):
+        raise KeyMismatchError(describe_faults("the state does not fit:", faults, STATE_REMEDIES))
+    if incomplete:
+        shown = "\n  ".join(abbreviate(incomplete))
+        raise RankMismatchError(
+            f"the ranks together do not provide each element once:\n  {shown}\nPass whole tensors, or on every "
+            "rank its own shards of one sharding"
+        )
+    return Match(tuple(taken), tuple(missing), tuple(unexpected), tuple(mismatched))
+
+
+def _require_same_names(providers: Mapping[int, Mapping[str, Provided]]) -> None:
+    for other, mine in providers.items():
+        one, first = next(iter(providers.items()))
+        lines = [f"{name} is not on rank {other}" for name in first if name not in mine]
+        lines += [f"{name} is not on rank {one}" for name in mine if name not in first]
+        if lines:
+            shown = "\n  ".join(abbreviate(lines))
+            raise RankMismatchError(
+                f"ranks {one} and {other} provide different states:\n  {shown}\nPass the same on every "
+                "rank, or all of it on some and None on the others"
+            )
+
+
+def _misfit(
+    place: StateSlot, present: Sequence[str], providers: Mapping[int, Mapping[str, Provided]]
+) -> tuple[str, str] | None:
+    for name in present:
+        for rank, provided in providers.items():
+            found = provided[name]
+            if found.shape != place.shape or not follows(found.dtype, place.dtype):
+                return name, f"{name}: provided {found} by rank {rank}, wanted {place}"
+    return None
+
+
+STATE_REMEDIES = {
+    "mismatched": "on_mismatched=Ignore(only=...) for what may keep its values",
+    "missing": "on_missing=Ignore(only=...) for what may keep its values",
+    "unexpected": "on_unexpected=Ignore(only=...) for what may be left out",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMatch:
+    """For each parameter group of the optimizer, the index of the state's group with its settings, or None.
+
+    ``missing`` are parameters that no group of the state contains. ``unexpected`` are parameters of the state that
+    no group of the optimizer contains.
+    """
+
+    source_groups: tuple[int | None, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def match_groups(
+    present: Sequence[Sequence[str]], given: Sequence[Sequence[str]], stateful: Sequence[str], consent: Consent
+) -> GroupMatch:
+    """Find the state's group with the same parameters for each present group, pairing empty groups in order.
+
+    ``stateful`` are parameters with optimizer state in the state, in a group or not.
+
+    Parameters that may be missing or unexpected are excluded from the comparison.
+
+    Raises:
+        KeyMismatchError: parameters are missing, unexpected or in two groups, or a group has no counterpart. The
+            error lists them.
+    """
+    here = {name for names in present for name in names}
+    there = {name for names in given for name in names}
+    missing = [name for names in present for name in names if name not in there]
+    unexpected = [name for name in dict.fromkeys([*itertools.chain(*given), *stateful]) if name not in here]
+    faults = {
+        "missing": [name for name in missing if not allows(consent.missing, name)],
+        "unexpected": [name for name in unexpected if not allows(consent.unexpected, name)],
+        "twice": [name for name, count in Counter(itertools.chain(*given)).items() if count > 1],
+    }
+    if any(faults.values()):
+        raise KeyMismatchError(
+            describe_faults("the parameter groups of the state do not fit:", faults, STATE_REMEDIES)
+        )
+    positions: dict[frozenset[str], list[int]] = {}
+    for position, names in enumerate(given):
+        common = frozenset(names) & here
+        if common or not names:
+            positions.setdefault(common, []).append(position)
+    source_groups: list[int | None] = []
+    for number, names in enumerate(present):
+        common = frozenset(names) & there
+        if common in positions and (common or not names):
+            found = positions[common]
+            source_groups.append(found.pop(0) if len(found) > 1 else found[0])
+        elif common:
+            others = [position for position, group in enumerate(given) if common & frozenset(group)]
+            raise KeyMismatchError(
+                f"no group of the state has the parameters of group {number} "
+                f"({', '.join(abbreviate(sorted(common)))}); there they are in group "
+                f"{' and '.join(map(str, others))}, with others or fewer. Make the groups "
+                "as they were made before"
+            )
+        else:
+            source_groups.append(None)
+    return GroupMatch(tuple(source_groups), tuple(missing), tuple(unexpected))
+
+
+FileForm: TypeAlias = Literal["full", "sharded", "local"]
+"""Form of a state in files, named as FSDP's state dict types.
+
+``"full"``: whole tensors in one file of ``torch.save``, which the first rank writes. ``"sharded"``: a folder of
+``torch.distributed.checkpoint``, in which every rank writes its own. ``"local"``: a file for every rank with what
+it holds, readable only by the same number of ranks with the same sharding.
+"""
+
+
+_SHOWN = 8
+
+
+ValuesFrom: TypeAlias = Literal["any", "all_ranks", "first_rank"]
+"""Ranks whose values are used.
+
+``"any"``: ranks that have values keep their own, and the others get those of the lowest rank that has the most of
+the model. If values differ, those of that rank replace the others', and the report names the tensors.
+``"all_ranks"``: each rank's own; an error if one has none, or values that differ. ``"first_rank"``: rank 0's; an
+error if it has none where another has some.
+"""
+
+NO_SOURCES: tuple[int, ...] = ()
+"""In place of the sources of a tensor that is on meta everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """The facts about a tensor that must agree on all ranks. ``names`` has several entries if modules share it."""
+
+    names: tuple[str, ...]
+    kind: str
+    shape: tuple[int, ...]
+    requires_grad: bool
+    grad_dtype: str = ""
+    """What gradients may be, where that has been set."""
+
+    def __str__(self) -> str:
+        tied = f", tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
+        trained = ", trained" if self.requires_grad else ""
+        gradients = f", with gradients of {self.grad_dtype}" if self.grad_dtype else ""
+        return f"a {self.kind} of shape {self.shape}{trained}{gradients}{tied}"
+
+
+def digest(items: Sequence[object]) -> bytes:
+    """Return a digest that is the same on two ranks if the ``repr`` of their items is."""
+    return hashlib.sha256(repr(items).encode()).digest()
+
+
+def require_alike(items_by_rank: Sequence[Sequence[Item]], global_ranks: Sequence[int] = ALL_RANKS) -> None:
+    """Check that the items of every rank equal those of the first.
+
+    Raises:
+        RankMismatchError: items differ. The error lists tensors, each with its description on both ranks.
+    """
+    first = {item.names[0]: item for item in items_by_rank[0]}
+    for rank, items in zip(global_ranks, items_by_rank, strict=False):
+        mine = {item.names[0]: item for item in items}
+        lines = [
+            f"{name} is {mine.get(name, 'absent')} on rank {rank}, {first.get(name, 'absent')} on "
+            f"rank {global_ranks[0]}"
+            for name in dict.fromkeys([*first, *mine])
+            if first.get(name) != mine.get(name)
+        ]
+        if not lines and list(first) != list(mine):
+            lines = [f"the order of the tensors on rank {rank} is not that on rank {global_ranks[0]}"]
+        if lines:
+            shown = "\n  ".join(pattern for pattern, _ in collapse(lines)[:_SHOWN])
+            raise RankMismatchError(
+                f"the ranks hold different models:\n  {shown}\nBuild the model from one configuration on every "
+                "rank, with the same weights tied and frozen"
+            )
+
+
+def select_sources(
+    names: Sequence[str],
+    live_by_rank: Sequence[Sequence[bool]],
+    values_from: ValuesFrom,
+    global_ranks: Sequence[int] = ALL_RANKS,
+) -> list[tuple[int, ...]]:
+    """Return the source rank of each rank for every tensor, or ``NO_SOURCES``.
+
+    Raises:
+        RankMismatchError: ranks that ``values_from`` requires have no values.
+    """
+    most = [sum(live) for live in live_by_rank]
+    lacking: dict[str, list[str]] = {}
+    chosen: list[tuple[int, ...]] = []
+    for name, live in zip(names, zip(*live_by_rank, strict=True), strict=True):
+        having = [rank for rank, has in enumerate(live) if has]
+        if having and (
+            (values_from == "first_rank" and not live[0]) or (values_from == "all_ranks" and not all(live))
+        ):
+            absent = [rank for rank, has in enumerate(live) if not has]
+            lacking.setdefault(_who(absent, global_ranks), []).append(name)
+        having = having[:1] if values_from == "first_rank" else having
+        leader = leading(having, most) if having else 0
+        chosen.append(
+            tuple(rank if rank in having else leader for rank in range(len(live))) if having else NO_SOURCES
+        )
+    if lacking:
+        lines = [f"{who}: {pattern}" for who, found in lacking.items() for pattern, _ in collapse(found)[:_SHOWN]]
+        raise RankMismatchError(
+            f"{values_from} relies on values that ranks do not have:\n  "
+            + "\n  ".join(lines)
+            + "\n'any' takes them "
+            "from the ranks that have them"
+        )
+    return chosen
+
+
+def leading(ranks: Sequence[int], most: Sequence[int]) -> int:
+    """Return the rank whose values are used if ranks differ: the one with the most of the model, or the lowest."""
+    return min(ranks, key=lambda rank: (-most[rank], rank))
+
+
+def resolve_differences(
+    names: Sequence[str],
+    chosen: Sequence[tuple[int, ...]],
+    sums_by_rank: Sequence[Mapping[str, int]],
+    most: Sequence[int],
+    values_from: ValuesFrom,
+) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+    """Return the sources with one single rank for each tensor whose values differ, and that rank by name.
+
+    ``sums_by_rank`` contains each rank's checksums of the tensors that it shares with other sources.
+
+    Raises:
+        RankMismatchError: values differ, but ``values_from`` requires them to be equal.
+    """
+    settled: list[tuple[int, ...]] = []
+    taken: dict[str, int] = {}
+    for name, source_ranks in zip(names, chosen, strict=True):
+        sources = sorted(set(source_ranks))
+        if len(sources) > 1 and len({sums_by_rank[rank][name] for rank in sources}) > 1:
+            taken[name] = leading(sources, most)
+            source_ranks = (taken[name],) * len(source_ranks)
+        settled.append(source_ranks)
+    if taken and values_from != "any":
+        raise RankMismatchError(
+            f"{len(taken)} tensors have other values on some ranks than on others: {few_names(taken)}. Seed the "
+            "ranks alike, or pass values_from='first_rank' for those of the first"
+        )
+    return settled, taken
+
+
+def select_dtypes(
+    names: Sequence[str],
+    chosen: Sequence[tuple[int, ...]],
+    dtypes_by_rank: Sequence[Sequence[str]],
+    global_ranks: Sequence[int] = ALL_RANKS,
+) -> list[str]:
+    """Return the dtype of every tensor on all ranks.
+
+    It is the dtype on the ranks that receive the tensor, to which the source casts. 8-bit floats, integers and
+    booleans are never cast because their bits are their meaning. Dtypes have torch's names.
+
+    Raises:
+        RankMismatchError: ranks have a tensor in dtypes for which there is no common choice.
+    """
+    settled: list[str] = []
+    faults: list[str] = []
+    for index, (name, source_ranks) in enumerate(zip(names, chosen, strict=True)):
+        found = [dtypes[index] for dtypes in dtypes_by_rank]
+        sources = set(source_ranks) or set(range(len(found)))
+        stored = {found[rank] for rank in sources}
+        wanted = {found[rank] for rank in range(len(found)) if rank not in sources} or stored
+        if len(stored) == 1 and (is_exact(*stored) or stored == wanted):
+            settled.append(*stored)
+        elif len(stored) == 1 and len(wanted) == 1 and not is_exact(*wanted):
+            settled.append(*wanted)
+        else:
+            faults.append(
+                f"{name} is "
+                + ", ".join(
+                    f"{dtype} on {_who(_ranks(found, dtype), global_ranks)}" for dtype in sorted(set(found))
+                )
+            )
+    if faults:
+        shown = "\n  ".join(pattern for pattern, _ in collapse(faults)[:_SHOWN])
+        raise RankMismatchError(f"the ranks hold tensors in different dtypes:\n  {shown}\nBuild them in one dtype")
+    return settled
+
+
+def is_exact(dtype: str) -> bool:
+    """Return True for dtypes that are never cast: all but floating and complex dtypes of 16 bits and more."""
+    return dtype.startswith(("float8", "float4")) or not dtype.startswith(("float", "bfloat", "complex"))
+
+
+def _ranks(found: Sequence[str], dtype: str) -> list[int]:
+    return [rank for rank, other in enumerate(found) if other == dtype]
+
+
+def _who(ranks: Sequence[int], global_ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks, global_ranks)}"

@@ -1,0 +1,423 @@
+"""Movement of tensors between ranks: gather, scatter, resharding, and assembly of a checkpoint's tensors.
+
+[Note: Rounds] All ranks execute the same rounds (``move_plan``). A rank packs the data that it
+sends, all ranks synchronize (see [Note: No rank waits in a collective] in
+:mod:`shardwise.ranks.control_channel`), and one all-to-all moves the bytes. Packing and unpacking, which can
+fail on one rank alone, precede a synchronization, so a failed rank never misses a collective that others have
+entered. The all-to-all of a round overlaps with the caller's work on the previous round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from shardwise.core.expression import Stored
+from shardwise.core.layout import LocalBox, locate_box
+from shardwise.core.tensors import Box, DType, Strided, numel
+from shardwise.fsdp.named_tensors import local_boxes, local_tensor, strided_view
+from shardwise.ranks.world import World
+from shardwise.transfer import move_plan
+from shardwise.transfer.memory import trim_heap
+from shardwise.transfer.move_plan import Block, Boxes, Piece, Round, StateForm
+from shardwise.transfer.staging import DeviceStaging, HostStaging, StagingBuffer, pinned_bytes
+from shardwise.transfer.tensor_metadata import held_by_rank, metadata_by_name
+
+GetShare: TypeAlias = Callable[[str, int], torch.Tensor]
+"""Returns a share of a tensor that this rank sends, by name and number, as a row-major tensor."""
+
+BufferFor: TypeAlias = Callable[[str, Box], torch.Tensor]
+"""Returns flat memory for the elements of a tensor's box, in the dtype in which they are wanted."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that this rank has sent, received, and kept for itself."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    kept_bytes: int = 0
+    staging_bytes: int = 0
+
+    def add(self, other: Traffic) -> None:
+        self.sent_bytes += other.sent_bytes
+        self.received_bytes += other.received_bytes
+        self.kept_bytes += other.kept_bytes
+        self.staging_bytes = max(self.staging_bytes, other.staging_bytes)
+
+
+@dataclass
+class _LocalRound:
+    """One rank's part of a round: the blocks that it keeps, sends and receives, and the bytes by other rank.
+
+    Sent blocks have their offset in the data for each target, received blocks that in the data from their source.
+    """
+
+    sent: list[int]
+    received: list[int]
+    keeps: list[tuple[Block, tuple[Piece, ...]]] = field(default_factory=list)
+    sends: list[tuple[Block, tuple[Piece, ...], dict[int, int]]] = field(default_factory=list)
+    receives: list[tuple[Block, tuple[Piece, ...], int, int]] = field(default_factory=list)
+
+    @classmethod
+    def from_blocks(cls, blocks: Round, rank: int, size: int) -> _LocalRound:
+        local = cls([0] * size, [0] * size)
+        for block in blocks:
+            for source, pieces in block.given:
+                nbytes = block.staged_bytes(pieces)
+                if source == rank:
+                    if rank in block.targets:
+                        local.keeps.append((block, pieces))
+                    others = [target for target in block.targets if target != rank]
+                    local.sends.append((block, pieces, {target: local.sent[target] for target in others}))
+                    for target in others:
+                        local.sent[target] += nbytes
+                elif rank in block.targets:
+                    local.receives.append((block, pieces, source, local.received[source]))
+                    local.received[source] += nbytes
+        return local
+
+
+@dataclass
+class ShardExchange:
+    """One rank's side of moving tensors, round by round.
+
+    Args:
+        world: the ranks.
+        rounds: the same on every rank.
+        get_share: this rank's shares.
+        buffer_for: returns memory for each block that this rank receives, before the block's round is yielded. If
+            None, blocks are put into ``received``, on ``device``, and the caller removes them after each round.
+        dtypes: the dtype in which a tensor is sent, by key. Sources cast to it.
+        device: of staging memory: of the kind that the process group's backend moves.
+        staging: for copies between the host and an accelerator.
+    """
+
+    world: World
+    rounds: Sequence[Round]
+    get_share: GetShare
+    buffer_for: BufferFor | None
+    dtypes: Mapping[str, torch.dtype]
+    device: torch.device
+    staging: StagingBuffer = field(default_factory=partial(HostStaging, 0))
+    traffic: Traffic = field(default_factory=Traffic)
+    received: dict[tuple[str, Box], torch.Tensor] = field(default_factory=dict)
+    _staging: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
+    _work: dist.Work | None = None
+    _failure: Exception | None = None
+
+    def run(self) -> Generator[Round]:
+        """Yield each round when all of it has arrived. See [Note: Rounds].
+
+        All ranks iterate over the generator in step. Closing it on all ranks after the same round is allowed.
+
+        Collective: yes.
+        Memory: the bucket of the plan.
+
+        Raises:
+            CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
+            RankLostError: a rank has been lost, or has left.
+        """
+        local = [_LocalRound.from_blocks(blocks, self.world.rank, self.world.size) for blocks in self.rounds]
+        self.traffic.staging_bytes = max((sum(own.sent) + sum(own.received) for own in local), default=0)
+        arriving: _LocalRound | None = None
+        try:
+            for number, leaving in enumerate([*local, None]):
+                with self.world.collective("copy into staging memory"):
+                    self._step(arriving, leaving)
+                if leaving is not None and any(_is_sent(block) for block in self.rounds[number]):
+                    self._send(leaving)
+                if arriving is not None:
+                    yield self.rounds[number - 1]
+                arriving = leaving
+        finally:
+            # The memory of an all-to-all in progress is in use. The next synchronization, if any, reports an error.
+            with contextlib.suppress(Exception):
+                self._wait()
+
+    @torch.no_grad()
+    def _step(self, arriving: _LocalRound | None, leaving: _LocalRound | None) -> None:
+        """Unpack the round that has arrived and pack the next, without communication."""
+        if arriving is not None:
+            for block, pieces in arriving.keeps:
+                self._put(block, pieces, self._source_values(block, pieces))
+                self.traffic.kept_bytes += _nbytes(block, pieces)
+            self._wait()
+            for block, pieces, source, start in arriving.receives:
+                offset = sum(arriving.sent) + sum(arriving.received[:source]) + start
+                self._put(block, pieces, self._staged(block, pieces, offset))
+                self.traffic.received_bytes += _nbytes(block, pieces)
+        if leaving is not None:
+            if self._staging.numel() < self.traffic.staging_bytes:
+                self._staging = torch.empty(self.traffic.staging_bytes, dtype=torch.uint8, device=self.device)
+            for block, pieces, starts in leaving.sends:
+                offsets = [sum(leaving.sent[:target]) + start for target, start in starts.items()]
+                for values, *copies in zip(
+                    self._source_values(block, pieces),
+                    *(self._staged(block, pieces, offset) for offset in offsets),
+                    strict=True,
+                ):
+                    for copy in copies:
+                        self.staging.copy(values, copy)
+                self.traffic.sent_bytes += _nbytes(block, pieces) * len(offsets)
+
+    def _source_values(self, block: Block, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
+        for piece in pieces:
+            self.world.check()
+            yield strided_view(self.get_share(block.leaves[piece.leaf], piece.share), piece.source)
+
+    def _put(self, block: Block, pieces: Sequence[Piece], values: Iterator[torch.Tensor]) -> None:
+        memory = self._buffer(block.key, block.box)
+        for piece, value in zip(pieces, values, strict=True):
+            self.world.check()
+            self.staging.copy(value, strided_view(memory, piece.target))
+
+    def _buffer(self, key: str, box: Box) -> torch.Tensor:
+        if self.buffer_for is not None:
+            return self.buffer_for(key, box)
+        if (key, box) not in self.received:
+            self.received[key, box] = torch.empty(box.numel, dtype=self.dtypes[key], device=self.device)
+        return self.received[key, box]
+
+    def _staged(self, block: Block, pieces: Sequence[Piece], start: int) -> Iterator[torch.Tensor]:
+        """Yield the pieces in staging memory, which are at byte ``start`` of it."""
+        flat = self._staging[start : start + _nbytes(block, pieces)].view(self.dtypes[block.key])
+        for piece in pieces:
+            yield flat[: piece.target.numel].view(piece.target.sizes)
+            flat = flat[piece.target.numel :]
+
+    def _send(self, own: _LocalRound) -> None:
+        """Start the all-to-all of a round that all ranks have packed. Its errors are raised by :meth:`_wait`."""
+        sent = sum(own.sent)
+        try:
+            self._work = dist.all_to_all_single(
+                self._staging[sent : sent + sum(own.received)],
+                self._staging[:sent],
+                output_split_sizes=own.received,
+                input_split_sizes=own.sent,
+                group=self.world.group,
+                async_op=True,
+            )
+        except Exception as error:  # all ranks learn of it at the next synchronization
+            self._failure = error
+
+    def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        work, self._work = self._work, None  # one that has failed may never end: it is waited for once
+        if work is not None:
+            self.world.wait_for(work)
+
+
+def _is_sent(block: Block) -> bool:
+    """Return whether any rank sends pieces of a block to another."""
+    return any(set(block.targets) - {source} for source, _ in block.given)
+
+
+def _nbytes(block: Block, pieces: Sequence[Piece]) -> int:
+    return sum(piece.target.numel for piece in pieces) * block.itemsize
+
+
+def box_view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the elements of a box in its contiguous tensor as a view, if they are adjacent."""
+    start = sum(at * stride for at, stride in zip(box.offsets, tensor.stride(), strict=True))
+    return tensor.view(-1)[start : start + box.numel]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """Local memory of a tensor on this rank, and the boxes in it."""
+
+    local: torch.Tensor
+    boxes: tuple[LocalBox, ...]
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor, name: str) -> LocalTensor:
+        return cls(local_tensor(tensor), local_boxes(tensor, name))
+
+    @classmethod
+    def full(cls, tensor: torch.Tensor) -> LocalTensor:
+        """Return the local memory of a full tensor."""
+        place = Strided(0, tuple(tensor.shape), tuple(tensor.stride()))
+        return cls(tensor, (LocalBox(Box.whole(tuple(tensor.shape)), place),))
+
+    def view(self, box: Box) -> torch.Tensor:
+        """Return the elements of a box, which is within one of this rank's."""
+        return strided_view(self.local, locate_box(box, self.boxes))
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A tensor to move between ranks. All but ``source`` and ``target`` is the same on every rank.
+
+    Attributes:
+        name: unique among the transfers.
+        shape: of the full tensor.
+        dtype: in which it is sent and received.
+        held: boxes by rank that hold the tensor, equal or without overlap.
+        wanted: boxes by rank that need the tensor. A rank that holds its box uses its own values.
+        source: source memory on this rank, or None.
+        target: target memory on this rank, or None.
+    """
+
+    name: str
+    shape: Sequence[int]
+    dtype: torch.dtype
+    held: tuple[Boxes, ...]
+    wanted: tuple[Boxes, ...]
+    source: LocalTensor | None
+    target: LocalTensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor."""
+        return numel(self.shape) * self.dtype.itemsize
+
+    def move(self) -> move_plan.Move:
+        """Return the elements to receive from other ranks, counted regardless of their dtype."""
+        lacking = tuple(
+            tuple(box for box in wanted if not _is_local(box, held))
+            for wanted, held in zip(self.wanted, self.held, strict=True)
+        )
+        return move_plan.Move(
+            self.name, Stored(self.name, tuple(self.shape), DType.U8), self.dtype.itemsize, lacking
+        )
+
+    def copy_local(self, rank: int, staging: StagingBuffer) -> int:
+        """Copy this rank's own values. Return their bytes."""
+        own = [box for box in self.wanted[rank] if box.numel and _is_local(box, self.held[rank])]
+        for box in own:
+            staging.copy(_present(self.source).view(box), _present(self.target).view(box))
+        return sum(box.numel for box in own) * self.dtype.itemsize
+
+
+def _is_local(box: Box, held: Boxes) -> bool:
+    return any(own.intersect(box) == box for own in held)
+
+
+def _present(local: LocalTensor | None) -> LocalTensor:
+    assert local is not None, "the plan has this rank send or receive a tensor of which it has no memory"
+    return local
+
+
+@torch.no_grad()
+def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, device: torch.device) -> Traffic:
+    """Move all tensors from their sources to their targets. ``device`` is that of staging memory.
+
+    Collective: yes. Memory: ``budget_bytes``, and a share that is not one contiguous run.
+
+    Raises:
+        CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
+    """
+    by_name = {item.name: item for item in items}
+    shares = {
+        item.name: move_plan.shares_by_rank(item.held, number % world.size, item.dtype.itemsize)
+        for number, item in enumerate(items)
+    }
+    last: dict[tuple[str, int], torch.Tensor] = {}
+
+    def get_share(name: str, number: int) -> torch.Tensor:
+        if (name, number) not in last:
+            last.clear()
+            last[name, number] = _present(by_name[name].source).view(shares[name][world.rank][number]).contiguous()
+        return last[name, number]
+
+    with world.collective("plan the moves"):
+        rounds, staging = (
+            move_plan.plan_rounds([[item.move() for item in items]], shares, budget_bytes),
+            _staging_of(items, budget_bytes),
+        )
+    exchange = ShardExchange(
+        world, rounds, get_share, None, {item.name: item.dtype for item in items}, device, staging
+    )
+    for _ in exchange.run():
+        for (name, box), values in exchange.received.items():
+            staging.copy(values.view(box.sizes), _present(by_name[name].target).view(box))
+        exchange.received.clear()
+    with world.collective("copy what stays on this rank"):
+        for item in items:
+            exchange.traffic.kept_bytes += item.copy_local(world.rank, staging)
+    return exchange.traffic
+
+
+def _staging_of(items: Sequence[Transfer], budget_bytes: int) -> StagingBuffer:
+    """Return a buffer for copies between this rank's host memory and its accelerator, if it has tensors there."""
+    places = [place.local.device for item in items for place in (item.source, item.target) if place is not None]
+    device = next((place for place in places if place.type != "cpu"), None)
+    if device is None:
+        return HostStaging(0)
+    largest = max(item.nbytes for item in items)
+    return DeviceStaging(pinned_bytes(budget_bytes // 2, largest), device, is_side=False)
+
+
+Prepare: TypeAlias = Callable[[Sequence[str]], Mapping[str, LocalTensor]]
+"""Allocates memory for tensors, just before they are received."""
+
+
+def distribute(
+    world: World, items: list[Transfer], prepare: Prepare, *, budget_bytes: int, device: torch.device
+) -> Traffic:
+    """Transfer all tensors, as many at once as fit into ``budget_bytes``, or one that is larger.
+
+    Collective: yes. Memory: ``budget_bytes``, in addition to the tensors that ``prepare`` allocates. ``items`` is
+    emptied, so that a source can free each tensor that it has sent.
+    """
+    traffic = Traffic()
+    items.reverse()
+    while items:
+        batch, used = [items.pop()], 0
+        while items and (used := used + batch[-1].nbytes) + items[-1].nbytes <= budget_bytes:
+            batch.append(items.pop())
+        with world.collective("allocate shards"):
+            targets = prepare([item.name for item in batch])
+        batch = [replace(item, target=targets[item.name]) for item in batch]
+        traffic.add(transfer(world, batch, budget_bytes=budget_bytes, device=device))
+        trim_heap()
+    return traffic
+
+
+def gather(
+    world: World,
+    tensors: Mapping[str, torch.Tensor],
+    form: StateForm,
+    *,
+    budget_bytes: int,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Return full tensors on the CPU on the target ranks, and none on the others.
+
+    ``tensors`` are of the same names on every rank, shards or full tensors, and not on meta. Replicas must have
+    equal values.
+
+    Collective: yes. Memory: ``budget_bytes``, and the full tensors on the ranks that get them.
+
+    Raises:
+        RankMismatchError: ranks have different tensors.
+        ShardingError: ranks do not have, together, all of a tensor.
+    """
+    with world.all_gather("describe tensors") as exchange:
+        exchange.local = metadata_by_name(tensors)
+    metadata = exchange.result
+    with world.collective("compare the ranks' tensors"):
+        held = held_by_rank(metadata, world.global_ranks)
+    ranks = move_plan.receivers(form, world.size)
+    gathered: dict[str, torch.Tensor] = {}
+    items: list[Transfer] = []
+
+    with world.collective("allocate full tensors"):
+        for name, tensor in tensors.items():
+            target = None
+            if world.rank in ranks:
+                gathered[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                target = LocalTensor.full(gathered[name])
+            wanted = move_plan.full_on_ranks(ranks, tuple(tensor.shape), world.size)
+            source = LocalTensor.from_tensor(tensor, name)
+            items.append(Transfer(name, tensor.shape, tensor.dtype, held[name], wanted, source, target))
+    transfer(world, items, budget_bytes=budget_bytes, device=device)
+    return gathered

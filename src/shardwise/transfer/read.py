@@ -1,0 +1,423 @@
+"""Reads the requests of a plan and places their bytes in the memory of tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from tqdm import tqdm
+
+from shardwise.core.computed import Computed, ComputeTask, Copy, compute_tasks, copies_and_computed
+from shardwise.core.errors import StorageError
+from shardwise.core.expression import Expression, stored_leaves
+from shardwise.core.layout import LocalBox
+from shardwise.core.machine import processor_count
+from shardwise.core.regions import Region
+from shardwise.core.tensors import Box, Strided
+from shardwise.files.checkpoint_index import CheckpointIndex
+from shardwise.files.storage import ReadPolicy, StorageReader
+from shardwise.files.urls import shown
+from shardwise.fsdp.named_tensors import strided_view
+from shardwise.fsdp.torch_private import to_torch
+from shardwise.ranks.world import World
+from shardwise.transfer.memory import WorkerPool, computing
+from shardwise.transfer.read_items import (
+    ComputingShare,
+    FileRequest,
+    Segment,
+    aligned,
+    iter_segments,
+    max_staged_bytes,
+    plan_requests,
+    plan_staging,
+)
+from shardwise.transfer.staging import StagingBuffer, as_memoryview, staging_buffers
+
+Wanted: TypeAlias = tuple[Expression, Box, torch.dtype]
+"""A box of an expression, and the dtype in which its values are wanted."""
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """A tensor to fill on this rank: its expression, the boxes that this rank holds, its dtype, and its device."""
+
+    fqn: str
+    expression: Expression
+    boxes: tuple[LocalBox, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Plan of reads: every decision that is made before the targets have memory.
+
+    Attributes:
+        items: the tensors to fill. Segments refer to them by index.
+        files: those that are read.
+        batches: the requests of stored values, by device.
+        computed: tasks for the blocks of values that are computed from stored ones.
+    """
+
+    items: tuple[ReadItem, ...]
+    files: tuple[str, ...]
+    batches: tuple[tuple[torch.device, tuple[FileRequest, ...]], ...]
+    computed: tuple[ComputeTask, ...]
+
+
+def plan_reads(
+    destinations: Iterable[ReadItem],
+    index: CheckpointIndex,
+    policy: ReadPolicy,
+    budget_bytes: int,
+    start_at: float = 0.0,
+    staged_bytes: int | None = None,
+) -> ReadPlan:
+    """Decide how destinations are filled. Pure: reads nothing, and takes no memory for values.
+
+    Args:
+        destinations: the tensors to fill. Those without boxes are left out.
+        index: of the checkpoint.
+        policy: of its storage.
+        budget_bytes: for the staging of all workers together.
+        start_at: position in the requests at which to start, as a fraction, so that ranks do not all request the
+            same part of a remote storage.
+        staged_bytes: the size of a worker's staging buffer, if it is smaller than the budget allows.
+    """
+    items = tuple(item for item in destinations if item.boxes)
+    leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
+    files = sorted({index.entries[leaf.key].file for leaf in leaves})
+    computed: list[tuple[int, Computed, Region]] = []
+    copied: dict[torch.device, list[tuple[int, Copy]]] = {item.device: [] for item in items}
+    for number, item in enumerate(items):
+        for piece in item.boxes:
+            copies, regions = copies_and_computed(item.expression, piece.box, piece.local)
+            copied[item.device] += ((number, copy) for copy in copies)
+            computed += ((number, found.leaf, found.region) for found in regions)
+    batches: list[tuple[torch.device, tuple[FileRequest, ...]]] = []
+    for device, device_copies in copied.items():
+        is_on_host = device.type == "cpu"
+        staging = plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
+        nbytes = staging.nbytes if staged_bytes is None else min(staged_bytes, staging.nbytes)
+        segments: list[tuple[str, Segment]] = []
+        for number, copy in device_copies:
+            entry = index.entries[copy.leaf.key]
+            segments += (
+                (entry.file, segment)
+                for segment in iter_segments(
+                    copy,
+                    number,
+                    entry,
+                    needs_staging=not is_on_host or items[number].dtype != to_torch(copy.leaf.dtype),
+                    policy=policy,
+                    block_bytes=nbytes,
+                )
+            )
+        start = start_at if policy.is_remote else 0.0
+        requests = plan_requests(segments, policy, staging_bytes=nbytes, start_at=start)
+        batches.append((device, tuple(requests)))
+    most_bytes = ComputingShare.from_budget(budget_bytes, policy.concurrency).most_bytes
+    return ReadPlan(items, tuple(files), tuple(batches), tuple(compute_tasks(computed, most_bytes)))
+
+
+@dataclass
+class ReadExecutor:
+    """Executes plans of reads, and counts the written elements of each tensor, by FQN.
+
+    ``budget_bytes`` bounds the staging of all workers together. ``identities`` are those that the files of a remote
+    storage had when their headers were read. ``processors`` is the number of CPUs that this rank may use.
+
+    A caller can expect the following sequence, on each rank and without communication:
+
+    1. :func:`plan_reads` decides what is read and computed. Then the targets get memory.
+    2. :meth:`place`, for one plan or for several in turn:
+
+       a. The identities of the files are compared with ``identities``.
+       b. Workers read the requests, into the targets or through staging, device by device.
+       c. Blocks that are computed from stored values follow.
+       d. The identities of the files are still those of a, or the values count for nothing.
+    3. ``written`` has the number of elements written by FQN, for the audit ("" for :meth:`read_values` and inputs).
+       ``read_bytes`` has the bytes of all requests, gaps and inputs of blocks included, for the report.
+
+    :meth:`read_values` may come at any time: it returns values in memory of their own, and compares no identities.
+    The caller opens the reader, and closes it afterwards.
+    """
+
+    reader: StorageReader
+    index: CheckpointIndex
+    budget_bytes: int
+    world: World
+    identities: Mapping[str, str] = field(default_factory=dict)
+    processors: int = field(default_factory=processor_count)
+    progress: tqdm | None = None
+    written: dict[str, int] = field(default_factory=dict)
+    read_bytes: int = 0
+    _last: tuple[object, Mapping[str, torch.Tensor]] | None = None
+    """Key and outputs of the last block computed alone, for a request that needs it and follows at once."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def place(self, plan: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
+        """Fill this rank's own tensors, one for each of ``plan.items``. Memory: the budget.
+
+        Raises:
+            StorageError: bytes could not be read, or a file was replaced meanwhile.
+        """
+        before = read_identities(self.reader, plan.files, self.world.check)
+        self._require_same(self.identities, before)
+        try:
+            self._fill(plan, tensors, self.budget_bytes)
+        finally:
+            self._last = None
+        self._require_same(before, read_identities(self.reader, plan.files, self.world.check))
+
+    def _require_same(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+        changed = [file for file, identity in now.items() if before.get(file, identity) != identity]
+        if changed:
+            raise StorageError(
+                f"{', '.join(shown(file) for file in changed[:5])} in {self.reader.root}: replaced or rewritten "
+                f"while the checkpoint was being loaded (was {before[changed[0]]}, is {now[changed[0]]}). Load "
+                "again when no process writes to it"
+            )
+
+    def _fill(self, plan: ReadPlan, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
+        targets = TargetTensors(tensors, [item.fqn for item in plan.items])
+        if self._last is not None and all(task.key != self._last[0] for task in plan.computed):
+            self._last = None
+        for device, requests in plan.batches:
+            self._read_all(requests, targets, device, budget_bytes)
+        if plan.computed:
+            self._compute(plan.computed, targets, budget_bytes)
+
+    def _read_all(
+        self,
+        requests: Sequence[FileRequest],
+        targets: TargetTensors,
+        device: torch.device,
+        budget_bytes: int,
+    ) -> None:
+        # Large enough for each request: plan_reads cut them for the same budget, concurrency and kind of device.
+        most_bytes = max_staged_bytes(requests)
+        buffers = staging_buffers(budget_bytes, self.reader.policy.concurrency, device, most_bytes)
+        try:
+            # Each thread calls self._read(targets, request, its buffer).
+            WorkerPool(partial(self._read, targets), buffers, self.world.check).run(requests)
+        finally:  # also after an error: copies in progress use memory that is freed next
+            for buffer in buffers:
+                buffer.finish()
+
+    def values(self, expression: Expression, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """Return a box of an expression as a new contiguous CPU tensor."""
+        return self.read_values([(expression, box, dtype)])[0]
+
+    def read_values(self, wanted: Sequence[Wanted], budget_bytes: int | None = None) -> list[torch.Tensor]:
+        """Return boxes of expressions as new contiguous CPU tensors, read together."""
+        budget = self.budget_bytes if budget_bytes is None else budget_bytes
+        plan, values = self._planned_values(wanted, budget)
+        self._fill(plan, values, budget)
+        return values
+
+    def _planned_values(
+        self,
+        wanted: Sequence[Wanted],
+        budget_bytes: int,
+        device: torch.device = _CPU,
+        staged_bytes: int | None = None,
+    ) -> tuple[ReadPlan, list[torch.Tensor]]:
+        """Return the reads of boxes of expressions, and uninitialized memory for them."""
+        items = [
+            ReadItem("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, device)
+            for expression, box, dtype in wanted
+        ]
+        start_at = self.world.rank / self.world.size
+        plan = plan_reads(items, self.index, self.reader.policy, budget_bytes, start_at, staged_bytes)
+        return plan, [torch.empty(box.sizes, dtype=dtype, device=device) for _, box, dtype in wanted]
+
+    def count(self, fqn: str, numel: int) -> None:
+        """Add to the number of elements of a tensor that have been written."""
+        self.written[fqn] = self.written.get(fqn, 0) + numel
+
+    def _read(self, targets: TargetTensors, request: FileRequest, buffer: StagingBuffer) -> None:
+        self._read_request(request, targets, buffer)
+        with self._lock:
+            for segment in request.segments:
+                self.count(targets.names[segment.target], segment.copy.numel)
+            self.read_bytes += request.bytes.nbytes
+            if self.progress is not None:
+                self.progress.update(request.bytes.nbytes)
+
+    def _read_request(self, request: FileRequest, targets: TargetTensors, buffer: StagingBuffer) -> None:
+        """Read one range: direct segments into the tensors' memory, other segments and gaps into staging."""
+        # One read covers the request. Gaps between segments land in staging too, and are not looked at.
+        staged: list[tuple[Segment, int]] = []
+        views: list[memoryview] = []
+        staging: memoryview | None = None
+        position, used = request.bytes.start, 0
+        for segment in request.segments:
+            gap = segment.bytes.start - position
+            position = segment.bytes.stop
+            if staging is None and (gap or not segment.is_direct):
+                staging = buffer.begin()
+            if gap:
+                assert staging is not None
+                views.append(staging[used : used + gap])
+                used += aligned(gap)
+            if segment.is_direct:
+                # In bytes. The target's offset is in elements of the tensor's memory.
+                start = segment.copy.target.offset * targets.tensors[segment.target].element_size()
+                views.append(targets.memory(segment.target)[start : start + segment.bytes.nbytes])
+            else:
+                assert staging is not None
+                views.append(staging[used : used + segment.bytes.nbytes])
+                staged.append((segment, used))
+                used += aligned(segment.bytes.nbytes)
+        self.reader.read_vectored(request.file, request.bytes.start, views)
+        # Direct segments are in place already.
+        for segment, start in staged:
+            buffer.put(segment, start, targets.tensors[segment.target])
+        if staging is not None:
+            buffer.end()
+
+    def _compute(self, tasks: Sequence[ComputeTask], targets: TargetTensors, budget_bytes: int) -> None:
+        """Compute blocks, and copy them to the target tensors. A subclass computes them on an accelerator.
+
+        Blocks that fit into the budget together are computed by separate workers. Larger ones are computed alone,
+        and their inputs read by all workers. Pinned buffers for copies to an accelerator are half of the staging.
+        """
+        policy = self.reader.policy
+        share = ComputingShare.from_budget(budget_bytes, policy.concurrency)
+        tasks = self._compute_on_device(tasks, targets, share)
+        if not tasks:
+            return
+        device = targets.device
+        staging_bytes = share.staging_bytes if device.type == "cpu" else share.staging_bytes // 2
+        most_bytes = max(task.block.nbytes for task in tasks)
+        outputs = staging_buffers(staging_bytes, policy.concurrency, device, most_bytes)
+        small = [task for task in tasks if task.block.nbytes <= share.most_bytes]
+        alone = [task for task in tasks if task.block.nbytes > share.most_bytes]
+        try:
+            if len(small) > 1:
+                inputs = staging_buffers(staging_bytes, policy.concurrency, _CPU)
+                pairs = list(zip(inputs, outputs, strict=False))[: computing(policy, self.processors)]
+                compute = partial(self._compute_block, targets, staging_bytes)
+                WorkerPool(compute, pairs, self.world.check).run(small)
+            else:
+                alone += small
+            for task in alone:
+                self.world.check()
+                if self._last is None or self._last[0] != task.key:
+                    self._last = None  # freed before memory of the next is allocated
+                    self._last = task.key, self._compute_alone(task, staging_bytes)
+                self._copy_outputs(task, self._last[1], targets, outputs[0])
+        finally:
+            for buffer in outputs:
+                buffer.finish()
+
+    def _compute_alone(self, task: ComputeTask, budget_bytes: int) -> Mapping[str, torch.Tensor]:
+        values = self.read_values(get_inputs(task), budget_bytes)
+        self._last = None  # a block that the inputs were computed from
+        return evaluate(task, values)
+
+    def _compute_block(
+        self,
+        targets: TargetTensors,
+        budget_bytes: int,
+        task: ComputeTask,
+        buffers: tuple[StagingBuffer, StagingBuffer],
+    ) -> None:
+        """Compute one block on a worker thread. ``budget_bytes`` bounds the inputs of all workers together."""
+        plan, values = self._planned_values(get_inputs(task), budget_bytes)
+        inputs = TargetTensors(values, [""] * len(values))
+        for _, requests in plan.batches:
+            for request in requests:
+                self._read(inputs, request, buffers[0])
+        inputs_bytes = ComputingShare.from_budget(budget_bytes, self.reader.policy.concurrency).staging_bytes
+        for inner in plan.computed:
+            self._compute_block(inputs, inputs_bytes, inner, buffers)
+        self._copy_outputs(task, evaluate(task, values), targets, buffers[1])
+
+    def _compute_on_device(
+        self,
+        tasks: Sequence[ComputeTask],
+        targets: TargetTensors,  # noqa: ARG002 - for subclasses
+        share: ComputingShare,  # noqa: ARG002
+    ) -> Sequence[ComputeTask]:
+        """Return the blocks that are left for the CPU: all, unless a subclass computes some on an accelerator."""
+        return tasks
+
+    def _copy_outputs(
+        self, task: ComputeTask, outputs: Mapping[str, torch.Tensor], targets: TargetTensors, buffer: StagingBuffer
+    ) -> None:
+        """Copy the outputs of a block to their places."""
+        for move in task.moves:
+            values = strided_view(outputs[move.output].contiguous(), move.source)
+            buffer.copy(values, strided_view(targets.tensors[move.target], move.place))
+        self._count_outputs(task, targets)
+
+    def _count_outputs(self, task: ComputeTask, targets: TargetTensors) -> None:
+        with self._lock:
+            for move in task.moves:
+                self.count(targets.names[move.target], move.place.numel)
+
+
+@torch.no_grad()
+def evaluate(task: ComputeTask, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the values of a block in new memory."""
+    return task.evaluate(values)
+
+
+def get_inputs(task: ComputeTask) -> list[Wanted]:
+    """Return the boxes that a block is computed from."""
+    return [
+        (source, box, to_torch(source.dtype)) for source, box in zip(task.inputs, task.block.inputs, strict=True)
+    ]
+
+
+def read_identities(
+    reader: StorageReader, files: Sequence[str], check: Callable[[], None] | None = None
+) -> dict[str, str]:
+    """Return the identity of each file, requested as concurrently as the storage allows.
+
+    ``check`` is called while the requests run.
+    """
+    found: dict[str, str] = {}
+
+    def identify(file: str, _: None) -> None:
+        found[file] = reader.identity(file)
+
+    WorkerPool(identify, [None] * reader.policy.concurrency, check).run(files)
+    return found
+
+
+@dataclass
+class TargetTensors:
+    """Tensors that are being filled, with their names."""
+
+    tensors: Sequence[torch.Tensor]
+    names: Sequence[str]
+    _memories: dict[int, memoryview] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """The accelerator of the tensors, or else the CPU."""
+        return next((tensor.device for tensor in self.tensors if tensor.device.type != "cpu"), _CPU)
+
+    def memory(self, target: int) -> memoryview:
+        """Return the bytes of a tensor on the host."""
+        if target not in self._memories:
+            self._memories[target] = storage_bytes(self.tensors[target])
+        return self._memories[target]
+
+
+def storage_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the CPU memory of a tensor, from its first element to the end of its storage."""
+    if tensor.is_contiguous():
+        return as_memoryview(tensor.view(-1).view(torch.uint8))
+    storage = tensor.untyped_storage()
+    start = tensor.storage_offset() * tensor.element_size()
+    return as_memoryview(torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,), (1,)))

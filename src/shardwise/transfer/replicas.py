@@ -1,0 +1,413 @@
+"""Compares the values of replicas before a model is saved or gathered, and chooses the shares that ranks send.
+
+[Note: Patchworks] Each holder of replicated data sends a part of it (:mod:`shardwise.transfer.move_plan`). If the
+replicas differ, the assembled tensor exists on no rank. Parameters and their optimizer state are equal if gradients
+are averaged. If they are not, that is an error. Buffers may differ for good reasons, as the running statistics of
+BatchNorm do: all of them are taken from the first rank that holds them, so that they belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from shardwise.core.consents import OnDiffering
+from shardwise.core.errors import ConfigError, RankMismatchError, ShardingError
+from shardwise.core.formatting import few_names, format_ranks
+from shardwise.core.layout import TensorKind, locate_box
+from shardwise.core.tensors import Box
+from shardwise.fsdp.named_tensors import TensorRef, local_boxes, local_tensor, strided_view
+from shardwise.fsdp.rebind import Bound
+from shardwise.fsdp.torch_private import sets_grad_dtype
+from shardwise.models.selection import Factors
+from shardwise.ranks.world import World, repr_digest
+from shardwise.transfer.checksums import checksums
+from shardwise.transfer.matching import Item, digest, require_alike
+from shardwise.transfer.move import LocalTensor, Transfer, transfer
+from shardwise.transfer.move_plan import Boxes, Common, first_holder_shares, in_common, shares_by_rank
+from shardwise.transfer.tensor_metadata import TensorMetadata, held_by_rank, metadata_by_name
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """Ranks that hold the same elements (number, and digest of their ranks), of buffers or of other tensors."""
+
+    size: int
+    has_buffers: bool
+    holders: bytes
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Tensors that this rank holds together with other ranks, by group and name, on their device."""
+
+    by_group: Mapping[ReplicaGroup, Mapping[str, Sequence[torch.Tensor]]]
+
+    @classmethod
+    def among(
+        cls, tensors: Mapping[str, torch.Tensor], common: Mapping[str, Common], buffers: Collection[str]
+    ) -> Replicas:
+        """Return the replicated tensors among these, in one order on all ranks.
+
+        ``common`` has the boxes that this rank holds together with others, by name.
+        """
+        by_group: dict[ReplicaGroup, dict[str, list[torch.Tensor]]] = {}
+        for name, boxes in common.items():
+            local, places = local_tensor(tensors[name]), local_boxes(tensors[name], name)
+            for box, holders in boxes:
+                group = ReplicaGroup(len(holders), name in buffers, repr_digest(holders))
+                view = strided_view(local, locate_box(box, places))
+                by_group.setdefault(group, {}).setdefault(name, []).append(view)
+        return cls(by_group)
+
+    def digests(self) -> dict[ReplicaGroup, bytes]:
+        """Return a digest for each group, equal on its ranks if the values are."""
+        return {
+            group: repr_digest(checksums(_stack_numbers(view for views in tensors.values() for view in views)))
+            for group, tensors in self.by_group.items()
+        }
+
+    def checksums(self, groups: Collection[ReplicaGroup]) -> dict[ReplicaGroup, dict[str, list[int]]]:
+        """Return the checksums of each tensor of these groups."""
+        return {
+            group: {name: checksums(views) for name, views in tensors.items()}
+            for group, tensors in self.by_group.items()
+            if group in groups
+        }
+
+
+def _stack_numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors, with those without dimensions (counts of steps) stacked, so that they take one kernel."""
+    numbers: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    others: list[torch.Tensor] = []
+    for tensor in tensors:
+        (others if tensor.ndim else numbers.setdefault((tensor.dtype, tensor.device), [])).append(tensor)
+    return [*others, *map(torch.stack, numbers.values())]
+
+
+def compare_replicas(
+    world: World,
+    replicas: Replicas,
+    on_differing_buffers: OnDiffering,
+    mismatched: Collection[ReplicaGroup] | None = None,
+) -> tuple[str, ...]:
+    """Compare replicas. Return the names of differing buffers, for which the first rank's values are used.
+
+    ``mismatched`` has the groups that differ, if all ranks know them.
+
+    Collective: yes. The checksums of single tensors are exchanged only if something differs. Memory: that of
+    :func:`~shardwise.transfer.checksums.checksums`.
+
+    Raises:
+        ConfigError: ``on_differing_buffers`` is no such mode.
+        RankMismatchError: parameters or optimizer state differ, or buffers that must not. The message names them.
+    """
+    if mismatched is None:
+        with world.all_reduce("compute digests", _mismatched_in_one_mode) as exchange:
+            exchange.local = _mode_and_digests(replicas, on_differing_buffers)
+        mismatched = exchange.result
+    if not mismatched:
+        return ()
+    with world.all_reduce(
+        "compute checksums", partial(_find_differing_buffers, world, on_differing_buffers=on_differing_buffers)
+    ) as exchange:
+        exchange.local = replicas.checksums(mismatched)
+    differing: tuple[str, ...] = exchange.result
+    return differing
+
+
+def _mode_and_digests(
+    replicas: Replicas, on_differing_buffers: OnDiffering
+) -> tuple[str, dict[ReplicaGroup, bytes]]:
+    if on_differing_buffers not in ("first_rank", "error"):
+        raise ConfigError(f"on_differing_buffers={on_differing_buffers!r}: pass 'first_rank' or 'error'")
+    return on_differing_buffers, replicas.digests()
+
+
+def _mismatched_in_one_mode(
+    gathered: Sequence[tuple[str, Mapping[ReplicaGroup, bytes]]],
+) -> frozenset[ReplicaGroup]:
+    """Return the groups whose ranks have different values.
+
+    Raises:
+        RankMismatchError: ``on_differing_buffers`` is not the same on all ranks.
+    """
+    if len({mode for mode, _ in gathered}) > 1:
+        raise RankMismatchError("on_differing_buffers is not the same on all ranks. Pass one value on every rank")
+    return mismatched_groups([digests for _, digests in gathered])
+
+
+def mismatched_groups(gathered: Sequence[Mapping[ReplicaGroup, bytes]]) -> frozenset[ReplicaGroup]:
+    """Return the groups whose ranks have different values, from the digests of all ranks."""
+    return frozenset(
+        group
+        for group, by_rank in _by_group(gathered).items()
+        if len(by_rank) != group.size or len(set(by_rank.values())) > 1
+    )
+
+
+def _by_group(gathered: Sequence[Mapping[ReplicaGroup, T]]) -> dict[ReplicaGroup, dict[int, T]]:
+    """Return the values of each group by rank."""
+    groups: dict[ReplicaGroup, dict[int, T]] = {}
+    for rank, found in enumerate(gathered):
+        for group, value in found.items():
+            groups.setdefault(group, {})[rank] = value
+    return groups
+
+
+def _find_differing_buffers(
+    world: World,
+    gathered: Sequence[Mapping[ReplicaGroup, Mapping[str, list[int]]]],
+    on_differing_buffers: OnDiffering,
+) -> tuple[str, ...]:
+    """Return the names of buffers with differing checksums. Raises :class:`RankMismatchError` for other tensors."""
+    parameters: dict[str, set[int]] = {}
+    buffers: dict[str, set[int]] = {}
+    for group, by_rank in sorted(_by_group(gathered).items(), key=lambda item: sorted(item[1])):
+        first, *others = sorted(by_rank)
+        for name in dict.fromkeys(name for sums in by_rank.values() for name in sums):
+            if differing := {rank for rank in others if by_rank[rank].get(name) != by_rank[first].get(name)}:
+                (buffers if group.has_buffers else parameters).setdefault(name, set()).update(differing)
+    if parameters:
+        raise RankMismatchError(
+            f"{_describe_differing(world, parameters)}, and a save would mix them. Parameters "
+            "stay equal if every rank begins with the same values and gradients are averaged. An adapter or a "
+            "module that was added after sharding is not averaged: add it before (tuning=..., or before "
+            "fully_shard), or give all ranks one rank's values (torch.distributed.broadcast) and average its "
+            "gradients. If replicas have drifted apart, resume from the last checkpoint"
+        )
+    if buffers and on_differing_buffers == "error":
+        raise RankMismatchError(
+            f"{_describe_differing(world, buffers)}. These are buffers, such as running statistics: average them "
+            "over the ranks, or pass on_differing_buffers='first_rank' for those of the first rank"
+        )
+    return tuple(buffers)
+
+
+def _describe_differing(world: World, differing: Mapping[str, set[int]]) -> str:
+    names, ranks = few_names(differing), format_ranks([*set().union(*differing.values())], world.global_ranks)
+    count = f"{len(differing)} tensors have" if len(differing) > 1 else "one tensor has"
+    return f"{count} other values on rank {ranks} than on the first rank that holds the same: {names}"
+
+
+def equal_on_all(
+    world: World,
+    tensors: Mapping[str, torch.Tensor],
+    buffers: Collection[str],
+    on_differing_buffers: OnDiffering,
+    *,
+    budget_bytes: int,
+    device: torch.device,
+) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    """Return the tensors, with copies of the first rank's for differing buffers, and the names of these.
+
+    Collective: yes.
+    Memory: the copies, and ``budget_bytes`` for staging, on ``device``.
+
+    Raises:
+        RankMismatchError: as in :func:`compare_replicas`, or ranks have different tensors.
+    """
+    with world.all_gather("describe tensors") as exchange:
+        exchange.local = metadata_by_name(tensors)
+    metadata: list[dict[str, TensorMetadata]] = exchange.result
+    held = {name: tuple(found[name].boxes if name in found else () for found in metadata) for name in tensors}
+    with world.collective("group replicas"):
+        replicas = Replicas.among(tensors, in_common(held, world.rank), buffers)
+    differing = compare_replicas(world, replicas, on_differing_buffers)
+    copies = {name: torch.empty_like(tensors[name]) for name in differing}
+
+    if differing:
+        with world.collective("plan the copies"):
+            transfers = [
+                Transfer(
+                    name,
+                    tensors[name].shape,
+                    tensors[name].dtype,
+                    first_holder_shares(held[name]),
+                    held[name],
+                    LocalTensor.from_tensor(tensors[name], name),
+                    LocalTensor.from_tensor(copy, name),
+                )
+                for name, copy in copies.items()
+            ]
+        transfer(world, transfers, budget_bytes=budget_bytes, device=device)
+    return {**tensors, **copies}, differing
+
+
+def require_alike_models(world: World, held: Sequence[TensorRef], bounds: Sequence[Bound]) -> None:
+    """Check that models and optimizers are the same on all ranks, but for their values. Collective: yes.
+
+    Raises:
+        RankMismatchError: naming tensors that differ.
+    """
+    items = [_item(item) for item in held]
+    if len(set(world.all_gather_object(digest(items)))) > 1:
+        gathered = world.all_gather_object(items)
+        with world.collective("compare replicas"):
+            require_alike(gathered, world.global_ranks)
+    setup = [bound.description() for bound in bounds]
+    world.require_equal(setup, "the setup of the optimizers (their classes, groups and settings)")
+
+
+def _item(item: TensorRef) -> Item:
+    tensor = item.tensor
+    grad_dtype = ""
+    if isinstance(tensor, nn.Parameter) and sets_grad_dtype(tensor):
+        grad_dtype = str(tensor.grad_dtype or "any dtype")
+    return Item(item.names, item.kind.value, tuple(tensor.shape), tensor.requires_grad, grad_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Shares of the ranks. The same on every rank.
+
+    Attributes:
+        by_name: the boxes that each rank sends, by rank, of every saved tensor, under all of its names.
+        differing: buffers whose values differ between ranks, by their first names: the first rank's are sent.
+    """
+
+    by_name: dict[str, tuple[Boxes, ...]]
+    differing: tuple[str, ...]
+
+
+def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffers: OnDiffering) -> Shares:
+    """Determine the part that each rank sends, and check that replicas are equal.
+
+    Every rank reports the tensors that it holds, because a mesh that is a part of the world (the data-parallel
+    axis, for tensors that are not sharded by tensor parallelism) has only its own ranks. Each holder of replicated
+    data sends a part of it, but buffers come from the first rank that holds them, see [Note: Patchworks].
+
+    Collective: yes.
+
+    Raises:
+        ShardingError: a tensor has no values, an unsupported placement, or elements that no rank holds.
+        RankMismatchError: the ranks hold different tensors, or different values of replicas.
+    """
+    require_alike_models(world, held, ())
+    saved = [item for item in held if item.kind.is_saved]
+    tensors = {item.fqn: item.tensor for item in saved}
+    with world.all_gather("describe tensors") as exchange:
+        exchange.local = _metadata_with_values(tensors)
+    metadata: list[dict[str, TensorMetadata]] = exchange.result
+    with world.collective("compare the ranks' tensors"):
+        boxes = held_by_rank(metadata, world.global_ranks)
+        shares = _shares_by_name(saved, boxes)
+    buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
+    with world.collective("group replicas"):
+        replicas = Replicas.among(tensors, in_common(boxes, world.rank), buffers)
+    return Shares(shares, compare_replicas(world, replicas, on_differing_buffers))
+
+
+def _metadata_with_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorMetadata]:
+    """Return the metadata of tensors. Raises :class:`ShardingError` for tensors on meta."""
+    if absent := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise ShardingError(
+            f"{few_names(absent)} on meta: without values, there is nothing to save. Load the model first"
+        )
+    return metadata_by_name(tensors)
+
+
+def _shares_by_name(
+    saved: Sequence[TensorRef], held: Mapping[str, tuple[Boxes, ...]]
+) -> dict[str, tuple[Boxes, ...]]:
+    """Return the shares of each tensor, one value for all tensors with equal ones."""
+    known: dict[tuple[int, int, int], tuple[Boxes, ...]] = {}
+    shares: dict[str, tuple[Boxes, ...]] = {}
+    for number, item in enumerate(saved):
+        boxes, itemsize = held[item.fqn], item.tensor.element_size()
+        is_buffer = item.kind is not TensorKind.PARAMETER
+        turn = -1 if is_buffer else number % len(boxes)
+        key = id(boxes), turn, itemsize
+        if key not in known:
+            known[key] = first_holder_shares(boxes) if is_buffer else shares_by_rank(boxes, turn, itemsize)
+        shares |= dict.fromkeys(item.names, known[key])
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows of a 4-bit weight on this rank.
+
+    Attributes:
+        weight: packed bytes.
+        scales: of the same rows: bytes of float32, or codes.
+        layer: the layer that dequantizes.
+    """
+
+    weight: TensorRef
+    scales: TensorRef
+    layer: Any
+
+    def dequantize(self, box: Box) -> torch.Tensor:
+        """Return a box of the weight (out, in), rounded to the dtype before quantization."""
+        first = local_boxes(self.weight.tensor, self.weight.fqn)[0].box.offsets[0]
+        start, count = box.offsets[0], box.sizes[0]
+        rows = slice(start - first, start - first + count)
+        scales = self.layer.get_scales(self.scales.local[rows].contiguous(), start)
+        packing = self.layer.packing
+        whole: torch.Tensor = packing.dequantize(self.weight.local[rows].contiguous(), scales, packing.dtype)
+        return whole[:, box.offsets[1] : box.offsets[1] + box.sizes[1]].contiguous()
+
+
+def logical_boxes(boxes: Boxes) -> Boxes:
+    """Return boxes of packed bytes as boxes of the 4-bit values, two in each byte."""
+    return tuple(Box((box.offsets[0], 2 * box.offsets[1]), (box.sizes[0], 2 * box.sizes[1])) for box in boxes)
+
+
+@dataclass
+class ShardSender:
+    """Source of this rank's shares of a model's tensors. ``held`` and ``shares`` (of all ranks) are by name."""
+
+    held: Mapping[str, TensorRef]
+    shares: Mapping[str, Sequence[Boxes]]
+    rank: int
+    _last: tuple[tuple[str, int], torch.Tensor] | None = field(default=None, init=False)
+
+    def share(self, name: str, number: int) -> torch.Tensor:
+        """Return a share, row-major. The last one is cached, because consecutive blocks are parts of it.
+
+        Memory: none if it is a view of its tensor, otherwise the share.
+        """
+        if self._last is None or self._last[0] != (name, number):
+            self._last = None
+            self._last = (name, number), self.values(name, self.shares[name][self.rank][number])
+        return self._last[1]
+
+    def values(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of a tensor, row-major."""
+        item = self.held[name]
+        return strided_view(item.local, locate_box(box, local_boxes(item.tensor, item.fqn))).contiguous()
+
+
+@dataclass
+class MergingShardSender(ShardSender):
+    """Source of shares of the base's tensors plus the adapter's delta. All mappings are by name in the base.
+
+    Attributes:
+        factors: of the weights that the adapter changes.
+        matrices: all matrices of the adapter, in full, by FQN.
+        packed: 4-bit weights, which are dequantized. Their shares are boxes of dequantized values.
+
+    Memory: ``matrices`` and twice the largest share, in float32 for adapted weights.
+    """
+
+    factors: Mapping[str, Factors]
+    matrices: Mapping[str, torch.Tensor]
+    packed: Mapping[str, PackedRows]
+
+    def values(self, name: str, box: Box) -> torch.Tensor:
+        values = self.packed[name].dequantize(box) if name in self.packed else super().values(name, box)
+        if name not in self.factors:
+            return values
+        factors = self.factors[name]
+        lora_A, lora_B = self.matrices[factors.lora_A], self.matrices[factors.lora_B]
+        rows, columns = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+        delta = factors.delta(lora_A[:, columns], lora_B[rows])
+        return values.add(delta.to(values.device)).to(values.dtype)

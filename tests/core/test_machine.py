@@ -1,0 +1,57 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from shardwise.core import machine
+
+
+def test_processes_of_one_machine_agree_on_it() -> None:
+    code = "from shardwise.core import machine; print(machine.boot_id(), machine.pid_namespace())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert told == [machine.boot_id(), machine.pid_namespace()]
+
+
+def test_a_name_is_all_there_is_without_proc(monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    machine.boot_id.cache_clear()
+    monkeypatch.setattr(machine, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr(machine, "_PID_NAMESPACE", str(tmp_path / "none"))
+    try:
+        assert machine.boot_id().startswith("host ")
+        assert machine.pid_namespace().startswith(machine.boot_id())
+    finally:
+        machine.boot_id.cache_clear()
+
+
+def test_a_process_is_known_by_its_birth_until_it_ends() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    try:
+        started = machine.process_start_time(process.pid)
+        assert started == machine.process_start_time(process.pid) != ""
+        assert started != machine.process_start_time(1)
+        assert not machine.is_stopped(process.pid)
+        os.kill(process.pid, signal.SIGSTOP)
+        while not machine.is_stopped(process.pid):
+            time.sleep(0.01)
+        assert machine.process_start_time(process.pid) == started
+    finally:
+        process.kill()
+    while machine.process_start_time(process.pid):  # although nobody has waited for it yet
+        time.sleep(0.01)
+    process.wait()
+    assert machine.process_start_time(process.pid) == ""
+    assert not machine.is_stopped(process.pid)
+
+
+def test_a_process_whose_start_cannot_be_read_has_not_certainly_ended(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """As for a process of another user, if /proc hides those."""
+    here = machine.ProcessId.here()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(machine, "_status", refuse)
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not here.has_ended()
+    assert not here.is_running()

@@ -1,0 +1,81 @@
+"""Every reader keeps the promises of its protocol."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from tests.support import HttpStore, StorageReaderSuite
+from tests.support.memory_storage import MemoryReader
+from tests.support.storage_suite import MakeReader
+from tests.torture import objects
+
+from shardwise.files.local_reader import LocalReader
+from shardwise.files.objects import Objects
+from shardwise.files.remote import RemoteReader
+from shardwise.files.storage import StorageReader
+
+_numbers = itertools.count()
+
+
+class TestLocalReader(StorageReaderSuite):
+    @pytest.fixture
+    def make_reader(self, tmp_path: Path) -> MakeReader:
+        def make(files: Mapping[str, bytes]) -> StorageReader:
+            for name, content in files.items():
+                path = tmp_path / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                fresh = path.with_name("fresh")
+                fresh.write_bytes(content)
+                fresh.replace(path)
+            return LocalReader(tmp_path)
+
+        return make
+
+
+class TestMemoryReader(StorageReaderSuite):
+    @pytest.fixture
+    def make_reader(self) -> MakeReader:
+        return MemoryReader
+
+
+class TestHttp(StorageReaderSuite):
+    can_list = False
+
+    @pytest.fixture
+    def make_reader(self) -> Iterator[MakeReader]:
+        with HttpStore({}) as store:
+
+            def make(files: Mapping[str, bytes]) -> StorageReader:
+                for name, content in files.items():
+                    store.replace(f"folder/{name}", content)
+                return RemoteReader(f"{store.url}/folder/")
+
+            yield make
+
+
+class TestMemoryAtUrl(StorageReaderSuite):
+    @pytest.fixture
+    def make_reader(self) -> MakeReader:
+        url = f"memory://contract-{next(_numbers)}"
+
+        def make(files: Mapping[str, bytes]) -> StorageReader:
+            there = Objects(url, {}, doing="writing to")
+            for name, content in files.items():
+                there.store.put(there.path(name), content)
+            return RemoteReader(url)
+
+        return make
+
+
+class TestBucket(StorageReaderSuite):
+    @pytest.fixture
+    def make_reader(self) -> Iterator[MakeReader]:
+        with objects.bucket("s3") as url:
+
+            def make(files: Mapping[str, bytes]) -> StorageReader:
+                for name, content in files.items():
+                    Objects(url, {}, doing="writing to").store.put(name, content)
+                return RemoteReader(url)
+
+            yield make

@@ -1,0 +1,196 @@
+"""``plan`` of small checkpoints, against what a load of them then does."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests import zoo
+from tests.loading import on_ranks
+from tests.small_checkpoints import small_qwen3
+from tests.support.http_store import HttpStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import shardwise
+from shardwise import ConfigError, KeyMismatchError, Sharding, ShardingError
+from shardwise.files.storage import LOCAL, OBJECT_STORE
+from shardwise.options import Classes, Ignore, Initialize, MinSize
+from shardwise.state.shard import build_sharding, build_wrap_policy
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    """A mixture of experts of several files, experts stored one by one."""
+    model = zoo.causal_lm("qwen3_5_moe_text")
+    return zoo.save_original(model, tmp_path_factory.mktemp("moe"), max_shard_size="60KB")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "tied_qwen3", "moe"])
+def test_a_load_equals_its_estimate(worlds, name, request):
+    directory = str(request.getfixturevalue(name))
+    made = shardwise.plan(directory, ranks=3, device="cpu", dtype="float32")
+    facts = worlds(3).run(on_ranks.report_of, directory, {"dtype": torch.float32})
+    for rank, fact in zip(made.ranks, facts, strict=True):
+        assert rank.rank == fact["rank"]
+        assert rank.shard_bytes == fact["placed_bytes"]
+        assert rank.read_bytes <= fact["read_bytes"] <= rank.read_bytes + 4096  # gaps are read over
+        assert dataclasses.asdict(rank) == fact["estimate"]
+    assert made.parameters == facts[0]["parameters"]
+    assert made.checkpoint_bytes == facts[0]["checkpoint_bytes"]
+    assert made.tied == facts[0]["tied"]
+    assert made.recomputed == facts[0]["recomputed"]
+    assert tuple(made.whole) == facts[0]["replicated"]
+    assert made.cast == facts[0]["cast"]
+
+
+def test_nothing_is_left_behind(qwen3):
+    default = torch.get_default_dtype()
+    shardwise.plan(qwen3, ranks=8, dtype="bfloat16")
+    assert not dist.is_initialized()
+    assert torch.get_default_dtype() == default
+
+
+def test_the_groups_are_those_of_the_wrap_policy(qwen3):
+    made = shardwise.plan(qwen3, ranks=4)
+    wanted = [("model.layers.0",), ("model.layers.1",), ("model.embed_tokens",), ("",)]
+    assert [group.modules for group in made.groups] == wanted
+    whole = shardwise.plan(qwen3, ranks=4, sharding=Sharding(wrap="whole_model"))
+    assert [group.modules for group in whole.groups] == [("",)]
+    assert whole.largest_group.parameters == made.parameters
+
+
+def test_mixed_precision_and_offload_change_what_they_should(qwen3):
+    plain = shardwise.plan(qwen3, ranks=2, dtype="float32")
+    mixed = shardwise.plan(
+        qwen3,
+        ranks=2,
+        dtype="float32",
+        sharding=Sharding(
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), offload_policy=CPUOffloadPolicy()
+        ),
+    )
+    assert mixed.largest_group.gathered_bytes * 2 == plain.largest_group.gathered_bytes
+    assert plain.ranks[0].host_bytes + plain.ranks[0].padded_bytes == mixed.ranks[0].host_bytes
+    assert plain.ranks[0].device_bytes - plain.ranks[0].padded_bytes == mixed.ranks[0].device_bytes
+
+
+def test_a_dtype_is_half_the_memory_and_the_same_reads(qwen3):
+    full, half = (shardwise.plan(qwen3, ranks=2, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert half.ranks[0].shard_bytes * 2 == full.ranks[0].shard_bytes
+    assert half.ranks[0].read_bytes == full.ranks[0].read_bytes
+    assert set(half.cast.values()) == {("F32", "BF16")}
+    assert not full.cast
+
+
+def test_replicas_read_the_checkpoint_once_each(qwen3):
+    made = shardwise.plan(qwen3, ranks=8, nodes=2, mesh={"replicate": 2, "shard": 4})
+    assert (made.mesh, made.nodes, len(made.ranks)) == ({"replicate": 2, "shard": 4}, 2, 8)
+    assert sum(rank.read_bytes for rank in made.ranks) == 2 * made.checkpoint_bytes
+    assert made.ranks[1].shard_bytes == made.ranks[5].shard_bytes
+
+
+def test_the_budget_and_the_way_of_reading_are_arguments(qwen3):
+    made = shardwise.plan(qwen3, ranks=2, budget_bytes=8192, read_policy=LOCAL)
+    assert made.ranks[0].host_bytes == 8192
+
+
+def test_ties_that_are_stored_twice_are_taken_to_be_equal(tied_qwen3, changed):
+    twice = changed(
+        tied_qwen3, lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+    )
+    made = shardwise.plan(twice, ranks=2)
+    assert made.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    (note,) = made.notes
+    assert note.startswith("lm_head.weight = model.embed_tokens.weight: stored twice")
+
+
+def without_norm(tensors):
+    return {key: value for key, value in tensors.items() if key != "model.norm.weight"} | {"extra": torch.ones(1)}
+
+
+def test_mismatches_are_reported_as_by_a_load(qwen3, changed):
+    directory = changed(qwen3, without_norm)
+    with pytest.raises(KeyMismatchError) as foretold:
+        shardwise.plan(directory, ranks=64)
+    with pytest.raises(KeyMismatchError) as told:
+        shardwise.from_pretrained(directory)
+    assert str(foretold.value) == str(told.value)
+
+
+def test_consent_is_honoured(qwen3, changed):
+    directory = changed(qwen3, without_norm)
+    on_missing = Initialize(("model.norm.*",))
+    made = shardwise.plan(directory, ranks=2, on_missing=on_missing, on_unexpected=Ignore(("extra",)))
+    assert (made.initialized, made.ignored_keys) == (("model.norm.weight",), ("extra",))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"ranks": 0}, ConfigError, "ranks=0"),
+        ({"ranks": 8, "nodes": 3}, ConfigError, "nodes=3: does not divide 8 ranks"),
+        ({"ranks": 8, "nodes": 0}, ConfigError, "nodes=0: does not divide"),
+        ({"ranks": 8, "nodes": 16}, ConfigError, "nodes=16: does not divide"),
+        ({"ranks": 8, "mesh": {"shard": 4}}, ConfigError, "of 4 ranks, not of 8"),
+        ({"ranks": 8, "mesh": {"shrad": 8}}, ConfigError, "no axis 'shrad'"),
+        ({"ranks": 2, "dtype": "int8"}, ConfigError, "int8"),
+        ({"ranks": 2, "sharding": Sharding(wrap=Classes(("Bert",)))}, ShardingError, "matches nothing in Qwen3"),
+        ({"ranks": 2, "config_overrides": {"num_layers": 3}}, ConfigError, "num_layers"),
+    ],
+)
+def test_arguments_that_cannot_be_planned_are_named(qwen3, arguments, error, message):
+    with pytest.raises(error, match=message):
+        shardwise.plan(qwen3, **arguments)
+
+
+def test_a_mesh_of_real_ranks_is_refused(qwen3):
+    with pytest.raises(ConfigError, match='as mesh={"replicate": 2'):
+        shardwise.plan(qwen3, ranks=2, sharding=Sharding(mesh=mock.create_autospec(DeviceMesh, instance=True)))
+
+
+def test_a_repository_that_is_not_in_the_cache_is_not_downloaded(tmp_path):
+    with pytest.raises(shardwise.ShardwiseError, match="no/such-model"):
+        shardwise.plan("no/such-model", ranks=2, hub=shardwise.options.HubOptions(cache_dir=tmp_path))
+
+
+def test_a_checkpoint_at_a_url_is_planned_by_its_headers(qwen3):
+    with HttpStore(qwen3) as store:
+        there = shardwise.plan(store.url, ranks=4, mesh={"replicate": 2, "shard": 2})
+    here = shardwise.plan(qwen3, ranks=4, mesh={"replicate": 2, "shard": 2}, read_policy=OBJECT_STORE)
+    assert there.checkpoint == store.url
+    assert there.to_dict() == here.to_dict() | {"checkpoint": store.url}
+
+
+def test_more_ranks_than_rows_hold_nothing_of_some_tensors(tmp_path):
+    zoo.save_original(small_qwen3(), tmp_path)
+    made = shardwise.plan(tmp_path, ranks=128, device="cpu")
+    assert min(rank.shard_bytes for rank in made.ranks) == 0
+    assert {rank.padded_bytes for rank in made.ranks} == {made.ranks[0].shard_bytes}
+    assert made.held_imbalance > 1.1
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("auto", "auto"),
+        ("whole_model", "whole_model"),
+        ("classes=Block,Embedding", Classes(("Block", "Embedding"))),
+        ("min-size=100", MinSize(100)),
+    ],
+)
+def test_wrap_policies_by_name(text, policy):
+    assert build_wrap_policy(text) == policy
+
+
+@pytest.mark.parametrize("text", ["atuo", "class=X", "classes=", "min-size=x"])
+def test_an_unknown_wrap_policy_is_refused(text):
+    with pytest.raises(ConfigError, match="is not known. Pass one of auto, "):
+        build_wrap_policy(text)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float17", "nn"])
+def test_mixed_precision_has_a_floating_dtype(dtype):
+    with pytest.raises(ConfigError, match=f"param_dtype='{dtype}'"):
+        build_sharding("auto", param_dtype=dtype, offload=False)

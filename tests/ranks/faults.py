@@ -1,0 +1,247 @@
+"""Functions that ranks run and that fail."""
+
+import os
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from tests.support.world import attempt
+from torch import nn
+
+from shardwise.core import machine
+from shardwise.core.errors import CheckpointError, FormatError, StorageError
+from shardwise.fsdp.named_tensors import collect_tensors
+from shardwise.loading.agreement import require_same_settings
+from shardwise.loading.audit import require_equal_buffers
+from shardwise.ranks.call_arguments import comparing_arguments
+from shardwise.ranks.collective_errors import translate_collective_errors
+from shardwise.ranks.world import Clock, World
+from shardwise.transfer.replicas import require_alike_models
+from shardwise.transfer.tensor_metadata import held_by_rank, metadata_by_name
+
+
+def raise_on(ranks: tuple[int, ...], same: bool) -> tuple[str, str]:
+    def call() -> None:
+        world = World.current()
+        with world.collective("write"):
+            if world.rank in ranks:
+                raise StorageError("the disk is gone" if same else f"disk {world.rank} is gone")
+
+    return attempt(call)
+
+
+def first_fails() -> tuple[str, str, list[int]]:
+    """The first rank's failure is everybody's, and the ranks are in step afterwards."""
+    world = World.current()
+
+    def read() -> None:
+        with world.broadcast("read headers"):
+            if world.rank == 0:
+                raise FormatError("the header lies")
+
+    return *attempt(read), world.all_gather_object(world.rank)
+
+
+def first_shares() -> Any:
+    world = World.current()
+    with world.broadcast("choose") as exchange:
+        if world.rank == 0:
+            exchange.local = {"rank": dist.get_rank()}
+    return exchange.result
+
+
+def foreign_error() -> tuple[str, str]:
+    return attempt(in_block, World.current(), lambda: {}["absent"])
+
+
+def in_block(world: World, function: Callable[..., Any], *args: Any) -> Any:
+    with world.collective("work"):
+        return function(*args)
+
+
+def leave_early() -> tuple[list[Any], list[Any]]:
+    """Blocks that a rank leaves by ``return`` and ``continue`` are exchanges all the same."""
+    world = World.current()
+
+    def by_return() -> Any:
+        with world.all_gather("describe") as exchange:
+            exchange.local = world.rank
+            if world.rank == 1:
+                return exchange
+            exchange.local = "last"
+        return exchange
+
+    told = []
+    for number in range(2):
+        with world.all_gather("count") as exchange:
+            if world.rank == number:
+                continue
+            exchange.local = number
+        told.append(exchange.result)
+    return by_return().result, told
+
+
+def fail_nested(inner: bool) -> tuple[str, str, list[int]]:
+    """Rank 1 fails within an inner block, or within the outer one where the others are in the inner one."""
+    world = World.current()
+
+    def nest() -> None:
+        with world.collective("save"):
+            if world.rank == 1 and not inner:
+                raise StorageError("gone")
+            with world.collective("write"):
+                if world.rank == 1:
+                    raise StorageError("gone")
+
+    return *attempt(nest), world.all_gather_object(world.rank)
+
+
+def in_threads() -> list[list[Any]]:
+    """Blocks of two worlds of the same ranks, each in a thread of its own."""
+    told: list[list[Any]] = [[], []]
+
+    def work(place: int) -> None:
+        with World.current(purpose=f"/{place}") as world:
+            for number in range(20):
+                with world.all_gather("count") as exchange:
+                    exchange.local = (place, number, world.rank)
+                told[place].append(exchange.result)
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def interrupted(error: type[BaseException]) -> tuple[str, str]:
+    """Ctrl-C on rank 1, in a block."""
+
+    def call() -> None:
+        with World.current(call="save") as world, world.collective("write"):
+            if world.rank == 1:
+                raise error
+
+    try:
+        return attempt(call)
+    except BaseException as raised:
+        return type(raised).__name__, ""
+
+
+def lines_of_the_cause() -> list[str]:
+    """The functions in the trace of an error on the rank that has failed."""
+    world = World.current()
+    try:
+        with world.collective("divide"):
+            if world.rank == 1:
+                print(1 // (world.size - 2))
+    except CheckpointError as error:
+        cause = error.__cause__
+        return [] if cause is None else [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+    return ["no error"]
+
+
+def unpicklable() -> tuple[str, str]:
+    def call() -> None:
+        world = World.current()
+        with world.all_gather("describe") as exchange:
+            exchange.local = threading.Lock() if world.rank == 1 else None
+
+    return attempt(call)
+
+
+def out_of_memory() -> tuple[str, str]:
+    """The second rank runs out of memory while the first waits for it."""
+    world = World.current(call="training")
+    world.all_gather_object(None)
+
+    def step() -> None:
+        with translate_collective_errors(world, lambda: "in step 2"):
+            if world.rank == 1:
+                raise MemoryError("no more")
+            world.all_gather_object(None)
+
+    return attempt(step)
+
+
+def disagree() -> tuple[str, str]:
+    world = World.current()
+    return attempt(world.require_equal, "odd" if world.rank == 2 else "even", "the number")
+
+
+def subgroup_errors() -> list[str]:
+    """Messages of differences between the ranks 1 and 2, in a group of their own."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return []
+    with World.current(group) as world:
+        odd = "odd" if world.rank == 1 else "even"
+        model, first_only, last_only = nn.Linear(world.rank + 1, 1), nn.Module(), nn.Module()
+        (last_only if world.rank else first_only).register_buffer("table", torch.ones(1), persistent=False)
+        with world.all_gather("describe tensors") as exchange:
+            exchange.local = metadata_by_name({"w": model.weight})
+        calls = (
+            (world.require_equal, odd, "the number"),
+            (with_arguments, world, {"dtype": odd}),
+            (require_same_settings, world, {"size": odd}),
+            (in_block, world, held_by_rank, exchange.result, world.global_ranks),
+            (require_alike_models, world, collect_tensors(model), ()),
+            (require_equal_buffers, world, collect_tensors(first_only)),
+            (require_equal_buffers, world, collect_tensors(last_only)),
+        )
+        return [attempt(*call)[1] for call in calls]
+
+
+def with_arguments(world: World, arguments: dict[str, str]) -> None:
+    with comparing_arguments(world) as exchange:
+        exchange.local = arguments
+
+
+def first_on_host(with_names: bool = False) -> bool:
+    """With names, every rank has a host name of its own, as containers of one machine have."""
+    name = f"container-{dist.get_rank()}" if with_names else socket.gethostname()
+    with mock.patch("socket.gethostname", return_value=name):
+        return World.current().is_first_at(machine.mount_namespace())
+
+
+def exit_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+    threading.Event().wait()
+
+
+def sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        threading.Event().wait()
+
+
+def raise_here(rank: int) -> int:
+    if dist.get_rank() == rank:
+        raise ValueError("not like this")
+    return dist.get_rank()
+
+
+def add(one: int, other: int) -> int:
+    return one + other + dist.get_rank()
+
+
+def gone_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise StorageError("gone")
+
+
+def fail_in_a_step() -> tuple[str, str, list[str]]:
+    """The message, the step and the notes of an error that one rank raises in a phase of a call."""
+    with World.current(call="load") as world, Clock().phase("read"):
+        try:
+            with world.collective("open files"):
+                gone_on(1)
+        except StorageError as error:
+            return str(error), error.phase, error.__notes__
+    return "", "", []

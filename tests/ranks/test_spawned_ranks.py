@@ -1,0 +1,130 @@
+"""Ranks that the command line starts: outcomes, accelerators, and their end with the process that started them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import faults
+from tests.support.fork_server import start_server
+from torch.multiprocessing.spawn import start_processes
+
+from shardwise.core.errors import RankLostError, ShardingError, StorageError
+from shardwise.ranks import processes
+from shardwise.ranks.processes import (
+    RankEndedError,
+    RankError,
+    _priority,
+    run_spawned,
+    select_accelerator,
+    this_device,
+)
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Ranks are forked from a process that has imported torch, in place of new interpreters."""
+    start_server()
+
+    def start(*args: Any, start_method: str, **keywords: Any) -> Any:
+        assert start_method == "spawn"
+        return start_processes(*args, start_method="forkserver", **keywords)
+
+    monkeypatch.setattr(processes, "start_processes", start)
+
+
+@pytest.mark.distributed
+def test_values_come_by_rank_and_errors_as_they_are(monkeypatch, forked):
+    monkeypatch.setattr(processes, "_GRACE_S", 1.0)
+    assert run_spawned(2, faults.add, 3, 4) == [7, 8]
+    with pytest.raises(StorageError, match="^gone$"):
+        run_spawned(2, faults.gone_on, 1)
+    with pytest.raises(RankError, match=r"\[rank 1\] ValueError: not like this"):
+        run_spawned(2, faults.raise_here, 1)
+    with pytest.raises(RankEndedError, match="rank 1: its process ended with exit code 7"):
+        run_spawned(2, faults.exit_on, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ranks_end_when_their_launcher_is_killed(tmp_path):
+    program = (
+        "from shardwise.ranks.processes import run_spawned\n"
+        "from tests.ranks.forked_launcher import goes_on\n"
+        f"run_spawned(2, goes_on, {str(tmp_path)!r})\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as starter:
+        try:
+            while len(os.listdir(tmp_path)) < 2:
+                assert starter.poll() is None
+                time.sleep(0.05)
+        finally:
+            starter.kill()
+    ranks = [int(name) for name in os.listdir(tmp_path)]
+    try:
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+            time.sleep(0.05)
+    except BaseException:  # the test's limit
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+        raise
+
+
+@pytest.fixture
+def machine_with(monkeypatch):
+    """``machine_with("xpu", 4)``: torch has four of these. What ranks take is told."""
+    taken = []
+    module = SimpleNamespace(set_device=taken.append)
+
+    def pretend(kind: str, count: int) -> list[int]:
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+        return taken
+
+    return pretend
+
+
+@pytest.mark.parametrize(("kind", "backends"), [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl")])
+def test_a_rank_takes_the_accelerator_of_its_number(machine_with, kind, backends):
+    taken = machine_with(kind, 4)
+    assert select_accelerator({}, 3, 4) == backends
+    assert taken == [3]
+
+
+def test_more_ranks_than_accelerators_are_refused(machine_with):
+    taken = machine_with("cuda", 4)
+    for rank in range(5):
+        with pytest.raises(ShardingError, match="5 ranks on a machine: .* sees 4. Start at most 4"):
+            select_accelerator({}, rank, 5)
+    assert taken == []
+
+
+def test_a_rank_of_a_launcher_takes_the_device_that_it_is_shown(machine_with):
+    """``srun --gpus-per-task=1``: every rank sees one device, whatever its number on the machine."""
+    taken = machine_with("cuda", 1)
+    select_accelerator({"CUDA_VISIBLE_DEVICES": "3"}, 3, 4)
+    with pytest.raises(ShardingError, match="4 ranks on a machine"):
+        select_accelerator({}, 0, 4)
+    machine_with("cuda", 4)
+    select_accelerator({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3, 4)
+    assert taken == [0, 3]
+
+
+def test_accelerators_without_collectives_of_many_ranks_are_passed_by(machine_with):
+    assert machine_with("mps", 1) == []
+    assert select_accelerator({}, 0, 1) == "gloo"
+    assert this_device() == torch.device("cpu")
+
+
+def test_an_error_of_a_rank_is_preferred_to_its_loss():
+    """Others only lost a rank: to say so is of use where nothing else is known."""
+    kinds = (StorageError, RankError, RankLostError, RankEndedError)
+    assert [_priority(kind("gone")) for kind in kinds] == [0, 1, 2, 3]

@@ -1,0 +1,125 @@
+"""Requests to stop by signals to this process."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from shardwise.ranks import stop_signals
+from shardwise.ranks.stop_signals import RELAYED, STOP_SIGNALS, StoppedNowError, StopRequest, stopping_on_signals
+
+pytestmark = pytest.mark.usefixtures("terminal_signals")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Let signals come until a condition holds. pytest's limit ends a wait in vain."""
+    while not condition():
+        time.sleep(0.01)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def end_by(number: int) -> None:
+    """Send a signal, and go on until it raises."""
+    send(number)
+    until(lambda: False)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_is_a_request_and_ctrl_c_is_acknowledged(number, capfd):
+    with stopping_on_signals() as request:
+        assert not request.is_made
+        send(number)
+        until(lambda: request.is_made)
+        assert request.number == number
+    told = "finishing the current step, then saving" in capfd.readouterr().err
+    assert told == (number == signal.SIGINT)
+
+
+@pytest.mark.parametrize("other", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signals_within_a_second_of_the_first_are_one_request(monkeypatch, other):
+    monkeypatch.setattr(stop_signals, "SAME_REQUEST_S", 3600.0)
+    with stopping_on_signals() as request:
+        send(signal.SIGTERM)
+        until(lambda: request.is_made)
+        for _ in range(3):
+            send(other)
+            send(RELAYED)
+        assert request.number == signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGTERM, StoppedNowError), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_a_later_signal_ends_the_process_but_not_a_relayed_one(monkeypatch, number, kind):
+    monkeypatch.setattr(stop_signals, "SAME_REQUEST_S", 0.0)
+    with stopping_on_signals() as request:
+        send(RELAYED)
+        until(lambda: request.is_made)
+        for _ in range(3):
+            send(RELAYED)
+        with pytest.raises(kind) as caught:
+            end_by(number)
+    if kind is StoppedNowError:
+        assert caught.value.code == 128 + number
+
+
+def test_nothing_is_raised_if_the_console_is_gone(capfd):
+    ours, theirs = os.pipe()
+    os.close(ours)
+    stderr = os.dup(2)
+    try:
+        os.dup2(theirs, 2)
+        with stopping_on_signals() as request:
+            send(signal.SIGINT)
+            until(lambda: request.is_made)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(theirs)
+
+
+def test_a_request_does_not_keep_a_rank_that_waits_for_another_one(monkeypatch, caplog):
+    monkeypatch.setattr(stop_signals, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(stop_signals, "describe_wait", lambda: "rank 1, which sleeps")
+    with stopping_on_signals(), pytest.raises(StoppedNowError):
+        end_by(signal.SIGTERM)
+    assert "stopped while waiting for rank 1, which sleeps" in caplog.text
+
+
+def test_a_process_in_a_collective_ends_all_the_same(monkeypatch):
+    """Where no handler runs: here the main thread goes on whatever is raised in it."""
+    ended = []
+    monkeypatch.setattr(stop_signals, "SAME_REQUEST_S", 0.0)
+    monkeypatch.setattr(stop_signals, "_RAISE_S", 0.0)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(StopRequest, "handle", lambda *_: None)
+    with stopping_on_signals() as request:
+        send(signal.SIGTERM)
+        until(lambda: request.is_made)
+        until(lambda: send(signal.SIGTERM) or bool(ended))
+    assert ended == [128 + signal.SIGTERM]
+
+
+def test_children_obey_their_parent_alone():
+    """Workers of a data loader, which raises an error if a signal to the process group ends one."""
+    ready, go = os.pipe()
+    with stopping_on_signals() as request:
+        if (child := os.fork()) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)  # of another process than its parent
+            while signal.SIGTERM in signal.sigpending():  # the next one would be lost
+                time.sleep(0.001)
+            os.write(go, b"alive")
+            threading.Event().wait()
+        assert os.read(ready, 5) == b"alive"
+        assert not request.is_made, "a signal to the child is none to its parent"
+    # The block has been left while the child lived.
+    os.kill(child, signal.SIGTERM)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(ready)
+    os.close(go)

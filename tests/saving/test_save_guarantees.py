@@ -1,0 +1,100 @@
+"""Promises of docs/save.md beyond the bytes of the files."""
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from tests.small_checkpoints import small_qwen3
+from tests.support.world import attempt, require_same_error
+from torch import nn
+
+import shardwise
+from shardwise.saving.write import Emitter
+
+OPTIONS = shardwise.options.SaveOptions(progress=False)
+
+
+class Words:
+    """A tokenizer of one file."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "words.txt").write_text(self.text)
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(300, 4)
+
+
+def save_in_groups(folder: str) -> list[str]:
+    """Each rank is a group of its own, with a model of its own; then both are one."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    rank = dist.get_rank()
+    own = linear()
+    with torch.no_grad():
+        own.bias.fill_(rank)
+    options = shardwise.options.SaveOptions(progress=False, process_group=groups[rank])
+    shardwise.save(own, Path(folder, str(rank)), options=options, tokenizer=Words(f"of rank {rank}"))
+    report = shardwise.save(linear(), Path(folder, "both"), options=OPTIONS, tokenizer=Words(f"of rank {rank}"))
+    again = linear()
+    shardwise.load(
+        again, Path(folder, str(rank)), options=shardwise.options.LoadOptions(process_group=groups[rank])
+    )
+    return [Path(folder, where, "words.txt").read_text() for where in (str(rank), "both")] + [
+        str(again.bias.tolist()),
+        f"{report.rank} of {report.world_size}",
+    ]
+
+
+def test_ranks_are_those_of_the_process_group_and_the_first_ones_tokenizer_counts(worlds, tmp_path):
+    assert worlds(2).run(save_in_groups, str(tmp_path)) == [
+        ["of rank 0", "of rank 0", str([0.0] * 4), "0 of 2"],
+        ["of rank 1", "of rank 0", str([1.0] * 4), "1 of 2"],
+    ]
+
+
+def save_less(folder: str) -> tuple[str, str]:
+    """The last rank passes over what it writes last."""
+    write, left_out = Emitter.write, -dist.get_rank() or None
+    with mock.patch.object(Emitter, "write", lambda self, requests: write(self, requests[:left_out])):
+        return attempt(lambda: shardwise.save(linear(), folder, options=OPTIONS))
+
+
+def test_bytes_that_no_rank_wrote_are_an_error_before_the_save_counts(worlds, tmp_path):
+    shardwise.save(nn.Linear(2, 2), tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    told = "the ranks wrote 4,800 of 4,816 bytes between them"
+    require_same_error(worlds(2).run(save_less, str(tmp_path)), "StorageError", told)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert not list(tmp_path.glob("*incomplete*"))
+
+
+def test_the_config_names_the_dtype_that_most_of_the_numbers_have(tmp_path):
+    model = small_qwen3().bfloat16()
+    model.model.norm.float()  # a few
+    shardwise.save(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    shardwise.save(model.float(), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_the_report_has_the_facts(tmp_path):
+    model = small_qwen3(tie_word_embeddings=True)
+    shardwise.save(model, tmp_path, max_shard_size="30KB")
+    older = {path.name for path in tmp_path.glob("model*")} - {"model.fingerprints.json"}
+    report = shardwise.save(model, tmp_path, dtype="bfloat16")
+    assert report.files == ("model.safetensors",)
+    assert report.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert report.checkpoint_bytes == report.written_bytes == 2 * report.parameters
+    assert set(report.cast.values()) == {("F32", "BF16")}
+    assert report.dtypes == {"BF16": report.tensors}
+    assert report.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert set(report.removed) == older
+    assert list(report.seconds) == ["plan", "create", "write", "sync", "verify", "commit"]
+    for part in ("F32→BF16", "tied        lm_head.weight = model.embed_tokens.weight", "removed"):
+        assert part in str(report)

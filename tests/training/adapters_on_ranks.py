@@ -1,0 +1,92 @@
+"""Trainings of many LoRAs on ranks; sent to processes by name."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.training import tiny
+from tests.training.on_ranks import COMMON, words
+
+from shardwise.cli.train import run_on_rank
+from shardwise.training.adapters_config import read_tenants
+from shardwise.training.run_config import read_run_config
+from shardwise.training.train_model import TrlOutcome
+
+
+def prepare(folder: Path) -> Path:
+    tiny.write_model(folder / "model")
+    for name, count in (("ada", 24), ("bob", 10)):
+        tiny.write_chats(folder / f"{name}.jsonl", count)
+    return folder
+
+
+def values(folder: Path, output: str, ranks: int) -> dict[str, Any]:
+    """Two tenants with other data, ranks, steps, optimizers and schedules; steps of 4 and 8 rows on all ranks."""
+    return {
+        "model_name_or_path": str(folder / "model"),
+        "output_dir": str(folder / output),
+        "per_device_train_batch_size": 4 // ranks,
+        "tokens_per_pass": 512,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "lora_dropout": 0.0,
+        "gradient_checkpointing": False,
+        "tenants": {
+            "ada": {
+                "dataset_name": str(folder / "ada.jsonl"),
+                "max_steps": 8,
+                "test_split_size": 0.2,
+                "eval_strategy": "steps",
+                "eval_steps": 3,
+            },
+            "bob": {
+                "dataset_name": str(folder / "bob.jsonl"),
+                "num_train_epochs": 3,
+                "gradient_accumulation_steps": 2,
+                "lora_r": 4,
+                "lora_target_modules": ["q_proj", "v_proj"],
+                "optim": "sgd",
+                "learning_rate": 0.1,
+                "lr_scheduler_type": "cosine",
+                "warmup_steps": 2,
+                "assistant_only_loss": True,
+                "max_grad_norm": 0.5,
+                "seed": 3,
+            },
+        },
+    }
+
+
+def config(given: dict[str, Any]) -> list[str]:
+    return words({**COMMON, "max_steps": None, **given})
+
+
+def train(given: dict[str, Any]) -> TrlOutcome:
+    """Train on this rank."""
+    return run_on_rank(read_run_config(config(given)))
+
+
+def train_alone(given: dict[str, Any], name: str) -> list[float]:
+    """Train one of the tenants by TRL's trainer on this rank; the losses of all steps."""
+    own = read_tenants(read_run_config(config(given)))[name]
+    outcome = run_on_rank(own)
+    return [entry["loss"] for entry in outcome.history if "loss" in entry]
+
+
+def train_until(given: dict[str, Any], passes: int, number: int = signal.SIGTERM) -> TrlOutcome:
+    """Train on this rank, and have the last one sent a signal after some passes."""
+    from shardwise.bank.adapter_bank import AdapterBank
+    from shardwise.ranks.world import World
+
+    original, done = AdapterBank.forward_backward, 0
+
+    def counted(self: AdapterBank, batches: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done == passes and World.current().rank == World.current().size - 1:
+            os.kill(os.getpid(), number)
+        return original(self, batches)
+
+    AdapterBank.forward_backward = counted  # type: ignore[method-assign]
+    return train(given)

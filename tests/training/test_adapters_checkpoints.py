@@ -1,0 +1,95 @@
+"""Folders of tenants: the run's, checkpoints that are kept, when one is due, and states that are damaged."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+from tests.training import tiny
+from tests.training.adapters_on_ranks import config
+from transformers import TrainerState
+
+from shardwise.core.errors import FormatError
+from shardwise.training.run_config import read_run_config
+from shardwise.training.run_inputs import RUN_FOLDER, open_inputs
+from shardwise.training.train_adapters import STATE_FILE, TenantTraining, _find_latest
+
+POSITION = {"count": 4, "epoch": 0, "offset": 2}
+
+
+def state(folder: Path, step: int, position: Any = POSITION, **further: Any) -> Path:
+    place = folder / f"checkpoint-{step}"
+    place.mkdir()
+    values = {**vars(TrainerState(global_step=step)), "stateful_callbacks": {"StepOrder": position}, **further}
+    (place / STATE_FILE).write_text(json.dumps(values))
+    return place
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
+def test_a_run_is_recorded_beside_its_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL expands the user's folder in the names of the tenants' folders."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    tiny.tokenizer().save_pretrained(tmp_path / "words")
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.chat("Hi", "Ho"))
+    values = {"model_name_or_path": str(tmp_path / "words"), "dataset_name": str(rows), "output_dir": "~/out"}
+    with open_inputs(read_run_config(config({**values, "tenants": {"ada": {}}})), 0) as inputs:
+        assert inputs.output == tmp_path / "out" == Path(inputs.arguments["ada"].training.output_dir).parent
+        assert (tmp_path / "out" / RUN_FOLDER).is_dir()
+        train, test = inputs.data["ada"]
+        assert (test, next(iter(train)).keys()) == (None, {"input_ids", "labels"})
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(None, [1, 2, 3]), (0, [1, 2, 3]), (-1, [1, 2, 3]), (1, [3]), (2, [2, 3]), (9, [1, 2, 3])]
+)
+def test_as_many_checkpoints_are_kept_as_the_trainer_keeps(
+    tmp_path: Path, limit: int | None, kept: list[int]
+) -> None:
+    tenant: Any = SimpleNamespace(
+        _folder=tmp_path,
+        _position=(0, 2),
+        _order=SimpleNamespace(count=4),
+        state=TrainerState(global_step=3),
+        args=SimpleNamespace(save_total_limit=limit),
+    )
+    for step in (1, 2):
+        state(tmp_path, step)
+    TenantTraining._commit(tenant, tmp_path / "checkpoint-3")
+    assert sorted(int(file.name.removeprefix("checkpoint-")) for file in tmp_path.iterdir()) == kept
+    step, found = _find_latest(tmp_path)
+    assert step == 3
+    assert found is not None
+
+
+def test_no_checkpoint_is_due_every_0_steps() -> None:
+    tenant: Any = SimpleNamespace(
+        args=SimpleNamespace(save_strategy="steps"), state=TrainerState(global_step=2, save_steps=0)
+    )
+    assert not TenantTraining._is_due(tenant, "save")
+    tenant.state.save_steps = 2
+    assert TenantTraining._is_due(tenant, "save")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"position": {}},
+        {"position": [1]},
+        {"position": {**POSITION, "offset": 4}},
+        {"position": {**POSITION, "offset": -1}},
+        {"position": {**POSITION, "epoch": 1 << 70}},
+        {"position": {**POSITION, "epoch": "0"}},
+        {"position": {**POSITION, "offset": 1.5}},
+        {"stateful_callbacks": []},
+        {"stateful_callbacks": None},
+        {"global_step": "2"},
+        {"nothing": 1},
+    ],
+)
+def test_a_damaged_state_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
+    place = state(tmp_path, 2, **change)
+    with pytest.raises(FormatError, match=f"{place / STATE_FILE}: cannot be read, .*. Remove {place}"):
+        _find_latest(tmp_path)

@@ -1,0 +1,137 @@
+"""Many LoRAs on ranks: each as alone, and as if it had not been interrupted."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.support.local_ranks import RankError
+from tests.support.world import run_forked as run_world
+from tests.training import tiny
+from tests.training.adapters_on_ranks import prepare, train, train_alone, train_until, values
+from tests.training.on_ranks import size_of_png
+
+from shardwise.training.train_model import TrlOutcome
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("tenants"))
+
+
+def losses(outcome: TrlOutcome) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in outcome.metrics}
+    for entry in outcome.history:
+        if "loss" in entry:
+            found[entry["tenant"]].append(entry["loss"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, list[float]]:
+    """Losses of both tenants on two ranks."""
+    outcomes = run_world(2, train, values(folder, "whole", 2))
+    assert losses(outcomes[0]) == losses(outcomes[1])
+    assert [(name, one["steps"]) for name, one in outcomes[0].metrics.items()] == [("ada", 8), ("bob", 6)]
+    memory = [(entry["step"], entry["memory/host_gib"]) for entry in outcomes[0].history if "tenant" not in entry]
+    assert memory[-1][0] == 8 + 6
+    assert all(len(by_rank) == 2 and min(by_rank) > 0.01 for _, by_rank in memory)
+    assert size_of_png(folder / "whole" / "curves.png") == (900, 750)
+    return losses(outcomes[0])
+
+
+@pytest.mark.parametrize("name", ["ada", "bob"])
+def test_a_tenant_on_two_ranks_is_trained_as_alone_by_trl(
+    folder: Path, whole: dict[str, list[float]], name: str
+) -> None:
+    [alone] = run_world(1, train_alone, values(folder, f"alone-{name}", 1), name)
+    assert alone[0] - alone[-1] > 0.05
+    assert whole[name] == pytest.approx(alone, abs=1e-5)
+    ours, theirs = (
+        load_file(folder / output / name / "adapter_model.safetensors") for output in ("whole", f"alone-{name}")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[key], theirs[key], atol=1e-5) for key in theirs)
+
+
+def test_a_signal_saves_and_the_same_command_resumes_on_another_number_of_ranks(
+    folder: Path, whole: dict[str, list[float]]
+) -> None:
+    stopped = run_world(2, train_until, values(folder, "stopped", 2), 5)
+    assert all(outcome.has_stopped for outcome in stopped)
+    [resumed] = run_world(1, train, {**values(folder, "stopped", 1), "gradient_checkpointing": True})
+    assert not resumed.has_stopped
+    assert {name: pytest.approx(own, abs=1e-5) for name, own in losses(resumed).items()} == whole
+
+
+def test_a_kill_costs_no_more_than_the_steps_since_the_newest_checkpoints(
+    folder: Path, whole: dict[str, list[float]]
+) -> None:
+    with pytest.raises(RankError):
+        run_world(2, train_until, values(folder, "killed", 2), 7, signal.SIGKILL)
+    assert (folder / "killed" / "ada" / "checkpoint-4" / "trainer_state.json").is_file()
+    [resumed] = run_world(1, train, values(folder, "killed", 1))
+    assert {name: pytest.approx(own, abs=1e-5) for name, own in losses(resumed).items()} == whole
+    [again] = run_world(1, train, values(folder, "killed", 1))  # there is nothing left to do
+    assert losses(again) == losses(resumed)
+
+
+def test_a_sweep_is_ranked_and_a_tenant_that_fails_ends_alone(folder: Path) -> None:
+    given = values(folder, "swept", 1)
+    ada = given.pop("tenants")["ada"]
+    given |= {**ada, "max_steps": 4, "save_strategy": "no", "sweep": {"learning_rate": [1e-6, 0.01, 1e38]}}
+    [outcome] = run_world(1, train, given)
+    assert list(outcome.metrics) == ["lr0.01", "lr1e-06", "lr1e-38"]
+    assert ["failure" in one for one in outcome.metrics.values()] == [False, False, True]
+    assert outcome.metrics["lr0.01"]["eval_loss"] < outcome.metrics["lr1e-06"]["eval_loss"]
+    assert outcome.summary[1].split()[:3] == ["1", "lr0.01", "4/4"]
+    assert "lr1e-38: failed in step" in "\n".join(outcome.summary)
+    assert (folder / "swept" / "lr0.01" / "adapter_model.safetensors").is_file()
+    assert not (folder / "swept" / "lr1e-38" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
+        ({"max_length": 3}, "max_length: 3 leaves no row of train with a token to train on"),
+        ({"max_length": 6}, "max_length: 6 leaves no row of train with a token to train on"),
+    ],
+)
+def test_a_tenant_that_cannot_be_is_one_error_on_all_ranks(
+    folder: Path, further: dict[str, Any], message: str
+) -> None:
+    given = values(folder, "refused", 2)
+    given["tenants"]["bob"] |= further
+    with pytest.raises(RankError, match=f"tenants.bob: (rank 0: )?{message}") as told:
+        run_world(2, train, given)
+    found = {f"[rank {rank}] shardwise.core.errors.ConfigError: tenants.bob" in str(told.value) for rank in (0, 1)}
+    assert found == {True}
+
+
+def test_a_row_that_is_too_long_for_a_pass_and_an_unknown_token_are_named(folder: Path) -> None:
+    with pytest.raises(RankError, match=r"tenants\.ada: a row has \d+ tokens.*set max_length or tokens_per_pass"):
+        run_world(1, train, {**values(folder, "refused", 1), "tokens_per_pass": 32})
+    with pytest.raises(RankError, match="eos_token: <end> is not in the vocabulary"):
+        run_world(1, train, {**values(folder, "refused", 1), "eos_token": "<end>"})
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([f"<{number}>" for number in range(10)])
+    tokenizer.save_pretrained(folder / "words")
+    given = {**values(folder, "refused", 1), "tokenizer_name_or_path": str(folder / "words")}
+    given["tenants"]["bob"]["dataset_name"] = str(tiny.write_rows(folder / "w.jsonl", tiny.chat("Hi", "<9>")))
+    with pytest.raises(RankError, match=r"tenants\.bob: the dataset, or its chat template, uses '<9>'"):
+        run_world(1, train, given)
+
+
+def test_a_folder_with_another_base_or_adapter_is_left_alone(folder: Path, whole: dict[str, list[float]]) -> None:
+    other = values(folder, "whole", 1)
+    other["tenants"]["ada"] |= {"lora_r": 3}
+    with pytest.raises(RankError, match=r"has a training with ada\.lora_r=\S+, not 3"):
+        run_world(1, train, other)
+    given = {**values(folder, "whole", 1), "model_revision": "other"}
+    with pytest.raises(RankError, match="has a training with model_revision=None, not 'other'"):
+        run_world(1, train, given)

@@ -1,0 +1,59 @@
+"""Blocks that are computed alone are kept for the next request only."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors.torch import save_file
+
+from shardwise.core.computed import Computed, ComputedBlock, FullOperation
+from shardwise.core.expression import Expression, Stored
+from shardwise.core.layout import LocalBox
+from shardwise.core.tensors import Box, DType, Strided
+from shardwise.files.local_reader import LocalReader
+from shardwise.files.open_checkpoint import open_checkpoint
+from shardwise.saving.offline import create_executor
+from shardwise.transfer.read import ReadItem, plan_reads
+
+SHAPE = (1024,)
+
+
+class Doubled(FullOperation):
+    """Doubles a tensor. Counts the blocks in memory before each computation, by any of these operations."""
+
+    made: ClassVar[list[weakref.ref[torch.Tensor]]] = []
+    before: ClassVar[list[int]] = []
+
+    @classmethod
+    def in_memory(cls) -> int:
+        return sum(block() is not None for block in cls.made)
+
+    def evaluate(self, block: ComputedBlock, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        self.before.append(self.in_memory())
+        found = 2 * values[0]
+        self.made.append(weakref.ref(found))
+        return {"out": found}
+
+
+def double(source: Expression) -> Computed:
+    return Computed(Doubled("doubled", (SHAPE,), {"out": SHAPE}, 1 << 40), "out", SHAPE, DType.F32, (source,))
+
+
+def test_a_block_is_freed_once_no_request_follows_that_needs_it(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(SHAPE)}, tmp_path / "model.safetensors")
+    stored, whole = Stored("a", SHAPE, DType.F32), Box.whole(SHAPE)
+    four = double(double(stored))
+    with LocalReader(tmp_path) as reader:
+        executor = create_executor(reader, open_checkpoint(reader))
+        assert executor.values(four, whole, torch.float32).tolist() == [4.0] * 1024
+        assert Doubled.before == [0, 0], "the inner block is freed before the outer one is computed"
+        assert executor.values(four, Box((5,), (2,)), torch.float32).tolist() == [4.0] * 2
+        assert len(Doubled.before) == 2, "the next part of a block needs no new computation"
+        executor.values(stored, whole, torch.float32)
+        assert Doubled.in_memory() == 0
+        part = LocalBox(whole, Strided.contiguous(SHAPE))
+        target = ReadItem("x", four, (part,), torch.float32, torch.device("cpu"))
+        executor.place(plan_reads([target], executor.index, reader.policy, 1 << 20), [torch.empty(SHAPE)])
+        assert Doubled.in_memory() == 0

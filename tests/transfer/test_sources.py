@@ -1,0 +1,101 @@
+"""The choice of the rank that sends a tensor, without processes."""
+
+import pytest
+
+from shardwise.core.errors import RankMismatchError
+from shardwise.transfer.matching import (
+    NO_SOURCES,
+    Item,
+    require_alike,
+    resolve_differences,
+    select_dtypes,
+    select_sources,
+)
+
+ANYONE = "any"
+
+
+def chosen(live, values_from=ANYONE):
+    (sources,) = select_sources(["w"], [[has] for has in live], values_from)
+    return sources
+
+
+@pytest.mark.parametrize(
+    ("live", "sources"),
+    [
+        ((0, 0, 0, 0), NO_SOURCES),
+        ((1, 1, 1, 1), (0, 1, 2, 3)),
+        ((1, 0, 0, 0), (0, 0, 0, 0)),
+        ((0, 0, 1, 0), (2, 2, 2, 2)),
+        ((1, 0, 0, 1), (0, 0, 0, 3)),
+        ((1, 1, 0, 0), (0, 1, 0, 0)),
+    ],
+)
+def test_a_rank_without_values_gets_those_of_the_first_that_has_the_most(live, sources):
+    assert chosen(live) == sources
+
+
+def test_the_other_modes_rely_on_certain_ranks():
+    assert chosen((1, 1, 1, 1), "first_rank") == (0, 0, 0, 0)
+    assert chosen((1, 0, 0, 1), "first_rank") == (0, 0, 0, 0)
+    assert chosen((1, 1, 1, 1), "all_ranks") == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("live", "values_from", "who"),
+    [((0, 1, 1, 1), "first_rank", "rank 0: w"), ((1, 0, 1, 0), "all_ranks", "ranks 1, 3: w")],
+)
+def test_ranks_that_should_have_values_and_do_not_are_named(live, values_from, who):
+    with pytest.raises(RankMismatchError, match=who):
+        chosen(live, values_from)
+
+
+def test_where_values_differ_the_rank_with_the_most_of_the_model_counts():
+    names = ["weight", "table"]
+    live = [[False, True], [True, True], [True, True]]
+    sources = select_sources(names, live, "any")
+    assert sources == [(1, 1, 2), (0, 1, 2)]
+    sums = [{"table": 5}, {"weight": 1, "table": 5}, {"weight": 2, "table": 6}]
+    settled, taken = resolve_differences(names, sources, sums, [1, 2, 2], "any")
+    assert settled == [(1, 1, 1), (1, 1, 1)]
+    assert taken == {"weight": 1, "table": 1}
+    equal = [{"table": 5}, {"weight": 1, "table": 5}, {"weight": 1, "table": 5}]
+    assert resolve_differences(names, sources, equal, [1, 2, 2], "any") == (sources, {})
+    with pytest.raises(RankMismatchError, match="2 tensors have other values on some ranks.*table"):
+        resolve_differences(names, sources, sums, [1, 2, 2], "all_ranks")
+
+
+@pytest.mark.parametrize("source_ranks", [NO_SOURCES, (0, 0), (1, 1)])
+def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_ranks):
+    assert resolve_differences(["w"], [source_ranks], [{}, {}], [1, 1], "all_ranks") == ([source_ranks], {})
+
+
+@pytest.mark.parametrize(
+    ("sources", "dtypes"),
+    [
+        ((0, 1), ("float32", "bfloat16")),
+        (NO_SOURCES, ("float32", "bfloat16")),
+        ((0, 0), ("float32", "float8_e4m3fn")),
+        ((0, 0), ("float32", "int64")),
+        ((0, 0, 0), ("float32", "bfloat16", "float16")),
+    ],
+)
+def test_dtypes_without_a_common_choice_are_refused(sources, dtypes):
+    with pytest.raises(RankMismatchError, match="w is .*float32 on rank 0"):
+        select_dtypes(["w"], [sources], [[dtype] for dtype in dtypes])
+
+
+def test_ranks_of_a_subgroup_are_shown_as_global_ranks():
+    with pytest.raises(RankMismatchError, match="rank 6: w"):
+        select_sources(["w"], [[True], [False]], "all_ranks", (4, 6))
+    with pytest.raises(RankMismatchError, match="bfloat16 on rank 6, float32 on rank 4"):
+        select_dtypes(["w"], [(0, 1)], [["float32"], ["bfloat16"]], (4, 6))
+
+
+def item(name="w", *others, shape=(2, 3), trained=True):
+    return Item((name, *others), "parameter", shape, trained)
+
+
+def test_the_order_of_tensors_counts():
+    with pytest.raises(RankMismatchError, match="order of the tensors on rank 1"):
+        require_alike([[item("a"), item("b")], [item("b"), item("a")]])
