@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tests import truth
 from tests.loading.on_ranks import batch, bring_up, loss_and_gradients
+from tests.quantized.requirements import SHARDS_PACKED
 from tests.support.world import attempt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,7 +41,8 @@ class Mixed(nn.Module):
         self.norm = nn.LayerNorm(5)  # a float32 island
         self.experts = nn.Parameter(torch.zeros(2, 12, 3, dtype=torch.bfloat16))
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.bfloat16))
-        self.codes = nn.Parameter(torch.zeros(9, 2, dtype=torch.int32), requires_grad=False)
+        if SHARDS_PACKED:
+            self.codes = nn.Parameter(torch.zeros(9, 2, dtype=torch.int32), requires_grad=False)
         self.packed = nn.Parameter(torch.zeros(7, 4, dtype=torch.float8_e4m3fn), requires_grad=False)
         self.frozen = nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16), requires_grad=False)
         self.registers = nn.Parameter(torch.zeros(1, 0, 4, dtype=torch.bfloat16), requires_grad=False)
@@ -201,9 +203,10 @@ def other_dtypes() -> tuple[list[str], dict[str, Any]]:
         model.blocks[0].linear.to(torch.float32)
     else:
         model = meta_model()
-        model.blocks[1].codes = nn.Parameter(
-            torch.zeros(9, 2, dtype=torch.int64, device="meta"), requires_grad=False
-        )
+        if SHARDS_PACKED:
+            model.blocks[1].codes = nn.Parameter(
+                torch.zeros(9, 2, dtype=torch.int64, device="meta"), requires_grad=False
+            )
         model.blocks[1].packed = nn.Parameter(
             torch.zeros(7, 4, dtype=torch.bfloat16, device="meta"), requires_grad=False
         )
