@@ -1,4 +1,4 @@
-"""What users of shardwise see first, stated once: ``__init__.py`` reads this file, and type checkers do."""
+"""The public names: ``__init__.py`` reads this file, and type checkers do."""
 
 from shardwise import integrations as integrations
 from shardwise import options as options

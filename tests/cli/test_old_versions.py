@@ -29,7 +29,7 @@ _COMMAND = """
 from shardwise.cli import main
 main(["verify", "nowhere"])
 """
-ROOMS = sorted(
+PACKAGES = sorted(
     path.parent.name
     for path in Path(__file__).parents[2].glob("src/shardwise/*/__init__.py")
     if any(
@@ -46,9 +46,9 @@ def run(text: str, library: str, found: str) -> subprocess.CompletedProcess[str]
 
 
 def test_an_old_version_is_reported_by_the_first_import():
-    assert len(ROOMS) > 8
-    done = run(_IMPORTS.format(names=ROOMS), "transformers", "5.10.4")
-    assert done.stdout.splitlines() == [ERROR] * len(ROOMS), done.stderr
+    assert len(PACKAGES) > 8
+    done = run(_IMPORTS.format(names=PACKAGES), "transformers", "5.10.4")
+    assert done.stdout.splitlines() == [ERROR] * len(PACKAGES), done.stderr
 
 
 def test_a_command_reports_an_old_version_in_one_line():
