@@ -119,9 +119,7 @@ def test_what_a_table_names_imports_none_of_its_importers():
     assert circles({"shardwise.one": ast.parse(""), "shardwise.two": ast.parse("import shardwise.one")}, upward)
 
 
-FORMATS = (
-    "accelerate_saves coded distributed grouped_integers join_entries peft_adapter pickles quantized torch_files"
-)
+FORMATS = "accelerate_saves coded distributed join_entries peft_adapter pickles quantized torch_files"
 
 
 def test_load_imports_no_format():

@@ -67,6 +67,33 @@ def test_blocks_of_microscaling_floats_are_of_32_numbers(dtype: DType) -> None:
             find_form({"quant_method": "mxfp4"}).dequantized(NOTHING, of(nbytes))
 
 
+WORDS = [("m.weight_packed", DType.I32, (8, 1)), ("m.weight_scale", DType.F32, (8, 1))]
+NVFP4 = [
+    ("m.weight", DType.U8, (8, 8)),
+    ("m.weight_scale", DType.F8_E4M3, (8, 1)),
+    ("m.weight_scale_2", DType.F32, (1,)),
+]
+MXFP4 = [("m.down_proj_blocks", DType.U8, (2, 6, 3, 16)), ("m.down_proj_scales", DType.U8, (2, 6, 3))]
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "offsets"),
+    [
+        (packed(), WORDS, "m.qzeros"),
+        (packed(), WORDS, "m.g_idx"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, NVFP4, "m.weight_zero_point"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, NVFP4, "m.weight_g_idx"),
+        ({"quant_method": "mxfp4"}, MXFP4, "m.down_proj_zero_point"),
+    ],
+)
+def test_offsets_that_a_form_does_not_have(
+    config: dict[str, Any], tensors: list[tuple[str, DType, tuple[int, ...]]], offsets: str
+) -> None:
+    find_form(config).dequantized(NOTHING, index_of(*tensors))
+    with pytest.raises(FormatError, match=f"{offsets} is not supported for weights in this form"):
+        find_form(config).dequantized(NOTHING, index_of(*tensors, (offsets, DType.I32, (8, 1))))
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -222,8 +222,8 @@ def is_quantization_key(key: str) -> bool:
 def unknown_form(what: str) -> ConfigError:
     """Return the error for weights that are stored in an unsupported form."""
     return ConfigError(
-        f"the checkpoint is quantized in a way that is not supported ({what}). Use one in a floating dtype, in "
-        "FP8, MXFP4 or NVFP4, or of compressed-tensors, bitsandbytes (4 bits), AWQ or GPTQ"
+        f"the checkpoint is quantized in a way that is not supported ({what}). Load the original weights, or "
+        "dequantize it by transformers and save it"
     )
 
 

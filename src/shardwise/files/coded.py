@@ -112,38 +112,6 @@ class FourBits:
     kind: ClassVar[str] = "four bits"
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedIntegers:
-    """A weight (out, in) of integers in words of 32 bits, less zero points, times scales of groups of inputs.
-
-    Attributes:
-        values: bytes of words, of eight outputs each in AWQ's order (in, out / 8), or with ``in_rows`` of inputs
-            (in * bits / 32, out).
-        zeros: bytes of words (groups, out * bits / 32).
-        scales: (groups, out).
-        shape: shape of the weight.
-        group: number of inputs with one scale.
-        dtype: dtype of the scales, to which products are rounded.
-        bits: bits of an integer.
-        in_rows: True if a word has several inputs of an output.
-        is_less_one: True if zero points are stored less 1.
-        group_indices: the group of each input, if it does not follow from the position.
-    """
-
-    values: Whole
-    zeros: Whole
-    scales: Whole
-    shape: tuple[int, int]
-    group: int
-    dtype: DType
-    bits: int = 4
-    in_rows: bool = False
-    is_less_one: bool = False
-    group_indices: Whole | None = None
-
-    kind: ClassVar[str] = "grouped"
-
-
 def words_as_bytes(entry: TensorEntry) -> TensorEntry:
     """Return an entry of 32-bit words as one of little-endian bytes. Others are unchanged."""
     if entry.dtype is not DType.I32 or not entry.shape:

@@ -1,21 +1,7 @@
 """Dequantization of integers and of low-bit floats: (code - zero point) * scale.
 
-[Note: Layouts] Formats store codes in different orders. This node takes one: row by row, with the first of two
-codes in the lower half of a byte. For an order that is a permutation of dimensions, its inputs and its result are
-reshaped and permuted, and scales and zero points are brought into the order of the codes:
-
-- AWQ packs eight columns into a word of 32 bits, in the order 0, 2, 4, 6, 1, 3, 5, 7: columns are dequantized as
-  (words, 2, 4), and permuted to (words, 4, 2).
-- GPTQ packs eight rows of one column into a word: they are dequantized as (words, columns, 8).
-
-Packed zero points are decoded by a node of their own (:func:`decoded`).
-
-[Note: Products] A weight of AWQ or GPTQ is ``(code - zero) * scale`` in the dtype of the scales, as AutoAWQ
-(``awq/utils/packing_utils.py``) and GPTQModel (``gptqmodel/nn_modules/qlinear/__init__.py``) compute it on a CPU.
-The difference is exact, and the product is rounded once to that dtype, before any cast to the dtype of a model.
-
-GPTQ's first format stores zero points minus 1. GPTQModel undoes that by an addition to the full word, which carries
-from one zero point to the next. :class:`AddToWords` does the same.
+Codes are stored row by row, with the first of two codes in the lower half of a byte. Packed zero points are decoded
+by a node of their own (:func:`decoded`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
-from shardwise.core.computed import BadValues, Computed, ComputedBlock, aligned_blocks, cast, every_nth, table_for
+from shardwise.core.computed import BadValues, Computed, ComputedBlock, aligned_blocks, every_nth, table_for
 from shardwise.core.expression import Expression, Shape, permute, reshape
 from shardwise.core.tensors import Box, Code, DType, numel
 
@@ -61,7 +47,6 @@ class Dequantize:
             255 is NaN).
         overall: power of the scale of the whole tensor by which scales are multiplied: 1, -1, or 0 without one.
         has_zeros: an input has a zero point for each scale.
-        rounds_to: each result is rounded to this dtype, before it is cast to any other: F32, BF16 or F16.
     """
 
     shape: Shape
@@ -70,7 +55,6 @@ class Dequantize:
     has_exponents: bool = False
     overall: int = 0
     has_zeros: bool = False
-    rounds_to: DType = DType.F32
     label: str = "dequantizing"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
@@ -112,7 +96,7 @@ class Dequantize:
         return min(_MAX_ELEMENTS, (most_bytes - _STRIP_BYTES * _STRIP_ELEMENTS) // per_element)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        result = cast(values[0].new_empty(0), self.rounds_to).new_empty(block.outputs[_OUT].sizes)
+        result = values[0].new_empty(0).float().new_empty(block.outputs[_OUT].sizes)  # on the inputs' device
         self.evaluate_into(block, values, {_OUT: result})
         return {_OUT: result}
 
@@ -132,7 +116,7 @@ class Dequantize:
         self, block: ComputedBlock, values: Sequence[Any], most_bytes: int
     ) -> tuple[Mapping[str, Any], Any]:
         box = block.outputs[_OUT]
-        result = cast(values[0].new_empty(0), self.rounds_to).new_empty(box.sizes)
+        result = values[0].new_empty(0).float().new_empty(box.sizes)
         strip_elements = _STRIP_ELEMENTS + max(0, most_bytes - block.nbytes) // _STRIP_BYTES
         checks = self._write(box, values, result, strip_elements)
         is_bad = result.isnan().any()
@@ -153,7 +137,7 @@ class Dequantize:
             if factors is not None:
                 by_block, spread = self._spread(result, self._strip_scales(factors, strip, box), strip)
                 by_block.mul_(spread)
-            _slice(out, strip, box).copy_(cast(result, self.rounds_to))
+            _slice(out, strip, box).copy_(result)
         return checks
 
     def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Sequence[_Check]]:
@@ -245,9 +229,8 @@ def dequantized(
     overall: tuple[Expression, int] | None = None,
     zeros: Expression | None = None,
     groups: Expression | None = None,
-    rounds_to: DType = DType.F32,
 ) -> Expression:
-    """Return (elements - zero points) * scales. See :class:`Dequantize`.
+    """Return (elements - zero points) * scales, as float32. See :class:`Dequantize`.
 
     Args:
         values: as many bytes as ``shape`` needs, row by row, under any shape.
@@ -259,7 +242,6 @@ def dequantized(
         overall: a tensor of one element, and 1 or -1: by which scales are multiplied, or divided.
         zeros: numbers of any dtype, one for each block, that are subtracted.
         groups: integers, the block of each index of the last dimension, if it does not follow from the index.
-        rounds_to: the dtype of the result. Products are computed in float32 in any case.
 
     Raises:
         ValueError: there are not as many scales, or zero points, as blocks, not as many bytes as elements, or not
@@ -274,9 +256,9 @@ def dequantized(
     if overall is not None:
         others.insert(1, reshape(overall[0], (1,)))
     power = 0 if overall is None else overall[1]
-    operation = Dequantize(shape, unit, code, has_exponents, power, zeros is not None, rounds_to)
+    operation = Dequantize(shape, unit, code, has_exponents, power, zeros is not None)
     sources = (_bytes(values, shape, code), *others)
-    return Computed(operation, _OUT, shape, rounds_to, sources)
+    return Computed(operation, _OUT, shape, DType.F32, sources)
 
 
 def _by_column(found: Expression, groups: Expression) -> Expression:
@@ -291,38 +273,6 @@ def _bytes(values: Expression, shape: Sequence[int], code: Code) -> Expression:
     if not shape or shape[-1] % per_byte or numel(values.shape) * per_byte != numel(shape):
         raise ValueError(f"{values} has {values.shape}, which is not {tuple(shape)}, {per_byte} in a byte")
     return reshape(values, (*shape[:-1], shape[-1] // per_byte))
-
-
-_WORD_BYTES = 4
-_CODES = {4: Code.OFFSET4, 8: Code.OFFSET8}
-"""Encodings by bits. Codes and zero points have the same offset, which cancels out."""
-
-
-@dataclass(frozen=True, slots=True)
-class AddToWords:
-    """Addition of a constant to 32-bit words, modulo 2 ** 32.
-
-    Attributes:
-        shape: of the bytes (rows, 4 * words).
-        constant: from -(2 ** 31) to 2 ** 31 - 1.
-    """
-
-    shape: Shape
-    constant: int
-    label: str = "adding to words"
-
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted[_OUT], self.shape, (1, _WORD_BYTES), max(1, most_bytes // 2)):
-            yield ComputedBlock((box,), {_OUT: box}, 2 * box.numel)
-
-    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        words = values[0].view(cast(values[0].new_empty(0), DType.I32).dtype)
-        return {_OUT: (words + self.constant).view(values[0].dtype)}
-
-    def evaluate_on_device(
-        self, block: ComputedBlock, values: Sequence[Any], _most_bytes: int
-    ) -> tuple[Mapping[str, Any], Any]:
-        return self.evaluate(block, values), values[0].new_zeros(()).bool()
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,66 +325,3 @@ def _rows(source: Expression, indices: Expression) -> Expression:
     shape = (indices.shape[0], source.shape[1])
     dtype = DType.F32 if source.dtype.kind == "float" else source.dtype
     return Computed(GatherRows(source.shape[0], shape), _OUT, shape, dtype, (source, indices))
-
-
-def columns_in_words(
-    values: Expression, zeros: Expression, scales: Expression, shape: Shape, group: int, dtype: DType
-) -> Expression:
-    """Return AWQ's weight (out, in) from words of eight outputs of one input, in 4 bits. See [Note: Layouts].
-
-    Args:
-        values: bytes of the words (in, out / 8).
-        zeros: bytes of words (groups, out / 8), in the same order.
-        scales: (groups, out).
-        shape: (out, in).
-        group: inputs with one scale.
-        dtype: of the products.
-    """
-    out, columns = shape
-    order, groups = (columns, out // 8, 2, 4), scales.shape[0]
-    stored_order = permute(reshape(scales, (groups, out // 8, 4, 2)), (0, 1, 3, 2))
-    points = decoded(zeros, (groups, *order[1:]), Code.OFFSET4)
-    made = dequantized(values, stored_order, order, (group, 1, 1, 1), Code.OFFSET4, zeros=points, rounds_to=dtype)
-    return reshape(permute(made, (1, 3, 2, 0)), shape)
-
-
-def rows_in_words(
-    values: Expression,
-    zeros: Expression,
-    scales: Expression,
-    shape: Shape,
-    group: int,
-    dtype: DType,
-    *,
-    bits: int,
-    is_less_one: bool,
-    group_indices: Expression | None,
-) -> Expression:
-    """Return GPTQ's weight (out, in) from words of ``32 / bits`` inputs of one output. See [Note: Layouts].
-
-    Args:
-        values: bytes of the words (in * bits / 32, out).
-        zeros: bytes of words (groups, out * bits / 32).
-        scales: (groups, out).
-        shape: (out, in).
-        group: inputs with one scale, a multiple of those in a word.
-        dtype: of the products.
-        bits: 4 or 8.
-        is_less_one: zero points are stored minus 1.
-        group_indices: the group of each input (in,), if it does not follow from its position.
-    """
-    (out, columns), per_word, groups = shape, 32 // bits, scales.shape[0]
-    if is_less_one:
-        ones = sum(1 << at for at in range(0, 32, bits))
-        zeros = Computed(AddToWords(zeros.shape, ones), _OUT, zeros.shape, DType.U8, (zeros,))
-    points = decoded(zeros, (groups, out), _CODES[bits])
-    unit: Shape = (group // per_word, 1, per_word)
-    if group_indices is not None:
-        unit = (1, 1, 1)
-        scales, points = (
-            permute(reshape(_rows(found, group_indices), (columns // per_word, per_word, out)), (0, 2, 1))
-            for found in (scales, points)
-        )
-    order = (columns // per_word, out, per_word)
-    made = dequantized(values, scales, order, unit, _CODES[bits], zeros=points, rounds_to=dtype)
-    return reshape(permute(made, (1, 0, 2)), shape)

@@ -5,8 +5,8 @@ from typing import TypeAlias
 
 from shardwise.core.expression import Expression, permute, reshape, slice_dim
 from shardwise.core.tensors import numel
-from shardwise.files.coded import FourBits, GroupedIntegers, Scaled, Zeros
-from shardwise.files.dequantize import columns_in_words, decoded, dequantized, rows_in_words
+from shardwise.files.coded import FourBits, Scaled, Zeros
+from shardwise.files.dequantize import decoded, dequantized
 from shardwise.files.packed import dequantized_rows, dequantized_scales
 
 LeafOf: TypeAlias = Callable[[str], Expression]
@@ -59,21 +59,3 @@ def four_bits(coded: FourBits, leaf: LeafOf) -> Expression:
             factors, leaf(coded.nested.scales.key), coded.nested.offset, coded.nested.codebook
         )
     return dequantized_rows(leaf(coded.values.key), factors, coded.shape, coded.form, coded.block, coded.dtype)
-
-
-def grouped(coded: GroupedIntegers, leaf: LeafOf) -> Expression:
-    """Dequantize integers packed in words, with a scale and a zero point for each group of inputs."""
-    values, zeros, scales = (leaf(item.key) for item in (coded.values, coded.zeros, coded.scales))
-    if not coded.in_rows:
-        return columns_in_words(values, zeros, scales, coded.shape, coded.group, coded.dtype)
-    return rows_in_words(
-        values,
-        zeros,
-        scales,
-        coded.shape,
-        coded.group,
-        coded.dtype,
-        bits=coded.bits,
-        is_less_one=coded.is_less_one,
-        group_indices=None if coded.group_indices is None else leaf(coded.group_indices.key),
-    )

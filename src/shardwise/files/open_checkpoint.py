@@ -250,9 +250,6 @@ QUANTIZED: Final[dict[str, str]] = {
     "compressed-tensors": _WITH_SCALES,
     "modelopt": _WITH_SCALES,
     "bitsandbytes": "shardwise.files.coded:bitsandbytes",
-    "awq": "shardwise.files.grouped_integers:awq",
-    "gptq": "shardwise.files.grouped_integers:gptq",
-    "auto-round": "shardwise.files.grouped_integers:auto_round",
 }
 """The :data:`FormOf` of each ``quant_method``, as ``package.module:name``. Add your own form as a line, and a new
 kind of :class:`~shardwise.files.checkpoint_index.Coded` as a line in ``stored_tensors.NODES``."""

@@ -104,8 +104,13 @@ class _Forms:
             except FormatError as error:
                 faults.add(_FAULTS, str(error))
         for key in entries:
-            if key not in used and _is_scale(key):
+            if key in used:
+                continue
+            if _is_scale(key):
                 faults.add(_FAULTS, f"{shown(key)} is a scale of nothing that is stored")
+            elif _OFFSETS.fullmatch(key):
+                # A reader that ignores them gets other values.
+                faults.add(_FAULTS, f"{shown(key)} is not supported for weights in this form")
         faults.raise_if_any()
         read = {item.composition.values.key for item in composed.values() if isinstance(item.composition, Scaled)}
         entries = {key: replace(entry, dtype=DType.U8) if key in read else entry for key, entry in entries.items()}
@@ -283,6 +288,9 @@ _OF_WEIGHTS = re.compile(
     r".+(_scale_inv|weight_scale|weight_scale_2|weight_global_scale|qscale_weight|_proj_scales?)"
 )
 """Names of scales of weights."""
+
+_OFFSETS = re.compile(r".+((weight|_proj)_(zero_point|g_idx)|\.(qzeros|g_idx))")
+"""Names of zero points and of groups of columns."""
 
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _SCALES_OF_WEIGHTS = ("scale", "qscale_weight")

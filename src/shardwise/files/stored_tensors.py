@@ -16,7 +16,6 @@ MakeNode: TypeAlias = Callable[[Any, Callable[[str], Expression]], Expression]
 NODES: Final[dict[str, str]] = {
     "scaled": "shardwise.files.dequantize_expressions:scaled",
     "four bits": "shardwise.files.dequantize_expressions:four_bits",
-    "grouped": "shardwise.files.dequantize_expressions:grouped",
 }
 """Location of the :data:`MakeNode` of each kind, as ``package.module:name``."""
 
