@@ -324,8 +324,8 @@ def _open_url(url: str, hub: HubOptions) -> OpenStorage:
     if hub.local_files_only:
         raise StorageError(f"{where}: is read over the network, but local_files_only is set. Pass a local folder")
     folder, file = split_file(url)
-    if file is not None and (hub.subfolder or hub.variant):
-        raise StorageError(f"{where}: is a file, which has no subfolder and no variant. Leave them out")
+    if file is not None and hub.subfolder:
+        raise StorageError(f"{where}: is a file, which has no subfolder. Leave subfolder out")
     require_subfolder(where, hub)
     if hub.subfolder:
         before, mark, query = folder.partition("?")

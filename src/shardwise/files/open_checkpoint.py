@@ -45,7 +45,6 @@ def open_checkpoint(
     *,
     weights_name: str | None = None,
     extra_files: Sequence[str] = (),
-    variant: str | None = None,
 ) -> CheckpointIndex:
     """Find the files of a checkpoint and read their entries.
 
@@ -54,8 +53,8 @@ def open_checkpoint(
     ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the only other index
     of safetensors files, all safetensors files, ``.metadata`` of ``torch.distributed.checkpoint``, here or in the
     only folder with a name that accelerate gives to models. If the storage cannot list files, the usual names are
-    tried. ``variant`` selects the weights of that variant instead. ``extra_files`` are safetensors files that are
-    read as well, if they exist. Files named by an index are relative to the folder, as in transformers.
+    tried. ``extra_files`` are safetensors files that are read as well, if they exist. Files named by an index are
+    relative to the folder, as in transformers.
 
     Pickles are read without executing their code: see :mod:`shardwise.files.pickles`.
 
@@ -63,7 +62,7 @@ def open_checkpoint(
     bytes could not be read.
     """
     if isinstance(path, StorageReader):
-        return _open(path, weights_name if variant is None else _variant_in(path, variant), extra_files)
+        return _open(path, weights_name, extra_files)
     opened = open_storage(path if is_url(path) else Path(path))
     with opened.reader:
         if opened.file is not None:
@@ -73,7 +72,7 @@ def open_checkpoint(
                     "names another. Pass one of the two"
                 )
             weights_name = opened.file
-        return open_checkpoint(opened.reader, weights_name=weights_name, extra_files=extra_files, variant=variant)
+        return open_checkpoint(opened.reader, weights_name=weights_name, extra_files=extra_files)
 
 
 def _formats() -> Iterator[CheckpointFormat]:
@@ -129,25 +128,6 @@ def _check_weight_map(weight_map: Mapping[str, str], keys: Mapping[str, set[str]
 
 
 # Choosing files
-
-
-def _variant_in(reader: StorageReader, variant: str) -> str:
-    """Return the file or the index of a variant: ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``.
-
-    Raises :class:`FormatError` if there is none.
-    """
-    names = [f"{stem}.{variant}{dot}{end}" for stem, dot, end in (name.rpartition(".") for name in _usual())]
-    for name in names:
-        if checkpoint_index.is_there(reader, name):
-            return name
-    try:
-        there = [name for name in reader.list() if name.endswith((".safetensors", ".bin", ".json"))]
-    except CannotListError:
-        there = []
-    raise FormatError(
-        f"{reader.root}: no weights of the variant {variant!r}. Looked for {', '.join(names)}. "
-        f"There are {checkpoint_index.listed(map(shown, there)) or 'no files that it lists'}"
-    )
 
 
 def _usual() -> Iterator[str]:

@@ -161,9 +161,8 @@ class HubOptions:
     """Options for a hub repository: the revision, the cache and the download.
 
     ``revision`` is a branch, tag or commit. ``cache_dir`` replaces the cache of huggingface_hub. ``token`` is a
-    token, True for the stored one, False for none, or None for the stored one if it exists. ``variant`` is the
-    variant in the names of the weights, such as "fp16" in ``model.fp16.safetensors``. ``subfolder`` and ``variant``
-    also apply to local folders.
+    token, True for the stored one, False for none, or None for the stored one if it exists. ``subfolder`` also
+    applies to local folders.
     """
 
     revision: str | None = None
@@ -171,7 +170,6 @@ class HubOptions:
     token: str | bool | None = field(default=None, repr=False)
     local_files_only: bool = False
     subfolder: str = ""
-    variant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +220,8 @@ def local_path(name_or_path: str | os.PathLike[str], options: HubOptions) -> Pat
     if not is_local(name_or_path):
         return None
     path = Path(named).expanduser()
-    if path.is_file() and (options.subfolder or options.variant):
-        raise StorageError(f"{path}: is a file, which has no subfolder and no variant. Leave them out")
+    if path.is_file() and options.subfolder:
+        raise StorageError(f"{path}: is a file, which has no subfolder. Leave subfolder out")
     place = path / options.subfolder
     if not place.exists():
         raise StorageError(

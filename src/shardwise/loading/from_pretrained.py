@@ -184,9 +184,8 @@ def find(
         directory = resolve_everywhere(world, name_or_path, hub, replace(wanted, extra=extra))
     opened = open_everywhere(world, name_or_path if is_remote else directory, hub)
     stack.enter_context(opened.reader)
-    source = read_index(
-        world, opened, weights_name=getattr(config, "transformers_weights", None), variant=hub.variant, extra=extra
-    )
+    weights_name = getattr(config, "transformers_weights", None)
+    source = read_index(world, opened, weights_name=weights_name, extra=extra)
     adapters: dict[str, Adapter] = {}
     everything = source
     for name, folder in keywords.get("tuning", Full()).folders().items():
@@ -209,7 +208,7 @@ def _with_adapter(
         ConfigError: it is no LoRA, or PEFT cannot read its config.
     """
     # Another repository than the base's, with revisions and folders of its own.
-    hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="", variant=None)
+    hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="")
     folder = resolve_everywhere(world, given, hub, AdapterFiles())
     with world.collective("open the adapter"):
         file, config = weights_in(folder), read_lora_config(folder)

@@ -49,7 +49,7 @@ def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource
     else:
         place = checkpoint if is_url(checkpoint) else resolve_everywhere(world, checkpoint, hub)
         opened = open_everywhere(world, place, hub)
-    return read_index(world, opened, variant=hub.variant, is_own=is_own)
+    return read_index(world, opened, is_own=is_own)
 
 
 def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:
@@ -72,7 +72,6 @@ def read_index(
     opened: OpenStorage,
     *,
     weights_name: str | None = None,
-    variant: str | None = None,
     extra: Sequence[str] = (),
     is_own: bool = True,
 ) -> OpenSource:
@@ -87,9 +86,7 @@ def read_index(
             stack.enter_context(reader)
         with world.broadcast("read headers") as exchange:
             if world.rank == 0:
-                exchange.local = _read_headers(
-                    reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant
-                )
+                exchange.local = _read_headers(reader, weights_name=opened.file or weights_name, extra_files=extra)
         index, identities = exchange.result
         found: dict[str, str] = {}
         notes: tuple[str, ...] = ()
