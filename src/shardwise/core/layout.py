@@ -127,6 +127,15 @@ class ModelLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Factors:
+    """FQNs of the LoRA matrices of one adapted weight: ``weight + scaling * (lora_B @ lora_A)``."""
+
+    lora_A: str
+    lora_B: str
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
 class Activations:
     """Bytes of activations of one micro-batch on one rank.
 
