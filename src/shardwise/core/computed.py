@@ -193,7 +193,7 @@ def compute_tasks(items: Iterable[tuple[int, Computed, Region]], most_bytes: int
         fits_devices = _fits_devices(operation, inputs)
         for block in operation.blocks(disjoint, most_bytes):
             moves = [
-                OutputMove(target, leaf.output, *piece.strided(contiguous_strides(box.sizes)))
+                OutputMove(target, leaf.output, *piece.to_strided(contiguous_strides(box.sizes)))
                 for target, leaf, region in group
                 if (box := block.outputs.get(leaf.output)) is not None
                 for piece in region.within(box)
@@ -203,7 +203,7 @@ def compute_tasks(items: Iterable[tuple[int, Computed, Region]], most_bytes: int
 
 def _fits_devices(operation: Operation, inputs: Iterable[Expression]) -> bool:
     return isinstance(operation, DeviceOperation) and all(
-        _fits_devices(leaf.operation, leaf.sources) for source in inputs for leaf in computed_leaves(source)
+        _fits_devices(leaf.operation, leaf.sources) for source in inputs for leaf in iter_computed_leaves(source)
     )
 
 
@@ -219,21 +219,21 @@ class SmallestBlocks:
         if key not in self._known:
             first = next(leaf.operation.blocks({leaf.output: [Box.whole(leaf.shape)]}, 1), None)
             self._known[key] = 0 if first is None else first.nbytes
-        inner = sum(self.nbytes(found) for item in leaf.sources for found in computed_leaves(item))
+        inner = sum(self.nbytes(found) for item in leaf.sources for found in iter_computed_leaves(item))
         return self._known[key] + inner
 
 
-def computed_leaves(expression: Expression) -> Iterator[Computed]:
+def iter_computed_leaves(expression: Expression) -> Iterator[Computed]:
     """Yield the outermost computed nodes of an expression, without the nodes that they are computed from."""
     return (leaf for leaf in iter_leaves(expression) if isinstance(leaf, Computed))
 
 
 def computes(expression: Expression) -> bool:
     """Return whether anything in an expression is computed."""
-    return next(computed_leaves(expression), None) is not None
+    return next(iter_computed_leaves(expression), None) is not None
 
 
-def aligned_blocks(boxes: Iterable[Box], shape: Shape, unit: Shape, most: int) -> Iterator[Box]:
+def split_aligned(boxes: Iterable[Box], shape: Shape, unit: Shape, most: int) -> Iterator[Box]:
     """Yield disjoint boxes that cover these boxes and consist of whole units of a tensor.
 
     Units are aligned to the tensor's first element, and may be smaller at its end. A box has at most ``most``
@@ -358,7 +358,7 @@ def copies_and_computed(
         if isinstance(leaf, Stored):
             layout = (region.axes, region.origin, leaf.shape)
             if layout != last:
-                source, target = region.strided(contiguous_strides(leaf.shape))
+                source, target = region.to_strided(contiguous_strides(leaf.shape))
                 last = layout
             copied.append(Copy(leaf, source, Strided(region.target, target.sizes, target.strides)))
         else:
@@ -402,7 +402,7 @@ def copies_from_shards(
             continue
         for shard, memory in held.get(leaf.key, ()):
             for piece in region.within(shard):
-                yield Copy(leaf, *piece.strided(memory.strides, memory.offset))
+                yield Copy(leaf, *piece.to_strided(memory.strides, memory.offset))
 
 
 def _along(view: Strided, axis: int, first: int, count: int) -> Strided:

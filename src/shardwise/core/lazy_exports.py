@@ -37,7 +37,7 @@ def lazy_exports(
     return get, lambda: names, names
 
 
-def found_at(place: str) -> Any:
+def import_object(place: str) -> Any:
     """Import an object by ``package.module:name``, or a module by ``package.module``.
 
     ``tests/test_code_rules.py`` imports every entry of the tables that use this.

@@ -74,7 +74,7 @@ class Region:
                 region, origin=tuple(at - first for at, first in zip(region.origin, box.offsets, strict=True))
             )
 
-    def strided(self, strides: Sequence[int], start: int = 0) -> tuple[Strided, Strided]:
+    def to_strided(self, strides: Sequence[int], start: int = 0) -> tuple[Strided, Strided]:
         """Return the layouts in the source and in the target, in the same order, with descending strides.
 
         The source has these strides, and its first element is at ``start``.
@@ -94,7 +94,7 @@ class Region:
     def with_origin(self, dim: int, value: int) -> Region:
         return Region((*self.origin[:dim], value, *self.origin[dim + 1 :]), self.target, self.axes)
 
-    def restricted(self, axis: Axis, first: int, count: int) -> Region:
+    def restrict(self, axis: Axis, first: int, count: int) -> Region:
         """Keep only the steps ``first <= i < first + count`` of one axis."""
         axes = tuple(other for other in self.axes if other is not axis)
         if count > 1:
@@ -103,14 +103,14 @@ class Region:
         return Region(moved.origin, self.target + axis.stride * first, axes)
 
 
-def overlapped_ranges(region: Region, dim: int, starts: Sequence[int]) -> range:
+def find_overlapped_ranges(region: Region, dim: int, starts: Sequence[int]) -> range:
     """Return the indices of the ranges that a region overlaps. Range i is ``starts[i] <= x < starts[i + 1]``."""
     first = region.origin[dim]
     last = first + sum(axis.span for axis in region.axes if axis.dim == dim)
     return range(bisect_right(starts, first) - 1, bisect_right(starts, last))
 
 
-def without_dim(region: Region, dim: int) -> Region:
+def drop_dim(region: Region, dim: int) -> Region:
     """Return the region without a dimension and without the axes along it."""
     axes = tuple(
         Axis(axis.size, axis.stride, axis.dim - (axis.dim > dim), axis.step)
@@ -137,11 +137,11 @@ def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:
     inside_from = max(touched_from, -((first - start) // axis.step))
     inside_to = max(min(touched_to, (stop - 1 - rest - first) // axis.step + 1), inside_from)
     if inside_to > inside_from:
-        yield region.restricted(axis, inside_from, inside_to - inside_from)
+        yield region.restrict(axis, inside_from, inside_to - inside_from)
     else:
         inside_from = inside_to = touched_to
     for index in (*range(touched_from, inside_from), *range(inside_to, touched_to)):
-        yield from clip(region.restricted(axis, index, 1), dim, start, stop)
+        yield from clip(region.restrict(axis, index, 1), dim, start, stop)
 
 
 def flatten(region: Region, shape: tuple[int, ...]) -> Region:
@@ -181,17 +181,17 @@ def _split(region: Region, inner: int) -> Iterator[Region]:
         head = min(-(inner_index // axis.step) % turn, axis.size)
         turns, tail = divmod(axis.size - head, turn)
         if head:
-            yield from _split(region.restricted(axis, 0, head), inner)
+            yield from _split(region.restrict(axis, 0, head), inner)
         if turns:
-            middle = region.restricted(axis, head, turn)
+            middle = region.restrict(axis, head, turn)
             repeat = Axis(turns, axis.stride * turn, 0, inner)
             yield from _split(replace(middle, axes=(*middle.axes, repeat) if turns > 1 else middle.axes), inner)
         if tail:
-            yield from _split(region.restricted(axis, axis.size - tail, tail), inner)
+            yield from _split(region.restrict(axis, axis.size - tail, tail), inner)
         return
     axis = min(digits, key=attrgetter("size"))
     for index in range(axis.size):
-        yield from _split(region.restricted(axis, index, 1), inner)
+        yield from _split(region.restrict(axis, index, 1), inner)
 
 
 def _split_axis(axis: Axis, inner: int) -> Axis:

@@ -233,7 +233,7 @@ class DType(enum.Enum):
         return self.bits // 8
 
 
-def dtype_named(label: str) -> DType | None:
+def find_dtype(label: str) -> DType | None:
     """Return the dtype with this safetensors name, or None."""
     return _BY_LABEL.get(label)
 

@@ -165,7 +165,7 @@ class QuantizedForm(Protocol):
         """True if a model may be kept in this form, so that its config keeps the ``quantization_config``."""
         ...
 
-    def dequantized(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+    def dequantize(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
         """Return the same checkpoint with dequantized tensors, composed of :class:`Coded` data.
 
         Raises:
@@ -417,16 +417,18 @@ def with_keys(index: CheckpointIndex, keys: Mapping[str, str]) -> CheckpointInde
     return replace(index, composed={keys[key]: index.composed.get(key, item) for key, item in tensors.items()})
 
 
-def prefixed(composition: T, prefix: str) -> T:
+def add_prefix(composition: T, prefix: str) -> T:
     """Return the same composition of entries whose keys begin with a prefix."""
     found: Any = composition
     match composition:
         case Whole(key) | View(key):
             found = replace(composition, key=prefix + key)
         case tuple():
-            found = tuple(prefixed(inner, prefix) for inner in composition)
+            found = tuple(add_prefix(inner, prefix) for inner in composition)
         case _ if is_dataclass(composition) and not isinstance(composition, type):
-            values = {item.name: prefixed(getattr(composition, item.name), prefix) for item in fields(composition)}
+            values = {
+                item.name: add_prefix(getattr(composition, item.name), prefix) for item in fields(composition)
+            }
             found = replace(composition, **values)
     return cast(T, found)
 

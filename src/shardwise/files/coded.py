@@ -174,7 +174,7 @@ class _PackedFourBits:
 
     is_kept: bool = True
 
-    def dequantized(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+    def dequantize(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
         faults, composed, used = (
             FormatFaults(index.root),
             dict[str, Composed](),

@@ -1,7 +1,7 @@
 """Dequantization of integers and of low-bit floats: (code - zero point) * scale.
 
 Codes are stored row by row, with the first of two codes in the lower half of a byte. Packed zero points are decoded
-by a node of their own (:func:`decoded`).
+by a node of their own (:func:`decode`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
-from shardwise.core.computed import BadValues, Computed, ComputedBlock, aligned_blocks, every_nth, table_for
+from shardwise.core.computed import BadValues, Computed, ComputedBlock, every_nth, split_aligned, table_for
 from shardwise.core.expression import Expression, Shape, permute, reshape
 from shardwise.core.tensors import Box, Code, DType, numel
 
@@ -58,7 +58,7 @@ class Dequantize:
     label: str = "dequantizing"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted[_OUT], self.shape, self._byte_aligned, self._max_elements(most_bytes)):
+        for box in split_aligned(wanted[_OUT], self.shape, self._byte_aligned, self._max_elements(most_bytes)):
             inputs = [every_nth(box, self.code.per_byte)]
             if self.unit:
                 inputs.append(self._get_scales(box))
@@ -128,7 +128,7 @@ class Dequantize:
         """Write the values of a box, strip by strip. Return checks of the inputs."""
         stored, factors, zeros, checks = self._inputs(values)
         table = table_for(_values_by_byte(self.code), DType.F32, stored).view(256, self.code.per_byte)
-        for strip in aligned_blocks([box], self.shape, self._byte_aligned, strip_elements):
+        for strip in split_aligned([box], self.shape, self._byte_aligned, strip_elements):
             codes = _slice(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
             result = table.index_select(0, codes.int().view(-1)).view(strip.sizes)
             if zeros is not None:
@@ -202,7 +202,7 @@ def _values_by_byte(code: Code) -> tuple[float, ...]:
     return tuple(number for second in code.codebook for first in code.codebook for number in (first, second))
 
 
-def decoded(values: Expression, shape: Sequence[int], code: Code) -> Expression:
+def decode(values: Expression, shape: Sequence[int], code: Code) -> Expression:
     """Return the values of codes, as float32, without scales.
 
     Args:
@@ -218,7 +218,7 @@ def decoded(values: Expression, shape: Sequence[int], code: Code) -> Expression:
     )
 
 
-def dequantized(
+def dequantize(
     values: Expression,
     scales: Expression,
     shape: Sequence[int],
@@ -290,7 +290,7 @@ class GatherRows:
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         at_once = max(1, most_bytes // (16 * self.count))  # columns
-        for whole in aligned_blocks(wanted[_OUT], self.shape, (1, 1), numel(self.shape)):
+        for whole in split_aligned(wanted[_OUT], self.shape, (1, 1), numel(self.shape)):
             (first, start), (count, width) = whole.offsets, whole.sizes
             for column in range(start, start + width, at_once):
                 columns = min(at_once, start + width - column)

@@ -6,8 +6,8 @@ from typing import TypeAlias
 from shardwise.core.expression import Expression, permute, reshape, slice_dim
 from shardwise.core.tensors import numel
 from shardwise.files.coded import FourBits, Scaled, Zeros
-from shardwise.files.dequantize import decoded, dequantized
-from shardwise.files.packed import dequantized_rows, dequantized_scales
+from shardwise.files.dequantize import decode, dequantize
+from shardwise.files.packed import dequantize_packed_rows, dequantize_scales
 
 LeafOf: TypeAlias = Callable[[str], Expression]
 """Returns the leaf for a stored tensor, by its name."""
@@ -22,7 +22,7 @@ def scaled(coded: Scaled, leaf: LeafOf) -> Expression:
         values = slice_dim(values, len(outer), 0, nbytes)
     # Where the last byte has one element, the other one is made, too, and left out.
     whole, unit = nbytes * per_byte, coded.unit
-    made = dequantized(
+    made = dequantize(
         values,
         leaf(coded.scales.key),
         (*outer, whole),
@@ -45,7 +45,7 @@ def _zeros(coded: Scaled, zeros: Zeros, leaf: LeafOf) -> Expression:
         return stored
     *outer, words, nbytes = stored.shape
     groups, last = nbytes // 4, len(stored.shape)
-    values = decoded(stored, (*outer, words, groups, zeros.in_a_word), coded.code)
+    values = decode(stored, (*outer, words, groups, zeros.in_a_word), coded.code)
     rows = permute(values, (*range(last - 1), last, last - 1))
     every = reshape(rows, (*outer, words * zeros.in_a_word, groups))
     return slice_dim(every, last - 2, 0, coded.shape[-2])
@@ -55,7 +55,9 @@ def four_bits(coded: FourBits, leaf: LeafOf) -> Expression:
     """Dequantize packed 4-bit values, whose scales may be quantized themselves."""
     factors = leaf(coded.scales.key)
     if coded.nested is not None:
-        factors = dequantized_scales(
+        factors = dequantize_scales(
             factors, leaf(coded.nested.scales.key), coded.nested.offset, coded.nested.codebook
         )
-    return dequantized_rows(leaf(coded.values.key), factors, coded.shape, coded.form, coded.block, coded.dtype)
+    return dequantize_packed_rows(
+        leaf(coded.values.key), factors, coded.shape, coded.form, coded.block, coded.dtype
+    )

@@ -323,15 +323,15 @@ class _DistributedFolders(CheckpointFormat):
             return FileSelection(LAYOUT, [])
         models = [
             folder
-            for folder in join_entries.distributed_folders(names)
+            for folder in join_entries.find_distributed_folders(names)
             if any(fnmatchcase(folder, pattern) for pattern in _MODEL_FOLDERS)
         ]
         if len(models) == 1:
             return FileSelection(LAYOUT, [], folder=f"{models[0]}/")
         chunks = [name for name in names if name.endswith(SUFFIX) and name.count("/") <= 1]
-        if not chunks and not join_entries.distributed_folders(names):
+        if not chunks and not join_entries.find_distributed_folders(names):
             return None
-        complete = {*join_entries.distributed_folders(names)}
+        complete = {*join_entries.find_distributed_folders(names)}
         folders = sorted({name.rpartition("/")[0] for name in chunks} - complete)
         if not folders:
             text = f"{reader.root}: no weights found, but folders of torch.distributed.checkpoint"

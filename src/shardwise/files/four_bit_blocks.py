@@ -350,10 +350,10 @@ def quantize_scales(absmax: Any, offset: Any) -> tuple[Any, Any]:
     moved = (absmax.detach().reshape(-1) - offset).numpy()
     nested = absmax.new_empty(-(-moved.size // NESTED_BLOCK))
     np.maximum.reduceat(np.abs(moved), np.arange(0, moved.size, NESTED_BLOCK), out=nested.numpy())
-    return nested_codes(absmax, 0, nested, offset), nested
+    return compute_nested_codes(absmax, 0, nested, offset), nested
 
 
-def nested_codes(absmax: Any, start: int, nested: Any, offset: Any) -> Any:
+def compute_nested_codes(absmax: Any, start: int, nested: Any, offset: Any) -> Any:
     """Return the codes of some scales of a weight, beginning with its ``start``-th, in the shape of ``absmax``.
 
     ``nested`` and ``offset`` are those of the full weight.

@@ -132,7 +132,7 @@ def _chunk_key(key: str, box: Box) -> str:
     return f"{key}[{spans}]"
 
 
-def merged_index(first: CheckpointIndex, second: CheckpointIndex, folder: str) -> CheckpointIndex:
+def merge_indexes(first: CheckpointIndex, second: CheckpointIndex, folder: str) -> CheckpointIndex:
     """Merge two indexes. Files and keys of the second get names that begin with ``folder`` and a slash."""
     prefix = f"{folder}/"
     files = {prefix + file: nbytes for file, nbytes in second.files.items()}
@@ -141,7 +141,7 @@ def merged_index(first: CheckpointIndex, second: CheckpointIndex, folder: str) -
         for key, entry in second.entries.items()
     }
     composed = {
-        prefix + key: replace(item, composition=checkpoint_index.prefixed(item.composition, prefix))
+        prefix + key: replace(item, composition=checkpoint_index.add_prefix(item.composition, prefix))
         for key, item in second.composed.items()
     }
     return replace(
@@ -295,7 +295,7 @@ class FoundTensor:
     chunks: tuple[Chunk, ...]
 
 
-def strided_obstacle(strided: Strided, available: int) -> str | None:
+def find_strided_obstacle(strided: Strided, available: int) -> str | None:
     """Return the reason why a view cannot consist of distinct elements among ``available`` ones, or None."""
     if strided.numel == 0:
         return None
@@ -372,7 +372,7 @@ def no_model(reader: StorageReader, what: str) -> FormatError:
     return FormatError(f"{what} in {reader.root}: holds the state of an optimizer, not a model. {where}")
 
 
-def distributed_folders(names: Iterable[str]) -> list[str]:
+def find_distributed_folders(names: Iterable[str]) -> list[str]:
     """Return the folders one level down that hold a distributed checkpoint."""
     found = (name.removesuffix(f"/{METADATA}") for name in names if name.endswith(f"/{METADATA}"))
     return sorted(folder for folder in found if "/" not in folder)
@@ -383,7 +383,7 @@ def where_models_are(reader: StorageReader, names: Iterable[str] = (), *, only_m
 
     With ``only_models`` it is empty as well if all are of optimizers.
     """
-    folders = [f"{reader.root}/{folder}" for folder in distributed_folders(names)] + _siblings(reader)
+    folders = [f"{reader.root}/{folder}" for folder in find_distributed_folders(names)] + _siblings(reader)
     optimizers = [folder for folder in folders if fnmatchcase(Path(folder).name, _OPTIMIZER_FOLDERS)]
     models = [folder for folder in folders if folder not in optimizers]
     if models:

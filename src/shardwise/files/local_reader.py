@@ -15,7 +15,6 @@ from shardwise.core.machine import boot_id
 from shardwise.files.storage import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy, StorageReader, as_bytes, ends_early
 from shardwise.files.urls import (
     HubOptions,
-    failed,
     get_scheme,
     is_url,
     local_path,
@@ -23,6 +22,7 @@ from shardwise.files.urls import (
     require_subfolder,
     shown,
     split_file,
+    to_storage_error,
     without_secrets,
 )
 
@@ -86,7 +86,7 @@ class LocalReader(StorageReader):
         def refuse(error: OSError) -> None:
             # Folders below the root that cannot be entered are left out.
             if error.filename == self._root:
-                raise failed(self._root, None, "listing it", error) from error
+                raise to_storage_error(self._root, None, "listing it", error) from error
 
         names: list[str] = []
         for folder, subfolders, files in os.walk(self._root, onerror=refuse):
@@ -125,7 +125,7 @@ class LocalReader(StorageReader):
             try:
                 count = os.preadv(opened.descriptor, one_call(pending, first), position)
             except OSError as error:
-                raise failed(self._root, file, f"reading at byte {position}", error) from error
+                raise to_storage_error(self._root, file, f"reading at byte {position}", error) from error
             with self._lock:
                 self.reads += 1
                 self.bytes_read += count
@@ -155,7 +155,7 @@ class LocalReader(StorageReader):
         try:
             named = os.stat(path)
         except (OSError, UnicodeError) as error:
-            raise failed(self._root, file, "reading its size", error) from error
+            raise to_storage_error(self._root, file, "reading its size", error) from error
         if not stat.S_ISREG(named.st_mode):
             raise self._not_regular(file)
         return opened, named
@@ -184,7 +184,7 @@ class LocalReader(StorageReader):
             # O_NONBLOCK: opening a pipe must not wait for a writer. It does not affect regular files.
             opened = _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         except (OSError, UnicodeError) as error:
-            raise failed(self._root, file, "opening it", error) from error
+            raise to_storage_error(self._root, file, "opening it", error) from error
         if not stat.S_ISREG(os.fstat(opened.descriptor).st_mode):
             raise self._not_regular(file)
         return opened

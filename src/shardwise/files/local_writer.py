@@ -23,7 +23,7 @@ from shardwise.files.direct_io import (
     open_direct,
 )
 from shardwise.files.local_reader import advance, is_network, one_call, type_at
-from shardwise.files.urls import failed, get_scheme, is_url, require_file_name, shown, without_secrets
+from shardwise.files.urls import get_scheme, is_url, require_file_name, shown, to_storage_error, without_secrets
 
 _MODE = 0o666
 """Permissions of created files, minus the umask."""
@@ -252,7 +252,7 @@ class LocalWriter(storage.StorageWriter):
         except FileNotFoundError as error:
             raise StorageError(f"{shown(file)} in {self._root}: no such file. Create it first") from error
         except (OSError, UnicodeError) as error:
-            raise failed(self._root, file, "opening it for writing", error) from error
+            raise to_storage_error(self._root, file, "opening it for writing", error) from error
         opened = _OpenFile(descriptor, 0)
         opened.nbytes = self._require_regular(file, descriptor).st_size
         return opened
@@ -281,7 +281,7 @@ class LocalWriter(storage.StorageWriter):
             return os.pwritev(opened.direct, [blocks], position)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
-                raise failed(self._root, file, f"writing at byte {position}", error) from error
+                raise to_storage_error(self._root, file, f"writing at byte {position}", error) from error
             self._is_direct = False
             return 0
 
@@ -344,7 +344,7 @@ class LocalWriter(storage.StorageWriter):
         try:
             yield
         except (OSError, UnicodeError) as error:
-            raise failed(self._root, file, doing, error) from error
+            raise to_storage_error(self._root, file, doing, error) from error
 
 
 def _get_policy(file_system: str | None) -> storage.WritePolicy:

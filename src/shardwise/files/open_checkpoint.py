@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from shardwise.core.errors import FormatError, StorageError
-from shardwise.core.lazy_exports import found_at
+from shardwise.core.lazy_exports import import_object
 from shardwise.core.tensors import DType
 from shardwise.files import checkpoint_index
 from shardwise.files.checkpoint_index import (
@@ -78,7 +78,7 @@ def open_checkpoint(
 def _formats() -> Iterator[CheckpointFormat]:
     """Yield the formats lazily."""
     for place in FORMATS:
-        found: CheckpointFormat = found_at(place)
+        found: CheckpointFormat = import_object(place)
         yield found
 
 
@@ -86,7 +86,7 @@ def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence
     faults = FormatFaults(reader.root)
     chosen, selection = _select(reader, weights_name, faults)
     extras = [name for name in extra_files if _may_be_read(reader, name)]
-    safetensors: CheckpointFormat = found_at(_SAFETENSORS)
+    safetensors: CheckpointFormat = import_object(_SAFETENSORS)
     found = IndexSoFar()
     if chosen is safetensors:  # together, so that keys in both are found
         chosen.read(reader, replace(selection, files=[*extras, *selection.files]), found, faults)
@@ -244,7 +244,7 @@ def find_form(config: Mapping[str, Any]) -> QuantizedForm:
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in QUANTIZED:
         raise checkpoint_index.unknown_form(f"quant_method {shown(repr(method))}")
-    known: FormOf = found_at(QUANTIZED[method])
+    known: FormOf = import_object(QUANTIZED[method])
     return known(config)
 
 
@@ -262,7 +262,7 @@ def find_quantization_config(content: Mapping[str, Any]) -> Mapping[str, Any] | 
     return found[0] if found else None
 
 
-def dequantized_index(reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
     """Return a checkpoint with dequantized tensors if it is quantized, otherwise unchanged.
 
     The config is in ``config.json`` (see :func:`find_quantization_config`), or modelopt's ``hf_quant_config.json``.
@@ -282,7 +282,7 @@ def dequantized_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoi
         config = {"quant_method": "modelopt", **content}
     if config is None:
         return index
-    return replace(find_form(config).dequantized(reader, index), quantized=str(config.get("quant_method")))
+    return replace(find_form(config).dequantize(reader, index), quantized=str(config.get("quant_method")))
 
 
 def read_object(reader: StorageReader, name: str) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def is_training_file(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def named_training(adapter: FileHeader) -> str | None:
+def get_training_file(adapter: FileHeader) -> str | None:
     """Return the training file that an adapter's file names, or None.
 
     Raises:
@@ -239,7 +239,7 @@ def find_training_file(reader: StorageReader, adapter: str) -> str | None:
         FormatError: the adapter's file is invalid, or names a training file that does not exist.
         StorageError: it could not be read.
     """
-    name = named_training(read_header(reader, adapter)) if adapter.endswith(".safetensors") else None
+    name = get_training_file(read_header(reader, adapter)) if adapter.endswith(".safetensors") else None
     if name is not None and name not in reader.list():
         raise FormatError(
             f"{name} is not in {reader.root}, and {shown(adapter)} names it as the state of its training. Copy it "

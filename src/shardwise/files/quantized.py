@@ -77,7 +77,7 @@ class _Forms:
     def is_kept(self) -> bool:
         return any(form.kind == "mxfp4" for form in self.targets)
 
-    def dequantized(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+    def dequantize(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
         extra = {key for key in index.entries if OF_ACTIVATIONS.fullmatch(key)}
         entries = {key: entry for key, entry in index.entries.items() if key not in extra}
         shapes: Mapping[str, tuple[int, ...]] = {}

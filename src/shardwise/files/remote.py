@@ -317,7 +317,7 @@ class RemoteReader(StorageReader):
             is_whole = fill(flat, self._files.fetch(file, start, stop, state))
         if not is_whole:
             raise StorageError(
-                f"{self._files.named(file)}: {doing} failed, the answer is of another size. Check the server"
+                f"{self._files.label(file)}: {doing} failed, the answer is of another size. Check the server"
             )
         with self._lock:
             self.reads += 1
@@ -343,4 +343,4 @@ class RemoteReader(StorageReader):
 
     def _require_open(self, file: str | None) -> None:
         if self._closed:
-            raise StorageError(f"{self._files.named(file)}: the reader is closed. Open another one")
+            raise StorageError(f"{self._files.label(file)}: the reader is closed. Open another one")

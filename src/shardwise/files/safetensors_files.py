@@ -25,7 +25,7 @@ from operator import attrgetter
 from typing import Final, TypeGuard
 
 from shardwise.core.errors import FormatError
-from shardwise.core.tensors import DType, Strided, dtype_named, numel
+from shardwise.core.tensors import DType, Strided, find_dtype, numel
 from shardwise.files import checkpoint_index, join_entries
 from shardwise.files.checkpoint_index import (
     LISTED,
@@ -300,7 +300,7 @@ def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int
     if not isinstance(field, dict):
         raise ValueError(f"{name} is described by a {type(field).__name__}, not an object")
     kind, shape, offsets = (field.get(item) for item in ("dtype", "shape", "data_offsets"))
-    dtype = dtype_named(kind) if isinstance(kind, str) else None
+    dtype = find_dtype(kind) if isinstance(kind, str) else None
     if dtype is None:
         known = ", ".join(dtype.label for dtype in DType)
         raise ValueError(f"{name} has the unknown dtype {_shown_value(kind)}. Known are {known}")

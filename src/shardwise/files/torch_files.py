@@ -291,7 +291,7 @@ class TorchArchive(Archive):
         if nbytes != place.nbytes:
             self.refuse(f"{shown(name)}: its storage has {place.nbytes} bytes, and should have {nbytes}")
         strided, itemsize = tensor.strided, tensor.dtype.itemsize
-        fault = join_entries.strided_obstacle(strided, place.nbytes // itemsize)
+        fault = join_entries.find_strided_obstacle(strided, place.nbytes // itemsize)
         if fault is not None:
             self.refuse(f"{shown(name)}: {fault}", remedy="Save a contiguous copy of it (tensor.clone())")
         if strided.numel == 0 or strided.is_contiguous:

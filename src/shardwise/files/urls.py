@@ -66,7 +66,7 @@ _REMEDIES: Final = {
 }
 
 
-def failed(root: str, file: str | None, doing: str, error: OSError | UnicodeError) -> StorageError:
+def to_storage_error(root: str, file: str | None, doing: str, error: OSError | UnicodeError) -> StorageError:
     """Return the error for a failed operation on a file of the folder ``root``, or on the folder itself (None)."""
     where = shown(root) if file is None else f"{shown(file)} in {root}"
     cause, remedy = "the name cannot be encoded", "Rename it"
@@ -134,7 +134,7 @@ def _parts_of(url: str) -> SplitResult:
         return SplitResult(url.partition("://")[0], "", "", "", "")
 
 
-def redacted(text: str, url: str, options: Mapping[str, object]) -> str:
+def redact(text: str, url: str, options: Mapping[str, object]) -> str:
     """Remove credentials from a foreign text: those of the URL, and the secrets among the options."""
     components = _parts_of(url)
     found = {components.query, components.username or "", components.password or "", *_secrets(options)}

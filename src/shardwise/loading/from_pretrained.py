@@ -14,7 +14,7 @@ from shardwise.core.errors import ConfigError, FormatError, RankMismatchError, S
 from shardwise.core.machine import mount_namespace
 from shardwise.core.reports import LoadReport
 from shardwise.files.checkpoint_index import CheckpointIndex, without_wrappers
-from shardwise.files.join_entries import merged_index
+from shardwise.files.join_entries import merge_indexes
 from shardwise.files.local_reader import CombinedReader, LocalReader, OpenStorage, open_storage
 from shardwise.files.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft_version
 from shardwise.files.storage import StorageReader
@@ -217,7 +217,7 @@ def _with_adapter(
     index, notes = without_wrappers(found.index)
     both = replace(
         source,
-        index=merged_index(source.index, index, inside),
+        index=merge_indexes(source.index, index, inside),
         notes=(*source.notes, *notes),
         reader=CombinedReader(source.reader, reader, inside),
         identities={

@@ -12,7 +12,7 @@ from shardwise.core.formatting import format_ranks
 from shardwise.core.machine import mount_namespace
 from shardwise.files.checkpoint_index import CheckpointIndex
 from shardwise.files.local_reader import OpenStorage, open_storage
-from shardwise.files.open_checkpoint import dequantized_index, open_checkpoint
+from shardwise.files.open_checkpoint import dequantize_index, open_checkpoint
 from shardwise.files.storage import FilePlaces, StorageReader
 from shardwise.files.urls import HubOptions, ModelFiles, WantedFiles, is_url, local_path
 from shardwise.loading.audit import require_one_checkpoint
@@ -100,7 +100,7 @@ def read_index(
 
 def _read_headers(reader: StorageReader, **names: Any) -> tuple[CheckpointIndex, dict[str, str]]:
     """Return the index of a checkpoint, and the identities of the files of a remote one."""
-    index = dequantized_index(reader, open_checkpoint(reader, **names))
+    index = dequantize_index(reader, open_checkpoint(reader, **names))
     return index, read_identities(reader, list(index.files)) if reader.policy.is_remote else {}
 
 
