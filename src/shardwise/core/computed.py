@@ -219,7 +219,7 @@ class SmallestBlocks:
         if key not in self._known:
             first = next(leaf.operation.blocks({leaf.output: [Box.whole(leaf.shape)]}, 1), None)
             self._known[key] = 0 if first is None else first.nbytes
-        inner = sum(self.nbytes(found) for item in leaf.sources for found in iter_computed_leaves(item))
+        inner = sum(self.nbytes(computed) for item in leaf.sources for computed in iter_computed_leaves(item))
         return self._known[key] + inner
 
 
@@ -254,8 +254,8 @@ def _aligned(box: Box, shape: Shape, unit: Shape) -> Box:
 def _split(box: Box, unit: Shape, most: int) -> Iterator[Box]:
     for dim, (size, step) in enumerate(zip(box.sizes, unit, strict=True)):
         if box.numel > most and size > step:
-            rest = (*box.sizes[:dim], *box.sizes[dim + 1 :])
-            rows = max(step, most // numel(rest) // step * step)
+            others = (*box.sizes[:dim], *box.sizes[dim + 1 :])
+            rows = max(step, most // numel(others) // step * step)
             for start in range(0, size, rows):
                 offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
                 sizes = (*box.sizes[:dim], min(rows, size - start), *box.sizes[dim + 1 :])
@@ -318,8 +318,8 @@ class Copy:
             return
         axis = max(range(len(self.source.sizes)), key=self.source.strides.__getitem__)
         size, stride = self.source.sizes[axis], self.source.strides[axis]
-        rest = span - stride * (size - 1)
-        steps = max(1, (max_span - rest) // stride + 1)
+        reach = span - stride * (size - 1)
+        steps = max(1, (max_span - reach) // stride + 1)
         for first in range(0, size, steps):
             count = min(steps, size - first)
             yield from Copy(
@@ -380,16 +380,16 @@ def copies(expression: Expression, box: Box, into: Strided | None = None) -> lis
 
 
 def copies_from_shards(
-    expression: Expression, held: Mapping[str, Sequence[tuple[Box, Strided]]], box: Box | None = None
+    expression: Expression, shards_by_key: Mapping[str, Sequence[tuple[Box, Strided]]], box: Box | None = None
 ) -> Iterator[Copy]:
-    """Yield the copies from the ``held`` boxes of the leaves to a box of the expression.
+    """Yield the copies from the boxes of the leaves that ranks hold to a box of the expression.
 
     In contrast to :func:`copies`, ``source`` is in elements of the memory that holds a leaf's box. ``target`` is in
     elements of a row-major tensor of the box's sizes. Ranks that together hold a leaf fill all that comes from it.
 
     Args:
         expression: of stored tensors. Computed regions are skipped.
-        held: by key, disjoint boxes of the leaf, each with its layout in memory.
+        shards_by_key: by key, disjoint boxes of the leaf, each with its layout in memory.
         box: of the expression. None for all of it.
     """
     box = Box.whole(expression.shape) if box is None else box
@@ -400,8 +400,8 @@ def copies_from_shards(
     for leaf, region in expression.leaves(Region.from_box(box, Strided.contiguous(box.sizes))):
         if not isinstance(leaf, Stored):
             continue
-        for shard, memory in held.get(leaf.key, ()):
-            for piece in region.within(shard):
+        for shard_box, memory in shards_by_key.get(leaf.key, ()):
+            for piece in region.within(shard_box):
                 yield Copy(leaf, *piece.to_strided(memory.strides, memory.offset))
 
 
@@ -415,14 +415,14 @@ def _along(view: Strided, axis: int, first: int, count: int) -> Strided:
 
 def merge_overlapping(boxes: Iterable[Box]) -> list[Box]:
     """Replace boxes that overlap by the smallest box that contains them, until no two overlap."""
-    found: list[Box] = []
+    disjoint: list[Box] = []
     for box in boxes:
-        while overlapping := [other for other in found if other.intersect(box) is not None]:
+        while overlapping := [other for other in disjoint if other.intersect(box) is not None]:
             for other in overlapping:
-                found.remove(other)
+                disjoint.remove(other)
                 box = Box.between(map(min, box.offsets, other.offsets), map(max, box.stops, other.stops))
-        found.append(box)
-    return found
+        disjoint.append(box)
+    return disjoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -372,9 +372,9 @@ def as_strided(source: Expression, strided: Strided) -> Expression:
         if size > 1
     ]
     steps.sort(key=itemgetter(0), reverse=True)
-    made = _rows(source, strided.offset, [(stride, size) for stride, size, _ in steps])
+    rows = _rows(source, strided.offset, [(stride, size) for stride, size, _ in steps])
     order = [dim for _, _, dim in steps]
-    ordered = permute(made, [order.index(dim) for dim in sorted(order)])
+    ordered = permute(rows, [order.index(dim) for dim in sorted(order)])
     return reshape(ordered, strided.sizes)
 
 

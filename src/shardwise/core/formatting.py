@@ -57,8 +57,8 @@ def format_ranks(ranks: Sequence[int], global_ranks: Sequence[int] = ALL_RANKS) 
         return ", ".join(map(str, ranks))
     runs = _runs(ranks)
     shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MOST_RANKS])
-    left = sum(last - first + 1 for first, last in runs[_MOST_RANKS:])
-    return f"{shown} and {left} more" if left else shown
+    remaining = sum(last - first + 1 for first, last in runs[_MOST_RANKS:])
+    return f"{shown} and {remaining} more" if remaining else shown
 
 
 def _pattern(words: tuple[str, ...], numbers: list[list[str]]) -> str:

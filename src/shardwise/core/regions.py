@@ -131,11 +131,11 @@ def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:
         yield region
         return
     axis = max(along, key=attrgetter("step"))
-    rest = last - first - axis.span
-    touched_from = max(0, -((first + rest - start) // axis.step))
+    inner_span = last - first - axis.span
+    touched_from = max(0, -((first + inner_span - start) // axis.step))
     touched_to = min(axis.size, (stop - 1 - first) // axis.step + 1)
     inside_from = max(touched_from, -((first - start) // axis.step))
-    inside_to = max(min(touched_to, (stop - 1 - rest - first) // axis.step + 1), inside_from)
+    inside_to = max(min(touched_to, (stop - 1 - inner_span - first) // axis.step + 1), inside_from)
     if inside_to > inside_from:
         yield region.restrict(axis, inside_from, inside_to - inside_from)
     else:

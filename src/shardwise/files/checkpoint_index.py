@@ -147,7 +147,7 @@ class CheckpointFormat(Protocol):
         return []
 
     def read(
-        self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
+        self, reader: StorageReader, selection: FileSelection, index: IndexSoFar, faults: FormatFaults
     ) -> None:
         """Add the entries of the files, without reading bytes of tensors.
 
@@ -419,18 +419,18 @@ def with_keys(index: CheckpointIndex, keys: Mapping[str, str]) -> CheckpointInde
 
 def add_prefix(composition: T, prefix: str) -> T:
     """Return the same composition of entries whose keys begin with a prefix."""
-    found: Any = composition
+    prefixed: Any = composition
     match composition:
         case Whole(key) | View(key):
-            found = replace(composition, key=prefix + key)
+            prefixed = replace(composition, key=prefix + key)
         case tuple():
-            found = tuple(add_prefix(inner, prefix) for inner in composition)
+            prefixed = tuple(add_prefix(inner, prefix) for inner in composition)
         case _ if is_dataclass(composition) and not isinstance(composition, type):
             values = {
                 item.name: add_prefix(getattr(composition, item.name), prefix) for item in fields(composition)
             }
-            found = replace(composition, **values)
-    return cast(T, found)
+            prefixed = replace(composition, **values)
+    return cast(T, prefixed)
 
 
 def each(reader: StorageReader, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -470,13 +470,13 @@ def invalid_file(what: str, cause: str) -> FormatError:
 
 
 def _require_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
+    content: dict[str, object] = {}
     for key, value in pairs:
-        if key in found:
+        if key in content:
             raise ValueError(f"the key {shown(key)} occurs twice")
         key.encode()  # lone surrogates raise
-        found[key] = value
-    return found
+        content[key] = value
+    return content
 
 
 def _refuse_constant(name: str) -> NoReturn:

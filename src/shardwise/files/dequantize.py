@@ -261,10 +261,10 @@ def dequantize(
     return Computed(operation, _OUT, shape, DType.F32, sources)
 
 
-def _by_column(found: Expression, groups: Expression) -> Expression:
+def _by_column(by_block: Expression, groups: Expression) -> Expression:
     """Return the scales (or zero points) of all indices of the last dimension, from those of the blocks."""
-    *outer, count = found.shape
-    rows = _rows(permute(reshape(found, (numel(outer), count)), (1, 0)), groups)
+    *outer, count = by_block.shape
+    rows = _rows(permute(reshape(by_block, (numel(outer), count)), (1, 0)), groups)
     return reshape(permute(rows, (1, 0)), (*outer, groups.shape[0]))
 
 

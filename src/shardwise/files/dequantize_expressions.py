@@ -22,7 +22,7 @@ def scaled(coded: Scaled, leaf: LeafOf) -> Expression:
         values = slice_dim(values, len(outer), 0, nbytes)
     # Where the last byte has one element, the other one is made, too, and left out.
     whole, unit = nbytes * per_byte, coded.unit
-    made = dequantize(
+    dequantized = dequantize(
         values,
         leaf(coded.scales.key),
         (*outer, whole),
@@ -33,9 +33,9 @@ def scaled(coded: Scaled, leaf: LeafOf) -> Expression:
         zeros=None if coded.zeros is None else _zeros(coded, coded.zeros, leaf),
         groups=None if coded.groups is None else leaf(coded.groups.key),
     )
-    made = slice_dim(made, len(outer), 0, columns)
+    dequantized = slice_dim(dequantized, len(outer), 0, columns)
     *outer, rows, columns = range(len(coded.shape)) if coded.swaps else (0, 0)
-    return permute(made, (*outer, columns, rows)) if coded.swaps else made
+    return permute(dequantized, (*outer, columns, rows)) if coded.swaps else dequantized
 
 
 def _zeros(coded: Scaled, zeros: Zeros, leaf: LeafOf) -> Expression:
@@ -47,8 +47,8 @@ def _zeros(coded: Scaled, zeros: Zeros, leaf: LeafOf) -> Expression:
     groups, last = nbytes // 4, len(stored.shape)
     values = decode(stored, (*outer, words, groups, zeros.in_a_word), coded.code)
     rows = permute(values, (*range(last - 1), last, last - 1))
-    every = reshape(rows, (*outer, words * zeros.in_a_word, groups))
-    return slice_dim(every, last - 2, 0, coded.shape[-2])
+    all_rows = reshape(rows, (*outer, words * zeros.in_a_word, groups))
+    return slice_dim(all_rows, last - 2, 0, coded.shape[-2])
 
 
 def four_bits(coded: FourBits, leaf: LeafOf) -> Expression:

@@ -150,8 +150,8 @@ class LocalReader(StorageReader):
         No file is opened.
         """
         path = self._path(file)
-        held = self._open_files.get(file)
-        opened = None if held is None else os.fstat(held.descriptor)
+        descriptor = self._open_files.get(file)
+        opened = None if descriptor is None else os.fstat(descriptor.descriptor)
         try:
             named = os.stat(path)
         except (OSError, UnicodeError) as error:
@@ -164,20 +164,20 @@ class LocalReader(StorageReader):
         """Return the open file, which stays open as long as the caller keeps a reference."""
         path = self._path(file)
         with self._lock:
-            found = self._open_files.get(file)
-            if found is not None:
+            opened = self._open_files.get(file)
+            if opened is not None:
                 self._open_files.move_to_end(file)
-                return found
+                return opened
         # Not under the lock: opening can take milliseconds on a network file system.
         new = self._open(file, path)
         with self._lock:
             if self._closed:
                 raise self._is_closed(file)
-            found = self._open_files.setdefault(file, new)
-            self.files_opened += found is new
+            opened = self._open_files.setdefault(file, new)
+            self.files_opened += opened is new
             while len(self._open_files) > self._max_open_files:
                 self._open_files.popitem(last=False)
-            return found
+            return opened
 
     def _open(self, file: str, path: str) -> _Descriptor:
         try:
@@ -212,11 +212,11 @@ CALL_BUFFERS = 1024
 def one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:
     """Return the buffers from ``first`` on that fit in one system call, the last one possibly cut."""
     batch: list[memoryview] = []
-    left = CALL_BYTES
+    remaining = CALL_BYTES
     for buffer in buffers[first : first + CALL_BUFFERS]:
-        batch.append(buffer[:left])
-        left -= batch[-1].nbytes
-        if left == 0:
+        batch.append(buffer[:remaining])
+        remaining -= batch[-1].nbytes
+        if remaining == 0:
             break
     return batch
 
@@ -360,7 +360,7 @@ def file_system_type(path: str, mountinfo: str) -> str | None:
 
     ``path`` is absolute and free of links. ``mountinfo`` is the text of ``/proc/self/mountinfo`` (proc(5)).
     """
-    found: str | None = None
+    kind: str | None = None
     depth = -1
     place = PurePosixPath(path)
     for line in mountinfo.splitlines():
@@ -372,8 +372,8 @@ def file_system_type(path: str, mountinfo: str) -> str | None:
         point = PurePosixPath(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]))
         # Of two mounts on one folder the later one is on top.
         if place.is_relative_to(point) and len(point.parts) >= depth:
-            found, depth = kinds[0], len(point.parts)
-    return found
+            kind, depth = kinds[0], len(point.parts)
+    return kind
 
 
 def is_network(kind: str | None) -> bool:

@@ -103,13 +103,13 @@ class LocalWriter(storage.StorageWriter):
 
     def sizes(self) -> dict[str, int]:
         self._require_open(None)
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for folder in sorted(self._folders):
             with self._failures(None, "listing it"), contextlib.suppress(FileNotFoundError):
                 for entry in os.scandir(os.path.join(self._root, folder)):
                     if not entry.is_dir():
-                        found[os.path.join(folder, entry.name)] = _get_size(entry)
-        return found
+                        sizes[os.path.join(folder, entry.name)] = _get_size(entry)
+        return sizes
 
     def read(self, file: str) -> bytes | None:
         path = self._path(file)
@@ -267,8 +267,8 @@ class LocalWriter(storage.StorageWriter):
         for position, chunk in assemble(buffers, start, buffer):
             whole = 0 if position % BLOCK_BYTES else chunk.nbytes // BLOCK_BYTES * BLOCK_BYTES
             if whole:
-                taken = self._write_blocks(file, opened, chunk[:whole], position)
-                self._write_all(file, opened, [chunk[taken:whole]], position + taken)
+                count = self._write_blocks(file, opened, chunk[:whole], position)
+                self._write_all(file, opened, [chunk[count:whole]], position + count)
             if whole < chunk.nbytes:
                 self._defer(file, opened, [(position + whole, bytes(chunk[whole:]))])
         self._buffers.append(buffer)

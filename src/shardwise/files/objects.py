@@ -85,8 +85,8 @@ class Objects:
         if self._is_http:
             raise CannotListError(f"{self.root}: an HTTP server does not list its files")
         with self.failures(None, "listing the files"):
-            found = self.store.list(self._folder or None).collect()
-        return sorted(item["path"].removeprefix(self._folder) for item in found)
+            items = self.store.list(self._folder or None).collect()
+        return sorted(item["path"].removeprefix(self._folder) for item in items)
 
     def state(self, file: str) -> FileState:
         """Return the file's current state."""
@@ -107,10 +107,10 @@ class Objects:
         # A whole file is requested without a range, which some servers do not support.
         whole = (start, stop) == (0, expected.nbytes)
         answer = self.store.get(self.path(file), options=None if whole else {"range": (start, stop)})
-        if (found := FileState.from_metadata(answer.meta)) != expected:
+        if (state := FileState.from_metadata(answer.meta)) != expected:
             raise StorageError(
                 f"{self.label(file)}: the file changed while it was being read ({expected.identity} before, "
-                f"{found.identity} now). Load again when no process writes to it"
+                f"{state.identity} now). Load again when no process writes to it"
             )
         # One chunk takes a quarter less of the processor than many, and as much memory as it is long.
         return [answer.bytes()] if stop - start <= _ONE_CHUNK_BYTES else answer.stream(min_chunk_size=1 << 20)
@@ -251,8 +251,8 @@ class ObjectWriter(StorageWriter):
     def sizes(self) -> dict[str, int]:
         self._require_open(None)
         with self._files.failures(None, "listing it"):
-            found = self._files.store.list_with_delimiter(self._files.path("") or None)["objects"]
-        return dict(sorted((item["path"].rpartition("/")[2], item["size"]) for item in found))
+            items = self._files.store.list_with_delimiter(self._files.path("") or None)["objects"]
+        return dict(sorted((item["path"].rpartition("/")[2], item["size"]) for item in items))
 
     def read(self, file: str) -> bytes | None:
         path = self._path(file)

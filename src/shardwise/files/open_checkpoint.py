@@ -78,8 +78,8 @@ def open_checkpoint(
 def _formats() -> Iterator[CheckpointFormat]:
     """Yield the formats lazily."""
     for place in FORMATS:
-        found: CheckpointFormat = import_object(place)
-        yield found
+        checkpoint_format: CheckpointFormat = import_object(place)
+        yield checkpoint_format
 
 
 def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]) -> CheckpointIndex:
@@ -87,25 +87,25 @@ def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence
     chosen, selection = _select(reader, weights_name, faults)
     extras = [name for name in extra_files if _may_be_read(reader, name)]
     safetensors: CheckpointFormat = import_object(_SAFETENSORS)
-    found = IndexSoFar()
+    index = IndexSoFar()
     if chosen is safetensors:  # together, so that keys in both are found
-        chosen.read(reader, replace(selection, files=[*extras, *selection.files]), found, faults)
+        chosen.read(reader, replace(selection, files=[*extras, *selection.files]), index, faults)
     else:
-        chosen.read(reader, selection, found, faults)
-        safetensors.read(reader, FileSelection("", extras), found, faults)
-    _check_weight_map(selection.weight_map, found.keys, faults)
+        chosen.read(reader, selection, index, faults)
+        safetensors.read(reader, FileSelection("", extras), index, faults)
+    _check_weight_map(selection.weight_map, index.keys, faults)
     faults.raise_if_any()
-    ignored = found.ignored[:_MAX_IGNORED]
-    if len(found.ignored) > _MAX_IGNORED:
-        ignored.append(f"... and {len(found.ignored) - _MAX_IGNORED} more")
+    ignored = index.ignored[:_MAX_IGNORED]
+    if len(index.ignored) > _MAX_IGNORED:
+        ignored.append(f"... and {len(index.ignored) - _MAX_IGNORED} more")
     return CheckpointIndex(
         root=reader.root,
-        files=dict(sorted(found.files.items())),
-        entries=found.entries,
-        metadata={**found.metadata, **selection.metadata},
+        files=dict(sorted(index.files.items())),
+        entries=index.entries,
+        metadata={**index.metadata, **selection.metadata},
         layout=selection.layout,
-        composed=found.composed,
-        wrapper=found.wrapper,
+        composed=index.composed,
+        wrapper=index.wrapper,
         ignored=tuple(ignored),
     )
 
@@ -152,9 +152,9 @@ def _select(
         if name in names:
             return _select_named(reader, name, faults)
     for item in _formats():
-        found = item.find(reader, names, faults)
-        if found is not None:
-            return item, found
+        selection = item.find(reader, names, faults)
+        if selection is not None:
+            return item, selection
     raise _nothing_there(reader.root, [name for name in names if "/" not in name])
 
 
@@ -244,8 +244,8 @@ def find_form(config: Mapping[str, Any]) -> QuantizedForm:
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in QUANTIZED:
         raise checkpoint_index.unknown_form(f"quant_method {shown(repr(method))}")
-    known: FormOf = import_object(QUANTIZED[method])
-    return known(config)
+    form_of: FormOf = import_object(QUANTIZED[method])
+    return form_of(config)
 
 
 def find_quantization_config(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -256,10 +256,10 @@ def find_quantization_config(content: Mapping[str, Any]) -> Mapping[str, Any] | 
     """
     sections = [content, *(section for section in content.values() if isinstance(section, Mapping))]
     configs = [section.get("quantization_config") for section in sections]
-    found: list[Mapping[str, Any]] = [config for config in configs if isinstance(config, Mapping)]
-    if any(config != found[0] for config in found):
+    quantizations: list[Mapping[str, Any]] = [config for config in configs if isinstance(config, Mapping)]
+    if any(config != quantizations[0] for config in quantizations):
         raise checkpoint_index.unknown_form("several quantization_configs that differ")
-    return found[0] if found else None
+    return quantizations[0] if quantizations else None
 
 
 def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:

@@ -120,14 +120,18 @@ def find_stored_rows(weights: Expression) -> StoredRows | None:
                 return StoredRows(Code.E2M1, block, *weights.sources)
         return None
     matrices = [find_stored_rows(source) for source in weights.sources]
-    found = [rows for rows in matrices if rows is not None]
-    if not found or len(found) < len(matrices) or len({(rows.form, rows.block_size) for rows in found}) > 1:
+    rows_of_sources = [rows for rows in matrices if rows is not None]
+    if (
+        not rows_of_sources
+        or len(rows_of_sources) < len(matrices)
+        or len({(rows.form, rows.block_size) for rows in rows_of_sources}) > 1
+    ):
         return None
-    values = _over_rows(weights, [rows.values for rows in found])
-    scales = _over_rows(weights, [rows.scales for rows in found])
+    values = _over_rows(weights, [rows.values for rows in rows_of_sources])
+    scales = _over_rows(weights, [rows.scales for rows in rows_of_sources])
     if values is None or scales is None:
         return None
-    return StoredRows(found[0].form, found[0].block_size, values, scales)
+    return StoredRows(rows_of_sources[0].form, rows_of_sources[0].block_size, values, scales)
 
 
 def _over_rows(node: Expression, sources: Sequence[Expression]) -> Expression | None:
@@ -170,9 +174,9 @@ class DequantizeScales:
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         codes, nested = values
-        found = nested.new_tensor(self.codebook)[codes.int()]
-        scales = nested.repeat_interleave(NESTED_BLOCK)[: found.numel()]
-        return {_VALUES: found.mul_(scales).add_(self.offset)}
+        numbers = nested.new_tensor(self.codebook)[codes.int()]
+        scales = nested.repeat_interleave(NESTED_BLOCK)[: numbers.numel()]
+        return {_VALUES: numbers.mul_(scales).add_(self.offset)}
 
 
 def dequantize_scales(
@@ -205,8 +209,8 @@ def dequantize_packed_rows(
     sources = tuple(
         reshape(source, (*outer, -(-columns // step))) for source, step in ((values, 2), (scales, block_size))
     )
-    made = Computed(DequantizeRows(computed, block_size, form, dtype), _VALUES, computed, dtype, sources)
-    return reshape(made, shape)
+    weights = Computed(DequantizeRows(computed, block_size, form, dtype), _VALUES, computed, dtype, sources)
+    return reshape(weights, shape)
 
 
 @dataclass(frozen=True, slots=True)

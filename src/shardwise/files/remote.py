@@ -64,11 +64,11 @@ def weights(names: Collection[str], folder: Path, wanted: WantedFiles) -> list[s
     adapters = [name for name in _ADAPTERS if name in available][:1]
     if isinstance(wanted, AdapterFiles):
         return adapters
-    own = [name for name in safetensors if not any(fnmatchcase(name, copy) for copy in _DUPLICATES)]
+    originals = [name for name in safetensors if not any(fnmatchcase(name, copy) for copy in _DUPLICATES)]
     choices = [
         of(str(_content(folder / "config.json").get("transformers_weights"))),
         *(of(name) for name in _MODEL),
-        own,
+        originals,
         [name for name in safetensors if name not in adapters],
         *(of(name) for name in _TORCH),
         adapters,
@@ -108,11 +108,11 @@ def resolve(
         return place
     repo_id = os.fspath(name_or_path)
     prefix = f"{options.subfolder.strip('/')}/" if options.subfolder else ""
-    found = _listing(repo_id, options if download else replace(options, local_files_only=True))
-    if found is None:
+    listing = _listing(repo_id, options if download else replace(options, local_files_only=True))
+    if listing is None:
         folder = _cached(repo_id, options) / prefix
     else:
-        commit, files = found
+        commit, files = listing
         pinned = replace(options, revision=commit)
         below = [name.removeprefix(prefix) for name in files if name.startswith(prefix)]
         names = [name for name in below if "/" not in name]
@@ -138,8 +138,8 @@ def resolve_commit(repo_id: str, options: HubOptions) -> str:
     """
     if options.revision and _COMMIT.fullmatch(options.revision):
         return options.revision
-    found = _listing(repo_id, options)
-    return _cached(repo_id, options).name if found is None else found[0]
+    listing = _listing(repo_id, options)
+    return _cached(repo_id, options).name if listing is None else listing[0]
 
 
 def record_commit(repo_id: str, options: HubOptions, commit: str) -> None:
@@ -335,11 +335,11 @@ class RemoteReader(StorageReader):
         self._require_open(file)
         require_file_name(self.root, file)
         with self._in_flight:
-            found = self._files.state(file)
+            state = self._files.state(file)
         with self._lock:
             self.files_opened += file not in self._states
-            first = self._states.setdefault(file, found)
-        return first if is_first else found
+            first = self._states.setdefault(file, state)
+        return first if is_first else state
 
     def _require_open(self, file: str | None) -> None:
         if self._closed:

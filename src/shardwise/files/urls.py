@@ -137,8 +137,8 @@ def _parts_of(url: str) -> SplitResult:
 def redact(text: str, url: str, options: Mapping[str, object]) -> str:
     """Remove credentials from a foreign text: those of the URL, and the secrets among the options."""
     components = _parts_of(url)
-    found = {components.query, components.username or "", components.password or "", *_secrets(options)}
-    for secret in sorted(found, key=len, reverse=True):
+    secrets = {components.query, components.username or "", components.password or "", *_secrets(options)}
+    for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, "***")
     text = _IN_TEXT.sub(r"\g<start>\g<path>", text)
@@ -147,10 +147,10 @@ def redact(text: str, url: str, options: Mapping[str, object]) -> str:
 
 def _secrets(options: Mapping[str, object], *, is_secret: bool = False) -> Iterator[str]:
     for name, value in options.items():
-        hidden = is_secret or _SECRET_OPTION.search(str(name)) is not None
+        is_hidden = is_secret or _SECRET_OPTION.search(str(name)) is not None
         if isinstance(value, Mapping):
-            yield from _secrets(value, is_secret=hidden)
-        elif isinstance(value, str) and hidden:
+            yield from _secrets(value, is_secret=is_hidden)
+        elif isinstance(value, str) and is_hidden:
             yield value
         elif isinstance(value, str) and "@" in value:  # the URL of a proxy or an endpoint
             yield from filter(None, (_parts_of(value).username, _parts_of(value).password))
