@@ -183,21 +183,27 @@ def compute_tasks(items: Iterable[tuple[int, Computed, Region]], most_bytes: int
     Each block is computed once.
     """
     groups: dict[tuple[Operation, tuple[Expression, ...]], list[tuple[int, Computed, Region]]] = {}
+    # Outputs of one operation (codes and scales, say) are grouped, so that both come from one evaluation.
     for item in items:
         groups.setdefault((item[1].operation, item[1].sources), []).append(item)
     for (operation, inputs), group in groups.items():
         wanted: dict[str, list[Box]] = {}
         for _, leaf, region in group:
             wanted.setdefault(leaf.output, []).append(region.bounds)
+        # Overlapping boxes would be computed twice, and one of the results would be lost.
         disjoint = {name: merge_overlapping(boxes) for name, boxes in wanted.items()}
         fits_devices = _fits_devices(operation, inputs)
         for block in operation.blocks(disjoint, most_bytes):
-            moves = [
-                OutputMove(target, leaf.output, *piece.to_strided(contiguous_strides(box.sizes)))
-                for target, leaf, region in group
-                if (box := block.outputs.get(leaf.output)) is not None
-                for piece in region.within(box)
-            ]
+            # A block may exceed the requested regions, because it consists of whole units: only its common
+            # elements with each region are moved.
+            moves: list[OutputMove] = []
+            for target, leaf, region in group:
+                box = block.outputs.get(leaf.output)
+                if box is None:
+                    continue
+                for piece in region.within(box):
+                    source, place = piece.to_strided(contiguous_strides(box.sizes))
+                    moves.append(OutputMove(target, leaf.output, source, place))
             yield ComputeTask(operation, inputs, block, tuple(moves), fits_devices)
 
 
@@ -217,6 +223,7 @@ class SmallestBlocks:
         """Return the bytes of one leaf and its inputs."""
         key = (leaf.operation, leaf.output, leaf.shape)
         if key not in self._known:
+            # With a budget of one byte an operation yields its smallest blocks, which have about equal sizes.
             first = next(leaf.operation.blocks({leaf.output: [Box.whole(leaf.shape)]}, 1), None)
             self._known[key] = 0 if first is None else first.nbytes
         inner = sum(self.nbytes(computed) for item in leaf.sources for computed in iter_computed_leaves(item))
@@ -238,12 +245,15 @@ def split_aligned(boxes: Iterable[Box], shape: Shape, unit: Shape, most: int) ->
 
     Units are aligned to the tensor's first element, and may be smaller at its end. A box has at most ``most``
     elements, unless it is a single unit.
+
+    With ``shape`` (5, 6), ``unit`` (2, 2) and ``most`` 8, the box of row 1 becomes rows 0 and 1, in boxes of
+    sizes (2, 4) and (2, 2).
     """
-    for box in merge_overlapping(_aligned(box, shape, unit) for box in boxes):
+    for box in merge_overlapping(_align(box, shape, unit) for box in boxes):
         yield from _split(box, unit, most)
 
 
-def _aligned(box: Box, shape: Shape, unit: Shape) -> Box:
+def _align(box: Box, shape: Shape, unit: Shape) -> Box:
     starts = (at // step * step for at, step in zip(box.offsets, unit, strict=True))
     stops = (
         min(-(-stop // step) * step, length) for stop, step, length in zip(box.stops, unit, shape, strict=True)
@@ -252,6 +262,7 @@ def _aligned(box: Box, shape: Shape, unit: Shape) -> Box:
 
 
 def _split(box: Box, unit: Shape, most: int) -> Iterator[Box]:
+    # Outer dimensions are split first, so that boxes keep full rows, which are contiguous in files.
     for dim, (size, step) in enumerate(zip(box.sizes, unit, strict=True)):
         if box.numel > most and size > step:
             others = (*box.sizes[:dim], *box.sizes[dim + 1 :])
@@ -285,10 +296,13 @@ _tables: dict[tuple[tuple[float, ...], DType], Any] = {}
 
 def table_for(numbers: tuple[float, ...], dtype: DType, like: Any) -> Any:
     """Return numbers as a flat tensor on the device of ``like``, without waiting. Keeps pinned copies."""
-    none = cast(like.new_empty(0, device="cpu"), dtype)
+    none = cast(
+        like.new_empty(0, device="cpu"), dtype
+    )  # an empty tensor as a factory, because torch is not imported
     if like.is_cpu:
         return none.new_tensor(numbers)
     if (numbers, dtype) not in _tables:
+        # A copy from pageable memory would wait for the device. Copies from pinned memory are in stream order.
         pinned = none.new_empty(len(numbers), pin_memory=True)
         _tables[numbers, dtype] = pinned.copy_(none.new_tensor(numbers))
     return _tables[numbers, dtype].to(like.device, non_blocking=True)
@@ -316,6 +330,8 @@ class Copy:
         if span <= max_span:
             yield self
             return
+        # The axis of the largest stride in the leaf separates the pieces in the file. A piece of ``steps`` of its
+        # steps spans ``reach + stride * (steps - 1)`` elements, where ``reach`` is the span of one step.
         axis = max(range(len(self.source.sizes)), key=self.source.strides.__getitem__)
         size, stride = self.source.sizes[axis], self.source.strides[axis]
         reach = span - stride * (size - 1)

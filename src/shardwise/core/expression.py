@@ -359,6 +359,9 @@ def as_strided(source: Expression, strided: Strided) -> Expression:
     Steps of the largest stride become rows of a reshape, those of the next stride its columns, and so on. If the
     last row would end beyond the source, it is a part of its own.
 
+    Sizes (3, 2) with strides (1, 4) and offset 1 are the elements 1, 5, 2, 6, 3, 7: elements 1 to 8 become a
+    (2, 4), of which columns 0 to 2 are taken and transposed.
+
     Raises:
         ValueError: the view reaches beyond the source, or elements overlap.
     """
@@ -366,14 +369,11 @@ def as_strided(source: Expression, strided: Strided) -> Expression:
         raise ValueError(f"{strided} is no view of {source.shape} elements")
     if strided.numel == 0:
         return reshape(slice_dim(source, 0, 0, 0), strided.sizes)
-    steps = [
-        (stride, size, dim)
-        for dim, (size, stride) in enumerate(zip(strided.sizes, strided.strides, strict=True))
-        if size > 1
-    ]
+    axes = zip(strided.strides, strided.sizes, range(len(strided.sizes)), strict=True)
+    steps = [(stride, size, dim) for stride, size, dim in axes if size > 1]
     steps.sort(key=itemgetter(0), reverse=True)
     rows = _rows(source, strided.offset, [(stride, size) for stride, size, _ in steps])
-    order = [dim for _, _, dim in steps]
+    order = [dim for _, _, dim in steps]  # the dimension of each dimension of ``rows``
     ordered = permute(rows, [order.index(dim) for dim in sorted(order)])
     return reshape(ordered, strided.sizes)
 

@@ -124,10 +124,10 @@ def in_bytes(nbytes: int) -> str:
 def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> list[str]:
     """Align rows under the names of columns. Those in ``numbers`` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if name in numbers else cell.ljust(width)
-            for name, cell, width in zip(head, row, widths, strict=True)
-        ).rstrip()
-        for row in (head, *rows)
-    ]
+    lines: list[str] = []
+    for row in (head, *rows):
+        cells: list[str] = []
+        for name, cell, width in zip(head, row, widths, strict=True):
+            cells.append(cell.rjust(width) if name in numbers else cell.ljust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -81,6 +81,7 @@ class Region:
         """
         offset = start + sum(index * stride for index, stride in zip(self.origin, strides, strict=True))
         axes = sorted(((a.step * strides[a.dim], a.stride, a.size) for a in self.axes), reverse=True)
+        # Two axes are one if the outer stride is the inner extent on both sides, as for full rows.
         merged: list[tuple[int, int, int]] = []
         for source_stride, target_stride, size in axes:
             if merged and merged[-1][:2] == (source_stride * size, target_stride * size):
@@ -121,7 +122,12 @@ def drop_dim(region: Region, dim: int) -> Region:
 
 
 def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:
-    """Yield the part of the region with ``start <= index < stop`` along ``dim``."""
+    """Yield the part of the region with ``start <= index < stop`` along ``dim``.
+
+    With two axes along ``dim``, 4 steps of 8 and 8 steps of 1, the region has the indices 0 to 31. Clipped to
+    ``4 <= index < 24`` it is one region of the outer steps 1 and 2 (8 to 23), and the inner steps 4 to 7 of the
+    outer step 0.
+    """
     along = [axis for axis in region.axes if axis.dim == dim]
     first = region.origin[dim]
     last = first + sum(axis.span for axis in along)
@@ -130,6 +136,8 @@ def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:
     if first >= start and last < stop:
         yield region
         return
+    # The steps of the largest axis are of three kinds: outside, across a bound, and inside with all inner steps.
+    # Those inside stay one region. At each bound, steps are clipped one by one along the inner axes.
     axis = max(along, key=attrgetter("step"))
     inner_span = last - first - axis.span
     touched_from = max(0, -((first + inner_span - start) // axis.step))
@@ -169,6 +177,7 @@ def _split(region: Region, inner: int) -> Iterator[Region]:
     digits = [axis for axis in region.axes if axis.dim == 0 and axis.step % inner]
     reach = sum(axis.span for axis in digits)
     if inner_index + reach < inner:
+        # The inner index never carries: each axis moves along one of the two dimensions only.
         axes = tuple(_split_axis(axis, inner) for axis in region.axes)
         yield Region((outer_index, inner_index, *region.origin[1:]), region.target, axes)
         return
@@ -185,10 +194,13 @@ def _split(region: Region, inner: int) -> Iterator[Region]:
         if turns:
             middle = region.restrict(axis, head, turn)
             repeat = Axis(turns, axis.stride * turn, 0, inner)
-            yield from _split(replace(middle, axes=(*middle.axes, repeat) if turns > 1 else middle.axes), inner)
+            if turns > 1:
+                middle = replace(middle, axes=(*middle.axes, repeat))
+            yield from _split(middle, inner)
         if tail:
             yield from _split(region.restrict(axis, axis.size - tail, tail), inner)
         return
+    # No pattern is known: the shortest axis is unrolled, which always ends, and may yield many regions.
     axis = min(digits, key=attrgetter("size"))
     for index in range(axis.size):
         yield from _split(region.restrict(axis, index, 1), inner)

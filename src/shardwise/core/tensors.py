@@ -150,9 +150,12 @@ def row_blocks(shape: Sequence[int], max_numel: int) -> list[Box]:
     """Split a tensor into boxes, in order, each of which is contiguous in a row-major tensor.
 
     A box has at most ``max_numel`` elements, but at least one. A tensor without elements has no boxes.
+
+    With ``shape`` (2, 5, 4) and ``max_numel`` 8, boxes have the sizes (1, 2, 4), (1, 2, 4), (1, 1, 4), twice.
     """
     if not numel(shape):
         return []
+    # Dimensions from ``split`` on are in every box in full, ``inner`` elements. The one before is cut.
     split = len(shape)
     inner = 1
     while split and inner * shape[split - 1] <= max_numel:
@@ -165,9 +168,8 @@ def row_blocks(shape: Sequence[int], max_numel: int) -> list[Box]:
     for lead in product(*(range(size) for size in shape[:dim])):
         for first in range(0, shape[dim], step):
             count = min(step, shape[dim] - first)
-            boxes.append(
-                Box((*lead, first, *(0 for _ in shape[split:])), (*(1 for _ in lead), count, *shape[split:]))
-            )
+            offsets = (*lead, first, *(0 for _ in shape[split:]))
+            boxes.append(Box(offsets, (*(1 for _ in lead), count, *shape[split:])))
     return boxes
 
 
@@ -267,7 +269,7 @@ def _float8(exponent_bits: int, *, has_infinity: bool) -> tuple[float, ...]:
     mantissa_bits = 7 - exponent_bits
     bias, top, steps = (1 << exponent_bits - 1) - 1, (1 << exponent_bits) - 1, 1 << mantissa_bits
     numbers = []
-    for byte in range(128):
+    for byte in range(128):  # the positive half: a sign, the exponent, the mantissa
         exponent, mantissa = divmod(byte, steps)
         if exponent == top and has_infinity:
             numbers.append(math.nan if mantissa else math.inf)
@@ -275,7 +277,7 @@ def _float8(exponent_bits: int, *, has_infinity: bool) -> tuple[float, ...]:
             numbers.append(math.nan)
         elif exponent:
             numbers.append((1 + mantissa / steps) * 2.0 ** (exponent - bias))
-        else:
+        else:  # subnormal
             numbers.append(mantissa / steps * 2.0 ** (1 - bias))
     return (*numbers, *(-number for number in numbers))
 

@@ -39,6 +39,9 @@ class Dequantize:
     dimension may be smaller than the unit. Inputs are the codes, the scales, and if there are any, the scale of the
     whole tensor and the zero points.
 
+    A weight (3, 8) in INT4 with groups of 4 columns has ``shape`` (3, 8), ``unit`` (1, 4), codes (3, 4), two in a
+    byte, and scales (3, 2). Its box ``[1:3, 4:8]`` needs the codes ``[1:3, 2:4]`` and the scales ``[1:3, 1:2]``.
+
     Attributes:
         shape: of the result.
         unit: number of elements with one scale, by dimension. Empty without scales.
@@ -59,6 +62,7 @@ class Dequantize:
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         for box in split_aligned(wanted[_OUT], self.shape, self._byte_aligned, self._max_elements(most_bytes)):
+            # In the order of the operation's sources: codes, scales, scale of the whole tensor, zero points.
             inputs = [every_nth(box, self.code.per_byte)]
             if self.unit:
                 inputs.append(self._get_scales(box))
@@ -89,7 +93,9 @@ class Dequantize:
 
     def _max_elements(self, most_bytes: int) -> int:
         """Return the elements of the largest block within ``most_bytes``, with full rows or within one row."""
-        per_element = 5 - (-self._bytes_per_scale // self.unit[-1] if self.unit else 0)
+        per_element = 5  # a stored code and a float32
+        if self.unit:
+            per_element += -(-self._bytes_per_scale // self.unit[-1])
         small = most_bytes // (per_element + _STRIP_BYTES)
         if small < _STRIP_ELEMENTS:
             return small
@@ -127,10 +133,12 @@ class Dequantize:
     def _write(self, box: Box, values: Sequence[Any], out: Any, strip_elements: int) -> Sequence[_Check]:
         """Write the values of a box, strip by strip. Return checks of the inputs."""
         stored, factors, zeros, checks = self._inputs(values)
+        # (256, 1), or (256, 2) for two codes in a byte
         table = table_for(_values_by_byte(self.code), DType.F32, stored).view(256, self.code.per_byte)
         for strip in split_aligned([box], self.shape, self._byte_aligned, strip_elements):
             codes = _slice(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
             result = table.index_select(0, codes.int().view(-1)).view(strip.sizes)
+            # The difference of two small integers is exact. Only the product is rounded.
             if zeros is not None:
                 by_block, spread = self._spread(result, self._strip_scales(zeros, strip, box), strip)
                 by_block.sub_(spread)
@@ -165,20 +173,25 @@ class Dequantize:
         return _slice(scales, self._get_scales(strip), self._get_scales(box))
 
     def _spread(self, result: Any, scales: Any, box: Box) -> tuple[Any, Any]:
-        """Return values and their scales (or zero points) in shapes that broadcast."""
+        """Return values and their scales (or zero points) in shapes that broadcast.
+
+        Values (3, 8) with scales (3, 2) are returned as (3, 2, 4) and (3, 2, 1), if blocks of 4 columns are whole.
+        """
         *outer, last = range(len(box.sizes))
         for dim in outer:
-            scales = self._repeated(scales, dim, box)
+            scales = self._repeat(scales, dim, box)
         unit, at, width = self.unit[last], box.offsets[last], box.sizes[last]
         if at % unit == 0 and width % unit == 0:
             return result.view(*box.sizes[:-1], width // unit, unit), scales.unsqueeze(-1)
-        return result, self._repeated(scales, last, box)
+        # A block is cut at an end: each column gets its scale.
+        return result, self._repeat(scales, last, box)
 
-    def _repeated(self, scales: Any, dim: int, box: Box) -> Any:
+    def _repeat(self, scales: Any, dim: int, box: Box) -> Any:
         """Return a scale for each element along a dimension, unchanged if one scale is for all."""
         unit, at, size = self.unit[dim], box.offsets[dim], box.sizes[dim]
         if unit == 1 or scales.shape[dim] == 1:
             return scales
+        # ``scales`` begin with the block of the first element, which may be inside of that block.
         return scales.repeat_interleave(unit, dim).narrow(dim, at % unit, size)
 
 
@@ -251,8 +264,8 @@ def dequantize(
     counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
     others = [reshape(scales, counts), *([] if zeros is None else [reshape(zeros, counts)])]
     if groups is not None:
-        others = [_by_column(found, reshape(groups, shape[-1:])) for found in others]
-        unit = (*unit[:-1], 1)
+        others = [_expand_by_column(by_block, reshape(groups, shape[-1:])) for by_block in others]
+        unit = (*unit[:-1], 1)  # each column has its scale from here on
     if overall is not None:
         others.insert(1, reshape(overall[0], (1,)))
     power = 0 if overall is None else overall[1]
@@ -261,11 +274,12 @@ def dequantize(
     return Computed(operation, _OUT, shape, DType.F32, sources)
 
 
-def _by_column(by_block: Expression, groups: Expression) -> Expression:
+def _expand_by_column(by_block: Expression, groups: Expression) -> Expression:
     """Return the scales (or zero points) of all indices of the last dimension, from those of the blocks."""
     *outer, count = by_block.shape
-    rows = _rows(permute(reshape(by_block, (numel(outer), count)), (1, 0)), groups)
-    return reshape(permute(rows, (1, 0)), (*outer, groups.shape[0]))
+    transposed = permute(reshape(by_block, (numel(outer), count)), (1, 0))  # (blocks, rows)
+    by_column = _gather_rows(transposed, groups)  # (columns, rows)
+    return reshape(permute(by_column, (1, 0)), (*outer, groups.shape[0]))
 
 
 def _bytes(values: Expression, shape: Sequence[int], code: Code) -> Expression:
@@ -289,7 +303,8 @@ class GatherRows:
     label: str = "choosing rows"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        at_once = max(1, most_bytes // (16 * self.count))  # columns
+        # A block reads all rows, because their indices are known only when it is evaluated, of a few columns.
+        at_once = max(1, most_bytes // (16 * self.count))
         for whole in split_aligned(wanted[_OUT], self.shape, (1, 1), numel(self.shape)):
             (first, start), (count, width) = whole.offsets, whole.sizes
             for column in range(start, start + width, at_once):
@@ -317,7 +332,7 @@ class GatherRows:
         return {_OUT: (rows.float() if rows.is_floating_point() else rows).index_select(0, indices.long())}
 
 
-def _rows(source: Expression, indices: Expression) -> Expression:
+def _gather_rows(source: Expression, indices: Expression) -> Expression:
     """Return the chosen rows (see :class:`GatherRows`).
 
     ``source`` is (count, columns), ``indices`` are integers (rows,).

@@ -20,26 +20,43 @@ def scaled(coded: Scaled, leaf: LeafOf) -> Expression:
     nbytes = -(-columns // per_byte)
     if numel(values.shape) != numel(outer) * nbytes:  # words that are filled in part
         values = slice_dim(values, len(outer), 0, nbytes)
-    # Where the last byte has one element, the other one is made, too, and left out.
-    whole, unit = nbytes * per_byte, coded.unit
+    # If the last byte has one element, its second one is computed as well, and cut off in the end. This element
+    # must not begin a block of its own, for which there is no scale.
+    padded, unit = nbytes * per_byte, coded.unit
+    if padded != columns:
+        unit = (*unit[:-1], max(unit[-1], padded))
+    overall = zeros = groups = None
+    if coded.overall is not None:
+        scale, power = coded.overall
+        overall = leaf(scale.key), power
+    if coded.zeros is not None:
+        zeros = _unpack_zeros(coded, coded.zeros, leaf)
+    if coded.groups is not None:
+        groups = leaf(coded.groups.key)
     dequantized = dequantize(
         values,
         leaf(coded.scales.key),
-        (*outer, whole),
-        unit if whole == columns else (*unit[:-1], max(unit[-1], whole)),
+        (*outer, padded),
+        unit,
         coded.code,
         has_exponents=coded.has_exponents,
-        overall=None if coded.overall is None else (leaf(coded.overall[0].key), coded.overall[1]),
-        zeros=None if coded.zeros is None else _zeros(coded, coded.zeros, leaf),
-        groups=None if coded.groups is None else leaf(coded.groups.key),
+        overall=overall,
+        zeros=zeros,
+        groups=groups,
     )
     dequantized = slice_dim(dequantized, len(outer), 0, columns)
-    *outer, rows, columns = range(len(coded.shape)) if coded.swaps else (0, 0)
-    return permute(dequantized, (*outer, columns, rows)) if coded.swaps else dequantized
+    if not coded.swaps:
+        return dequantized
+    *dims, row_dim, column_dim = range(len(coded.shape))
+    return permute(dequantized, (*dims, column_dim, row_dim))
 
 
-def _zeros(coded: Scaled, zeros: Zeros, leaf: LeafOf) -> Expression:
-    """Build the zero points as decoded values, in the order of the scales."""
+def _unpack_zeros(coded: Scaled, zeros: Zeros, leaf: LeafOf) -> Expression:
+    """Build the zero points as decoded values, in the order of the scales.
+
+    compressed-tensors packs the zero points of eight rows of one group into a word of 4-bit codes: (words of rows,
+    groups) become (words, groups, 8), then (words, 8, groups), then (rows, groups).
+    """
     stored = leaf(zeros.values.key)
     if not zeros.in_a_word:
         return stored
@@ -48,7 +65,7 @@ def _zeros(coded: Scaled, zeros: Zeros, leaf: LeafOf) -> Expression:
     values = decode(stored, (*outer, words, groups, zeros.in_a_word), coded.code)
     rows = permute(values, (*range(last - 1), last, last - 1))
     all_rows = reshape(rows, (*outer, words * zeros.in_a_word, groups))
-    return slice_dim(all_rows, last - 2, 0, coded.shape[-2])
+    return slice_dim(all_rows, last - 2, 0, coded.shape[-2])  # without the rows that fill the last word
 
 
 def four_bits(coded: FourBits, leaf: LeafOf) -> Expression:
