@@ -65,7 +65,7 @@ _PLACE = re.compile(rf"({PACKAGE}(?:\.\w+)+)(?::(\w+))?")
 
 
 def named_places(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, name in it or "") of what is named in texts, for ``found_at`` to import."""
+    """(module, name in it or "") of what is named in texts, for ``import_object`` to import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             place = _PLACE.fullmatch(node.value)
@@ -81,12 +81,12 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def tables() -> dict[str, list[tuple[str, str]]]:
-    """By module, what it names for ``found_at``."""
+    """By module, what it names for ``import_object``."""
     opens = {
         name
         for name, tree in trees().items()
         for node in tree.body
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "found_at" for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "import_object" for alias in node.names)
     }
     return {name: list(named_places(trees()[name])) for name in opens}
 
@@ -119,9 +119,7 @@ def test_what_a_table_names_imports_none_of_its_importers():
     assert circles({"shardwise.one": ast.parse(""), "shardwise.two": ast.parse("import shardwise.one")}, upward)
 
 
-FORMATS = (
-    "accelerate_saves coded distributed grouped_integers join_entries peft_adapter pickles quantized torch_files"
-)
+FORMATS = "accelerate_saves coded distributed join_entries peft_adapter pickles quantized torch_files"
 
 
 def test_load_imports_no_format():

@@ -9,7 +9,7 @@ import pytest
 from tests.integrations.requirements import require_patched_names
 
 import shardwise
-from shardwise.core.lazy_exports import found_at
+from shardwise.core.lazy_exports import import_object
 
 MODULES = [shardwise, shardwise.integrations, shardwise.options, shardwise.report, shardwise.storage]
 
@@ -61,4 +61,4 @@ def test_every_stub_is_installed_with_its_package():
 def test_a_line_of_a_table_that_leads_nowhere_is_an_error_that_names_it(place):
     words = rf"{place} .*(No module|no attribute).*correct the line"
     with pytest.raises(shardwise.core.errors.ConfigError, match=words):
-        found_at(place)
+        import_object(place)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.files.scaled import scaled, scales_of
 
-from shardwise.core.computed import SmallestBlocks, aligned_blocks, computed_leaves, computes
+from shardwise.core.computed import SmallestBlocks, computes, iter_computed_leaves, split_aligned
 from shardwise.core.expression import Stored, concat, stack
 from shardwise.core.tensors import Box, DType
 
@@ -33,7 +33,7 @@ def asked(draw):
 @given(asked())
 def test_blocks_are_whole_units_that_hold_what_is_requested(case):
     shape, unit, boxes, most = case
-    found = list(aligned_blocks(boxes, shape, unit, most))
+    found = list(split_aligned(boxes, shape, unit, most))
     times = counted(found, shape)
     assert times.max() == 1
     assert (times >= np.minimum(counted(boxes, shape), 1)).all()
@@ -55,7 +55,7 @@ def test_blocks_are_whole_units_that_hold_what_is_requested(case):
     ],
 )
 def test_a_block_is_as_large_as_it_may_be(most, sizes):
-    assert [box.sizes for box in aligned_blocks([Box.whole((5, 6))], (5, 6), (2, 2), most)] == sizes
+    assert [box.sizes for box in split_aligned([Box.whole((5, 6))], (5, 6), (2, 2), most)] == sizes
 
 
 def test_the_memory_of_the_smallest_block_counts_what_it_is_computed_of():
@@ -65,6 +65,6 @@ def test_the_memory_of_the_smallest_block_counts_what_it_is_computed_of():
     above = scaled(node, scales)
     assert SmallestBlocks().nbytes(above) == 2 * (8 * 4 + 4)
     assert str(above) == "Scale(Scale(w, s)[scaled], s)[scaled]"
-    assert list(computed_leaves(concat([above, weight], 0))) == [above]
+    assert list(iter_computed_leaves(concat([above, weight], 0))) == [above]
     assert (computes(concat([weight, node], 0)), computes(weight)) == (True, False)
     assert stack([weight, Stored("h", (6, 8), DType.F16)], 0).dtype is DType.F32

@@ -15,12 +15,12 @@ from shardwise.core.expression import (
     Stored,
     Unstored,
     concat,
+    count_stored_rows,
+    iter_stored_leaves,
     permute,
     reshape,
-    rows_stored,
     slice_dim,
     stack,
-    stored_leaves,
     structure,
     substitute,
 )
@@ -45,10 +45,10 @@ def evaluated(expression: Expression, leaves: dict[str, np.ndarray]) -> np.ndarr
 @given(st.integers(0, 2**32))
 def test_other_leaves_of_the_same_shapes(seed: int) -> None:
     node, grower, array = grown(seed)
-    leaves = list(stored_leaves(node))
+    leaves = list(iter_stored_leaves(node))
     renamed = {leaf.key: replace(leaf, key=f"other {leaf.key}") for leaf in leaves}
     made = substitute(node, renamed)
-    assert list(stored_leaves(made)) == [renamed[leaf.key] for leaf in leaves]
+    assert list(iter_stored_leaves(made)) == [renamed[leaf.key] for leaf in leaves]
     assert np.array_equal(evaluated(made, {f"other {key}": value for key, value in grower.leaves.items()}), array)
     kind, keys = structure(node)
     assert structure(made) == (kind, tuple(renamed[key].key for key in keys))
@@ -63,7 +63,7 @@ def test_other_leaves_of_the_same_shapes(seed: int) -> None:
 def test_leaves_that_are_made_of_others(seed: int) -> None:
     node, grower, array = grown(seed)
     halves, leaves = {}, {}
-    for leaf in stored_leaves(node):
+    for leaf in iter_stored_leaves(node):
         whole = grower.leaves[leaf.key].reshape(-1)
         cut = len(whole) // 2
         parts = [
@@ -93,19 +93,19 @@ def test_rows_that_no_checkpoint_holds() -> None:
     """Of a vocabulary that has grown: nothing is copied there."""
     stored = Stored("embed", (5, 2), DType.F32)
     grown = concat([stored, Unstored((3, 2), DType.F32)], 0)
-    assert rows_stored(grown) == 5
+    assert count_stored_rows(grown) == 5
     found = substitute(grown, {"embed": replace(stored, key="e")})
     assert found == concat([replace(stored, key="e"), Unstored((3, 2), DType.F32)], 0)
     made = evaluated(grown, {"embed": np.arange(10)})
     assert np.array_equal(made, [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], *[[-1, -1]] * 3])
-    assert list(stored_leaves(grown)) == [stored]
+    assert list(iter_stored_leaves(grown)) == [stored]
     for whole in (
         stored,
         concat([stored, stored], 0),
         concat([stored, Unstored((5, 2), DType.F32)], 1),
         concat([Unstored((3, 2), DType.F32), stored], 0),
     ):
-        assert rows_stored(whole) is None
+        assert count_stored_rows(whole) is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.tensors import Box, ByteRange, DType, coalesce, dtype_named
+from shardwise.core.tensors import Box, ByteRange, DType, coalesce, find_dtype
 
 intervals = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda pair: (pair[0], pair[1]))
 boxes = st.lists(intervals, min_size=3, max_size=3).map(
@@ -46,6 +46,6 @@ def test_a_range_that_runs_backwards_is_refused():
 
 
 def test_every_dtype_is_found_by_its_name():
-    assert all(dtype_named(dtype.label) is dtype for dtype in DType if dtype is not DType.OTHER)
-    assert dtype_named("OTHER") is None
-    assert dtype_named("F33") is None
+    assert all(find_dtype(dtype.label) is dtype for dtype in DType if dtype is not DType.OTHER)
+    assert find_dtype("OTHER") is None
+    assert find_dtype("F33") is None

@@ -32,16 +32,16 @@ class _ListedBytes:
         return [f"{BYTES} lacks its {LIST}."] if BYTES in names else []
 
     def read(
-        self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
+        self, reader: StorageReader, selection: FileSelection, index: IndexSoFar, faults: FormatFaults
     ) -> None:
-        nbytes = found.files[BYTES] = reader.size(BYTES)
+        nbytes = index.files[BYTES] = reader.size(BYTES)
         for line in reader.read(LIST, 0, reader.size(LIST)).splitlines():
             key, label, shape, start, stop = json.loads(line)
             if not 0 <= start <= stop <= nbytes:
                 faults.add_error(selection.layout, FormatError(f"{key} ends at byte {stop} of {nbytes}"))
                 continue
             dtype = next(item for item in DType if item.label == label)
-            found.entries[key] = TensorEntry(key, dtype, tuple(shape), BYTES, start, stop)
+            index.entries[key] = TensorEntry(key, dtype, tuple(shape), BYTES, start, stop)
 
 
 FORMAT: Final[CheckpointFormat] = _ListedBytes()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.core.computed import Computed, ComputedBlock, aligned_blocks
+from shardwise.core.computed import Computed, ComputedBlock, split_aligned
 from shardwise.core.expression import Expression
 from shardwise.core.tensors import Box
 
@@ -21,7 +21,7 @@ class Scale:
     label: str = "Scale"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted["scaled"], self.shape, (UNIT, UNIT), most_bytes // 12):
+        for box in split_aligned(wanted["scaled"], self.shape, (UNIT, UNIT), most_bytes // 12):
             scales = Box(tuple(at // UNIT for at in box.offsets), tuple(-(-size // UNIT) for size in box.sizes))
             yield ComputedBlock((box, scales), {"scaled": box}, 8 * box.numel + 4 * scales.numel)
 

@@ -14,8 +14,8 @@ from shardwise.core.errors import FormatError
 from shardwise.core.expression import Expression, Stored
 from shardwise.core.regions import Region
 from shardwise.core.tensors import Box, Code, DType, Strided
-from shardwise.files import dequantize as room
-from shardwise.files.dequantize import dequantized
+from shardwise.files import dequantize as dequantize_module
+from shardwise.files.dequantize import dequantize
 
 
 @st.composite
@@ -43,7 +43,7 @@ def cases(draw):
     dtypes = {torch.uint8: DType.U8, torch.float32: DType.F32, torch.int8: DType.I8, torch.int32: DType.I32}
     stored = [Stored(str(n), tuple(t.shape), dtypes[t.dtype]) for n, t in enumerate(inputs)]
     rest = stored[2:]
-    node = dequantized(
+    node = dequantize(
         *stored[:2],
         shape,
         unit,
@@ -106,7 +106,7 @@ def test_codes_are_those_of_torch(code, dtype):
 def test_numbers_are_written_where_they_go_and_cast_once(case, dtype, strip, turned):
     node, inputs, wanted, box, most = case
     assert isinstance(node, Computed)
-    with mock.patch.object(room, "_STRIP_ELEMENTS", strip):
+    with mock.patch.object(dequantize_module, "_STRIP_ELEMENTS", strip):
         for block in node.operation.blocks({node.output: [box]}, most):
             values = [part(value, needed).contiguous() for value, needed in zip(inputs, block.inputs, strict=True)]
             sizes = block.outputs[node.output].sizes
@@ -122,7 +122,7 @@ def test_numbers_are_written_where_they_go_and_cast_once(case, dtype, strip, tur
 @pytest.mark.parametrize(("code", "dtype"), [("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)])
 def test_every_byte_with_scales_at_the_ends(code, dtype, scale):
     stored = torch.arange(256).to(torch.uint8).repeat(3)
-    node = dequantized(Stored("v", (768,), DType.U8), Stored("s", (1,), DType.F32), (768,), (768,), Code[code])
+    node = dequantize(Stored("v", (768,), DType.U8), Stored("s", (1,), DType.F32), (768,), (768,), Code[code])
     (block,) = node.operation.blocks({node.output: [Box.whole((768,))]}, 1 << 20)
     found = node.operation.evaluate(block, [stored, torch.tensor([scale])])[node.output]
     wanted = stored.view(dtype).float() * torch.tensor([scale])
@@ -160,7 +160,7 @@ U8, F32 = (lambda *values: torch.tensor(values, dtype=torch.uint8)), (lambda *va
 def test_scales_that_are_none_are_an_error_that_names_them(scales, overall, beside, told):
     """``beside`` are zero points."""
     dtype = DType.U8 if scales.dtype is torch.uint8 else DType.F32
-    node = dequantized(
+    node = dequantize(
         Stored("v", (2,), DType.U8),
         Stored("s", (2,), dtype),
         (4,),
@@ -222,7 +222,7 @@ def stored_as(tensors: dict[str, torch.Tensor]) -> dict[str, Stored]:
 )
 def test_what_does_not_go_together(values, scales, shape, unit, code):
     with pytest.raises(ValueError, match="has|reshape"):
-        dequantized(Stored("v", values, DType.U8), Stored("s", scales, DType.F32), shape, unit, code)
+        dequantize(Stored("v", values, DType.U8), Stored("s", scales, DType.F32), shape, unit, code)
 
 
 @pytest.mark.parametrize("exponents", [False, True])
@@ -241,7 +241,7 @@ def test_a_group_for_each_column(exponents, data):
     }
     tensors["s"] = tensors["s"] if exponents else tensors["s"].float()
     leaf = stored_as(tensors)
-    made = dequantized(
+    made = dequantize(
         leaf["v"], leaf["s"], shape, unit, Code.INT8, has_exponents=exponents, zeros=leaf["z"], groups=leaf["g"]
     )
     factors = 2.0 ** (tensors["s"].float() - 127) if exponents else tensors["s"]

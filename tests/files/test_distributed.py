@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from shardwise.core.errors import FormatError
 from shardwise.core.tensors import Box
 from shardwise.files.checkpoint_index import Joined, View, Whole
-from shardwise.files.join_entries import merged_index, tiling
+from shardwise.files.join_entries import merge_indexes, tiling
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.open_checkpoint import open_checkpoint
 from shardwise.files.remote import RemoteReader
@@ -415,7 +415,7 @@ def test_one_checkpoint_beside_another() -> None:
     first = open_checkpoint(MemoryReader({"model.safetensors": file_with("a")}))
     turned = torch.arange(6.0).reshape(2, 3).t()
     chunks = Written({"g": cut(GRID, [3, 3], [8]), "t": ((3, 2), {(0, 0): turned})})
-    both = merged_index(first, open_checkpoint(chunks.reader()), "more")
+    both = merge_indexes(first, open_checkpoint(chunks.reader()), "more")
     keys = ["more/g[0:3, 0:8]", "more/g[3:6, 0:8]", "more/t (storage)"]
     assert set(both.files) == {"model.safetensors", "more/__0_0.distcp"}
     found = {key: (entry.key, entry.file) for key, entry in both.entries.items()}

@@ -168,27 +168,18 @@ def files(*names: str, **contents: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("repository", "options", "wanted", "downloaded"),
+    ("repository", "wanted", "downloaded"),
     [
-        (files(_FILE, _HALF, "pytorch_model.bin", *_SHARDS), {}, ModelFiles(), {_FILE}),
-        (files(_FILE, _HALF, "model.bf16.safetensors"), {"variant": "fp16"}, ModelFiles(), {_HALF}),
-        ({**files(*_SHARDS, "ema.safetensors", _HALF), _LIST: _INDEX}, {}, ModelFiles(), {_LIST, *_SHARDS}),
-        (
-            {**files(_FILE, *_SHARDS), "model.safetensors.index.fp16.json": _INDEX},
-            {"variant": "fp16"},
-            ModelFiles(),
-            {"model.safetensors.index.fp16.json", *_SHARDS},
-        ),
+        (files(_FILE, _HALF, "pytorch_model.bin", *_SHARDS), ModelFiles(), {_FILE}),
+        ({**files(*_SHARDS, "ema.safetensors", _HALF), _LIST: _INDEX}, ModelFiles(), {_LIST, *_SHARDS}),
         (
             files("w.safetensors", "x.safetensors", config=b'{"transformers_weights": "w.safetensors"}'),
-            {},
             ModelFiles(extra=("x.safetensors", "absent.safetensors")),
             {"config.json", "w.safetensors", "x.safetensors"},
         ),
-        (files(_FILE, "modeling_x.py", "deeper/y.py"), {}, ModelFiles(code=True), {_FILE, "modeling_x.py"}),
+        (files(_FILE, "modeling_x.py", "deeper/y.py"), ModelFiles(code=True), {_FILE, "modeling_x.py"}),
         (
             files("adapter_model.safetensors", "adapter_model.bin", "a.py", adapter_config=b"{}"),
-            {},
             AdapterFiles(),
             {"adapter_config.json", "adapter_model.safetensors"},
         ),
@@ -197,20 +188,17 @@ def files(*names: str, **contents: bytes) -> dict[str, bytes]:
                 **files("model-1.bin", "optimizer.bin", "training_args.bin", "fp16/pytorch_model.bin"),
                 "pytorch_model.bin.index.json": b'{"weight_map": {"a": "model-1.bin"}}',
             },
-            {},
             ModelFiles(),
             {"pytorch_model.bin.index.json", "model-1.bin"},
         ),
-        (files("consolidated.safetensors", "x.py"), {}, ModelFiles(), {"consolidated.safetensors"}),
+        (files("consolidated.safetensors", "x.py"), ModelFiles(), {"consolidated.safetensors"}),
         (
             files("adapter_model.bin", "optimizer.bin", adapter_config=b"{}"),
-            {},
             AdapterFiles(),
             {"adapter_config.json", "adapter_model.bin"},
         ),
         (
             {_LIST: b'{"weight_map": {"a": "../../x.safetensors"}}', "y.safetensors": b""},
-            {},
             ModelFiles(),
             {_LIST, "y.safetensors"},
         ),
@@ -218,7 +206,6 @@ def files(*names: str, **contents: bytes) -> dict[str, bytes]:
 )
 def test_only_files_that_are_read_are_downloaded(
     repository: dict[str, bytes],
-    options: dict[str, str],
     wanted: WantedFiles,
     downloaded: set[str],
     tmp_path: Path,
@@ -226,7 +213,7 @@ def test_only_files_that_are_read_are_downloaded(
 ) -> None:
     place = tmp_path / "snapshot"
     with hub_that_has(repository, place, monkeypatch):
-        folder = resolve("org/name", HubOptions(cache_dir=str(tmp_path), **options), wanted=wanted)
+        folder = resolve("org/name", HubOptions(cache_dir=str(tmp_path)), wanted=wanted)
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")} == downloaded
 
 

@@ -8,8 +8,8 @@ from tests.files.test_four_bit_blocks import same
 from shardwise.core.computed import Computed
 from shardwise.core.expression import Stored
 from shardwise.core.tensors import Box, DType
-from shardwise.files.four_bit_blocks import compute_offset, dynamic_codebook, nested_codes, quantize_scales
-from shardwise.files.packed import dequantized_scales
+from shardwise.files.four_bit_blocks import compute_nested_codes, compute_offset, dynamic_codebook, quantize_scales
+from shardwise.files.packed import dequantize_scales
 
 
 def nested_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -20,7 +20,7 @@ def nested_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def unnest(codes: torch.Tensor, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """The scales that codes stand for, by the node that a load evaluates."""
-    node = dequantized_scales(
+    node = dequantize_scales(
         Stored("codes", tuple(codes.shape), DType.U8),
         Stored("nested", tuple(nested.shape), DType.F32),
         float(offset),
@@ -49,7 +49,7 @@ def test_parts_are_those_of_the_whole(count, seed, power, data):
             assert bool((distance <= nearest + 2 / 65535).all())
     start = data.draw(st.integers(0, count))
     stop = data.draw(st.integers(start, count))
-    assert same(nested_codes(absmax[start:stop], start, nested, offset), codes[start:stop])
+    assert same(compute_nested_codes(absmax[start:stop], start, nested, offset), codes[start:stop])
 
 
 def test_an_offset_that_was_taken_before():

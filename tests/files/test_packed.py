@@ -13,16 +13,16 @@ from tests.files.test_dequantize import part
 from shardwise.core.computed import Computed
 from shardwise.core.expression import Expression, Stored, concat, permute, reshape, slice_dim, stack
 from shardwise.core.tensors import Box, Code, DType, Form4, FourBitForm
-from shardwise.files.dequantize import POWERS, dequantized
+from shardwise.files.dequantize import POWERS, dequantize
 from shardwise.files.four_bit_blocks import dequantize_rows
 from shardwise.files.packed import (
     as_bytes,
-    dequantized_rows,
-    dequantized_scales,
+    dequantize_packed_rows,
+    dequantize_scales,
     find_quant_type,
-    nested_as_stored,
-    packed,
-    stored_rows,
+    find_stored_nested,
+    find_stored_rows,
+    pack,
 )
 
 DTYPES = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
@@ -58,7 +58,7 @@ def test_any_box_of_numbers(data):
     values = torch.randint(0, 256, (*outer, shape[-1] // 2), generator=generator, dtype=torch.uint8)
     scales = torch.rand((*outer, shape[-1] // 32), generator=generator)
     stored = Stored("w", (values.numel(), 1), DType.U8), Stored("s", (scales.numel(),), DType.F32)
-    node = dequantized_rows(*stored, shape, form, 32, dtype)
+    node = dequantize_packed_rows(*stored, shape, form, 32, dtype)
     assert isinstance(node, Computed)
     assert find_quant_type(node) == (form, 32)
     wanted = torch.empty(shape)
@@ -84,7 +84,7 @@ def test_blocks_that_continue_from_row_to_row(data):
     values = torch.randint(0, 256, (-(-count // 2),), generator=generator, dtype=torch.uint8)
     scales = torch.rand(blocks, generator=generator)
     stored = Stored("w", (values.numel(), 1), DType.U8), Stored("s", (blocks,), DType.F32)
-    made = dequantized_rows(*stored, shape, Form4.NF4, 32, DType.BF16)
+    made = dequantize_packed_rows(*stored, shape, Form4.NF4, 32, DType.BF16)
     assert find_quant_type(made) is None
     (node,) = made.sources
     assert isinstance(node, Computed)
@@ -103,7 +103,7 @@ def test_any_of_the_scales_that_are_bytes(data):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     codes = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
     nested, numbers = torch.rand(-(-count // 256), generator=generator), torch.rand(256, generator=generator)
-    node = dequantized_scales(
+    node = dequantize_scales(
         Stored("c", (count,), DType.U8), Stored("n", tuple(nested.shape), DType.F32), 0.25, tuple(numbers.tolist())
     )
     assert isinstance(node, Computed)
@@ -128,16 +128,16 @@ def test_any_of_the_bytes_of_numbers(data):
 
 def test_rows_stored_in_the_same_form_are_copied():
     values, scales = Stored("w", (256, 1), DType.U8), Stored("s", (8,), DType.F32)
-    numbers = dequantized_rows(values, scales, (8, 64), Form4.NF4, 64, DType.BF16)
-    weight, raw = packed(numbers, Form4.NF4, 64, rounds_to=DType.BF16)
+    numbers = dequantize_packed_rows(values, scales, (8, 64), Form4.NF4, 64, DType.BF16)
+    weight, raw = pack(numbers, Form4.NF4, 64, rounds_to=DType.BF16)
     assert weight == reshape(values, (8, 32))
     assert isinstance(raw, Computed)
     assert raw.operation.label == "reinterpreting"
     for form, block in ((Form4.FP4, 64), (Form4.NF4, 32)):
-        again, _ = packed(numbers, form, block, rounds_to=DType.BF16)
+        again, _ = pack(numbers, form, block, rounds_to=DType.BF16)
         assert isinstance(again, Computed)
         assert again.operation.label == "quantizing"
-    assert nested_as_stored(numbers, Form4.NF4, 64) is None
+    assert find_stored_nested(numbers, Form4.NF4, 64) is None
 
 
 class Stacks:
@@ -154,9 +154,9 @@ class Stacks:
         self.bytes |= {f"w{number}": values.numpy(), f"s{number}": scales.numpy()}
         w, s = Stored(f"w{number}", tuple(values.shape), DType.U8), Stored(f"s{number}", counts, DType.U8)
         if isinstance(self.form, Code):
-            node = dequantized(w, s, shape, (*(1 for _ in shape[:-1]), 32), self.form, has_exponents=True)
+            node = dequantize(w, s, shape, (*(1 for _ in shape[:-1]), 32), self.form, has_exponents=True)
         else:
-            node = dequantized_rows(w, s, shape, self.form, 32, DType.F32)
+            node = dequantize_packed_rows(w, s, shape, self.form, 32, DType.F32)
         return node, self.numbers(values, scales)
 
     def numbers(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -192,7 +192,7 @@ def test_rows_that_are_put_together_are_so_as_bytes(data):
             case _:
                 numbers = numbers.reshape(-1, numbers.shape[-1])
                 node = reshape(node, tuple(numbers.shape))
-    found = stored_rows(node)
+    found = find_stored_rows(node)
     assert found is not None
     assert (found.form, found.block_size) == (stacks.form, 32)
     bytes_of = [torch.from_numpy(moved(item, stacks.bytes)).byte() for item in (found.values, found.scales)]
@@ -202,10 +202,10 @@ def test_rows_that_are_put_together_are_so_as_bytes(data):
 def test_rows_of_two_forms_or_taken_apart_are_numbers():
     first, _ = Stacks(Form4.NF4, 0).leaf((2, 64))
     second, _ = Stacks(Form4.FP4, 0).leaf((2, 64))
-    assert stored_rows(concat([first, second], 0)) is None
-    assert stored_rows(concat([first, Stored("n", (2, 64), DType.F32)], 0)) is None
+    assert find_stored_rows(concat([first, second], 0)) is None
+    assert find_stored_rows(concat([first, Stored("n", (2, 64), DType.F32)], 0)) is None
     for taken_apart in (concat([first, first], 1), slice_dim(first, 1, 32, 32), permute(first, (1, 0))):
-        assert stored_rows(taken_apart) is None
-    assert stored_rows(reshape(first, (4, 32))) is None
+        assert find_stored_rows(taken_apart) is None
+    assert find_stored_rows(reshape(first, (4, 32))) is None
     with pytest.raises(ValueError, match="only kept as it is stored"):
-        packed(first, Code.E2M1, 32, rounds_to=DType.F32)
+        pack(first, Code.E2M1, 32, rounds_to=DType.F32)

@@ -15,7 +15,7 @@ from shardwise.core.errors import FormatError
 from shardwise.core.expression import Stored
 from shardwise.core.tensors import Box, DType, Form4
 from shardwise.files.four_bit_blocks import bounds_and_order, scales_in
-from shardwise.files.packed import quantized_rows
+from shardwise.files.packed import quantize_to_packed_rows
 
 DTYPES = {
     DType.F64: torch.float64,
@@ -27,7 +27,7 @@ DTYPES = {
 
 
 def node(shape, stored=DType.BF16, dtype=DType.BF16, block=64, form=Form4.NF4) -> tuple[Computed, Computed]:
-    packed, absmax = quantized_rows(Stored("layer.weight", tuple(shape), stored), block, form, dtype)
+    packed, absmax = quantize_to_packed_rows(Stored("layer.weight", tuple(shape), stored), block, form, dtype)
     assert isinstance(packed, Computed)
     assert isinstance(absmax, Computed)
     assert packed.operation == absmax.operation

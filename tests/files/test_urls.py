@@ -11,7 +11,7 @@ from shardwise.core.errors import StorageError
 from shardwise.files.local_reader import LocalReader, open_storage
 from shardwise.files.local_writer import open_writer
 from shardwise.files.remote import RemoteReader, resolve
-from shardwise.files.urls import HubOptions, is_local, is_url, redacted, split_file, without_secrets
+from shardwise.files.urls import HubOptions, is_local, is_url, redact, split_file, without_secrets
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "https://host", "HF://org/name", "abfs+x.y-1://c", "memory://"])
@@ -65,7 +65,7 @@ def test_credentials_are_taken_out_of_the_texts_of_others() -> None:
         "anon": False,
         "proxy": "http://u:proxypw@p",
     }
-    text = redacted(
+    text = redact(
         "GET https://u:p@h/x?X-Signature=q&b=c failed for AKIA1234 (nested9), alice hunter22 sig=deadbeef proxypw, "
         "Authorization: Bearer abc.DEF-1; see https://docs.host/page.",
         "s3://alice:hunter22@bucket/x?sig=deadbeef",
@@ -77,7 +77,7 @@ def test_credentials_are_taken_out_of_the_texts_of_others() -> None:
 
 
 def test_words_too_short_to_be_secrets_stay() -> None:
-    assert redacted("abc is the alphabet", "s3://b", {"key": "abc"}) == "abc is the alphabet"
+    assert redact("abc is the alphabet", "s3://b", {"key": "abc"}) == "abc is the alphabet"
 
 
 def test_a_url_that_is_invalid_is_an_error_of_the_storage() -> None:
@@ -85,7 +85,7 @@ def test_a_url_that_is_invalid_is_an_error_of_the_storage() -> None:
         with pytest.raises(StorageError, match="s3:.* failed") as caught:
             open_it("s3://user:pw@[host/a")
         assert "pw" not in str(caught.value)
-    assert redacted("GET https://u:p@h/x", "s3://user:pw@[host/a", {}) == "GET https://h/x"
+    assert redact("GET https://u:p@h/x", "s3://user:pw@[host/a", {}) == "GET https://h/x"
 
 
 # Opening

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.tensors import Strided
-from shardwise.files.join_entries import WrapperChoice, choose_model, strided_obstacle
+from shardwise.files.join_entries import WrapperChoice, choose_model, find_strided_obstacle
 
 
 def paths(*names: str) -> list[tuple[str, ...]]:
@@ -70,7 +70,7 @@ def test_a_view_sees_each_of_its_elements_once_and_no_others(view: Strided, avai
         view.offset + sum(index * stride for index, stride in zip(indices, view.strides, strict=True))
         for indices in itertools.product(*map(range, view.sizes))
     ]
-    fault = strided_obstacle(view, available)
+    fault = find_strided_obstacle(view, available)
     if fault is None:
         assert len(set(seen)) == len(seen)
         assert not seen or max(seen) < available

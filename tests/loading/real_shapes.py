@@ -96,7 +96,7 @@ def in_float8(index: CheckpointIndex, block: int = 128) -> CheckpointIndex:
             files[entry.file] += math.prod(shape) * dtype.itemsize
             entries[key] = TensorEntry(key, dtype, shape, entry.file, start, files[entry.file])
     stored = CheckpointIndex(index.root, files, entries, {}, index.layout)
-    return parse_form({"quant_method": "fp8", "weight_block_size": [block, block]}).dequantized(
+    return parse_form({"quant_method": "fp8", "weight_block_size": [block, block]}).dequantize(
         MemoryReader({}), stored
     )
 

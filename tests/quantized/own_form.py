@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from shardwise.core.computed import Computed, ComputedBlock, aligned_blocks
+from shardwise.core.computed import Computed, ComputedBlock, split_aligned
 from shardwise.core.errors import ConfigError
 from shardwise.core.expression import Expression
 from shardwise.core.tensors import Box, DType
@@ -26,7 +26,7 @@ class OwnForm:
     offset: int
     is_kept: bool = False
 
-    def dequantized(self, _reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+    def dequantize(self, _reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
         made = {
             key: Composed(DType.F32, entry.shape, OffsetBytes(Whole(key), self.offset))
             for key, entry in index.entries.items()
@@ -48,7 +48,7 @@ class Subtract:
     label: str = "subtracting"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted["values"], self.shape, tuple(1 for _ in self.shape), most_bytes // 5):
+        for box in split_aligned(wanted["values"], self.shape, tuple(1 for _ in self.shape), most_bytes // 5):
             yield ComputedBlock((box,), {"values": box}, 5 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from tests.support.memory_storage import MemoryReader
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.tensors import DType, Form4, numel
 from shardwise.files.checkpoint_index import CheckpointIndex, TensorEntry
-from shardwise.files.open_checkpoint import dequantized_index, find_form, open_checkpoint
+from shardwise.files.open_checkpoint import dequantize_index, find_form, open_checkpoint
 
 NOTHING = MemoryReader({})
 
@@ -34,7 +34,7 @@ def packed(**weights: Any) -> dict[str, Any]:
 def test_integers_are_packed_into_words_of_32_bits_and_nothing_else(dtype: DType) -> None:
     index = index_of(("m.weight_packed", dtype, (8, 8)), ("m.weight_scale", DType.F32, (8, 1)))
     with pytest.raises(FormatError, match=rf"m.weight_packed is stored as {dtype.label} .8, 8., and I32"):
-        find_form(packed()).dequantized(NOTHING, index)
+        find_form(packed()).dequantize(NOTHING, index)
 
 
 INT8 = packed(num_bits=8, strategy="group", group_size=8)
@@ -50,7 +50,7 @@ def test_one_number_is_no_matrix_in_blocks(config: dict[str, Any], dtype: DType,
     if dtype is DType.U8:
         told.append(("m.weight_scale_2", DType.F32, (1,)))
     with pytest.raises(FormatError, match=r"m.weight, \(\) in blocks of"):
-        find_form(config).dequantized(NOTHING, index_of(*told))
+        find_form(config).dequantize(NOTHING, index_of(*told))
 
 
 @pytest.mark.parametrize("dtype", [DType.U8, DType.I8])
@@ -60,11 +60,38 @@ def test_blocks_of_microscaling_floats_are_of_32_numbers(dtype: DType) -> None:
             ("m.down_proj_blocks", dtype, (2, 6, 3, nbytes)), ("m.down_proj_scales", DType.U8, (2, 6, 3))
         )
 
-    found = find_form({"quant_method": "mxfp4"}).dequantized(NOTHING, of(16))
+    found = find_form({"quant_method": "mxfp4"}).dequantize(NOTHING, of(16))
     assert found.composed["m.down_proj"].shape == (2, 96, 6)
     for nbytes in (15, 17):
         with pytest.raises(FormatError, match="m.down_proj_blocks is stored as .*, and blocks of 16 bytes"):
-            find_form({"quant_method": "mxfp4"}).dequantized(NOTHING, of(nbytes))
+            find_form({"quant_method": "mxfp4"}).dequantize(NOTHING, of(nbytes))
+
+
+WORDS = [("m.weight_packed", DType.I32, (8, 1)), ("m.weight_scale", DType.F32, (8, 1))]
+NVFP4 = [
+    ("m.weight", DType.U8, (8, 8)),
+    ("m.weight_scale", DType.F8_E4M3, (8, 1)),
+    ("m.weight_scale_2", DType.F32, (1,)),
+]
+MXFP4 = [("m.down_proj_blocks", DType.U8, (2, 6, 3, 16)), ("m.down_proj_scales", DType.U8, (2, 6, 3))]
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "offsets"),
+    [
+        (packed(), WORDS, "m.qzeros"),
+        (packed(), WORDS, "m.g_idx"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, NVFP4, "m.weight_zero_point"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, NVFP4, "m.weight_g_idx"),
+        ({"quant_method": "mxfp4"}, MXFP4, "m.down_proj_zero_point"),
+    ],
+)
+def test_offsets_that_a_form_does_not_have(
+    config: dict[str, Any], tensors: list[tuple[str, DType, tuple[int, ...]]], offsets: str
+) -> None:
+    find_form(config).dequantize(NOTHING, index_of(*tensors))
+    with pytest.raises(FormatError, match=f"{offsets} is not supported for weights in this form"):
+        find_form(config).dequantize(NOTHING, index_of(*tensors, (offsets, DType.I32, (8, 1))))
 
 
 @pytest.mark.parametrize(
@@ -123,11 +150,11 @@ STATE = {
 @pytest.mark.parametrize("dtype", ["U8", "F4"])
 def test_packed_bytes_may_be_stored_under_any_dtype(dtype: str) -> None:
     reader = in_four_bits(STATE, dtype)
-    assert dequantized_index(reader, open_checkpoint(reader)).composed["m.weight"].shape == (2, 64)
+    assert dequantize_index(reader, open_checkpoint(reader)).composed["m.weight"].shape == (2, 64)
 
 
 @pytest.mark.parametrize("offset", [10**400, -(10**39), 1e39, True, "1", None], ids=lambda value: str(value)[:6])
 def test_an_offset_of_scales_must_be_float32(offset: object) -> None:
     reader = in_four_bits({**STATE, "nested_offset": offset})
     with pytest.raises(FormatError, match="m.weight: its quant_state has the nested_offset"):
-        dequantized_index(reader, open_checkpoint(reader))
+        dequantize_index(reader, open_checkpoint(reader))

@@ -102,6 +102,7 @@ def test_unsupported_keywords_of_transformers_name_the_alternative(qwen3, keywor
         ("process_group", r"Pass options=LoadOptions\(process_group=\.\.\.\)"),
         ("gradient_checkpointing", r"Pass sharding=Sharding\(activation_checkpointing=True\)"),
         ("peft_config", r"Pass tuning=Lora\(config\)"),
+        ("variant", r"Pass the path of the file or of the index, such as model\.fp16\.safetensors"),
     ],
 )
 def test_keywords_that_belong_elsewhere_are_answered_with_the_place(qwen3, keyword, said):
@@ -125,23 +126,21 @@ def test_keywords_of_transformers_that_are_honoured(qwen3, tmp_path):
         load(attn_implementation="nonsense")
 
 
-def test_a_variant_is_the_one_that_is_read(qwen3, tmp_path):
+def test_the_file_or_the_index_of_a_variant_is_named(tmp_path):
     plain, other = small_qwen3(), small_qwen3()
     for parameter in other.parameters():
         parameter.data += 1
     plain.save_pretrained(tmp_path)
     other.save_pretrained(tmp_path, variant="fp16", max_shard_size="30KB")
-    assert (tmp_path / "model.safetensors.index.fp16.json").exists()
-    found = shardwise.from_pretrained(tmp_path, variant="fp16")
+    index = tmp_path / "model.safetensors.index.fp16.json"
+    found = shardwise.from_pretrained(index)
     assert truth.differences(truth.snapshot(found), truth.snapshot(other)) == []
     found = shardwise.from_pretrained(tmp_path)
     assert truth.differences(truth.snapshot(found), truth.snapshot(plain)) == []
-    assert len(shardwise.plan(tmp_path, ranks=2, variant="fp16").file_bytes) > 1
+    assert len(shardwise.plan(index, ranks=2).file_bytes) > 1
     other.save_pretrained(tmp_path, variant="small")
-    found = shardwise.from_pretrained(tmp_path, hub=HubOptions(variant="small"))
+    found = shardwise.from_pretrained(tmp_path / "model.small.safetensors")
     assert truth.differences(truth.snapshot(found), truth.snapshot(other)) == []
-    with pytest.raises(shardwise.FormatError, match=r"no weights of the variant 'bf16'.*model.fp16"):
-        shardwise.from_pretrained(tmp_path, variant="bf16")
 
 
 @pytest.mark.parametrize(

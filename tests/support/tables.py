@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.files import coded, grouped_integers, quantized
+    from shardwise.files import coded, quantized
     from shardwise.files.checkpoint_index import CheckpointFormat
-    from shardwise.files.dequantize_expressions import four_bits, grouped, scaled
+    from shardwise.files.dequantize_expressions import four_bits, scaled
     from shardwise.files.distributed import FORMAT as FOLDERS
     from shardwise.files.open_checkpoint import FormOf
     from shardwise.files.safetensors_files import FORMAT as SAFETENSORS
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     _quantized: tuple[FormOf, ...] = (
         quantized.parse_form,
         coded.bitsandbytes,
-        grouped_integers.awq,
-        grouped_integers.gptq,
     )
-    _nodes: tuple[MakeNode, ...] = (scaled, four_bits, grouped)
+    _nodes: tuple[MakeNode, ...] = (scaled, four_bits)
     _base_forms: tuple[BaseForm, ...] = (FOUR_BITS,)

@@ -183,27 +183,33 @@ def compute_tasks(items: Iterable[tuple[int, Computed, Region]], most_bytes: int
     Each block is computed once.
     """
     groups: dict[tuple[Operation, tuple[Expression, ...]], list[tuple[int, Computed, Region]]] = {}
+    # Outputs of one operation (codes and scales, say) are grouped, so that both come from one evaluation.
     for item in items:
         groups.setdefault((item[1].operation, item[1].sources), []).append(item)
     for (operation, inputs), group in groups.items():
         wanted: dict[str, list[Box]] = {}
         for _, leaf, region in group:
             wanted.setdefault(leaf.output, []).append(region.bounds)
+        # Overlapping boxes would be computed twice, and one of the results would be lost.
         disjoint = {name: merge_overlapping(boxes) for name, boxes in wanted.items()}
         fits_devices = _fits_devices(operation, inputs)
         for block in operation.blocks(disjoint, most_bytes):
-            moves = [
-                OutputMove(target, leaf.output, *piece.strided(contiguous_strides(box.sizes)))
-                for target, leaf, region in group
-                if (box := block.outputs.get(leaf.output)) is not None
-                for piece in region.within(box)
-            ]
+            # A block may exceed the requested regions, because it consists of whole units: only its common
+            # elements with each region are moved.
+            moves: list[OutputMove] = []
+            for target, leaf, region in group:
+                box = block.outputs.get(leaf.output)
+                if box is None:
+                    continue
+                for piece in region.within(box):
+                    source, place = piece.to_strided(contiguous_strides(box.sizes))
+                    moves.append(OutputMove(target, leaf.output, source, place))
             yield ComputeTask(operation, inputs, block, tuple(moves), fits_devices)
 
 
 def _fits_devices(operation: Operation, inputs: Iterable[Expression]) -> bool:
     return isinstance(operation, DeviceOperation) and all(
-        _fits_devices(leaf.operation, leaf.sources) for source in inputs for leaf in computed_leaves(source)
+        _fits_devices(leaf.operation, leaf.sources) for source in inputs for leaf in iter_computed_leaves(source)
     )
 
 
@@ -217,33 +223,37 @@ class SmallestBlocks:
         """Return the bytes of one leaf and its inputs."""
         key = (leaf.operation, leaf.output, leaf.shape)
         if key not in self._known:
+            # With a budget of one byte an operation yields its smallest blocks, which have about equal sizes.
             first = next(leaf.operation.blocks({leaf.output: [Box.whole(leaf.shape)]}, 1), None)
             self._known[key] = 0 if first is None else first.nbytes
-        inner = sum(self.nbytes(found) for item in leaf.sources for found in computed_leaves(item))
+        inner = sum(self.nbytes(computed) for item in leaf.sources for computed in iter_computed_leaves(item))
         return self._known[key] + inner
 
 
-def computed_leaves(expression: Expression) -> Iterator[Computed]:
+def iter_computed_leaves(expression: Expression) -> Iterator[Computed]:
     """Yield the outermost computed nodes of an expression, without the nodes that they are computed from."""
     return (leaf for leaf in iter_leaves(expression) if isinstance(leaf, Computed))
 
 
 def computes(expression: Expression) -> bool:
     """Return whether anything in an expression is computed."""
-    return next(computed_leaves(expression), None) is not None
+    return next(iter_computed_leaves(expression), None) is not None
 
 
-def aligned_blocks(boxes: Iterable[Box], shape: Shape, unit: Shape, most: int) -> Iterator[Box]:
+def split_aligned(boxes: Iterable[Box], shape: Shape, unit: Shape, most: int) -> Iterator[Box]:
     """Yield disjoint boxes that cover these boxes and consist of whole units of a tensor.
 
     Units are aligned to the tensor's first element, and may be smaller at its end. A box has at most ``most``
     elements, unless it is a single unit.
+
+    With ``shape`` (5, 6), ``unit`` (2, 2) and ``most`` 8, the box of row 1 becomes rows 0 and 1, in boxes of
+    sizes (2, 4) and (2, 2).
     """
-    for box in merge_overlapping(_aligned(box, shape, unit) for box in boxes):
+    for box in merge_overlapping(_align(box, shape, unit) for box in boxes):
         yield from _split(box, unit, most)
 
 
-def _aligned(box: Box, shape: Shape, unit: Shape) -> Box:
+def _align(box: Box, shape: Shape, unit: Shape) -> Box:
     starts = (at // step * step for at, step in zip(box.offsets, unit, strict=True))
     stops = (
         min(-(-stop // step) * step, length) for stop, step, length in zip(box.stops, unit, shape, strict=True)
@@ -252,10 +262,11 @@ def _aligned(box: Box, shape: Shape, unit: Shape) -> Box:
 
 
 def _split(box: Box, unit: Shape, most: int) -> Iterator[Box]:
+    # Outer dimensions are split first, so that boxes keep full rows, which are contiguous in files.
     for dim, (size, step) in enumerate(zip(box.sizes, unit, strict=True)):
         if box.numel > most and size > step:
-            rest = (*box.sizes[:dim], *box.sizes[dim + 1 :])
-            rows = max(step, most // numel(rest) // step * step)
+            others = (*box.sizes[:dim], *box.sizes[dim + 1 :])
+            rows = max(step, most // numel(others) // step * step)
             for start in range(0, size, rows):
                 offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
                 sizes = (*box.sizes[:dim], min(rows, size - start), *box.sizes[dim + 1 :])
@@ -285,10 +296,13 @@ _tables: dict[tuple[tuple[float, ...], DType], Any] = {}
 
 def table_for(numbers: tuple[float, ...], dtype: DType, like: Any) -> Any:
     """Return numbers as a flat tensor on the device of ``like``, without waiting. Keeps pinned copies."""
-    none = cast(like.new_empty(0, device="cpu"), dtype)
+    none = cast(
+        like.new_empty(0, device="cpu"), dtype
+    )  # an empty tensor as a factory, because torch is not imported
     if like.is_cpu:
         return none.new_tensor(numbers)
     if (numbers, dtype) not in _tables:
+        # A copy from pageable memory would wait for the device. Copies from pinned memory are in stream order.
         pinned = none.new_empty(len(numbers), pin_memory=True)
         _tables[numbers, dtype] = pinned.copy_(none.new_tensor(numbers))
     return _tables[numbers, dtype].to(like.device, non_blocking=True)
@@ -316,10 +330,12 @@ class Copy:
         if span <= max_span:
             yield self
             return
+        # The axis of the largest stride in the leaf separates the pieces in the file. A piece of ``steps`` of its
+        # steps spans ``reach + stride * (steps - 1)`` elements, where ``reach`` is the span of one step.
         axis = max(range(len(self.source.sizes)), key=self.source.strides.__getitem__)
         size, stride = self.source.sizes[axis], self.source.strides[axis]
-        rest = span - stride * (size - 1)
-        steps = max(1, (max_span - rest) // stride + 1)
+        reach = span - stride * (size - 1)
+        steps = max(1, (max_span - reach) // stride + 1)
         for first in range(0, size, steps):
             count = min(steps, size - first)
             yield from Copy(
@@ -358,7 +374,7 @@ def copies_and_computed(
         if isinstance(leaf, Stored):
             layout = (region.axes, region.origin, leaf.shape)
             if layout != last:
-                source, target = region.strided(contiguous_strides(leaf.shape))
+                source, target = region.to_strided(contiguous_strides(leaf.shape))
                 last = layout
             copied.append(Copy(leaf, source, Strided(region.target, target.sizes, target.strides)))
         else:
@@ -380,16 +396,16 @@ def copies(expression: Expression, box: Box, into: Strided | None = None) -> lis
 
 
 def copies_from_shards(
-    expression: Expression, held: Mapping[str, Sequence[tuple[Box, Strided]]], box: Box | None = None
+    expression: Expression, shards_by_key: Mapping[str, Sequence[tuple[Box, Strided]]], box: Box | None = None
 ) -> Iterator[Copy]:
-    """Yield the copies from the ``held`` boxes of the leaves to a box of the expression.
+    """Yield the copies from the boxes of the leaves that ranks hold to a box of the expression.
 
     In contrast to :func:`copies`, ``source`` is in elements of the memory that holds a leaf's box. ``target`` is in
     elements of a row-major tensor of the box's sizes. Ranks that together hold a leaf fill all that comes from it.
 
     Args:
         expression: of stored tensors. Computed regions are skipped.
-        held: by key, disjoint boxes of the leaf, each with its layout in memory.
+        shards_by_key: by key, disjoint boxes of the leaf, each with its layout in memory.
         box: of the expression. None for all of it.
     """
     box = Box.whole(expression.shape) if box is None else box
@@ -400,9 +416,9 @@ def copies_from_shards(
     for leaf, region in expression.leaves(Region.from_box(box, Strided.contiguous(box.sizes))):
         if not isinstance(leaf, Stored):
             continue
-        for shard, memory in held.get(leaf.key, ()):
-            for piece in region.within(shard):
-                yield Copy(leaf, *piece.strided(memory.strides, memory.offset))
+        for shard_box, memory in shards_by_key.get(leaf.key, ()):
+            for piece in region.within(shard_box):
+                yield Copy(leaf, *piece.to_strided(memory.strides, memory.offset))
 
 
 def _along(view: Strided, axis: int, first: int, count: int) -> Strided:
@@ -415,14 +431,14 @@ def _along(view: Strided, axis: int, first: int, count: int) -> Strided:
 
 def merge_overlapping(boxes: Iterable[Box]) -> list[Box]:
     """Replace boxes that overlap by the smallest box that contains them, until no two overlap."""
-    found: list[Box] = []
+    disjoint: list[Box] = []
     for box in boxes:
-        while overlapping := [other for other in found if other.intersect(box) is not None]:
+        while overlapping := [other for other in disjoint if other.intersect(box) is not None]:
             for other in overlapping:
-                found.remove(other)
+                disjoint.remove(other)
                 box = Box.between(map(min, box.offsets, other.offsets), map(max, box.stops, other.stops))
-        found.append(box)
-    return found
+        disjoint.append(box)
+    return disjoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ def describe_faults(head: str, faults: Mapping[str, Sequence[str]], remedies: Ma
         for position, line in enumerate(abbreviate(sentences)):
             counted = f"{kind} {len(sentences)}" if position == 0 else ""
             lines.append(f"  {counted:<17}{line}")
-    found = [remedies[kind] for kind, sentences in faults.items() if sentences and kind in remedies]
-    return "\n".join([*lines, *([f"Pass {'; '.join(found)}."] if found else [])])
+    advice = [remedies[kind] for kind, sentences in faults.items() if sentences and kind in remedies]
+    return "\n".join([*lines, *([f"Pass {'; '.join(advice)}."] if advice else [])])
 
 
 @dataclass(frozen=True, slots=True)

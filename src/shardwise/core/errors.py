@@ -185,8 +185,8 @@ def _get_version(library: str) -> str:
 
 def nearest(name: str, known: Collection[str]) -> str:
     """Return a question that suggests the known name most similar to ``name``, or "" without one."""
-    found = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {matches[0]!r}?" if matches else ""
 
 
 def answer_keywords(**instead: str) -> Callable[[T], T]:

@@ -219,8 +219,8 @@ class Estimate(Report):
 
 def _terms(terms: Mapping[str, int]) -> str:
     """Terms that are not zero, the largest first."""
-    found = sorted(((nbytes, term) for term, nbytes in terms.items() if nbytes), reverse=True)
-    return ", ".join(f"{term} {in_bytes(nbytes)}" for nbytes, term in found)
+    nonzero = sorted(((nbytes, term) for term, nbytes in terms.items() if nbytes), reverse=True)
+    return ", ".join(f"{term} {in_bytes(nbytes)}" for nbytes, term in nonzero)
 
 
 def _table(ranks: Sequence[RankEstimate]) -> list[str]:

@@ -18,7 +18,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise.core.regions import Axis, Region, clip, flatten, overlapped_ranges, unflatten, without_dim
+from shardwise.core.regions import Axis, Region, clip, drop_dim, find_overlapped_ranges, flatten, unflatten
 from shardwise.core.tensors import DType, Strided, numel
 
 Shape: TypeAlias = tuple[int, ...]
@@ -128,7 +128,7 @@ class Concat(_Combined):
     def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         dim = self.dim
         starts = [0, *accumulate(source.shape[dim] for source in self.sources)]
-        for index in overlapped_ranges(region, dim, starts):
+        for index in find_overlapped_ranges(region, dim, starts):
             for piece in clip(region, dim, starts[index], starts[index + 1]):
                 yield self.sources[index], piece.with_origin(dim, piece.origin[dim] - starts[index])
 
@@ -144,15 +144,15 @@ class Stack(_Combined):
     def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         along = [axis for axis in region.axes if axis.dim == self.dim]
         if len(along) < 2:  # fast path for hundreds of experts
-            bare = without_dim(region, self.dim)
+            bare = drop_dim(region, self.dim)
             (axis,) = along or [Axis(1, 0, self.dim, 1)]
             for number in range(axis.size):
                 source = self.sources[region.origin[self.dim] + axis.step * number]
                 yield source, Region(bare.origin, bare.target + axis.stride * number, bare.axes)
             return
-        for index in overlapped_ranges(region, self.dim, range(len(self.sources) + 1)):
+        for index in find_overlapped_ranges(region, self.dim, range(len(self.sources) + 1)):
             for piece in clip(region, self.dim, index, index + 1):
-                yield self.sources[index], without_dim(piece, self.dim)
+                yield self.sources[index], drop_dim(piece, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,12 +302,12 @@ def reshape(source: Expression, shape: Sequence[int]) -> Expression:
     return source if source.shape == shape else Reshape(source, shape)
 
 
-def stored_leaves(expression: Expression) -> Iterator[Stored]:
+def iter_stored_leaves(expression: Expression) -> Iterator[Stored]:
     """Yield all stored tensors in order, including inputs of computations, once for each use."""
     if isinstance(expression, Stored):
         yield expression
     for source in expression.sources:
-        yield from stored_leaves(source)
+        yield from iter_stored_leaves(source)
 
 
 def iter_leaves(expression: Expression) -> Iterator[Leaf]:
@@ -319,12 +319,12 @@ def iter_leaves(expression: Expression) -> Iterator[Leaf]:
         yield from iter_leaves(source)
 
 
-def stored_key(expression: Expression) -> str | None:
+def get_stored_key(expression: Expression) -> str | None:
     """Return the key of an expression that is one unchanged stored tensor, or None."""
     return expression.key if isinstance(expression, Stored) else None
 
 
-def rows_stored(expression: Expression) -> int | None:
+def count_stored_rows(expression: Expression) -> int | None:
     """Return how many leading rows are stored if the expression ends in missing rows, else None."""
     if isinstance(expression, Concat) and expression.dim == 0 and isinstance(expression.sources[-1], Unstored):
         return expression.shape[0] - expression.sources[-1].shape[0]
@@ -359,6 +359,9 @@ def as_strided(source: Expression, strided: Strided) -> Expression:
     Steps of the largest stride become rows of a reshape, those of the next stride its columns, and so on. If the
     last row would end beyond the source, it is a part of its own.
 
+    Sizes (3, 2) with strides (1, 4) and offset 1 are the elements 1, 5, 2, 6, 3, 7: elements 1 to 8 become a
+    (2, 4), of which columns 0 to 2 are taken and transposed.
+
     Raises:
         ValueError: the view reaches beyond the source, or elements overlap.
     """
@@ -366,15 +369,12 @@ def as_strided(source: Expression, strided: Strided) -> Expression:
         raise ValueError(f"{strided} is no view of {source.shape} elements")
     if strided.numel == 0:
         return reshape(slice_dim(source, 0, 0, 0), strided.sizes)
-    steps = [
-        (stride, size, dim)
-        for dim, (size, stride) in enumerate(zip(strided.sizes, strided.strides, strict=True))
-        if size > 1
-    ]
+    axes = zip(strided.strides, strided.sizes, range(len(strided.sizes)), strict=True)
+    steps = [(stride, size, dim) for stride, size, dim in axes if size > 1]
     steps.sort(key=itemgetter(0), reverse=True)
-    made = _rows(source, strided.offset, [(stride, size) for stride, size, _ in steps])
-    order = [dim for _, _, dim in steps]
-    ordered = permute(made, [order.index(dim) for dim in sorted(order)])
+    rows = _rows(source, strided.offset, [(stride, size) for stride, size, _ in steps])
+    order = [dim for _, _, dim in steps]  # the dimension of each dimension of ``rows``
+    ordered = permute(rows, [order.index(dim) for dim in sorted(order)])
     return reshape(ordered, strided.sizes)
 
 

@@ -57,8 +57,8 @@ def format_ranks(ranks: Sequence[int], global_ranks: Sequence[int] = ALL_RANKS) 
         return ", ".join(map(str, ranks))
     runs = _runs(ranks)
     shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MOST_RANKS])
-    left = sum(last - first + 1 for first, last in runs[_MOST_RANKS:])
-    return f"{shown} and {left} more" if left else shown
+    remaining = sum(last - first + 1 for first, last in runs[_MOST_RANKS:])
+    return f"{shown} and {remaining} more" if remaining else shown
 
 
 def _pattern(words: tuple[str, ...], numbers: list[list[str]]) -> str:
@@ -124,10 +124,10 @@ def in_bytes(nbytes: int) -> str:
 def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> list[str]:
     """Align rows under the names of columns. Those in ``numbers`` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if name in numbers else cell.ljust(width)
-            for name, cell, width in zip(head, row, widths, strict=True)
-        ).rstrip()
-        for row in (head, *rows)
-    ]
+    lines: list[str] = []
+    for row in (head, *rows):
+        cells: list[str] = []
+        for name, cell, width in zip(head, row, widths, strict=True):
+            cells.append(cell.rjust(width) if name in numbers else cell.ljust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -45,9 +45,9 @@ class LocalBox:
     local: Strided
 
 
-def locate_box(box: Box, held: Sequence[LocalBox]) -> Strided:
+def locate_box(box: Box, boxes: Sequence[LocalBox]) -> Strided:
     """Return the memory layout of a box that lies within one of a rank's boxes."""
-    for piece in held:
+    for piece in boxes:
         if piece.box.intersect(box) == box:
             strides = piece.local.strides
             steps = zip(box.offsets, piece.box.offsets, strides, strict=True)
@@ -67,12 +67,12 @@ def last_rows(boxes: Iterable[LocalBox], start: int) -> list[LocalBox]:
 
 
 def _rows(boxes: Iterable[LocalBox], start: int, stop: int) -> list[LocalBox]:
-    found: list[LocalBox] = []
+    parts: list[LocalBox] = []
     for item in boxes:
         rows = Box((start, *item.box.offsets[1:]), (stop - start, *item.box.sizes[1:]))
-        if (inside := item.box.intersect(rows)) is not None:
-            found.append(LocalBox(inside, locate_box(inside, [item])))
-    return found
+        if (common := item.box.intersect(rows)) is not None:
+            parts.append(LocalBox(common, locate_box(common, [item])))
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,15 @@ class ModelLayout:
     def local_nbytes(self) -> int:
         """Bytes of parameters and persistent buffers on this rank."""
         return sum(tensor.local_numel * tensor.dtype.bits // 8 for tensor in self.saved())
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """FQNs of the LoRA matrices of one adapted weight: ``weight + scaling * (lora_B @ lora_A)``."""
+
+    lora_A: str
+    lora_B: str
+    scaling: float
 
 
 @dataclass(frozen=True, slots=True)

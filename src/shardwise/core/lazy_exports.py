@@ -37,7 +37,7 @@ def lazy_exports(
     return get, lambda: names, names
 
 
-def found_at(place: str) -> Any:
+def import_object(place: str) -> Any:
     """Import an object by ``package.module:name``, or a module by ``package.module``.
 
     ``tests/test_code_rules.py`` imports every entry of the tables that use this.
@@ -47,8 +47,8 @@ def found_at(place: str) -> Any:
     """
     module, _, name = place.partition(":")
     try:
-        found = importlib.import_module(module)
-        return getattr(found, name) if name else found
+        imported = importlib.import_module(module)
+        return getattr(imported, name) if name else imported
     except (ImportError, AttributeError) as error:
         from shardwise.core.errors import ConfigError  # not needed by ``import shardwise``
 
@@ -61,5 +61,5 @@ def found_at(place: str) -> Any:
 def stub_imports(init_file: str) -> dict[str, str]:
     """Return the module that each name is imported from in the stub of ``init_file``."""
     stub = ast.parse(Path(init_file).with_suffix(".pyi").read_text("utf-8"))
-    found = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
-    return {alias.name: str(node.module) for node in found for alias in node.names}
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}

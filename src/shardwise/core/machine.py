@@ -61,12 +61,12 @@ def processor_quotas(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> dict
     ``docker run --cpus`` and Kubernetes' limits are such quotas: all processors are visible, but processes that use
     more than the quota are throttled for the rest of each 100 ms period.
     """
-    found: dict[str, float] = {}
+    quotas: dict[str, float] = {}
     for group in control_groups(own_group, groups):
         numbers = [int(word) if word.isdigit() else 0 for word in read_text(group / "cpu.max").split()]
         if len(numbers) == 2 and all(numbers):
-            found[str(group)] = numbers[0] / numbers[1]
-    return found
+            quotas[str(group)] = numbers[0] / numbers[1]
+    return quotas
 
 
 def read_text(file: Path) -> str:

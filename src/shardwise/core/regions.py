@@ -74,13 +74,14 @@ class Region:
                 region, origin=tuple(at - first for at, first in zip(region.origin, box.offsets, strict=True))
             )
 
-    def strided(self, strides: Sequence[int], start: int = 0) -> tuple[Strided, Strided]:
+    def to_strided(self, strides: Sequence[int], start: int = 0) -> tuple[Strided, Strided]:
         """Return the layouts in the source and in the target, in the same order, with descending strides.
 
         The source has these strides, and its first element is at ``start``.
         """
         offset = start + sum(index * stride for index, stride in zip(self.origin, strides, strict=True))
         axes = sorted(((a.step * strides[a.dim], a.stride, a.size) for a in self.axes), reverse=True)
+        # Two axes are one if the outer stride is the inner extent on both sides, as for full rows.
         merged: list[tuple[int, int, int]] = []
         for source_stride, target_stride, size in axes:
             if merged and merged[-1][:2] == (source_stride * size, target_stride * size):
@@ -94,7 +95,7 @@ class Region:
     def with_origin(self, dim: int, value: int) -> Region:
         return Region((*self.origin[:dim], value, *self.origin[dim + 1 :]), self.target, self.axes)
 
-    def restricted(self, axis: Axis, first: int, count: int) -> Region:
+    def restrict(self, axis: Axis, first: int, count: int) -> Region:
         """Keep only the steps ``first <= i < first + count`` of one axis."""
         axes = tuple(other for other in self.axes if other is not axis)
         if count > 1:
@@ -103,14 +104,14 @@ class Region:
         return Region(moved.origin, self.target + axis.stride * first, axes)
 
 
-def overlapped_ranges(region: Region, dim: int, starts: Sequence[int]) -> range:
+def find_overlapped_ranges(region: Region, dim: int, starts: Sequence[int]) -> range:
     """Return the indices of the ranges that a region overlaps. Range i is ``starts[i] <= x < starts[i + 1]``."""
     first = region.origin[dim]
     last = first + sum(axis.span for axis in region.axes if axis.dim == dim)
     return range(bisect_right(starts, first) - 1, bisect_right(starts, last))
 
 
-def without_dim(region: Region, dim: int) -> Region:
+def drop_dim(region: Region, dim: int) -> Region:
     """Return the region without a dimension and without the axes along it."""
     axes = tuple(
         Axis(axis.size, axis.stride, axis.dim - (axis.dim > dim), axis.step)
@@ -121,7 +122,12 @@ def without_dim(region: Region, dim: int) -> Region:
 
 
 def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:
-    """Yield the part of the region with ``start <= index < stop`` along ``dim``."""
+    """Yield the part of the region with ``start <= index < stop`` along ``dim``.
+
+    With two axes along ``dim``, 4 steps of 8 and 8 steps of 1, the region has the indices 0 to 31. Clipped to
+    ``4 <= index < 24`` it is one region of the outer steps 1 and 2 (8 to 23), and the inner steps 4 to 7 of the
+    outer step 0.
+    """
     along = [axis for axis in region.axes if axis.dim == dim]
     first = region.origin[dim]
     last = first + sum(axis.span for axis in along)
@@ -130,18 +136,20 @@ def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:
     if first >= start and last < stop:
         yield region
         return
+    # The steps of the largest axis are of three kinds: outside, across a bound, and inside with all inner steps.
+    # Those inside stay one region. At each bound, steps are clipped one by one along the inner axes.
     axis = max(along, key=attrgetter("step"))
-    rest = last - first - axis.span
-    touched_from = max(0, -((first + rest - start) // axis.step))
+    inner_span = last - first - axis.span
+    touched_from = max(0, -((first + inner_span - start) // axis.step))
     touched_to = min(axis.size, (stop - 1 - first) // axis.step + 1)
     inside_from = max(touched_from, -((first - start) // axis.step))
-    inside_to = max(min(touched_to, (stop - 1 - rest - first) // axis.step + 1), inside_from)
+    inside_to = max(min(touched_to, (stop - 1 - inner_span - first) // axis.step + 1), inside_from)
     if inside_to > inside_from:
-        yield region.restricted(axis, inside_from, inside_to - inside_from)
+        yield region.restrict(axis, inside_from, inside_to - inside_from)
     else:
         inside_from = inside_to = touched_to
     for index in (*range(touched_from, inside_from), *range(inside_to, touched_to)):
-        yield from clip(region.restricted(axis, index, 1), dim, start, stop)
+        yield from clip(region.restrict(axis, index, 1), dim, start, stop)
 
 
 def flatten(region: Region, shape: tuple[int, ...]) -> Region:
@@ -169,6 +177,7 @@ def _split(region: Region, inner: int) -> Iterator[Region]:
     digits = [axis for axis in region.axes if axis.dim == 0 and axis.step % inner]
     reach = sum(axis.span for axis in digits)
     if inner_index + reach < inner:
+        # The inner index never carries: each axis moves along one of the two dimensions only.
         axes = tuple(_split_axis(axis, inner) for axis in region.axes)
         yield Region((outer_index, inner_index, *region.origin[1:]), region.target, axes)
         return
@@ -181,17 +190,20 @@ def _split(region: Region, inner: int) -> Iterator[Region]:
         head = min(-(inner_index // axis.step) % turn, axis.size)
         turns, tail = divmod(axis.size - head, turn)
         if head:
-            yield from _split(region.restricted(axis, 0, head), inner)
+            yield from _split(region.restrict(axis, 0, head), inner)
         if turns:
-            middle = region.restricted(axis, head, turn)
+            middle = region.restrict(axis, head, turn)
             repeat = Axis(turns, axis.stride * turn, 0, inner)
-            yield from _split(replace(middle, axes=(*middle.axes, repeat) if turns > 1 else middle.axes), inner)
+            if turns > 1:
+                middle = replace(middle, axes=(*middle.axes, repeat))
+            yield from _split(middle, inner)
         if tail:
-            yield from _split(region.restricted(axis, axis.size - tail, tail), inner)
+            yield from _split(region.restrict(axis, axis.size - tail, tail), inner)
         return
+    # No pattern is known: the shortest axis is unrolled, which always ends, and may yield many regions.
     axis = min(digits, key=attrgetter("size"))
     for index in range(axis.size):
-        yield from _split(region.restricted(axis, index, 1), inner)
+        yield from _split(region.restrict(axis, index, 1), inner)
 
 
 def _split_axis(axis: Axis, inner: int) -> Axis:

@@ -150,9 +150,12 @@ def row_blocks(shape: Sequence[int], max_numel: int) -> list[Box]:
     """Split a tensor into boxes, in order, each of which is contiguous in a row-major tensor.
 
     A box has at most ``max_numel`` elements, but at least one. A tensor without elements has no boxes.
+
+    With ``shape`` (2, 5, 4) and ``max_numel`` 8, boxes have the sizes (1, 2, 4), (1, 2, 4), (1, 1, 4), twice.
     """
     if not numel(shape):
         return []
+    # Dimensions from ``split`` on are in every box in full, ``inner`` elements. The one before is cut.
     split = len(shape)
     inner = 1
     while split and inner * shape[split - 1] <= max_numel:
@@ -165,9 +168,8 @@ def row_blocks(shape: Sequence[int], max_numel: int) -> list[Box]:
     for lead in product(*(range(size) for size in shape[:dim])):
         for first in range(0, shape[dim], step):
             count = min(step, shape[dim] - first)
-            boxes.append(
-                Box((*lead, first, *(0 for _ in shape[split:])), (*(1 for _ in lead), count, *shape[split:]))
-            )
+            offsets = (*lead, first, *(0 for _ in shape[split:]))
+            boxes.append(Box(offsets, (*(1 for _ in lead), count, *shape[split:])))
     return boxes
 
 
@@ -177,11 +179,11 @@ def parse_size(size: int | str) -> int:
     Raises:
         ConfigError: it is not a size, or is less than a byte.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
     nbytes = 0
-    if found is not None:
-        base = 1024 if found[3] else 1000
-        exact = float(found[1]) * base ** " KMGT".index(found[2] or " ")
+    if match is not None:
+        base = 1024 if match[3] else 1000
+        exact = float(match[1]) * base ** " KMGT".index(match[2] or " ")
         nbytes = int(exact) if math.isfinite(exact) else 0
     if nbytes < 1:
         raise ConfigError(f"{size!r} is not a size of at least one byte. Pass bytes, or text such as 5GB")
@@ -233,7 +235,7 @@ class DType(enum.Enum):
         return self.bits // 8
 
 
-def dtype_named(label: str) -> DType | None:
+def find_dtype(label: str) -> DType | None:
     """Return the dtype with this safetensors name, or None."""
     return _BY_LABEL.get(label)
 
@@ -266,18 +268,18 @@ def _float8(exponent_bits: int, *, has_infinity: bool) -> tuple[float, ...]:
     """Return the values of the 256 codes of an 8-bit float of OCP (E4M3, E5M2)."""
     mantissa_bits = 7 - exponent_bits
     bias, top, steps = (1 << exponent_bits - 1) - 1, (1 << exponent_bits) - 1, 1 << mantissa_bits
-    found = []
-    for byte in range(128):
+    numbers = []
+    for byte in range(128):  # the positive half: a sign, the exponent, the mantissa
         exponent, mantissa = divmod(byte, steps)
         if exponent == top and has_infinity:
-            found.append(math.nan if mantissa else math.inf)
+            numbers.append(math.nan if mantissa else math.inf)
         elif exponent == top and mantissa == steps - 1:
-            found.append(math.nan)
+            numbers.append(math.nan)
         elif exponent:
-            found.append((1 + mantissa / steps) * 2.0 ** (exponent - bias))
-        else:
-            found.append(mantissa / steps * 2.0 ** (1 - bias))
-    return (*found, *(-number for number in found))
+            numbers.append((1 + mantissa / steps) * 2.0 ** (exponent - bias))
+        else:  # subnormal
+            numbers.append(mantissa / steps * 2.0 ** (1 - bias))
+    return (*numbers, *(-number for number in numbers))
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

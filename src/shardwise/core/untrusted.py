@@ -57,11 +57,11 @@ def require_quick_patterns(patterns: Iterable[Pattern], names: Collection[str]) 
         return
     command = [sys.executable, "-I", "-S", "-c", _MATCH, str(_MATCHING_S)]
     content = json.dumps([[*slow], [*names]])
-    done = subprocess.run(command, input=content, capture_output=True, encoding="ascii", check=False)
-    if not done.stdout:
-        done.check_returncode()
-    if done.returncode:
-        last = slow[json.loads(done.stdout.splitlines()[-1])]
+    process = subprocess.run(command, input=content, capture_output=True, encoding="ascii", check=False)
+    if not process.stdout:
+        process.check_returncode()
+    if process.returncode:
+        last = slow[json.loads(process.stdout.splitlines()[-1])]
         raise ConfigError(
             f"{last.option}={last.text!r:.200}: takes more than {_MATCHING_S} seconds to match with {len(names):,} "
             "names, as repetitions in repetitions do. Write a simpler pattern, or list the names"

@@ -123,22 +123,22 @@ def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> Ac
     names = _names_in(place)
     if METADATA in names:
         return Distributed(str(place))
-    found: list[AccelerateSave] = []
+    saves: list[AccelerateSave] = []
     if kind.file(number) in names:
-        found.append(WholeFile(str(place), kind.file(number)))
+        saves.append(WholeFile(str(place), kind.file(number)))
     folder = place / kind.folder(number)
     if (folder / METADATA).is_file():
-        found.append(Distributed(str(folder)))
+        saves.append(Distributed(str(folder)))
     if any(kind.parse_rank(name, number) is not None for name in names):
-        found.append(_find_rank_files(place, kind, number))
-    if not found:
+        saves.append(_find_rank_files(place, kind, number))
+    if not saves:
         raise _nothing(place, names, kind, number)
-    if len(found) > 1:
+    if len(saves) > 1:
         raise ConfigError(
-            f"{place}: {kind.what} {number} exists in several forms: {', '.join(map(_name, found))}. Pass the "
+            f"{place}: {kind.what} {number} exists in several forms: {', '.join(map(_name, saves))}. Pass the "
             "path of one of them"
         )
-    return found[0]
+    return saves[0]
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -169,8 +169,8 @@ def _find_rank_files(folder: Path, kind: SavedKind, number: int) -> FilePerRank:
     return FilePerRank(str(folder), tuple(by_rank[rank] for rank in sorted(by_rank)))
 
 
-def _name(found: AccelerateSave) -> str:
-    match found:
+def _name(save: AccelerateSave) -> str:
+    match save:
         case WholeFile(_, file):
             return file
         case Distributed(folder):

@@ -147,7 +147,7 @@ class CheckpointFormat(Protocol):
         return []
 
     def read(
-        self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
+        self, reader: StorageReader, selection: FileSelection, index: IndexSoFar, faults: FormatFaults
     ) -> None:
         """Add the entries of the files, without reading bytes of tensors.
 
@@ -165,7 +165,7 @@ class QuantizedForm(Protocol):
         """True if a model may be kept in this form, so that its config keeps the ``quantization_config``."""
         ...
 
-    def dequantized(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+    def dequantize(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
         """Return the same checkpoint with dequantized tensors, composed of :class:`Coded` data.
 
         Raises:
@@ -222,8 +222,8 @@ def is_quantization_key(key: str) -> bool:
 def unknown_form(what: str) -> ConfigError:
     """Return the error for weights that are stored in an unsupported form."""
     return ConfigError(
-        f"the checkpoint is quantized in a way that is not supported ({what}). Use one in a floating dtype, in "
-        "FP8, MXFP4 or NVFP4, or of compressed-tensors, bitsandbytes (4 bits), AWQ or GPTQ"
+        f"the checkpoint is quantized in a way that is not supported ({what}). Load the original weights, or "
+        "dequantize it by transformers and save it"
     )
 
 
@@ -417,18 +417,20 @@ def with_keys(index: CheckpointIndex, keys: Mapping[str, str]) -> CheckpointInde
     return replace(index, composed={keys[key]: index.composed.get(key, item) for key, item in tensors.items()})
 
 
-def prefixed(composition: T, prefix: str) -> T:
+def add_prefix(composition: T, prefix: str) -> T:
     """Return the same composition of entries whose keys begin with a prefix."""
-    found: Any = composition
+    prefixed: Any = composition
     match composition:
         case Whole(key) | View(key):
-            found = replace(composition, key=prefix + key)
+            prefixed = replace(composition, key=prefix + key)
         case tuple():
-            found = tuple(prefixed(inner, prefix) for inner in composition)
+            prefixed = tuple(add_prefix(inner, prefix) for inner in composition)
         case _ if is_dataclass(composition) and not isinstance(composition, type):
-            values = {item.name: prefixed(getattr(composition, item.name), prefix) for item in fields(composition)}
-            found = replace(composition, **values)
-    return cast(T, found)
+            values = {
+                item.name: add_prefix(getattr(composition, item.name), prefix) for item in fields(composition)
+            }
+            prefixed = replace(composition, **values)
+    return cast(T, prefixed)
 
 
 def each(reader: StorageReader, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -468,13 +470,13 @@ def invalid_file(what: str, cause: str) -> FormatError:
 
 
 def _require_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
+    content: dict[str, object] = {}
     for key, value in pairs:
-        if key in found:
+        if key in content:
             raise ValueError(f"the key {shown(key)} occurs twice")
         key.encode()  # lone surrogates raise
-        found[key] = value
-    return found
+        content[key] = value
+    return content
 
 
 def _refuse_constant(name: str) -> NoReturn:

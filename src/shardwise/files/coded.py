@@ -112,38 +112,6 @@ class FourBits:
     kind: ClassVar[str] = "four bits"
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedIntegers:
-    """A weight (out, in) of integers in words of 32 bits, less zero points, times scales of groups of inputs.
-
-    Attributes:
-        values: bytes of words, of eight outputs each in AWQ's order (in, out / 8), or with ``in_rows`` of inputs
-            (in * bits / 32, out).
-        zeros: bytes of words (groups, out * bits / 32).
-        scales: (groups, out).
-        shape: shape of the weight.
-        group: number of inputs with one scale.
-        dtype: dtype of the scales, to which products are rounded.
-        bits: bits of an integer.
-        in_rows: True if a word has several inputs of an output.
-        is_less_one: True if zero points are stored less 1.
-        group_indices: the group of each input, if it does not follow from the position.
-    """
-
-    values: Whole
-    zeros: Whole
-    scales: Whole
-    shape: tuple[int, int]
-    group: int
-    dtype: DType
-    bits: int = 4
-    in_rows: bool = False
-    is_less_one: bool = False
-    group_indices: Whole | None = None
-
-    kind: ClassVar[str] = "grouped"
-
-
 def words_as_bytes(entry: TensorEntry) -> TensorEntry:
     """Return an entry of 32-bit words as one of little-endian bytes. Others are unchanged."""
     if entry.dtype is not DType.I32 or not entry.shape:
@@ -206,15 +174,19 @@ class _PackedFourBits:
 
     is_kept: bool = True
 
-    def dequantized(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+    def dequantize(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
         faults, composed, used = (
             FormatFaults(index.root),
             dict[str, Composed](),
             set[str](),
         )
-        found = {key: own for key in index.entries if (own := _Companions.find(index, key)) is not None}
-        texts = checkpoint_index.contents(reader, [entry for own in found.values() for entry in own.small])
-        for key, companions in found.items():
+        companions_by_key = {
+            key: parts for key in index.entries if (parts := _Companions.find(index, key)) is not None
+        }
+        texts = checkpoint_index.contents(
+            reader, [entry for parts in companions_by_key.values() for entry in parts.small]
+        )
+        for key, companions in companions_by_key.items():
             used |= {companions.state.key, *(entry.key for entry in companions.entries.values())}
             try:
                 composed[key] = _composed(index.entries[key], companions, texts)
@@ -224,8 +196,10 @@ class _PackedFourBits:
             if key not in used and (key.endswith(_ENDS) or QUANT_STATE in key):
                 faults.add(_FOUR_BIT_FAULTS, f"{shown(key)} belongs to packed bytes that are missing or incomplete")
         faults.raise_if_any()
-        kept = {entry for item in composed.values() for entry in checkpoint_index.iter_entry_keys(item.composition)}
-        entries = {key: entry for key, entry in index.entries.items() if key not in used or key in kept}
+        scale_keys = {
+            entry for item in composed.values() for entry in checkpoint_index.iter_entry_keys(item.composition)
+        }
+        entries = {key: entry for key, entry in index.entries.items() if key not in used or key in scale_keys}
         # Bytes, whatever dtype they are stored under (``bnb_4bit_quant_storage``).
         flat = {key: replace(entries[key], dtype=DType.U8, shape=(entries[key].nbytes,)) for key in composed}
         return replace(index, entries=entries | flat, composed={**index.composed, **composed})
@@ -286,8 +260,8 @@ def _nested(
     state: Mapping[str, object],
     scales: TensorEntry,
 ) -> Nested:
-    found, offset = companions.entries.get(NESTED_ABSMAX), state.get("nested_offset")
-    if found is None or NESTED_MAP not in companions.entries or scales.dtype is not DType.U8:
+    nested_absmax, offset = companions.entries.get(NESTED_ABSMAX), state.get("nested_offset")
+    if nested_absmax is None or NESTED_MAP not in companions.entries or scales.dtype is not DType.U8:
         raise FormatError("its scales are nested, and a part of the nested ones is missing")
     if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) <= _MAX_OFFSET:
         raise FormatError(f"its quant_state has the nested_offset {shown(repr(offset))}")
@@ -295,12 +269,14 @@ def _nested(
         raise FormatError(
             f"its scales are nested in blocks of {shown(repr(state.get('nested_blocksize')))}, not 256"
         )
-    if found.dtype is not DType.F32 or numel(found.shape) != -(-numel(scales.shape) // _NESTED_BLOCK):
-        raise FormatError(f"its nested_absmax is {found.dtype.label} {found.shape}")
+    if nested_absmax.dtype is not DType.F32 or numel(nested_absmax.shape) != -(
+        -numel(scales.shape) // _NESTED_BLOCK
+    ):
+        raise FormatError(f"its nested_absmax is {nested_absmax.dtype.label} {nested_absmax.shape}")
     numbers = texts.get(companions.entries[NESTED_MAP].key, b"")
     if companions.entries[NESTED_MAP].dtype is not DType.F32 or len(numbers) != _MAP_BYTES:
         raise FormatError("its nested_quant_map has not 256 float32")
-    return Nested(Whole(found.key), float(offset), struct.unpack("<256f", numbers))
+    return Nested(Whole(nested_absmax.key), float(offset), struct.unpack("<256f", numbers))
 
 
 def _shape_in(state: Mapping[str, object]) -> tuple[int, ...]:

@@ -1,21 +1,7 @@
 """Dequantization of integers and of low-bit floats: (code - zero point) * scale.
 
-[Note: Layouts] Formats store codes in different orders. This node takes one: row by row, with the first of two
-codes in the lower half of a byte. For an order that is a permutation of dimensions, its inputs and its result are
-reshaped and permuted, and scales and zero points are brought into the order of the codes:
-
-- AWQ packs eight columns into a word of 32 bits, in the order 0, 2, 4, 6, 1, 3, 5, 7: columns are dequantized as
-  (words, 2, 4), and permuted to (words, 4, 2).
-- GPTQ packs eight rows of one column into a word: they are dequantized as (words, columns, 8).
-
-Packed zero points are decoded by a node of their own (:func:`decoded`).
-
-[Note: Products] A weight of AWQ or GPTQ is ``(code - zero) * scale`` in the dtype of the scales, as AutoAWQ
-(``awq/utils/packing_utils.py``) and GPTQModel (``gptqmodel/nn_modules/qlinear/__init__.py``) compute it on a CPU.
-The difference is exact, and the product is rounded once to that dtype, before any cast to the dtype of a model.
-
-GPTQ's first format stores zero points minus 1. GPTQModel undoes that by an addition to the full word, which carries
-from one zero point to the next. :class:`AddToWords` does the same.
+Codes are stored row by row, with the first of two codes in the lower half of a byte. Packed zero points are decoded
+by a node of their own (:func:`decode`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
-from shardwise.core.computed import BadValues, Computed, ComputedBlock, aligned_blocks, cast, every_nth, table_for
+from shardwise.core.computed import BadValues, Computed, ComputedBlock, every_nth, split_aligned, table_for
 from shardwise.core.expression import Expression, Shape, permute, reshape
 from shardwise.core.tensors import Box, Code, DType, numel
 
@@ -53,6 +39,9 @@ class Dequantize:
     dimension may be smaller than the unit. Inputs are the codes, the scales, and if there are any, the scale of the
     whole tensor and the zero points.
 
+    A weight (3, 8) in INT4 with groups of 4 columns has ``shape`` (3, 8), ``unit`` (1, 4), codes (3, 4), two in a
+    byte, and scales (3, 2). Its box ``[1:3, 4:8]`` needs the codes ``[1:3, 2:4]`` and the scales ``[1:3, 1:2]``.
+
     Attributes:
         shape: of the result.
         unit: number of elements with one scale, by dimension. Empty without scales.
@@ -61,7 +50,6 @@ class Dequantize:
             255 is NaN).
         overall: power of the scale of the whole tensor by which scales are multiplied: 1, -1, or 0 without one.
         has_zeros: an input has a zero point for each scale.
-        rounds_to: each result is rounded to this dtype, before it is cast to any other: F32, BF16 or F16.
     """
 
     shape: Shape
@@ -70,11 +58,11 @@ class Dequantize:
     has_exponents: bool = False
     overall: int = 0
     has_zeros: bool = False
-    rounds_to: DType = DType.F32
     label: str = "dequantizing"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted[_OUT], self.shape, self._byte_aligned, self._max_elements(most_bytes)):
+        for box in split_aligned(wanted[_OUT], self.shape, self._byte_aligned, self._max_elements(most_bytes)):
+            # In the order of the operation's sources: codes, scales, scale of the whole tensor, zero points.
             inputs = [every_nth(box, self.code.per_byte)]
             if self.unit:
                 inputs.append(self._get_scales(box))
@@ -105,14 +93,16 @@ class Dequantize:
 
     def _max_elements(self, most_bytes: int) -> int:
         """Return the elements of the largest block within ``most_bytes``, with full rows or within one row."""
-        per_element = 5 - (-self._bytes_per_scale // self.unit[-1] if self.unit else 0)
+        per_element = 5  # a stored code and a float32
+        if self.unit:
+            per_element += -(-self._bytes_per_scale // self.unit[-1])
         small = most_bytes // (per_element + _STRIP_BYTES)
         if small < _STRIP_ELEMENTS:
             return small
         return min(_MAX_ELEMENTS, (most_bytes - _STRIP_BYTES * _STRIP_ELEMENTS) // per_element)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        result = cast(values[0].new_empty(0), self.rounds_to).new_empty(block.outputs[_OUT].sizes)
+        result = values[0].new_empty(0).float().new_empty(block.outputs[_OUT].sizes)  # on the inputs' device
         self.evaluate_into(block, values, {_OUT: result})
         return {_OUT: result}
 
@@ -132,7 +122,7 @@ class Dequantize:
         self, block: ComputedBlock, values: Sequence[Any], most_bytes: int
     ) -> tuple[Mapping[str, Any], Any]:
         box = block.outputs[_OUT]
-        result = cast(values[0].new_empty(0), self.rounds_to).new_empty(box.sizes)
+        result = values[0].new_empty(0).float().new_empty(box.sizes)
         strip_elements = _STRIP_ELEMENTS + max(0, most_bytes - block.nbytes) // _STRIP_BYTES
         checks = self._write(box, values, result, strip_elements)
         is_bad = result.isnan().any()
@@ -143,17 +133,19 @@ class Dequantize:
     def _write(self, box: Box, values: Sequence[Any], out: Any, strip_elements: int) -> Sequence[_Check]:
         """Write the values of a box, strip by strip. Return checks of the inputs."""
         stored, factors, zeros, checks = self._inputs(values)
+        # (256, 1), or (256, 2) for two codes in a byte
         table = table_for(_values_by_byte(self.code), DType.F32, stored).view(256, self.code.per_byte)
-        for strip in aligned_blocks([box], self.shape, self._byte_aligned, strip_elements):
+        for strip in split_aligned([box], self.shape, self._byte_aligned, strip_elements):
             codes = _slice(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
             result = table.index_select(0, codes.int().view(-1)).view(strip.sizes)
+            # The difference of two small integers is exact. Only the product is rounded.
             if zeros is not None:
                 by_block, spread = self._spread(result, self._strip_scales(zeros, strip, box), strip)
                 by_block.sub_(spread)
             if factors is not None:
                 by_block, spread = self._spread(result, self._strip_scales(factors, strip, box), strip)
                 by_block.mul_(spread)
-            _slice(out, strip, box).copy_(cast(result, self.rounds_to))
+            _slice(out, strip, box).copy_(result)
         return checks
 
     def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Sequence[_Check]]:
@@ -181,20 +173,25 @@ class Dequantize:
         return _slice(scales, self._get_scales(strip), self._get_scales(box))
 
     def _spread(self, result: Any, scales: Any, box: Box) -> tuple[Any, Any]:
-        """Return values and their scales (or zero points) in shapes that broadcast."""
+        """Return values and their scales (or zero points) in shapes that broadcast.
+
+        Values (3, 8) with scales (3, 2) are returned as (3, 2, 4) and (3, 2, 1), if blocks of 4 columns are whole.
+        """
         *outer, last = range(len(box.sizes))
         for dim in outer:
-            scales = self._repeated(scales, dim, box)
+            scales = self._repeat(scales, dim, box)
         unit, at, width = self.unit[last], box.offsets[last], box.sizes[last]
         if at % unit == 0 and width % unit == 0:
             return result.view(*box.sizes[:-1], width // unit, unit), scales.unsqueeze(-1)
-        return result, self._repeated(scales, last, box)
+        # A block is cut at an end: each column gets its scale.
+        return result, self._repeat(scales, last, box)
 
-    def _repeated(self, scales: Any, dim: int, box: Box) -> Any:
+    def _repeat(self, scales: Any, dim: int, box: Box) -> Any:
         """Return a scale for each element along a dimension, unchanged if one scale is for all."""
         unit, at, size = self.unit[dim], box.offsets[dim], box.sizes[dim]
         if unit == 1 or scales.shape[dim] == 1:
             return scales
+        # ``scales`` begin with the block of the first element, which may be inside of that block.
         return scales.repeat_interleave(unit, dim).narrow(dim, at % unit, size)
 
 
@@ -218,7 +215,7 @@ def _values_by_byte(code: Code) -> tuple[float, ...]:
     return tuple(number for second in code.codebook for first in code.codebook for number in (first, second))
 
 
-def decoded(values: Expression, shape: Sequence[int], code: Code) -> Expression:
+def decode(values: Expression, shape: Sequence[int], code: Code) -> Expression:
     """Return the values of codes, as float32, without scales.
 
     Args:
@@ -234,7 +231,7 @@ def decoded(values: Expression, shape: Sequence[int], code: Code) -> Expression:
     )
 
 
-def dequantized(
+def dequantize(
     values: Expression,
     scales: Expression,
     shape: Sequence[int],
@@ -245,9 +242,8 @@ def dequantized(
     overall: tuple[Expression, int] | None = None,
     zeros: Expression | None = None,
     groups: Expression | None = None,
-    rounds_to: DType = DType.F32,
 ) -> Expression:
-    """Return (elements - zero points) * scales. See :class:`Dequantize`.
+    """Return (elements - zero points) * scales, as float32. See :class:`Dequantize`.
 
     Args:
         values: as many bytes as ``shape`` needs, row by row, under any shape.
@@ -259,7 +255,6 @@ def dequantized(
         overall: a tensor of one element, and 1 or -1: by which scales are multiplied, or divided.
         zeros: numbers of any dtype, one for each block, that are subtracted.
         groups: integers, the block of each index of the last dimension, if it does not follow from the index.
-        rounds_to: the dtype of the result. Products are computed in float32 in any case.
 
     Raises:
         ValueError: there are not as many scales, or zero points, as blocks, not as many bytes as elements, or not
@@ -269,21 +264,22 @@ def dequantized(
     counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
     others = [reshape(scales, counts), *([] if zeros is None else [reshape(zeros, counts)])]
     if groups is not None:
-        others = [_by_column(found, reshape(groups, shape[-1:])) for found in others]
-        unit = (*unit[:-1], 1)
+        others = [_expand_by_column(by_block, reshape(groups, shape[-1:])) for by_block in others]
+        unit = (*unit[:-1], 1)  # each column has its scale from here on
     if overall is not None:
         others.insert(1, reshape(overall[0], (1,)))
     power = 0 if overall is None else overall[1]
-    operation = Dequantize(shape, unit, code, has_exponents, power, zeros is not None, rounds_to)
+    operation = Dequantize(shape, unit, code, has_exponents, power, zeros is not None)
     sources = (_bytes(values, shape, code), *others)
-    return Computed(operation, _OUT, shape, rounds_to, sources)
+    return Computed(operation, _OUT, shape, DType.F32, sources)
 
 
-def _by_column(found: Expression, groups: Expression) -> Expression:
+def _expand_by_column(by_block: Expression, groups: Expression) -> Expression:
     """Return the scales (or zero points) of all indices of the last dimension, from those of the blocks."""
-    *outer, count = found.shape
-    rows = _rows(permute(reshape(found, (numel(outer), count)), (1, 0)), groups)
-    return reshape(permute(rows, (1, 0)), (*outer, groups.shape[0]))
+    *outer, count = by_block.shape
+    transposed = permute(reshape(by_block, (numel(outer), count)), (1, 0))  # (blocks, rows)
+    by_column = _gather_rows(transposed, groups)  # (columns, rows)
+    return reshape(permute(by_column, (1, 0)), (*outer, groups.shape[0]))
 
 
 def _bytes(values: Expression, shape: Sequence[int], code: Code) -> Expression:
@@ -291,38 +287,6 @@ def _bytes(values: Expression, shape: Sequence[int], code: Code) -> Expression:
     if not shape or shape[-1] % per_byte or numel(values.shape) * per_byte != numel(shape):
         raise ValueError(f"{values} has {values.shape}, which is not {tuple(shape)}, {per_byte} in a byte")
     return reshape(values, (*shape[:-1], shape[-1] // per_byte))
-
-
-_WORD_BYTES = 4
-_CODES = {4: Code.OFFSET4, 8: Code.OFFSET8}
-"""Encodings by bits. Codes and zero points have the same offset, which cancels out."""
-
-
-@dataclass(frozen=True, slots=True)
-class AddToWords:
-    """Addition of a constant to 32-bit words, modulo 2 ** 32.
-
-    Attributes:
-        shape: of the bytes (rows, 4 * words).
-        constant: from -(2 ** 31) to 2 ** 31 - 1.
-    """
-
-    shape: Shape
-    constant: int
-    label: str = "adding to words"
-
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted[_OUT], self.shape, (1, _WORD_BYTES), max(1, most_bytes // 2)):
-            yield ComputedBlock((box,), {_OUT: box}, 2 * box.numel)
-
-    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        words = values[0].view(cast(values[0].new_empty(0), DType.I32).dtype)
-        return {_OUT: (words + self.constant).view(values[0].dtype)}
-
-    def evaluate_on_device(
-        self, block: ComputedBlock, values: Sequence[Any], _most_bytes: int
-    ) -> tuple[Mapping[str, Any], Any]:
-        return self.evaluate(block, values), values[0].new_zeros(()).bool()
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,8 +303,9 @@ class GatherRows:
     label: str = "choosing rows"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        at_once = max(1, most_bytes // (16 * self.count))  # columns
-        for whole in aligned_blocks(wanted[_OUT], self.shape, (1, 1), numel(self.shape)):
+        # A block reads all rows, because their indices are known only when it is evaluated, of a few columns.
+        at_once = max(1, most_bytes // (16 * self.count))
+        for whole in split_aligned(wanted[_OUT], self.shape, (1, 1), numel(self.shape)):
             (first, start), (count, width) = whole.offsets, whole.sizes
             for column in range(start, start + width, at_once):
                 columns = min(at_once, start + width - column)
@@ -367,7 +332,7 @@ class GatherRows:
         return {_OUT: (rows.float() if rows.is_floating_point() else rows).index_select(0, indices.long())}
 
 
-def _rows(source: Expression, indices: Expression) -> Expression:
+def _gather_rows(source: Expression, indices: Expression) -> Expression:
     """Return the chosen rows (see :class:`GatherRows`).
 
     ``source`` is (count, columns), ``indices`` are integers (rows,).
@@ -375,66 +340,3 @@ def _rows(source: Expression, indices: Expression) -> Expression:
     shape = (indices.shape[0], source.shape[1])
     dtype = DType.F32 if source.dtype.kind == "float" else source.dtype
     return Computed(GatherRows(source.shape[0], shape), _OUT, shape, dtype, (source, indices))
-
-
-def columns_in_words(
-    values: Expression, zeros: Expression, scales: Expression, shape: Shape, group: int, dtype: DType
-) -> Expression:
-    """Return AWQ's weight (out, in) from words of eight outputs of one input, in 4 bits. See [Note: Layouts].
-
-    Args:
-        values: bytes of the words (in, out / 8).
-        zeros: bytes of words (groups, out / 8), in the same order.
-        scales: (groups, out).
-        shape: (out, in).
-        group: inputs with one scale.
-        dtype: of the products.
-    """
-    out, columns = shape
-    order, groups = (columns, out // 8, 2, 4), scales.shape[0]
-    stored_order = permute(reshape(scales, (groups, out // 8, 4, 2)), (0, 1, 3, 2))
-    points = decoded(zeros, (groups, *order[1:]), Code.OFFSET4)
-    made = dequantized(values, stored_order, order, (group, 1, 1, 1), Code.OFFSET4, zeros=points, rounds_to=dtype)
-    return reshape(permute(made, (1, 3, 2, 0)), shape)
-
-
-def rows_in_words(
-    values: Expression,
-    zeros: Expression,
-    scales: Expression,
-    shape: Shape,
-    group: int,
-    dtype: DType,
-    *,
-    bits: int,
-    is_less_one: bool,
-    group_indices: Expression | None,
-) -> Expression:
-    """Return GPTQ's weight (out, in) from words of ``32 / bits`` inputs of one output. See [Note: Layouts].
-
-    Args:
-        values: bytes of the words (in * bits / 32, out).
-        zeros: bytes of words (groups, out * bits / 32).
-        scales: (groups, out).
-        shape: (out, in).
-        group: inputs with one scale, a multiple of those in a word.
-        dtype: of the products.
-        bits: 4 or 8.
-        is_less_one: zero points are stored minus 1.
-        group_indices: the group of each input (in,), if it does not follow from its position.
-    """
-    (out, columns), per_word, groups = shape, 32 // bits, scales.shape[0]
-    if is_less_one:
-        ones = sum(1 << at for at in range(0, 32, bits))
-        zeros = Computed(AddToWords(zeros.shape, ones), _OUT, zeros.shape, DType.U8, (zeros,))
-    points = decoded(zeros, (groups, out), _CODES[bits])
-    unit: Shape = (group // per_word, 1, per_word)
-    if group_indices is not None:
-        unit = (1, 1, 1)
-        scales, points = (
-            permute(reshape(_rows(found, group_indices), (columns // per_word, per_word, out)), (0, 2, 1))
-            for found in (scales, points)
-        )
-    order = (columns // per_word, out, per_word)
-    made = dequantized(values, scales, order, unit, _CODES[bits], zeros=points, rounds_to=dtype)
-    return reshape(permute(made, (1, 0, 2)), shape)

@@ -5,9 +5,9 @@ from typing import TypeAlias
 
 from shardwise.core.expression import Expression, permute, reshape, slice_dim
 from shardwise.core.tensors import numel
-from shardwise.files.coded import FourBits, GroupedIntegers, Scaled, Zeros
-from shardwise.files.dequantize import columns_in_words, decoded, dequantized, rows_in_words
-from shardwise.files.packed import dequantized_rows, dequantized_scales
+from shardwise.files.coded import FourBits, Scaled, Zeros
+from shardwise.files.dequantize import decode, dequantize
+from shardwise.files.packed import dequantize_packed_rows, dequantize_scales
 
 LeafOf: TypeAlias = Callable[[str], Expression]
 """Returns the leaf for a stored tensor, by its name."""
@@ -20,60 +20,61 @@ def scaled(coded: Scaled, leaf: LeafOf) -> Expression:
     nbytes = -(-columns // per_byte)
     if numel(values.shape) != numel(outer) * nbytes:  # words that are filled in part
         values = slice_dim(values, len(outer), 0, nbytes)
-    # Where the last byte has one element, the other one is made, too, and left out.
-    whole, unit = nbytes * per_byte, coded.unit
-    made = dequantized(
+    # If the last byte has one element, its second one is computed as well, and cut off in the end. This element
+    # must not begin a block of its own, for which there is no scale.
+    padded, unit = nbytes * per_byte, coded.unit
+    if padded != columns:
+        unit = (*unit[:-1], max(unit[-1], padded))
+    overall = zeros = groups = None
+    if coded.overall is not None:
+        scale, power = coded.overall
+        overall = leaf(scale.key), power
+    if coded.zeros is not None:
+        zeros = _unpack_zeros(coded, coded.zeros, leaf)
+    if coded.groups is not None:
+        groups = leaf(coded.groups.key)
+    dequantized = dequantize(
         values,
         leaf(coded.scales.key),
-        (*outer, whole),
-        unit if whole == columns else (*unit[:-1], max(unit[-1], whole)),
+        (*outer, padded),
+        unit,
         coded.code,
         has_exponents=coded.has_exponents,
-        overall=None if coded.overall is None else (leaf(coded.overall[0].key), coded.overall[1]),
-        zeros=None if coded.zeros is None else _zeros(coded, coded.zeros, leaf),
-        groups=None if coded.groups is None else leaf(coded.groups.key),
+        overall=overall,
+        zeros=zeros,
+        groups=groups,
     )
-    made = slice_dim(made, len(outer), 0, columns)
-    *outer, rows, columns = range(len(coded.shape)) if coded.swaps else (0, 0)
-    return permute(made, (*outer, columns, rows)) if coded.swaps else made
+    dequantized = slice_dim(dequantized, len(outer), 0, columns)
+    if not coded.swaps:
+        return dequantized
+    *dims, row_dim, column_dim = range(len(coded.shape))
+    return permute(dequantized, (*dims, column_dim, row_dim))
 
 
-def _zeros(coded: Scaled, zeros: Zeros, leaf: LeafOf) -> Expression:
-    """Build the zero points as decoded values, in the order of the scales."""
+def _unpack_zeros(coded: Scaled, zeros: Zeros, leaf: LeafOf) -> Expression:
+    """Build the zero points as decoded values, in the order of the scales.
+
+    compressed-tensors packs the zero points of eight rows of one group into a word of 4-bit codes: (words of rows,
+    groups) become (words, groups, 8), then (words, 8, groups), then (rows, groups).
+    """
     stored = leaf(zeros.values.key)
     if not zeros.in_a_word:
         return stored
     *outer, words, nbytes = stored.shape
     groups, last = nbytes // 4, len(stored.shape)
-    values = decoded(stored, (*outer, words, groups, zeros.in_a_word), coded.code)
+    values = decode(stored, (*outer, words, groups, zeros.in_a_word), coded.code)
     rows = permute(values, (*range(last - 1), last, last - 1))
-    every = reshape(rows, (*outer, words * zeros.in_a_word, groups))
-    return slice_dim(every, last - 2, 0, coded.shape[-2])
+    all_rows = reshape(rows, (*outer, words * zeros.in_a_word, groups))
+    return slice_dim(all_rows, last - 2, 0, coded.shape[-2])  # without the rows that fill the last word
 
 
 def four_bits(coded: FourBits, leaf: LeafOf) -> Expression:
     """Dequantize packed 4-bit values, whose scales may be quantized themselves."""
     factors = leaf(coded.scales.key)
     if coded.nested is not None:
-        factors = dequantized_scales(
+        factors = dequantize_scales(
             factors, leaf(coded.nested.scales.key), coded.nested.offset, coded.nested.codebook
         )
-    return dequantized_rows(leaf(coded.values.key), factors, coded.shape, coded.form, coded.block, coded.dtype)
-
-
-def grouped(coded: GroupedIntegers, leaf: LeafOf) -> Expression:
-    """Dequantize integers packed in words, with a scale and a zero point for each group of inputs."""
-    values, zeros, scales = (leaf(item.key) for item in (coded.values, coded.zeros, coded.scales))
-    if not coded.in_rows:
-        return columns_in_words(values, zeros, scales, coded.shape, coded.group, coded.dtype)
-    return rows_in_words(
-        values,
-        zeros,
-        scales,
-        coded.shape,
-        coded.group,
-        coded.dtype,
-        bits=coded.bits,
-        is_less_one=coded.is_less_one,
-        group_indices=None if coded.group_indices is None else leaf(coded.group_indices.key),
+    return dequantize_packed_rows(
+        leaf(coded.values.key), factors, coded.shape, coded.form, coded.block, coded.dtype
     )

@@ -83,7 +83,7 @@ def _add_chosen(
     folder: str,
     metadata: DistributedMetadata,
     choice: WrapperChoice,
-    found: IndexSoFar,
+    index: IndexSoFar,
     faults: FormatFaults,
 ) -> None:
     """Add the chosen tensors of ``folder`` (empty, or ending in a slash). Reads the zip directory of every chunk.
@@ -92,28 +92,28 @@ def _add_chosen(
         FormatError: the metadata and the files contradict each other, or a chunk holds objects that are not data.
         StorageError: bytes cannot be read.
     """
-    wanted = {path: tensor for path, tensor in metadata.tensors.items() if choice.model_key(path) is not None}
-    found.files.update(_sizes(reader, wanted.values(), f"{shown(folder + METADATA)} in {reader.root}"))
-    known: dict[bytes, object] = {}
+    chosen = {path: tensor for path, tensor in metadata.tensors.items() if choice.model_key(path) is not None}
+    index.files.update(_sizes(reader, chosen.values(), f"{shown(folder + METADATA)} in {reader.root}"))
+    cache: dict[bytes, object] = {}
 
     def read(item: tuple[SavedTensor, Box, ChunkPlace]) -> Chunk:
         tensor, box, place = item
-        named = f"{shown(tensor.key)} at {box.offsets} in {shown(place.file)}"
-        view = read_torch_tensor(reader, place.file, place.bytes, known, what=named)
+        name = f"{shown(tensor.key)} at {box.offsets} in {shown(place.file)}"
+        view = read_torch_tensor(reader, place.file, place.bytes, cache, what=name)
         if view.dtype is not tensor.dtype or view.shape != box.sizes:
             raise FormatError(
-                f"{named}: it holds {view.dtype.label} {view.shape}, where the metadata has "
+                f"{name}: it holds {view.dtype.label} {view.shape}, where the metadata has "
                 f"{tensor.dtype.label} {box.sizes}. The folder mixes two saves, or is damaged. Write it again"
             )
         return Chunk(box.offsets, view)
 
-    jobs = [(tensor, box, place) for tensor in wanted.values() for box, place in tensor.chunks]
+    jobs = [(tensor, box, place) for tensor in chosen.values() for box, place in tensor.chunks]
     chunks = iter(checkpoint_index.each(reader, read, jobs))
     tensors = [
         FoundTensor(path, tensor.dtype, tensor.shape, tuple(next(chunks) for _ in tensor.chunks))
-        for path, tensor in wanted.items()
+        for path, tensor in chosen.items()
     ]
-    join_entries.add_tensors(tensors, choice, found, faults)
+    join_entries.add_tensors(tensors, choice, index, faults)
 
 
 def parse_metadata(content: bytes, folder: str, *, what: str) -> DistributedMetadata:
@@ -141,15 +141,15 @@ def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> 
                 return error
             raise
 
-    found = dict(zip(files, checkpoint_index.each(reader, size, files), strict=True))
-    missing = [file for file, nbytes in found.items() if isinstance(nbytes, StorageError)]
+    sizes_or_errors = dict(zip(files, checkpoint_index.each(reader, size, files), strict=True))
+    missing = [file for file, nbytes in sizes_or_errors.items() if isinstance(nbytes, StorageError)]
     if missing:
         raise FormatError(
             f"{what}: {len(missing)} of {len(files)} files are missing: "
             f"{checkpoint_index.listed(map(shown, missing))}. "
             "Every machine wrote its own: copy them all into one folder"
         )
-    sizes = {file: nbytes for file, nbytes in found.items() if isinstance(nbytes, int)}
+    sizes = {file: nbytes for file, nbytes in sizes_or_errors.items() if isinstance(nbytes, int)}
     for file, nbytes in sizes.items():
         if ends[file] > nbytes:
             raise FormatError(
@@ -174,7 +174,7 @@ class _Parser:
         others: list[tuple[KeyPath, str]] = []
         objects: dict[KeyPath, ChunkPlace] = {}
         levels: dict[KeyPath, tuple[str | int, ...]] = {}
-        known: set[tuple[object, ...]] = set()
+        places_seen: set[tuple[object, ...]] = set()
         for key, item in described.items():
             if not isinstance(key, str) or not isinstance(item, Record):
                 self.refuse("state_dict_metadata is not by key")
@@ -183,9 +183,9 @@ class _Parser:
             if item.name == "TensorStorageMetadata":
                 tensor = self.tensor(key, item, places)
                 place = tensor.dtype, tensor.shape, tensor.chunks
-                if tensor.chunks and place in known:
+                if tensor.chunks and place in places_seen:
                     continue
-                known.add(place)
+                places_seen.add(place)
                 tensors[path] = tensor
             else:
                 others.append((path, "bytes"))
@@ -215,7 +215,7 @@ class _Parser:
 
     def places(self, stored: dict[object, object]) -> dict[tuple[str, tuple[int, ...]], ChunkPlace]:
         """Return the places of chunks by key and offsets."""
-        found: dict[tuple[str, tuple[int, ...]], ChunkPlace] = {}
+        places: dict[tuple[str, tuple[int, ...]], ChunkPlace] = {}
         by_file: dict[str, list[tuple[ByteRange, str, tuple[int, ...]]]] = defaultdict(list)
         for index, info in stored.items():
             where = self.fields(index, "MetadataIndex")
@@ -228,15 +228,15 @@ class _Parser:
             if offsets is None:  # bytes
                 self.objects[key] = place
                 continue
-            if chunk in found:
+            if chunk in places:
                 self.refuse(f"{shown(key)} has two places for the chunk at {chunk[1]}")
-            found[chunk] = place
+            places[chunk] = place
         for file, ranges in by_file.items():
             ranges.sort()
             for (one, first, at), (two, second, also_at) in pairwise(ranges):
                 if two.start < one.stop and (one, at) != (two, also_at):  # otherwise one chunk with two names
                     self.refuse(f"{shown(first)} and {shown(second)} overlap in {shown(file)}")
-        return found
+        return places
 
     def place(self, key: str, info: dict[object, object]) -> ChunkPlace:
         file, start, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
@@ -323,15 +323,15 @@ class _DistributedFolders(CheckpointFormat):
             return FileSelection(LAYOUT, [])
         models = [
             folder
-            for folder in join_entries.distributed_folders(names)
+            for folder in join_entries.find_distributed_folders(names)
             if any(fnmatchcase(folder, pattern) for pattern in _MODEL_FOLDERS)
         ]
         if len(models) == 1:
             return FileSelection(LAYOUT, [], folder=f"{models[0]}/")
         chunks = [name for name in names if name.endswith(SUFFIX) and name.count("/") <= 1]
-        if not chunks and not join_entries.distributed_folders(names):
+        if not chunks and not join_entries.find_distributed_folders(names):
             return None
-        complete = {*join_entries.distributed_folders(names)}
+        complete = {*join_entries.find_distributed_folders(names)}
         folders = sorted({name.rpartition("/")[0] for name in chunks} - complete)
         if not folders:
             text = f"{reader.root}: no weights found, but folders of torch.distributed.checkpoint"
@@ -352,15 +352,15 @@ class _DistributedFolders(CheckpointFormat):
         self,
         reader: StorageReader,
         selection: FileSelection,
-        found: IndexSoFar,
+        index: IndexSoFar,
         faults: FormatFaults,
     ) -> None:
         metadata = read_metadata(reader, selection.folder)
         choice = join_entries.choose_model(metadata.tensors)
         if choice is None:
             raise join_entries.no_model(reader, f"{selection.folder}{METADATA}")
-        join_entries.add_ignored(metadata.others, choice, found)
-        _add_chosen(reader, selection.folder, metadata, choice, found, faults)
+        join_entries.add_ignored(metadata.others, choice, index)
+        _add_chosen(reader, selection.folder, metadata, choice, index, faults)
 
 
 FORMAT: Final[CheckpointFormat] = _DistributedFolders()
@@ -374,23 +374,23 @@ def open_state(
     Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read unless passed. Raises as
     :func:`~shardwise.files.open_checkpoint.open_checkpoint`.
     """
-    faults, found, everything = (
+    faults, index, everything = (
         FormatFaults(reader.root),
         IndexSoFar(),
         WrapperChoice(),
     )
     if file is not None:
         saved = read_torch_file(reader, file)
-        found.files[saved.file] = saved.file_nbytes
-        join_entries.add_tensors(saved.tensors, everything, found, faults)
+        index.files[saved.file] = saved.file_nbytes
+        join_entries.add_tensors(saved.tensors, everything, index, faults)
     else:
         metadata = read_metadata(reader) if metadata is None else metadata
-        _add_chosen(reader, "", metadata, everything, found, faults)
+        _add_chosen(reader, "", metadata, everything, index, faults)
         for place in metadata.objects.values():
-            found.files.setdefault(place.file, reader.size(place.file))
+            index.files.setdefault(place.file, reader.size(place.file))
     faults.raise_if_any()
     layout = LAYOUT if file is None else "torch file"
-    return CheckpointIndex(reader.root, found.files, found.entries, {}, layout, found.composed)
+    return CheckpointIndex(reader.root, index.files, index.entries, {}, layout, index.composed)
 
 
 def holds_optimizer(reader: StorageReader) -> bool:

@@ -195,21 +195,21 @@ class _Scratch:
     def _resolve(self, codes: NDArray[np.uint8], stored: NDArray[Any], factors: NDArray[np.float32]) -> None:
         """Compute ambiguous codes by comparing values with the bounds."""
         bounds, order = bounds_and_order(self.form)
-        found = np.flatnonzero(np.greater_equal(codes, _AMBIGUOUS, out=self.is_ambiguous[: codes.size]))
-        for start in range(0, found.size, _COMPARED):
-            chosen = found[start : start + _COMPARED]
-            numbers = np.empty(chosen.size, np.float32)
-            _widen(stored[chosen], self.dtype, numbers)
-            np.multiply(numbers, factors[chosen // self.block], out=numbers)
-            codes[chosen] = order[np.searchsorted(bounds, numbers)]
+        ambiguous = np.flatnonzero(np.greater_equal(codes, _AMBIGUOUS, out=self.is_ambiguous[: codes.size]))
+        for start in range(0, ambiguous.size, _COMPARED):
+            positions = ambiguous[start : start + _COMPARED]
+            numbers = np.empty(positions.size, np.float32)
+            _widen(stored[positions], self.dtype, numbers)
+            np.multiply(numbers, factors[positions // self.block], out=numbers)
+            codes[positions] = order[np.searchsorted(bounds, numbers)]
 
     def _pack(self, codes: NDArray[np.uint8], packed: NDArray[np.uint8]) -> None:
         """Pack two codes, of which the first is the lower byte of an integer, with the first in the upper half."""
-        both, second = codes.view(np.uint16), self.pairs[: packed.size]
-        np.right_shift(both, 8, out=second)
-        np.left_shift(both, 4, out=both)
-        np.bitwise_or(both, second, out=both)
-        np.copyto(packed, both, casting="unsafe")
+        pairs, second = codes.view(np.uint16), self.pairs[: packed.size]
+        np.right_shift(pairs, 8, out=second)
+        np.left_shift(pairs, 4, out=pairs)
+        np.bitwise_or(pairs, second, out=pairs)
+        np.copyto(packed, pairs, casting="unsafe")
 
 
 @cache
@@ -277,30 +277,32 @@ def _check(numbers: Any, block: int, packed: Any, absmax: Any) -> None:
     shape = tuple(numbers.shape)
     if not shape or block not in BLOCKS or shape[-1] % block:
         raise ValueError(f"{shape} is not rows of whole blocks of {block} (one of {BLOCKS})")
-    for name, tensor, wanted, dtype in (
+    for name, tensor, expected, dtype in (
         ("codes", packed, packed_shape(shape), DType.U8),
         ("scales", absmax, scales_shape(shape, block), DType.F32),
     ):
         of_torch = cast(tensor.new_empty(0), dtype).dtype
-        if (tuple(tensor.shape), tensor.dtype) != (wanted, of_torch):
-            raise ValueError(f"{name} of {shape} are {of_torch} {wanted}, not {tensor.dtype} {tuple(tensor.shape)}")
+        if (tuple(tensor.shape), tensor.dtype) != (expected, of_torch):
+            raise ValueError(
+                f"{name} of {shape} are {of_torch} {expected}, not {tensor.dtype} {tuple(tensor.shape)}"
+            )
     if not all(tensor.is_contiguous() for tensor in (numbers, packed, absmax)):
         raise ValueError(f"numbers of {shape}, their codes and scales are contiguous")
 
 
 def _get_dtype(values: Any) -> DType:
-    found = {cast(values.new_empty(0), dtype).dtype: dtype for dtype in _BITS}
-    if values.dtype not in found:
+    dtypes = {cast(values.new_empty(0), dtype).dtype: dtype for dtype in _BITS}
+    if values.dtype not in dtypes:
         raise ValueError(f"weights in 4 bits are made of float32, bfloat16 and float16, not of {values.dtype}")
-    return found[values.dtype]
+    return dtypes[values.dtype]
 
 
 def _view_bits(values: Any, dtype: DType) -> NDArray[Any]:
     """Return the bits of a contiguous tensor as a flat view, because numpy has no bfloat16."""
     none = values.new_empty(0)
     integers = none.int() if dtype is DType.F32 else none.short()
-    found: NDArray[Any] = values.detach().view(-1).view(integers.dtype).numpy().view(_BITS[dtype][0])
-    return found
+    bits: NDArray[Any] = values.detach().view(-1).view(integers.dtype).numpy().view(_BITS[dtype][0])
+    return bits
 
 
 def _widen(stored: NDArray[Any], dtype: DType, out: NDArray[np.float32]) -> None:
@@ -347,27 +349,27 @@ def quantize_scales(absmax: Any, offset: Any) -> tuple[Any, Any]:
         ValueError: the scales are not finite float32.
     """
     _check_scales(absmax)
-    moved = (absmax.detach().reshape(-1) - offset).numpy()
-    nested = absmax.new_empty(-(-moved.size // NESTED_BLOCK))
-    np.maximum.reduceat(np.abs(moved), np.arange(0, moved.size, NESTED_BLOCK), out=nested.numpy())
-    return nested_codes(absmax, 0, nested, offset), nested
+    centered = (absmax.detach().reshape(-1) - offset).numpy()
+    nested = absmax.new_empty(-(-centered.size // NESTED_BLOCK))
+    np.maximum.reduceat(np.abs(centered), np.arange(0, centered.size, NESTED_BLOCK), out=nested.numpy())
+    return compute_nested_codes(absmax, 0, nested, offset), nested
 
 
-def nested_codes(absmax: Any, start: int, nested: Any, offset: Any) -> Any:
+def compute_nested_codes(absmax: Any, start: int, nested: Any, offset: Any) -> Any:
     """Return the codes of some scales of a weight, beginning with its ``start``-th, in the shape of ``absmax``.
 
     ``nested`` and ``offset`` are those of the full weight.
     """
     _check_scales(absmax)
-    moved = (absmax.detach().reshape(-1) - offset).numpy()
-    greatest = nested.detach().numpy()[np.arange(start, start + moved.size) // NESTED_BLOCK]
+    centered = (absmax.detach().reshape(-1) - offset).numpy()
+    greatest = nested.detach().numpy()[np.arange(start, start + centered.size) // NESTED_BLOCK]
     with np.errstate(all="ignore"):  # the reciprocal of a subnormal may be infinite
-        values = np.clip(moved * (np.float32(1) / greatest), np.float32(-1), np.float32(1))
+        values = np.clip(centered * (np.float32(1) / greatest), np.float32(-1), np.float32(1))
         indices = (values + np.float32(1)) * np.float32(0.5) * np.float32(_NESTED_INDICES - 1) + np.float32(0.5)
-    found = _nested_code_table()[np.nan_to_num(indices, nan=0.0).astype(np.uint16)]
-    found[greatest == 0] = 0
+    flat_codes = _nested_code_table()[np.nan_to_num(indices, nan=0.0).astype(np.uint16)]
+    flat_codes[greatest == 0] = 0
     codes = cast(absmax.new_empty(0), DType.U8).new_empty(absmax.shape)
-    codes.view(-1).numpy()[:] = found
+    codes.view(-1).numpy()[:] = flat_codes
     return codes
 
 
@@ -385,12 +387,12 @@ def dynamic_codebook() -> tuple[float, ...]:
     2021). They equal ``create_dynamic_map`` of bitsandbytes if torch's ``linspace`` uses fused multiply-add, as it
     does on x86 with AVX2.
     """
-    found = [np.array([0, 1], np.float32)]
+    values = [np.array([0, 1], np.float32)]
     for power in range(7):
         edges = _linspace(np.float32(0.1), np.float32(1), 2**power + 1)
         middles = np.float32(10.0 ** (power - 6)) * ((edges[:-1] + edges[1:]) / np.float32(2))
-        found += [middles, -middles]
-    return tuple(np.sort(np.concatenate(found)).tolist())
+        values += [middles, -middles]
+    return tuple(np.sort(np.concatenate(values)).tolist())
 
 
 def _linspace(first: np.float32, last: np.float32, count: int) -> NDArray[np.float32]:

@@ -57,50 +57,50 @@ def read_each(
     return valid
 
 
-def add_ignored(others: Iterable[tuple[KeyPath, str]], choice: WrapperChoice, found: IndexSoFar) -> None:
+def add_ignored(others: Iterable[tuple[KeyPath, str]], choice: WrapperChoice, index: IndexSoFar) -> None:
     """Record values that are not loaded: an optimizer as one, all others individually."""
     ignored = [f"{'.'.join(path)} (an optimizer's state)" for path in choice.others]
     ignored += [f"{'.'.join(path)} ({kind})" for path, kind in others if choice.model_key(path) is not None]
-    found.ignored = list(dict.fromkeys([*found.ignored, *ignored]))
+    index.ignored = list(dict.fromkeys([*index.ignored, *ignored]))
 
 
 def add_tensors(
     tensors: Iterable[FoundTensor],
     choice: WrapperChoice,
-    found: IndexSoFar,
+    index: IndexSoFar,
     faults: FormatFaults,
 ) -> set[str]:
     """Add tensors with their entries. Return their keys."""
-    found.wrapper = ".".join(choice.wrapper)
+    index.wrapper = ".".join(choice.wrapper)
     keys: set[str] = set()
     for tensor in tensors:
         key = choice.model_key(tensor.path)
         if key is None:
             continue
-        if key in keys or key in found.entries or key in found.composed:
+        if key in keys or key in index.entries or key in index.composed:
             faults.add("keys held twice", f"{shown(key)}: at {shown('.'.join(tensor.path))}, and elsewhere")
             continue
         keys.add(key)
-        add_tensor(key, tensor, found, faults)
+        add_tensor(key, tensor, index, faults)
     return keys
 
 
-def add_tensor(key: str, tensor: FoundTensor, found: IndexSoFar, faults: FormatFaults) -> None:
+def add_tensor(key: str, tensor: FoundTensor, index: IndexSoFar, faults: FormatFaults) -> None:
     """Add a tensor with its entries."""
     if not numel(tensor.shape) and tensor.chunks:
         first = tensor.chunks[0].view
         empty = ByteRange(first.range.start, first.range.start)
-        _add_view(key, StoredView(first.file, empty, tensor.dtype, Strided.contiguous(tensor.shape)), found, faults)
+        _add_view(key, StoredView(first.file, empty, tensor.dtype, Strided.contiguous(tensor.shape)), index, faults)
         return
     chunks = [chunk for chunk in tensor.chunks if numel(chunk.view.shape)]  # some ranks may have had none of it
     boxes = [Box(chunk.offsets, chunk.view.shape) for chunk in chunks]
     if boxes == [Box.whole(tensor.shape)]:
-        composition = _add_view(key, chunks[0].view, found, faults)
+        composition = _add_view(key, chunks[0].view, index, faults)
         if not isinstance(composition, Whole):
-            found.composed[key] = Composed(tensor.dtype, tensor.shape, composition)
+            index.composed[key] = Composed(tensor.dtype, tensor.shape, composition)
         return
     tiles = [
-        (box, _add_view(_chunk_key(key, box), chunk.view, found, faults))
+        (box, _add_view(_chunk_key(key, box), chunk.view, index, faults))
         for box, chunk in zip(boxes, chunks, strict=True)
     ]
     tree = tiling(tensor.shape, tiles)
@@ -110,10 +110,10 @@ def add_tensor(key: str, tensor: FoundTensor, found: IndexSoFar, faults: FormatF
             f"{shown(key)} of shape {tensor.shape}: {len(boxes)} chunks with gaps or overlaps between them",
         )
         return
-    found.composed[key] = Composed(tensor.dtype, tensor.shape, tree)
+    index.composed[key] = Composed(tensor.dtype, tensor.shape, tree)
 
 
-def _add_view(key: str, view: StoredView, found: IndexSoFar, faults: FormatFaults) -> Whole | View:
+def _add_view(key: str, view: StoredView, index: IndexSoFar, faults: FormatFaults) -> Whole | View:
     """Add the entry of a view. Return the view of that entry."""
     composition: Whole | View = Whole(key)
     shape = view.shape
@@ -121,7 +121,7 @@ def _add_view(key: str, view: StoredView, found: IndexSoFar, faults: FormatFault
         composition = View(f"{key} (storage)", view.strided)
         shape = (view.range.nbytes // view.dtype.itemsize,)
     entry = TensorEntry(composition.key, view.dtype, shape, view.file, view.range.start, view.range.stop)
-    if found.entries.setdefault(composition.key, entry) is not entry:
+    if index.entries.setdefault(composition.key, entry) is not entry:
         faults.add("keys held twice", f"{shown(composition.key)}: as a tensor, and as a part of one")
     return composition
 
@@ -132,7 +132,7 @@ def _chunk_key(key: str, box: Box) -> str:
     return f"{key}[{spans}]"
 
 
-def merged_index(first: CheckpointIndex, second: CheckpointIndex, folder: str) -> CheckpointIndex:
+def merge_indexes(first: CheckpointIndex, second: CheckpointIndex, folder: str) -> CheckpointIndex:
     """Merge two indexes. Files and keys of the second get names that begin with ``folder`` and a slash."""
     prefix = f"{folder}/"
     files = {prefix + file: nbytes for file, nbytes in second.files.items()}
@@ -141,7 +141,7 @@ def merged_index(first: CheckpointIndex, second: CheckpointIndex, folder: str) -
         for key, entry in second.entries.items()
     }
     composed = {
-        prefix + key: replace(item, composition=checkpoint_index.prefixed(item.composition, prefix))
+        prefix + key: replace(item, composition=checkpoint_index.add_prefix(item.composition, prefix))
         for key, item in second.composed.items()
     }
     return replace(
@@ -231,21 +231,21 @@ def choose_model(paths: Collection[KeyPath]) -> WrapperChoice | None:
     """
     wrapper: KeyPath = ()
     others: list[KeyPath] = []
-    kept = list(paths)
-    while kept:
+    remaining = list(paths)
+    while remaining:
         depth = len(wrapper)
-        inner = {path[depth] for path in kept if len(path) > depth + 1}
-        is_flat = any(len(path) == depth + 1 for path in kept)
+        inner = {path[depth] for path in remaining if len(path) > depth + 1}
+        is_flat = any(len(path) == depth + 1 for path in remaining)
         if not is_flat and inner <= _OPTIMIZER_STATE:
             return None
         optimizers = {name for name in inner if name.lower().startswith("optim")}
         others += [(*wrapper, name) for name in sorted(optimizers)]
-        kept = [path for path in kept if len(path) == depth + 1 or path[depth] not in optimizers]
+        remaining = [path for path in remaining if len(path) == depth + 1 or path[depth] not in optimizers]
         inner -= optimizers
         if is_flat or len(inner) != 1:
             break
         wrapper = (*wrapper, *inner)
-    return WrapperChoice(wrapper, tuple(others)) if kept or not paths else None
+    return WrapperChoice(wrapper, tuple(others)) if remaining or not paths else None
 
 
 MAX_DIMS = 64
@@ -295,7 +295,7 @@ class FoundTensor:
     chunks: tuple[Chunk, ...]
 
 
-def strided_obstacle(strided: Strided, available: int) -> str | None:
+def find_strided_obstacle(strided: Strided, available: int) -> str | None:
     """Return the reason why a view cannot consist of distinct elements among ``available`` ones, or None."""
     if strided.numel == 0:
         return None
@@ -372,10 +372,10 @@ def no_model(reader: StorageReader, what: str) -> FormatError:
     return FormatError(f"{what} in {reader.root}: holds the state of an optimizer, not a model. {where}")
 
 
-def distributed_folders(names: Iterable[str]) -> list[str]:
+def find_distributed_folders(names: Iterable[str]) -> list[str]:
     """Return the folders one level down that hold a distributed checkpoint."""
-    found = (name.removesuffix(f"/{METADATA}") for name in names if name.endswith(f"/{METADATA}"))
-    return sorted(folder for folder in found if "/" not in folder)
+    folders = (name.removesuffix(f"/{METADATA}") for name in names if name.endswith(f"/{METADATA}"))
+    return sorted(folder for folder in folders if "/" not in folder)
 
 
 def where_models_are(reader: StorageReader, names: Iterable[str] = (), *, only_models: bool = False) -> str:
@@ -383,7 +383,7 @@ def where_models_are(reader: StorageReader, names: Iterable[str] = (), *, only_m
 
     With ``only_models`` it is empty as well if all are of optimizers.
     """
-    folders = [f"{reader.root}/{folder}" for folder in distributed_folders(names)] + _siblings(reader)
+    folders = [f"{reader.root}/{folder}" for folder in find_distributed_folders(names)] + _siblings(reader)
     optimizers = [folder for folder in folders if fnmatchcase(Path(folder).name, _OPTIMIZER_FOLDERS)]
     models = [folder for folder in folders if folder not in optimizers]
     if models:

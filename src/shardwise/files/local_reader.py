@@ -15,7 +15,6 @@ from shardwise.core.machine import boot_id
 from shardwise.files.storage import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy, StorageReader, as_bytes, ends_early
 from shardwise.files.urls import (
     HubOptions,
-    failed,
     get_scheme,
     is_url,
     local_path,
@@ -23,6 +22,7 @@ from shardwise.files.urls import (
     require_subfolder,
     shown,
     split_file,
+    to_storage_error,
     without_secrets,
 )
 
@@ -86,7 +86,7 @@ class LocalReader(StorageReader):
         def refuse(error: OSError) -> None:
             # Folders below the root that cannot be entered are left out.
             if error.filename == self._root:
-                raise failed(self._root, None, "listing it", error) from error
+                raise to_storage_error(self._root, None, "listing it", error) from error
 
         names: list[str] = []
         for folder, subfolders, files in os.walk(self._root, onerror=refuse):
@@ -125,7 +125,7 @@ class LocalReader(StorageReader):
             try:
                 count = os.preadv(opened.descriptor, one_call(pending, first), position)
             except OSError as error:
-                raise failed(self._root, file, f"reading at byte {position}", error) from error
+                raise to_storage_error(self._root, file, f"reading at byte {position}", error) from error
             with self._lock:
                 self.reads += 1
                 self.bytes_read += count
@@ -150,12 +150,12 @@ class LocalReader(StorageReader):
         No file is opened.
         """
         path = self._path(file)
-        held = self._open_files.get(file)
-        opened = None if held is None else os.fstat(held.descriptor)
+        descriptor = self._open_files.get(file)
+        opened = None if descriptor is None else os.fstat(descriptor.descriptor)
         try:
             named = os.stat(path)
         except (OSError, UnicodeError) as error:
-            raise failed(self._root, file, "reading its size", error) from error
+            raise to_storage_error(self._root, file, "reading its size", error) from error
         if not stat.S_ISREG(named.st_mode):
             raise self._not_regular(file)
         return opened, named
@@ -164,27 +164,27 @@ class LocalReader(StorageReader):
         """Return the open file, which stays open as long as the caller keeps a reference."""
         path = self._path(file)
         with self._lock:
-            found = self._open_files.get(file)
-            if found is not None:
+            opened = self._open_files.get(file)
+            if opened is not None:
                 self._open_files.move_to_end(file)
-                return found
+                return opened
         # Not under the lock: opening can take milliseconds on a network file system.
         new = self._open(file, path)
         with self._lock:
             if self._closed:
                 raise self._is_closed(file)
-            found = self._open_files.setdefault(file, new)
-            self.files_opened += found is new
+            opened = self._open_files.setdefault(file, new)
+            self.files_opened += opened is new
             while len(self._open_files) > self._max_open_files:
                 self._open_files.popitem(last=False)
-            return found
+            return opened
 
     def _open(self, file: str, path: str) -> _Descriptor:
         try:
             # O_NONBLOCK: opening a pipe must not wait for a writer. It does not affect regular files.
             opened = _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         except (OSError, UnicodeError) as error:
-            raise failed(self._root, file, "opening it", error) from error
+            raise to_storage_error(self._root, file, "opening it", error) from error
         if not stat.S_ISREG(os.fstat(opened.descriptor).st_mode):
             raise self._not_regular(file)
         return opened
@@ -212,11 +212,11 @@ CALL_BUFFERS = 1024
 def one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:
     """Return the buffers from ``first`` on that fit in one system call, the last one possibly cut."""
     batch: list[memoryview] = []
-    left = CALL_BYTES
+    remaining = CALL_BYTES
     for buffer in buffers[first : first + CALL_BUFFERS]:
-        batch.append(buffer[:left])
-        left -= batch[-1].nbytes
-        if left == 0:
+        batch.append(buffer[:remaining])
+        remaining -= batch[-1].nbytes
+        if remaining == 0:
             break
     return batch
 
@@ -324,8 +324,8 @@ def _open_url(url: str, hub: HubOptions) -> OpenStorage:
     if hub.local_files_only:
         raise StorageError(f"{where}: is read over the network, but local_files_only is set. Pass a local folder")
     folder, file = split_file(url)
-    if file is not None and (hub.subfolder or hub.variant):
-        raise StorageError(f"{where}: is a file, which has no subfolder and no variant. Leave them out")
+    if file is not None and hub.subfolder:
+        raise StorageError(f"{where}: is a file, which has no subfolder. Leave subfolder out")
     require_subfolder(where, hub)
     if hub.subfolder:
         before, mark, query = folder.partition("?")
@@ -360,7 +360,7 @@ def file_system_type(path: str, mountinfo: str) -> str | None:
 
     ``path`` is absolute and free of links. ``mountinfo`` is the text of ``/proc/self/mountinfo`` (proc(5)).
     """
-    found: str | None = None
+    kind: str | None = None
     depth = -1
     place = PurePosixPath(path)
     for line in mountinfo.splitlines():
@@ -372,8 +372,8 @@ def file_system_type(path: str, mountinfo: str) -> str | None:
         point = PurePosixPath(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]))
         # Of two mounts on one folder the later one is on top.
         if place.is_relative_to(point) and len(point.parts) >= depth:
-            found, depth = kinds[0], len(point.parts)
-    return found
+            kind, depth = kinds[0], len(point.parts)
+    return kind
 
 
 def is_network(kind: str | None) -> bool:

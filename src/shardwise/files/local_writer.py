@@ -23,7 +23,7 @@ from shardwise.files.direct_io import (
     open_direct,
 )
 from shardwise.files.local_reader import advance, is_network, one_call, type_at
-from shardwise.files.urls import failed, get_scheme, is_url, require_file_name, shown, without_secrets
+from shardwise.files.urls import get_scheme, is_url, require_file_name, shown, to_storage_error, without_secrets
 
 _MODE = 0o666
 """Permissions of created files, minus the umask."""
@@ -103,13 +103,13 @@ class LocalWriter(storage.StorageWriter):
 
     def sizes(self) -> dict[str, int]:
         self._require_open(None)
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for folder in sorted(self._folders):
             with self._failures(None, "listing it"), contextlib.suppress(FileNotFoundError):
                 for entry in os.scandir(os.path.join(self._root, folder)):
                     if not entry.is_dir():
-                        found[os.path.join(folder, entry.name)] = _get_size(entry)
-        return found
+                        sizes[os.path.join(folder, entry.name)] = _get_size(entry)
+        return sizes
 
     def read(self, file: str) -> bytes | None:
         path = self._path(file)
@@ -252,7 +252,7 @@ class LocalWriter(storage.StorageWriter):
         except FileNotFoundError as error:
             raise StorageError(f"{shown(file)} in {self._root}: no such file. Create it first") from error
         except (OSError, UnicodeError) as error:
-            raise failed(self._root, file, "opening it for writing", error) from error
+            raise to_storage_error(self._root, file, "opening it for writing", error) from error
         opened = _OpenFile(descriptor, 0)
         opened.nbytes = self._require_regular(file, descriptor).st_size
         return opened
@@ -267,8 +267,8 @@ class LocalWriter(storage.StorageWriter):
         for position, chunk in assemble(buffers, start, buffer):
             whole = 0 if position % BLOCK_BYTES else chunk.nbytes // BLOCK_BYTES * BLOCK_BYTES
             if whole:
-                taken = self._write_blocks(file, opened, chunk[:whole], position)
-                self._write_all(file, opened, [chunk[taken:whole]], position + taken)
+                count = self._write_blocks(file, opened, chunk[:whole], position)
+                self._write_all(file, opened, [chunk[count:whole]], position + count)
             if whole < chunk.nbytes:
                 self._defer(file, opened, [(position + whole, bytes(chunk[whole:]))])
         self._buffers.append(buffer)
@@ -281,7 +281,7 @@ class LocalWriter(storage.StorageWriter):
             return os.pwritev(opened.direct, [blocks], position)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
-                raise failed(self._root, file, f"writing at byte {position}", error) from error
+                raise to_storage_error(self._root, file, f"writing at byte {position}", error) from error
             self._is_direct = False
             return 0
 
@@ -344,7 +344,7 @@ class LocalWriter(storage.StorageWriter):
         try:
             yield
         except (OSError, UnicodeError) as error:
-            raise failed(self._root, file, doing, error) from error
+            raise to_storage_error(self._root, file, doing, error) from error
 
 
 def _get_policy(file_system: str | None) -> storage.WritePolicy:

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from shardwise.core.errors import ConfigError, StorageError
 from shardwise.core.formatting import in_bytes
 from shardwise.files.storage import OBJECT_STORE_WRITES, CannotListError, StorageWriter, WritePolicy, as_bytes
-from shardwise.files.urls import get_scheme, redacted, require_file_name, shown, without_secrets
+from shardwise.files.urls import get_scheme, redact, require_file_name, shown, without_secrets
 
 _TIMEOUTS: Final = {"connect_timeout": "30s", "read_timeout": "30s", "timeout": "1h"}
 """Silence of half a minute is a failure; a request as a whole may take long, as others share the network."""
@@ -85,8 +85,8 @@ class Objects:
         if self._is_http:
             raise CannotListError(f"{self.root}: an HTTP server does not list its files")
         with self.failures(None, "listing the files"):
-            found = self.store.list(self._folder or None).collect()
-        return sorted(item["path"].removeprefix(self._folder) for item in found)
+            items = self.store.list(self._folder or None).collect()
+        return sorted(item["path"].removeprefix(self._folder) for item in items)
 
     def state(self, file: str) -> FileState:
         """Return the file's current state."""
@@ -107,15 +107,15 @@ class Objects:
         # A whole file is requested without a range, which some servers do not support.
         whole = (start, stop) == (0, expected.nbytes)
         answer = self.store.get(self.path(file), options=None if whole else {"range": (start, stop)})
-        if (found := FileState.from_metadata(answer.meta)) != expected:
+        if (state := FileState.from_metadata(answer.meta)) != expected:
             raise StorageError(
-                f"{self.named(file)}: the file changed while it was being read ({expected.identity} before, "
-                f"{found.identity} now). Load again when no process writes to it"
+                f"{self.label(file)}: the file changed while it was being read ({expected.identity} before, "
+                f"{state.identity} now). Load again when no process writes to it"
             )
         # One chunk takes a quarter less of the processor than many, and as much memory as it is long.
         return [answer.bytes()] if stop - start <= _ONE_CHUNK_BYTES else answer.stream(min_chunk_size=1 << 20)
 
-    def named(self, file: str | None) -> str:
+    def label(self, file: str | None) -> str:
         """Format a file, or the folder, for errors."""
         return self.root if file is None else f"{shown(file)} in {self.root}"
 
@@ -131,9 +131,9 @@ class Objects:
                 f"{self.root}: {doing} needs obstore. Run pip install 'shardwise[remote]'"
             ) from error
         except Exception as error:
-            text = redacted(str(error).partition("\n\nDebug source")[0], *self._secrets)
+            text = redact(str(error).partition("\n\nDebug source")[0], *self._secrets)
             kind, cause, remedy = _find_cause(error, text)
-            raise StorageError(f"{self.named(file)}: {doing} failed, {cause}. {remedy}") from kind(cause)
+            raise StorageError(f"{self.label(file)}: {doing} failed, {cause}. {remedy}") from kind(cause)
 
 
 def _find_cause(error: Exception, text: str) -> tuple[type[OSError], str, str]:
@@ -251,8 +251,8 @@ class ObjectWriter(StorageWriter):
     def sizes(self) -> dict[str, int]:
         self._require_open(None)
         with self._files.failures(None, "listing it"):
-            found = self._files.store.list_with_delimiter(self._files.path("") or None)["objects"]
-        return dict(sorted((item["path"].rpartition("/")[2], item["size"]) for item in found))
+            items = self._files.store.list_with_delimiter(self._files.path("") or None)["objects"]
+        return dict(sorted((item["path"].rpartition("/")[2], item["size"]) for item in items))
 
     def read(self, file: str) -> bytes | None:
         path = self._path(file)
@@ -265,7 +265,7 @@ class ObjectWriter(StorageWriter):
     def create(self, file: str, nbytes: int) -> None:
         path = self._path(file)
         if nbytes < 0:
-            raise StorageError(f"{self._files.named(file)}: cannot be created with {nbytes} bytes. Pass 0 or more")
+            raise StorageError(f"{self._files.label(file)}: cannot be created with {nbytes} bytes. Pass 0 or more")
         doing = f"creating it with {in_bytes(nbytes)}"
         with self._files.failures(file, doing):
             try:
@@ -276,7 +276,7 @@ class ObjectWriter(StorageWriter):
             stream = _Stream(self._files, path, nbytes)
         with self._lock:
             if is_there or self._streams.setdefault(file, stream) is not stream:
-                raise StorageError(f"{self._files.named(file)}: {doing} failed: it exists already. Remove it first")
+                raise StorageError(f"{self._files.label(file)}: {doing} failed: it exists already. Remove it first")
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         self._path(file)
@@ -284,7 +284,7 @@ class ObjectWriter(StorageWriter):
             stream = self._streams.get(file)
         if stream is None:
             raise StorageError(
-                f"{self._files.named(file)}: no such file is being written by this writer. Create it first"
+                f"{self._files.label(file)}: no such file is being written by this writer. Create it first"
             )
         flat, nbytes = as_bytes(buffers)
         stop = start + nbytes
@@ -292,12 +292,12 @@ class ObjectWriter(StorageWriter):
             self._require_complete(file, stream)
             if not 0 <= start <= stop <= stream.nbytes:
                 raise StorageError(
-                    f"{self._files.named(file)}: bytes {start}..{stop} are to be written, but it was created with "
+                    f"{self._files.label(file)}: bytes {start}..{stop} are to be written, but it was created with "
                     f"{stream.nbytes} bytes. Create it with the size it will have"
                 )
             if start != stream.position:
                 raise StorageError(
-                    f"{self._files.named(file)}: is written from its first byte to its last, and byte {start} does "
+                    f"{self._files.label(file)}: is written from its first byte to its last, and byte {start} does "
                     f"not follow byte {stream.position}. Write in order"
                 )
             stream.is_broken = True
@@ -315,7 +315,7 @@ class ObjectWriter(StorageWriter):
             self._require_complete(file, stream)
             if stream.position < stream.nbytes:
                 raise StorageError(
-                    f"{self._files.named(file)}: only {stream.position} of {stream.nbytes} bytes were written. "
+                    f"{self._files.label(file)}: only {stream.position} of {stream.nbytes} bytes were written. "
                     "Write all of them before syncing it"
                 )
             stream.is_broken = True
@@ -327,7 +327,7 @@ class ObjectWriter(StorageWriter):
         self._path(file)
         self._path(name)
         raise StorageError(
-            f"{self._files.named(file)}: cannot be renamed to {shown(name)} in one step in such a storage. "
+            f"{self._files.label(file)}: cannot be renamed to {shown(name)} in one step in such a storage. "
             "Write it under its name"
         )
 
@@ -365,13 +365,13 @@ class ObjectWriter(StorageWriter):
     def _require_complete(self, file: str, stream: _Stream) -> None:
         if stream.is_broken:
             raise StorageError(
-                f"{self._files.named(file)}: an earlier write to it failed, so it cannot be completed. "
+                f"{self._files.label(file)}: an earlier write to it failed, so it cannot be completed. "
                 "Remove it and save again"
             )
 
     def _require_open(self, file: str | None) -> None:
         if self._closed:
-            raise StorageError(f"{self._files.named(file)}: the writer is closed. Open another one")
+            raise StorageError(f"{self._files.label(file)}: the writer is closed. Open another one")
 
 
 class _Stream:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from shardwise.core.errors import FormatError, StorageError
-from shardwise.core.lazy_exports import found_at
+from shardwise.core.lazy_exports import import_object
 from shardwise.core.tensors import DType
 from shardwise.files import checkpoint_index
 from shardwise.files.checkpoint_index import (
@@ -45,7 +45,6 @@ def open_checkpoint(
     *,
     weights_name: str | None = None,
     extra_files: Sequence[str] = (),
-    variant: str | None = None,
 ) -> CheckpointIndex:
     """Find the files of a checkpoint and read their entries.
 
@@ -54,8 +53,8 @@ def open_checkpoint(
     ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the only other index
     of safetensors files, all safetensors files, ``.metadata`` of ``torch.distributed.checkpoint``, here or in the
     only folder with a name that accelerate gives to models. If the storage cannot list files, the usual names are
-    tried. ``variant`` selects the weights of that variant instead. ``extra_files`` are safetensors files that are
-    read as well, if they exist. Files named by an index are relative to the folder, as in transformers.
+    tried. ``extra_files`` are safetensors files that are read as well, if they exist. Files named by an index are
+    relative to the folder, as in transformers.
 
     Pickles are read without executing their code: see :mod:`shardwise.files.pickles`.
 
@@ -63,7 +62,7 @@ def open_checkpoint(
     bytes could not be read.
     """
     if isinstance(path, StorageReader):
-        return _open(path, weights_name if variant is None else _variant_in(path, variant), extra_files)
+        return _open(path, weights_name, extra_files)
     opened = open_storage(path if is_url(path) else Path(path))
     with opened.reader:
         if opened.file is not None:
@@ -73,40 +72,40 @@ def open_checkpoint(
                     "names another. Pass one of the two"
                 )
             weights_name = opened.file
-        return open_checkpoint(opened.reader, weights_name=weights_name, extra_files=extra_files, variant=variant)
+        return open_checkpoint(opened.reader, weights_name=weights_name, extra_files=extra_files)
 
 
 def _formats() -> Iterator[CheckpointFormat]:
     """Yield the formats lazily."""
     for place in FORMATS:
-        found: CheckpointFormat = found_at(place)
-        yield found
+        checkpoint_format: CheckpointFormat = import_object(place)
+        yield checkpoint_format
 
 
 def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]) -> CheckpointIndex:
     faults = FormatFaults(reader.root)
     chosen, selection = _select(reader, weights_name, faults)
     extras = [name for name in extra_files if _may_be_read(reader, name)]
-    safetensors: CheckpointFormat = found_at(_SAFETENSORS)
-    found = IndexSoFar()
+    safetensors: CheckpointFormat = import_object(_SAFETENSORS)
+    index = IndexSoFar()
     if chosen is safetensors:  # together, so that keys in both are found
-        chosen.read(reader, replace(selection, files=[*extras, *selection.files]), found, faults)
+        chosen.read(reader, replace(selection, files=[*extras, *selection.files]), index, faults)
     else:
-        chosen.read(reader, selection, found, faults)
-        safetensors.read(reader, FileSelection("", extras), found, faults)
-    _check_weight_map(selection.weight_map, found.keys, faults)
+        chosen.read(reader, selection, index, faults)
+        safetensors.read(reader, FileSelection("", extras), index, faults)
+    _check_weight_map(selection.weight_map, index.keys, faults)
     faults.raise_if_any()
-    ignored = found.ignored[:_MAX_IGNORED]
-    if len(found.ignored) > _MAX_IGNORED:
-        ignored.append(f"... and {len(found.ignored) - _MAX_IGNORED} more")
+    ignored = index.ignored[:_MAX_IGNORED]
+    if len(index.ignored) > _MAX_IGNORED:
+        ignored.append(f"... and {len(index.ignored) - _MAX_IGNORED} more")
     return CheckpointIndex(
         root=reader.root,
-        files=dict(sorted(found.files.items())),
-        entries=found.entries,
-        metadata={**found.metadata, **selection.metadata},
+        files=dict(sorted(index.files.items())),
+        entries=index.entries,
+        metadata={**index.metadata, **selection.metadata},
         layout=selection.layout,
-        composed=found.composed,
-        wrapper=found.wrapper,
+        composed=index.composed,
+        wrapper=index.wrapper,
         ignored=tuple(ignored),
     )
 
@@ -131,25 +130,6 @@ def _check_weight_map(weight_map: Mapping[str, str], keys: Mapping[str, set[str]
 # Choosing files
 
 
-def _variant_in(reader: StorageReader, variant: str) -> str:
-    """Return the file or the index of a variant: ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``.
-
-    Raises :class:`FormatError` if there is none.
-    """
-    names = [f"{stem}.{variant}{dot}{end}" for stem, dot, end in (name.rpartition(".") for name in _usual())]
-    for name in names:
-        if checkpoint_index.is_there(reader, name):
-            return name
-    try:
-        there = [name for name in reader.list() if name.endswith((".safetensors", ".bin", ".json"))]
-    except CannotListError:
-        there = []
-    raise FormatError(
-        f"{reader.root}: no weights of the variant {variant!r}. Looked for {', '.join(names)}. "
-        f"There are {checkpoint_index.listed(map(shown, there)) or 'no files that it lists'}"
-    )
-
-
 def _usual() -> Iterator[str]:
     """Yield the usual names of all formats, first choice first."""
     return itertools.chain.from_iterable(item.usual for item in _formats())
@@ -172,9 +152,9 @@ def _select(
         if name in names:
             return _select_named(reader, name, faults)
     for item in _formats():
-        found = item.find(reader, names, faults)
-        if found is not None:
-            return item, found
+        selection = item.find(reader, names, faults)
+        if selection is not None:
+            return item, selection
     raise _nothing_there(reader.root, [name for name in names if "/" not in name])
 
 
@@ -250,9 +230,6 @@ QUANTIZED: Final[dict[str, str]] = {
     "compressed-tensors": _WITH_SCALES,
     "modelopt": _WITH_SCALES,
     "bitsandbytes": "shardwise.files.coded:bitsandbytes",
-    "awq": "shardwise.files.grouped_integers:awq",
-    "gptq": "shardwise.files.grouped_integers:gptq",
-    "auto-round": "shardwise.files.grouped_integers:auto_round",
 }
 """The :data:`FormOf` of each ``quant_method``, as ``package.module:name``. Add your own form as a line, and a new
 kind of :class:`~shardwise.files.checkpoint_index.Coded` as a line in ``stored_tensors.NODES``."""
@@ -267,8 +244,8 @@ def find_form(config: Mapping[str, Any]) -> QuantizedForm:
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in QUANTIZED:
         raise checkpoint_index.unknown_form(f"quant_method {shown(repr(method))}")
-    known: FormOf = found_at(QUANTIZED[method])
-    return known(config)
+    form_of: FormOf = import_object(QUANTIZED[method])
+    return form_of(config)
 
 
 def find_quantization_config(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -279,13 +256,13 @@ def find_quantization_config(content: Mapping[str, Any]) -> Mapping[str, Any] | 
     """
     sections = [content, *(section for section in content.values() if isinstance(section, Mapping))]
     configs = [section.get("quantization_config") for section in sections]
-    found: list[Mapping[str, Any]] = [config for config in configs if isinstance(config, Mapping)]
-    if any(config != found[0] for config in found):
+    quantizations: list[Mapping[str, Any]] = [config for config in configs if isinstance(config, Mapping)]
+    if any(config != quantizations[0] for config in quantizations):
         raise checkpoint_index.unknown_form("several quantization_configs that differ")
-    return found[0] if found else None
+    return quantizations[0] if quantizations else None
 
 
-def dequantized_index(reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
     """Return a checkpoint with dequantized tensors if it is quantized, otherwise unchanged.
 
     The config is in ``config.json`` (see :func:`find_quantization_config`), or modelopt's ``hf_quant_config.json``.
@@ -305,7 +282,7 @@ def dequantized_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoi
         config = {"quant_method": "modelopt", **content}
     if config is None:
         return index
-    return replace(find_form(config).dequantized(reader, index), quantized=str(config.get("quant_method")))
+    return replace(find_form(config).dequantize(reader, index), quantized=str(config.get("quant_method")))
 
 
 def read_object(reader: StorageReader, name: str) -> dict[str, Any]:

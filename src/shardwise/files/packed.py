@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.core.computed import BadValues, Computed, ComputedBlock, aligned_blocks, cast, every_nth
+from shardwise.core.computed import BadValues, Computed, ComputedBlock, cast, every_nth, split_aligned
 from shardwise.core.expression import (
     Concat,
     Expression,
@@ -34,7 +34,7 @@ _BYTES_PER_NUMBER = 5
 """Memory to dequantize one: itself as float32, its code, and its share of a scale."""
 
 
-def packed(
+def pack(
     weights: Expression, form: FourBitForm, block_size: int, *, rounds_to: DType
 ) -> tuple[Expression, Expression]:
     """Return the expressions of a matrix in 4 bits: packed codes (.., out, in / 2), and scales.
@@ -46,12 +46,12 @@ def packed(
     Raises:
         ValueError: the form is MXFP4, and the matrix is stored in another one.
     """
-    stored = stored_rows(weights)
+    stored = find_stored_rows(weights)
     if stored is not None and (stored.form, stored.block_size) == (form, block_size):
         return stored.values, stored.scales if isinstance(form, Code) else as_bytes(stored.scales)
     if isinstance(form, Code):
         raise ValueError("weights are not quantized to MXFP4, which is only kept as it is stored")
-    return quantized_rows(weights, block_size, form, rounds_to)
+    return quantize_to_packed_rows(weights, block_size, form, rounds_to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class AsBytes:
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         unit = (*(1 for _ in self.shape[:-1]), self.itemsize)
-        for box in aligned_blocks(wanted[_BYTES], self.shape, unit, max(self.itemsize, most_bytes // 2)):
+        for box in split_aligned(wanted[_BYTES], self.shape, unit, max(self.itemsize, most_bytes // 2)):
             yield ComputedBlock((every_nth(box, self.itemsize),), {_BYTES: box}, 2 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
@@ -105,7 +105,7 @@ class StoredRows:
     scales: Expression
 
 
-def stored_rows(weights: Expression) -> StoredRows | None:
+def find_stored_rows(weights: Expression) -> StoredRows | None:
     """Return the stored rows that dequantized weights are made of, or None if they are not whole rows.
 
     No block crosses a row, so rows that are stacked, concatenated or sliced as weights can be so as codes.
@@ -119,15 +119,19 @@ def stored_rows(weights: Expression) -> StoredRows | None:
             ):
                 return StoredRows(Code.E2M1, block, *weights.sources)
         return None
-    matrices = [stored_rows(source) for source in weights.sources]
-    found = [rows for rows in matrices if rows is not None]
-    if not found or len(found) < len(matrices) or len({(rows.form, rows.block_size) for rows in found}) > 1:
+    matrices = [find_stored_rows(source) for source in weights.sources]
+    rows_of_sources = [rows for rows in matrices if rows is not None]
+    if (
+        not rows_of_sources
+        or len(rows_of_sources) < len(matrices)
+        or len({(rows.form, rows.block_size) for rows in rows_of_sources}) > 1
+    ):
         return None
-    values = _over_rows(weights, [rows.values for rows in found])
-    scales = _over_rows(weights, [rows.scales for rows in found])
+    values = _over_rows(weights, [rows.values for rows in rows_of_sources])
+    scales = _over_rows(weights, [rows.scales for rows in rows_of_sources])
     if values is None or scales is None:
         return None
-    return StoredRows(found[0].form, found[0].block_size, values, scales)
+    return StoredRows(rows_of_sources[0].form, rows_of_sources[0].block_size, values, scales)
 
 
 def _over_rows(node: Expression, sources: Sequence[Expression]) -> Expression | None:
@@ -165,17 +169,17 @@ class DequantizeScales:
     label: str = "dequantizing scales"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted[_VALUES], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 10)):
+        for box in split_aligned(wanted[_VALUES], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 10)):
             yield ComputedBlock((box, every_nth(box, NESTED_BLOCK)), {_VALUES: box}, 10 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         codes, nested = values
-        found = nested.new_tensor(self.codebook)[codes.int()]
-        scales = nested.repeat_interleave(NESTED_BLOCK)[: found.numel()]
-        return {_VALUES: found.mul_(scales).add_(self.offset)}
+        numbers = nested.new_tensor(self.codebook)[codes.int()]
+        scales = nested.repeat_interleave(NESTED_BLOCK)[: numbers.numel()]
+        return {_VALUES: numbers.mul_(scales).add_(self.offset)}
 
 
-def dequantized_scales(
+def dequantize_scales(
     codes: Expression, nested: Expression, offset: float, codebook: tuple[float, ...]
 ) -> Expression:
     """See :class:`DequantizeScales`. The result is flat."""
@@ -184,7 +188,7 @@ def dequantized_scales(
     return Computed(DequantizeScales(count, offset, codebook), _VALUES, (count,), DType.F32, sources)
 
 
-def dequantized_rows(
+def dequantize_packed_rows(
     values: Expression, scales: Expression, shape: Shape, form: Form4, block_size: int, dtype: DType
 ) -> Expression:
     """Return the weights of packed codes and float32 scales, both row by row in any shape, rounded to ``dtype``.
@@ -205,8 +209,8 @@ def dequantized_rows(
     sources = tuple(
         reshape(source, (*outer, -(-columns // step))) for source, step in ((values, 2), (scales, block_size))
     )
-    made = Computed(DequantizeRows(computed, block_size, form, dtype), _VALUES, computed, dtype, sources)
-    return reshape(made, shape)
+    weights = Computed(DequantizeRows(computed, block_size, form, dtype), _VALUES, computed, dtype, sources)
+    return reshape(weights, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +232,7 @@ class DequantizeRows:
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         unit = (*(1 for _ in self.shape[:-1]), self.block_size)
-        for box in aligned_blocks(wanted[_VALUES], self.shape, unit, max(1, most_bytes // _BYTES_PER_NUMBER)):
+        for box in split_aligned(wanted[_VALUES], self.shape, unit, max(1, most_bytes // _BYTES_PER_NUMBER)):
             inputs = every_nth(box, 2), every_nth(box, self.block_size)
             yield ComputedBlock(inputs, {_VALUES: box}, _BYTES_PER_NUMBER * box.numel)
 
@@ -250,7 +254,7 @@ def find_quant_type(weights: Expression) -> tuple[Form4, int] | None:
     return (operation.form, operation.block_size) if isinstance(operation, DequantizeRows) else None
 
 
-def nested_as_stored(weights: Expression, form: Form4, block_size: int) -> tuple[Expression, ...] | None:
+def find_stored_nested(weights: Expression, form: Form4, block_size: int) -> tuple[Expression, ...] | None:
     """Return the stored tensors of a matrix with nested scales, or None if it is stored in another form.
 
     They are packed codes (out, in / 2), codes of scales (out, in / block), a float32 for 256 of these, and the
@@ -318,7 +322,7 @@ class QuantizeRows:
         width = self.shape[-1]
         rows = [_with_width(box, width) for boxes in wanted.values() for box in boxes]
         unit = (*(1 for _ in self.shape[:-1]), width)
-        for box in aligned_blocks(rows, self.shape, unit, self._max_elements(most_bytes)):
+        for box in split_aligned(rows, self.shape, unit, self._max_elements(most_bytes)):
             outputs = {
                 _CODES: _with_width(box, width // 2),
                 _SCALES: _with_width(box, 4 * width // self.block),
@@ -387,7 +391,9 @@ def _describe_rows(rows: Sequence[int], box: Box) -> str:
     return f"row {shown} has" if len(rows) == 1 else f"rows {shown}{more} have"
 
 
-def quantized_rows(weight: Expression, block: int, form: Form4, dtype: DType) -> tuple[Expression, Expression]:
+def quantize_to_packed_rows(
+    weight: Expression, block: int, form: Form4, dtype: DType
+) -> tuple[Expression, Expression]:
     """Return the codes and the bytes of the scales of a weight ``[..., rows, width]``. See :class:`QuantizeRows`.
 
     Raises:

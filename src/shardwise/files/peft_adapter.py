@@ -69,7 +69,7 @@ class LoraConfig:
     def patterns(self) -> list[Pattern]:
         """Return the regular expressions that names are matched with."""
         options = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
-        return [Pattern(option, text, _whole_name(text)) for option, found in options.items() for text in found]
+        return [Pattern(option, text, _whole_name(text)) for option, texts in options.items() for text in texts]
 
     def rank(self, name: str) -> int:
         """Return the rank of the adapter of this module or parameter."""
@@ -105,8 +105,8 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
             "save_pretrained with path_initial_model_for_weight_conversion)"
         )
     faults = [
-        f"{name} is {shown(repr(content[name]))}, not {wanted}"
-        for name, (is_sound, wanted) in _FIELDS.items()
+        f"{name} is {shown(repr(content[name]))}, not {expected}"
+        for name, (is_sound, expected) in _FIELDS.items()
         if name in content and not (content[name] is None and name in _OPTIONAL) and not is_sound(content[name])
     ]
     if faults:
@@ -217,7 +217,7 @@ def is_training_file(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def named_training(adapter: FileHeader) -> str | None:
+def get_training_file(adapter: FileHeader) -> str | None:
     """Return the training file that an adapter's file names, or None.
 
     Raises:
@@ -239,7 +239,7 @@ def find_training_file(reader: StorageReader, adapter: str) -> str | None:
         FormatError: the adapter's file is invalid, or names a training file that does not exist.
         StorageError: it could not be read.
     """
-    name = named_training(read_header(reader, adapter)) if adapter.endswith(".safetensors") else None
+    name = get_training_file(read_header(reader, adapter)) if adapter.endswith(".safetensors") else None
     if name is not None and name not in reader.list():
         raise FormatError(
             f"{name} is not in {reader.root}, and {shown(adapter)} names it as the state of its training. Copy it "

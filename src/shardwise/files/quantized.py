@@ -77,9 +77,9 @@ class _Forms:
     def is_kept(self) -> bool:
         return any(form.kind == "mxfp4" for form in self.targets)
 
-    def dequantized(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-        extra = {key for key in index.entries if OF_ACTIVATIONS.fullmatch(key)}
-        entries = {key: entry for key, entry in index.entries.items() if key not in extra}
+    def dequantize(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        activation_keys = {key for key in index.entries if OF_ACTIVATIONS.fullmatch(key)}
+        entries = {key: entry for key, entry in index.entries.items() if key not in activation_keys}
         shapes: Mapping[str, tuple[int, ...]] = {}
         if any(form.kind == "words" for form in self.targets):
             entries = {
@@ -104,8 +104,13 @@ class _Forms:
             except FormatError as error:
                 faults.add(_FAULTS, str(error))
         for key in entries:
-            if key not in used and _is_scale(key):
+            if key in used:
+                continue
+            if _is_scale(key):
                 faults.add(_FAULTS, f"{shown(key)} is a scale of nothing that is stored")
+            elif _OFFSETS.fullmatch(key):
+                # A reader that ignores them gets other values.
+                faults.add(_FAULTS, f"{shown(key)} is not supported for weights in this form")
         faults.raise_if_any()
         read = {item.composition.values.key for item in composed.values() if isinstance(item.composition, Scaled)}
         entries = {key: replace(entry, dtype=DType.U8) if key in read else entry for key, entry in entries.items()}
@@ -113,8 +118,8 @@ class _Forms:
             index,
             entries={key: entries.get(key, entry) for key, entry in index.entries.items()},
             composed={**index.composed, **composed},
-            extra=frozenset(extra),
-            ignored=(*index.ignored, *sorted(extra)),
+            extra=frozenset(activation_keys),
+            ignored=(*index.ignored, *sorted(activation_keys)),
         )
 
     def _choose(self, candidates: "Mapping[_Pairing, _Pairs]") -> "Mapping[_Pairing, _Pairs]":
@@ -284,6 +289,9 @@ _OF_WEIGHTS = re.compile(
 )
 """Names of scales of weights."""
 
+_OFFSETS = re.compile(r".+((weight|_proj)_(zero_point|g_idx)|\.(qzeros|g_idx))")
+"""Names of zero points and of groups of columns."""
+
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _SCALES_OF_WEIGHTS = ("scale", "qscale_weight")
 _ZERO_POINT, _GROUPS = "zero_point", "g_idx"
@@ -406,40 +414,40 @@ class _Pairing:
         """Return the zero points or groups of elements, or None. Only integers and 8-bit floats have them."""
         if self.form.kind in ("mxfp4", "nvfp4"):
             return None
-        found = self.entries.get(f"{key}_{name}")
-        if found is None and name in self.form.needs:
+        companion = self.entries.get(f"{key}_{name}")
+        if companion is None and name in self.form.needs:
             raise FormatError(f"{shown(key)} has no {shown(key)}_{name}, which quantization_config says there is")
-        return found
+        return companion
 
     def _zeros(self, key: str, shape: tuple[int, ...], counts: tuple[int, ...]) -> Zeros | None:
-        found = self._companion(key, _ZERO_POINT)
-        if found is None:
+        entry = self._companion(key, _ZERO_POINT)
+        if entry is None:
             return None
-        if found.dtype is not DType.U8 or self.form.kind != "words":
-            if _squeezed(found.shape) != _squeezed(counts) or found.dtype is DType.BOOL:
+        if entry.dtype is not DType.U8 or self.form.kind != "words":
+            if _squeezed(entry.shape) != _squeezed(counts) or entry.dtype is DType.BOOL:
                 raise FormatError(
-                    f"{shown(found.key)} has {found.dtype.label} {found.shape}, and {shown(key)} needs {counts}"
+                    f"{shown(entry.key)} has {entry.dtype.label} {entry.shape}, and {shown(key)} needs {counts}"
                 )
-            return Zeros(Whole(found.key))
+            return Zeros(Whole(entry.key))
         in_a_word = _WORD_BITS // self.form.bits
         words = (*counts[:-2], -(-shape[-2] // in_a_word), 4 * counts[-1]) if len(shape) > 1 else ()
-        if found.shape != words or counts[-2:-1] != shape[-2:-1]:
+        if entry.shape != words or counts[-2:-1] != shape[-2:-1]:
             raise FormatError(
-                f"{shown(found.key)} has the shape {found.shape} in bytes, and {shown(key)}, {in_a_word} rows in a "
+                f"{shown(entry.key)} has the shape {entry.shape} in bytes, and {shown(key)}, {in_a_word} rows in a "
                 f"word, needs {words}"
             )
-        return Zeros(Whole(found.key), in_a_word)
+        return Zeros(Whole(entry.key), in_a_word)
 
     def _groups(self, key: str, shape: tuple[int, ...]) -> Whole | None:
-        found = self._companion(key, _GROUPS)
-        if found is None:
+        entry = self._companion(key, _GROUPS)
+        if entry is None:
             return None
-        if found.dtype not in _INTEGERS or found.shape != shape[-1:]:
+        if entry.dtype not in _INTEGERS or entry.shape != shape[-1:]:
             raise FormatError(
-                f"{shown(found.key)} is {found.dtype.label} {found.shape}, and {shown(key)} needs an integer for "
+                f"{shown(entry.key)} is {entry.dtype.label} {entry.shape}, and {shown(key)} needs an integer for "
                 f"each of {shape[-1]} columns"
             )
-        return Whole(found.key)
+        return Whole(entry.key)
 
     def _check_columns(self, key: str, values: TensorEntry, shape: tuple[int, ...], unit: tuple[int, ...]) -> None:
         """Check the columns of words, the last of which may be partly filled.
@@ -503,18 +511,18 @@ def _is_scale(key: str) -> bool:
 
 def _stored_shapes(reader: StorageReader, index: CheckpointIndex) -> dict[str, tuple[int, ...]]:
     """Return the unpacked shapes of packed elements by key, if shapes are stored."""
-    found = {
+    shape_entries = {
         key.removesuffix("_shape"): entry
         for key, entry in index.entries.items()
         if key.endswith("_shape") and f"{key.removesuffix('_shape')}_packed" in index.entries
     }
-    for entry in found.values():
+    for entry in shape_entries.values():
         if entry.dtype not in _INTEGERS or len(entry.shape) != 1 or entry.nbytes > _MAX_SHAPE_BYTES:
             raise FormatError(
                 f"{index.root}: {shown(entry.key)} is {entry.dtype.label} {entry.shape}, and a shape is expected"
             )
-    texts, kinds = checkpoint_index.contents(reader, list(found.values())), {DType.I64: "q", DType.I32: "i"}
+    texts, kinds = checkpoint_index.contents(reader, list(shape_entries.values())), {DType.I64: "q", DType.I32: "i"}
     return {
         key: struct.unpack(f"<{entry.shape[0]}{kinds[entry.dtype]}", texts[entry.key])
-        for key, entry in found.items()
+        for key, entry in shape_entries.items()
     }

@@ -33,8 +33,6 @@ _SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "tokenizer*")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _MODEL = ("model.safetensors", "model.safetensors.index.json")
 _TORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_VARIANTS = ("model.{}.safetensors", "model.safetensors.index.{}.json")
-_TORCH_VARIANTS = ("pytorch_model.{}.bin", "pytorch_model.bin.index.{}.json")
 _INDEX = re.compile(r".*\.(safetensors|bin)\.index(\.[^./]+)?\.json")
 _DUPLICATES = ("consolidated*", "adapter_model*")
 _MAX_JSON_BYTES = 100_000_000
@@ -43,14 +41,13 @@ _HUB_TIMEOUT_S = 10.0
 """If the hub does not answer in this time, the cache is used."""
 
 
-def weights(names: Collection[str], folder: Path, wanted: WantedFiles, variant: str | None) -> list[str]:
+def weights(names: Collection[str], folder: Path, wanted: WantedFiles) -> list[str]:
     """Return the files of weights that a load will read.
 
     Args:
         names: names of the files in the folder of the repository.
         folder: local folder with its small files, which are already downloaded.
         wanted: the kind of files, of a model or an adapter.
-        variant: the variant in the names of files.
     """
     available = set(names)
 
@@ -67,18 +64,15 @@ def weights(names: Collection[str], folder: Path, wanted: WantedFiles, variant: 
     adapters = [name for name in _ADAPTERS if name in available][:1]
     if isinstance(wanted, AdapterFiles):
         return adapters
-    if variant is not None:
-        choices = [of(name.format(variant)) for name in (*_VARIANTS, *_TORCH_VARIANTS)]
-    else:
-        own = [name for name in safetensors if not any(fnmatchcase(name, copy) for copy in _DUPLICATES)]
-        choices = [
-            of(str(_content(folder / "config.json").get("transformers_weights"))),
-            *(of(name) for name in _MODEL),
-            own,
-            [name for name in safetensors if name not in adapters],
-            *(of(name) for name in _TORCH),
-            adapters,
-        ]
+    originals = [name for name in safetensors if not any(fnmatchcase(name, copy) for copy in _DUPLICATES)]
+    choices = [
+        of(str(_content(folder / "config.json").get("transformers_weights"))),
+        *(of(name) for name in _MODEL),
+        originals,
+        [name for name in safetensors if name not in adapters],
+        *(of(name) for name in _TORCH),
+        adapters,
+    ]
     chosen = next(filter(None, choices), [])
     return [*chosen, *(name for name in wanted.extra if name in available and name not in chosen)]
 
@@ -101,9 +95,9 @@ def resolve(
 ) -> Path:
     """Return the local folder (or file) with the checkpoint, after downloading missing files.
 
-    Only the required files are downloaded: the weights of ``options.variant``, or those without a variant
-    (safetensors, or else torch's), JSON files and tokenizers. They are taken only from the top folder of the
-    repository, or from ``options.subfolder``. Python files are included only with ``ModelFiles(code=True)``.
+    Only the required files are downloaded: weights (safetensors, or else torch's), JSON files and tokenizers. They
+    are taken only from the top folder of the repository, or from ``options.subfolder``. Python files are included
+    only with ``ModelFiles(code=True)``.
     ``download=False`` uses the files in the cache, for the ranks of a node that run after the one that downloads.
 
     Raises:
@@ -114,18 +108,18 @@ def resolve(
         return place
     repo_id = os.fspath(name_or_path)
     prefix = f"{options.subfolder.strip('/')}/" if options.subfolder else ""
-    found = _listing(repo_id, options if download else replace(options, local_files_only=True))
-    if found is None:
+    listing = _listing(repo_id, options if download else replace(options, local_files_only=True))
+    if listing is None:
         folder = _cached(repo_id, options) / prefix
     else:
-        commit, files = found
+        commit, files = listing
         pinned = replace(options, revision=commit)
         below = [name.removeprefix(prefix) for name in files if name.startswith(prefix)]
         names = [name for name in below if "/" not in name]
         patterns = (*_SMALL, "*.py") if isinstance(wanted, ModelFiles) and wanted.code else _SMALL
         small = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
         folder = _fetch(repo_id, pinned, prefix, small)
-        if chosen := weights(names, folder, wanted, options.variant):
+        if chosen := weights(names, folder, wanted):
             folder = _fetch(repo_id, pinned, prefix, chosen)
         record_commit(repo_id, options, commit)
     if not folder.is_dir():
@@ -144,8 +138,8 @@ def resolve_commit(repo_id: str, options: HubOptions) -> str:
     """
     if options.revision and _COMMIT.fullmatch(options.revision):
         return options.revision
-    found = _listing(repo_id, options)
-    return _cached(repo_id, options).name if found is None else found[0]
+    listing = _listing(repo_id, options)
+    return _cached(repo_id, options).name if listing is None else listing[0]
 
 
 def record_commit(repo_id: str, options: HubOptions, commit: str) -> None:
@@ -323,7 +317,7 @@ class RemoteReader(StorageReader):
             is_whole = fill(flat, self._files.fetch(file, start, stop, state))
         if not is_whole:
             raise StorageError(
-                f"{self._files.named(file)}: {doing} failed, the answer is of another size. Check the server"
+                f"{self._files.label(file)}: {doing} failed, the answer is of another size. Check the server"
             )
         with self._lock:
             self.reads += 1
@@ -341,12 +335,12 @@ class RemoteReader(StorageReader):
         self._require_open(file)
         require_file_name(self.root, file)
         with self._in_flight:
-            found = self._files.state(file)
+            state = self._files.state(file)
         with self._lock:
             self.files_opened += file not in self._states
-            first = self._states.setdefault(file, found)
-        return first if is_first else found
+            first = self._states.setdefault(file, state)
+        return first if is_first else state
 
     def _require_open(self, file: str | None) -> None:
         if self._closed:
-            raise StorageError(f"{self._files.named(file)}: the reader is closed. Open another one")
+            raise StorageError(f"{self._files.label(file)}: the reader is closed. Open another one")

@@ -25,7 +25,7 @@ from operator import attrgetter
 from typing import Final, TypeGuard
 
 from shardwise.core.errors import FormatError
-from shardwise.core.tensors import DType, Strided, dtype_named, numel
+from shardwise.core.tensors import DType, Strided, find_dtype, numel
 from shardwise.files import checkpoint_index, join_entries
 from shardwise.files.checkpoint_index import (
     LISTED,
@@ -52,7 +52,7 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
     if text is None:
         return {}
     stored = checkpoint_index.parse_object(text.encode(), what=f"{shown(header.file)}: {_CHUNKS}")
-    found: dict[str, tuple[int, ...]] = {}
+    offsets_by_key: dict[str, tuple[int, ...]] = {}
     for entry in header.entries:
         if entry.key not in stored:
             continue
@@ -73,8 +73,8 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
                 f"{shown(header.file)}: {shown(entry.key)} is a chunk of a tensor of {entry.dtype.label}, whose "
                 "elements are not whole bytes. Save it whole"
             )
-        found[entry.key] = tuple(offsets)
-    return found
+        offsets_by_key[entry.key] = tuple(offsets)
+    return offsets_by_key
 
 
 def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], TensorEntry]]) -> FoundTensor:
@@ -90,11 +90,11 @@ def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], TensorEntry]]) -> 
                 f"{entry.shape} in {shown(entry.file)}. The folder mixes two saves: write it again"
             )
     ends = [[start + size for start, size in zip(offsets, entry.shape, strict=True)] for offsets, entry in chunks]
-    found = tuple(
+    pieces = tuple(
         Chunk(offsets, StoredView(entry.file, entry.range, entry.dtype, Strided.contiguous(entry.shape)))
         for offsets, entry in chunks
     )
-    return FoundTensor((key,), first.dtype, tuple(map(max, zip(*ends, strict=True))), found)
+    return FoundTensor((key,), first.dtype, tuple(map(max, zip(*ends, strict=True))), pieces)
 
 
 _USUAL_INDEX: Final = "model.safetensors.index.json"
@@ -138,11 +138,11 @@ class _SafetensorsFiles(CheckpointFormat):
         self,
         reader: StorageReader,
         selection: FileSelection,
-        found: IndexSoFar,
+        index: IndexSoFar,
         faults: FormatFaults,
     ) -> None:
         _add_headers(
-            join_entries.read_each(reader, sorted(set(selection.files)), read_header, faults), found, faults
+            join_entries.read_each(reader, sorted(set(selection.files)), read_header, faults), index, faults
         )
 
 
@@ -151,18 +151,18 @@ FORMAT: Final[CheckpointFormat] = _SafetensorsFiles()
 
 def _without_side_files(names: Iterable[str]) -> list[str]:
     """Return the files without adapters and "consolidated" files, which are a second copy of the weights."""
-    kept = [name for name in names if not fnmatchcase(name, "adapter_model*")]
-    return [name for name in kept if not fnmatchcase(name, "consolidated*")] or kept
+    model_files = [name for name in names if not fnmatchcase(name, "adapter_model*")]
+    return [name for name in model_files if not fnmatchcase(name, "consolidated*")] or model_files
 
 
 def _check_numbering(files: Sequence[str], faults: FormatFaults) -> None:
     """Check that no file is missing if files are numbered "-00002-of-00003" and there is no index."""
-    found: dict[tuple[str, int], set[int]] = defaultdict(set)
+    numbers_by_set: dict[tuple[str, int], set[int]] = defaultdict(set)
     for file in files:
         match = _NUMBERED.fullmatch(file)
         if match:
-            found[match["stem"], int(match["total"])].add(int(match["number"]))
-    for (stem, total), numbers in found.items():
+            numbers_by_set[match["stem"], int(match["total"])].add(int(match["number"]))
+    for (stem, total), numbers in numbers_by_set.items():
         first = 0 if 0 in numbers else 1
         # The total is untrusted and may be huge.
         expected = range(first, first + min(total, len(numbers) + LISTED))
@@ -175,13 +175,13 @@ def _check_numbering(files: Sequence[str], faults: FormatFaults) -> None:
             )
 
 
-def _add_headers(headers: Iterable[FileHeader], found: IndexSoFar, faults: FormatFaults) -> None:
+def _add_headers(headers: Iterable[FileHeader], index: IndexSoFar, faults: FormatFaults) -> None:
     chunks: dict[str, list[tuple[tuple[int, ...], TensorEntry]]] = defaultdict(list)
     for header in headers:
-        found.files[header.file] = header.file_nbytes
-        found.keys[header.file] = {entry.key for entry in header.entries}
+        index.files[header.file] = header.file_nbytes
+        index.keys[header.file] = {entry.key for entry in header.entries}
         metadata = {name: text for name, text in header.metadata.items() if name != _CHUNKS}
-        found.metadata = {**metadata, **found.metadata}
+        index.metadata = {**metadata, **index.metadata}
         try:
             offsets = chunk_offsets(header)
         except FormatError as error:
@@ -191,10 +191,10 @@ def _add_headers(headers: Iterable[FileHeader], found: IndexSoFar, faults: Forma
             if entry.key in offsets:
                 chunks[entry.key].append((offsets[entry.key], entry))
                 continue
-            if entry.key in found.composed:  # from a file of torch that was read before
+            if entry.key in index.composed:  # from a file of torch that was read before
                 faults.add("keys held twice", f"{shown(entry.key)}: in {shown(entry.file)}, and elsewhere in parts")
                 continue
-            first = found.entries.setdefault(entry.key, entry)
+            first = index.entries.setdefault(entry.key, entry)
             if first is not entry:
                 faults.add(
                     "keys held by two files",
@@ -202,14 +202,14 @@ def _add_headers(headers: Iterable[FileHeader], found: IndexSoFar, faults: Forma
                     "Remove the file that does not belong",
                 )
     for key, pieces in chunks.items():
-        if key in found.entries:
-            whole = shown(found.entries[key].file)
+        if key in index.entries:
+            whole = shown(index.entries[key].file)
             faults.add(
                 "keys held twice", f"{shown(key)}: in chunks, and whole in {whole}. Remove what does not belong"
             )
             continue
         try:
-            join_entries.add_tensor(key, from_chunks(key, pieces), found, faults)
+            join_entries.add_tensor(key, from_chunks(key, pieces), index, faults)
         except FormatError as error:
             faults.add_error("damaged files", error)
 
@@ -300,7 +300,7 @@ def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int
     if not isinstance(field, dict):
         raise ValueError(f"{name} is described by a {type(field).__name__}, not an object")
     kind, shape, offsets = (field.get(item) for item in ("dtype", "shape", "data_offsets"))
-    dtype = dtype_named(kind) if isinstance(kind, str) else None
+    dtype = find_dtype(kind) if isinstance(kind, str) else None
     if dtype is None:
         known = ", ".join(dtype.label for dtype in DType)
         raise ValueError(f"{name} has the unknown dtype {_shown_value(kind)}. Known are {known}")

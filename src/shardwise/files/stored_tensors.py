@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.expression import Expression, Stored, as_strided, concat
-from shardwise.core.lazy_exports import found_at
+from shardwise.core.lazy_exports import import_object
 from shardwise.files.checkpoint_index import CheckpointIndex, Composition, Joined, View, Whole
 
 MakeNode: TypeAlias = Callable[[Any, Callable[[str], Expression]], Expression]
@@ -16,7 +16,6 @@ MakeNode: TypeAlias = Callable[[Any, Callable[[str], Expression]], Expression]
 NODES: Final[dict[str, str]] = {
     "scaled": "shardwise.files.dequantize_expressions:scaled",
     "four bits": "shardwise.files.dequantize_expressions:four_bits",
-    "grouped": "shardwise.files.dequantize_expressions:grouped",
 }
 """Location of the :data:`MakeNode` of each kind, as ``package.module:name``."""
 
@@ -57,5 +56,5 @@ def _expression(index: CheckpointIndex, composition: Composition) -> Expression:
                 raise ConfigError(
                     f"{composition.kind!r}: has no entry in NODES, by which it is dequantized. Add one"
                 )
-            node: MakeNode = found_at(NODES[composition.kind])
+            node: MakeNode = import_object(NODES[composition.kind])
             return node(composition, leaf)

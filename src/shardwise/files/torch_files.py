@@ -46,24 +46,24 @@ class _TorchFiles(CheckpointFormat):
         return FileSelection("torch file", [name])
 
     def hints(self, names: Sequence[str]) -> list[str]:
-        found: list[str] = []
+        sentences: list[str] = []
         of_ranks = [name for name in names if _OF_ONE_RANK.fullmatch(name)]
         if of_ranks:
-            found.append(
+            sentences.append(
                 f"{listed(map(shown, of_ranks))}: contain local shards without their positions. "
                 "load_accelerate_model and accelerate load them on the same number of ranks. For any other number, "
                 "load them this way and save in another form (use_dcp=True)"
             )
         files = [name for name in names if name.endswith(_WEIGHTS) and name not in of_ranks]
         if files:
-            found.append(
+            sentences.append(
                 f"{listed(map(shown, files))}: if one of them holds the model, pass its path, or its name as "
                 "weights_name"
             )
-        return found
+        return sentences
 
     def read(
-        self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
+        self, reader: StorageReader, selection: FileSelection, index: IndexSoFar, faults: FormatFaults
     ) -> None:
         files = selection.files
         contents: list[TorchFileContents] = join_entries.read_each(reader, files, read_torch_file, faults)
@@ -71,9 +71,9 @@ class _TorchFiles(CheckpointFormat):
         if choice is None:
             raise join_entries.no_model(reader, " and ".join(map(shown, files)))
         for item in contents:
-            found.files[item.file] = item.file_nbytes
-            join_entries.add_ignored(item.others, choice, found)
-            found.keys[item.file] = join_entries.add_tensors(item.tensors, choice, found, faults)
+            index.files[item.file] = item.file_nbytes
+            join_entries.add_ignored(item.others, choice, index)
+            index.keys[item.file] = join_entries.add_tensors(item.tensors, choice, index, faults)
 
 
 FORMAT: Final[CheckpointFormat] = _TorchFiles()
@@ -125,8 +125,8 @@ class FileWindow(io.RawIOBase):
         return self._at
 
     def read(self, nbytes: int = -1) -> bytes:
-        left = max(0, self.nbytes - self._at)
-        nbytes = left if nbytes < 0 else min(nbytes, left)
+        available = max(0, self.nbytes - self._at)
+        nbytes = available if nbytes < 0 else min(nbytes, available)
         if nbytes > MAX_DIRECTORY_BYTES:
             raise ValueError(f"its directory has {nbytes} bytes, {MAX_DIRECTORY_BYTES} is the limit")
         self._at += nbytes
@@ -176,10 +176,10 @@ class Archive:
 
     def content(self, name: str, *, max_nbytes: int) -> bytes:
         """Read a small member."""
-        found = self.byte_range(name)
-        if found.nbytes > max_nbytes:
-            self.refuse(f"its member {shown(name)} has {found.nbytes} bytes, {max_nbytes} is the limit")
-        return self._window.read_range(found.start - self._window.start, found.stop - self._window.start)
+        location = self.byte_range(name)
+        if location.nbytes > max_nbytes:
+            self.refuse(f"its member {shown(name)} has {location.nbytes} bytes, {max_nbytes} is the limit")
+        return self._window.read_range(location.start - self._window.start, location.stop - self._window.start)
 
     def refuse(self, cause: str, *, remedy: str = "") -> NoReturn:
         """Raise a FormatError that names the archive."""
@@ -189,19 +189,19 @@ class Archive:
     def _directory(self) -> dict[str, zipfile.ZipInfo]:
         try:
             with zipfile.ZipFile(self._window) as archive:
-                found, end = archive.infolist(), archive.start_dir
+                members, end = archive.infolist(), archive.start_dir
         except _ZIP_ERRORS as error:
             self.refuse(f"it does not end in the directory of a zip archive ({str(error)[:200]!a})")
-        if not found:
+        if not members:
             self.refuse("it has no members")
-        found.sort(key=attrgetter("header_offset"))
-        for member, following in zip(found, [*(item.header_offset for item in found[1:]), end], strict=True):
+        members.sort(key=attrgetter("header_offset"))
+        for member, following in zip(members, [*(item.header_offset for item in members[1:]), end], strict=True):
             if not 0 <= member.header_offset < end:
                 self.refuse(f"its member {shown(member.filename)} is not before the directory")
             if member.filename in self._ends:
                 self.refuse(f"it has the member {shown(member.filename)} twice")
             self._ends[member.filename] = following
-        return {member.filename: member for member in found}
+        return {member.filename: member for member in members}
 
 
 MAX_PICKLE_BYTES = 100_000_000
@@ -235,12 +235,12 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
     tensors, others = _walk(archive.value, archive.pickle_nbytes, what)
     names = list(dict.fromkeys(tensor.storage.name for _, tensor in tensors))
     places = dict(zip(names, each(reader, archive.storage_range, names), strict=True))
-    found = [
+    located = [
         FoundTensor(path, tensor.dtype, view.shape, (Chunk((0,) * len(view.shape), view),))
         for path, tensor in tensors
         for view in (archive.tensor_view(tensor, places[tensor.storage.name], ".".join(path)),)
     ]
-    return TorchFileContents(file, file_nbytes, tuple(found), tuple(others))
+    return TorchFileContents(file, file_nbytes, tuple(located), tuple(others))
 
 
 def read_torch_tensor(
@@ -291,13 +291,13 @@ class TorchArchive(Archive):
         if nbytes != place.nbytes:
             self.refuse(f"{shown(name)}: its storage has {place.nbytes} bytes, and should have {nbytes}")
         strided, itemsize = tensor.strided, tensor.dtype.itemsize
-        fault = join_entries.strided_obstacle(strided, place.nbytes // itemsize)
+        fault = join_entries.find_strided_obstacle(strided, place.nbytes // itemsize)
         if fault is not None:
             self.refuse(f"{shown(name)}: {fault}", remedy="Save a contiguous copy of it (tensor.clone())")
         if strided.numel == 0 or strided.is_contiguous:
             start = place.start + (strided.offset * itemsize if strided.numel else 0)
-            own = ByteRange(start, start + strided.numel * itemsize)
-            return StoredView(self._file, own, tensor.dtype, Strided.contiguous(strided.sizes))
+            bytes_of_view = ByteRange(start, start + strided.numel * itemsize)
+            return StoredView(self._file, bytes_of_view, tensor.dtype, Strided.contiguous(strided.sizes))
         whole = place.nbytes // itemsize * itemsize
         return StoredView(self._file, ByteRange(place.start, place.start + whole), tensor.dtype, strided)
 

@@ -66,7 +66,7 @@ _REMEDIES: Final = {
 }
 
 
-def failed(root: str, file: str | None, doing: str, error: OSError | UnicodeError) -> StorageError:
+def to_storage_error(root: str, file: str | None, doing: str, error: OSError | UnicodeError) -> StorageError:
     """Return the error for a failed operation on a file of the folder ``root``, or on the folder itself (None)."""
     where = shown(root) if file is None else f"{shown(file)} in {root}"
     cause, remedy = "the name cannot be encoded", "Rename it"
@@ -134,11 +134,11 @@ def _parts_of(url: str) -> SplitResult:
         return SplitResult(url.partition("://")[0], "", "", "", "")
 
 
-def redacted(text: str, url: str, options: Mapping[str, object]) -> str:
+def redact(text: str, url: str, options: Mapping[str, object]) -> str:
     """Remove credentials from a foreign text: those of the URL, and the secrets among the options."""
     components = _parts_of(url)
-    found = {components.query, components.username or "", components.password or "", *_secrets(options)}
-    for secret in sorted(found, key=len, reverse=True):
+    secrets = {components.query, components.username or "", components.password or "", *_secrets(options)}
+    for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, "***")
     text = _IN_TEXT.sub(r"\g<start>\g<path>", text)
@@ -147,10 +147,10 @@ def redacted(text: str, url: str, options: Mapping[str, object]) -> str:
 
 def _secrets(options: Mapping[str, object], *, is_secret: bool = False) -> Iterator[str]:
     for name, value in options.items():
-        hidden = is_secret or _SECRET_OPTION.search(str(name)) is not None
+        is_hidden = is_secret or _SECRET_OPTION.search(str(name)) is not None
         if isinstance(value, Mapping):
-            yield from _secrets(value, is_secret=hidden)
-        elif isinstance(value, str) and hidden:
+            yield from _secrets(value, is_secret=is_hidden)
+        elif isinstance(value, str) and is_hidden:
             yield value
         elif isinstance(value, str) and "@" in value:  # the URL of a proxy or an endpoint
             yield from filter(None, (_parts_of(value).username, _parts_of(value).password))
@@ -161,9 +161,8 @@ class HubOptions:
     """Options for a hub repository: the revision, the cache and the download.
 
     ``revision`` is a branch, tag or commit. ``cache_dir`` replaces the cache of huggingface_hub. ``token`` is a
-    token, True for the stored one, False for none, or None for the stored one if it exists. ``variant`` is the
-    variant in the names of the weights, such as "fp16" in ``model.fp16.safetensors``. ``subfolder`` and ``variant``
-    also apply to local folders.
+    token, True for the stored one, False for none, or None for the stored one if it exists. ``subfolder`` also
+    applies to local folders.
     """
 
     revision: str | None = None
@@ -171,7 +170,6 @@ class HubOptions:
     token: str | bool | None = field(default=None, repr=False)
     local_files_only: bool = False
     subfolder: str = ""
-    variant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +220,8 @@ def local_path(name_or_path: str | os.PathLike[str], options: HubOptions) -> Pat
     if not is_local(name_or_path):
         return None
     path = Path(named).expanduser()
-    if path.is_file() and (options.subfolder or options.variant):
-        raise StorageError(f"{path}: is a file, which has no subfolder and no variant. Leave them out")
+    if path.is_file() and options.subfolder:
+        raise StorageError(f"{path}: is a file, which has no subfolder. Leave subfolder out")
     place = path / options.subfolder
     if not place.exists():
         raise StorageError(

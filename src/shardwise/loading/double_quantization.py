@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.computed import Bindings
 from shardwise.core.layout import ModelLayout
-from shardwise.files.four_bit_blocks import compute_offset, nested_codes, quantize_scales
+from shardwise.files.four_bit_blocks import compute_nested_codes, compute_offset, quantize_scales
 from shardwise.fsdp.named_tensors import TensorRef, canonical, local_boxes, local_tensor
 from shardwise.loading.prepare import BaseForm
 from shardwise.models.four_bit.base import quantize_bindings
@@ -91,7 +91,7 @@ def _quantize_scales(layer: Any, whole: torch.Tensor, offset: float) -> dict[str
     local, count = local_tensor(layer.weight_scales), 0
     for piece in local_boxes(layer.weight_scales, SCALES):
         rows = slice(piece.box.offsets[0], piece.box.offsets[0] + piece.box.sizes[0])
-        codes = nested_codes(whole[rows], rows.start * whole.shape[1], nested, mean)
+        codes = compute_nested_codes(whole[rows], rows.start * whole.shape[1], nested, mean)
         local.copy_(codes[:, piece.box.offsets[1] : piece.box.offsets[1] + piece.box.sizes[1]])
         count += piece.box.numel
     return {SCALES: count, NESTED: nested.numel(), OFFSET: 1}

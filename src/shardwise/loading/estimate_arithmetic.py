@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Final
 
 from shardwise.core.estimate_report import GroupEstimate, PhaseMemory, TrainingEstimate
-from shardwise.core.expression import Expression, stored_leaves
+from shardwise.core.expression import Expression, iter_stored_leaves
 from shardwise.core.layout import Activations, Spread, TensorKind, TensorLayout, WorldLayout
 from shardwise.core.reports import RankEstimate
 from shardwise.core.tensors import DType, numel
@@ -44,7 +44,7 @@ def file_bytes(plan: LoadPlan, world: WorldLayout, index: CheckpointIndex) -> di
 
 def _iter_files(expression: Expression, index: CheckpointIndex) -> Iterable[str]:
     """Yield the file of each stored tensor that has an entry of its own in the index."""
-    for leaf in stored_leaves(expression):
+    for leaf in iter_stored_leaves(expression):
         entry = index.entries.get(leaf.key)
         if entry is not None:
             yield entry.file

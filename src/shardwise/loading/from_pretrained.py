@@ -14,7 +14,7 @@ from shardwise.core.errors import ConfigError, FormatError, RankMismatchError, S
 from shardwise.core.machine import mount_namespace
 from shardwise.core.reports import LoadReport
 from shardwise.files.checkpoint_index import CheckpointIndex, without_wrappers
-from shardwise.files.join_entries import merged_index
+from shardwise.files.join_entries import merge_indexes
 from shardwise.files.local_reader import CombinedReader, LocalReader, OpenStorage, open_storage
 from shardwise.files.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft_version
 from shardwise.files.storage import StorageReader
@@ -184,9 +184,8 @@ def find(
         directory = resolve_everywhere(world, name_or_path, hub, replace(wanted, extra=extra))
     opened = open_everywhere(world, name_or_path if is_remote else directory, hub)
     stack.enter_context(opened.reader)
-    source = read_index(
-        world, opened, weights_name=getattr(config, "transformers_weights", None), variant=hub.variant, extra=extra
-    )
+    weights_name = getattr(config, "transformers_weights", None)
+    source = read_index(world, opened, weights_name=weights_name, extra=extra)
     adapters: dict[str, Adapter] = {}
     everything = source
     for name, folder in keywords.get("tuning", Full()).folders().items():
@@ -209,7 +208,7 @@ def _with_adapter(
         ConfigError: it is no LoRA, or PEFT cannot read its config.
     """
     # Another repository than the base's, with revisions and folders of its own.
-    hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="", variant=None)
+    hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="")
     folder = resolve_everywhere(world, given, hub, AdapterFiles())
     with world.collective("open the adapter"):
         file, config = weights_in(folder), read_lora_config(folder)
@@ -218,7 +217,7 @@ def _with_adapter(
     index, notes = without_wrappers(found.index)
     both = replace(
         source,
-        index=merged_index(source.index, index, inside),
+        index=merge_indexes(source.index, index, inside),
         notes=(*source.notes, *notes),
         reader=CombinedReader(source.reader, reader, inside),
         identities={

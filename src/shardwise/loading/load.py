@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.consents import Consent, OnMissing, OnUnexpected
 from shardwise.core.errors import KeyMismatchError, ShardingError, answer_keywords
-from shardwise.core.expression import rows_stored
+from shardwise.core.expression import count_stored_rows
 from shardwise.core.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
-from shardwise.core.lazy_exports import found_at
+from shardwise.core.lazy_exports import import_object
 from shardwise.core.machine import processor_count
 from shardwise.core.reports import LoadReport
 from shardwise.core.tensors import Box
@@ -164,7 +164,7 @@ def make_report(
         resized={
             name: (count, plan.layout.by_name[name].shape[0])
             for name, read in reads.items()
-            if (count := rows_stored(read.expression)) is not None
+            if (count := count_stored_rows(read.expression)) is not None
         },
         trained={item.fqn: item.dtype.label for item in trained} if request.is_tuned else {},
     )
@@ -199,7 +199,9 @@ def average_rows(world: World, load: Load) -> dict[str, torch.Tensor]:
     if load.request.additions.new_rows != "mean":
         return {}
     by_name = {item.fqn: item for item in load.held}
-    rows = {name: count for name, read in load.plan.reads().items() if (count := rows_stored(read.expression))}
+    rows = {
+        name: count for name, read in load.plan.reads().items() if (count := count_stored_rows(read.expression))
+    }
 
     def add_up(sums_by_rank: Sequence[Mapping[tuple[str, Box], torch.Tensor]]) -> dict[str, torch.Tensor]:
         found = {box: total for sums in sums_by_rank for box, total in sums.items()}  # replicas have equal boxes
@@ -264,7 +266,7 @@ def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int],
 def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
     """Return the boxes of a missing tensor on this rank: all of it, or its last rows."""
     boxes, fill = plan.layout.by_name[name].boxes, plan.fills[name]
-    count = rows_stored(fill.expression) if isinstance(fill, FromCheckpoint) else None
+    count = count_stored_rows(fill.expression) if isinstance(fill, FromCheckpoint) else None
     return boxes if count is None else last_rows(boxes, count)
 
 
@@ -311,7 +313,7 @@ def get_base_form(model: nn.Module) -> BaseForm:
     """Return how the layers of a model keep their weights."""
     # Found by name, so that a load of other models does not import the four-bit code.
     if any(hasattr(type(module), "kept_as") for module in model.modules()):
-        form: BaseForm = found_at("shardwise.loading.double_quantization:FOUR_BITS")
+        form: BaseForm = import_object("shardwise.loading.double_quantization:FOUR_BITS")
         return form
     return BaseForm()
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shardwise.core.computed import Computed, SmallestBlocks, computed_leaves, computes
+from shardwise.core.computed import Computed, SmallestBlocks, computes, iter_computed_leaves
 from shardwise.core.errors import ShardingError
-from shardwise.core.expression import rows_stored, stored_leaves
+from shardwise.core.expression import count_stored_rows, iter_stored_leaves
 from shardwise.core.formatting import in_bytes
 from shardwise.core.layout import LocalBox, Spread, TensorKind, TensorLayout
 from shardwise.core.reports import Available, RankEstimate
@@ -54,7 +54,7 @@ class MemoryPlacement:
 def largest_computation(plan: LoadPlan) -> int:
     """Return the bytes of memory that the largest conversion needs, in the smallest blocks it can be cut into."""
     blocks = SmallestBlocks()
-    leaves = (leaf for read in plan.reads().values() for leaf in computed_leaves(read.expression))
+    leaves = (leaf for read in plan.reads().values() for leaf in iter_computed_leaves(read.expression))
     return max(map(blocks.nbytes, leaves), default=0)
 
 
@@ -115,12 +115,12 @@ def bytes_per_element(plan: LoadPlan) -> dict[str, float]:
     for name, read in plan.reads().items():
         expression = read.expression
         if not computes(expression):
-            stored = rows_stored(expression)
+            stored = count_stored_rows(expression)
             fraction = 1.0 if stored is None else stored / expression.shape[0]
-            found[name] = next(stored_leaves(expression)).dtype.itemsize * fraction
+            found[name] = next(iter_stored_leaves(expression)).dtype.itemsize * fraction
             continue
         nbytes = 0
-        for leaf in computed_leaves(expression):
+        for leaf in iter_computed_leaves(expression):
             key = (leaf.operation, leaf.sources)
             nbytes += 0 if key in seen else _input_bytes(leaf)
             seen.add(key)
@@ -129,7 +129,7 @@ def bytes_per_element(plan: LoadPlan) -> dict[str, float]:
 
 
 def _input_bytes(leaf: Computed) -> int:
-    stored = (item for source in leaf.sources for item in stored_leaves(source))
+    stored = (item for source in leaf.sources for item in iter_stored_leaves(source))
     return sum(numel(item.shape) * item.dtype.itemsize for item in stored)
 
 

@@ -57,14 +57,13 @@ class ModelOptions(TypedDict, total=False):
         dtype: "auto" (the config's, else the stored one), or a floating dtype or its name.
         trust_remote_code: run model code that the checkpoint brings along.
         key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
-        hub: revision, cache and credentials of a hub repository. Its ``subfolder`` and ``variant`` also apply to
-            folders.
+        hub: revision, cache and credentials of a hub repository. Its ``subfolder`` also applies to folders.
 
         torch_dtype: the old name of ``dtype``.
         attn_implementation: attention implementation ("sdpa", "eager", "flash_attention_2", ...), or a dict of them
             by part of the model.
         experts_implementation: how experts are computed.
-        revision, cache_dir, token, local_files_only, subfolder, variant: as of :class:`HubOptions`.
+        revision, cache_dir, token, local_files_only, subfolder: as of :class:`HubOptions`.
         low_cpu_mem_usage: no rank ever holds more than its shards, so True changes nothing, and False is refused.
     """
 
@@ -84,7 +83,6 @@ class ModelOptions(TypedDict, total=False):
     token: str | bool
     local_files_only: bool
     subfolder: str
-    variant: str
     low_cpu_mem_usage: bool
 
 
@@ -166,7 +164,7 @@ def settled(options: Options) -> Options:
                 "former alone"
             )
     hub = given.get("hub", HubOptions())
-    for name in ("revision", "cache_dir", "token", "local_files_only", "subfolder", "variant"):
+    for name in ("revision", "cache_dir", "token", "local_files_only", "subfolder"):
         if name in given and isinstance(hub, HubOptions):  # any other type is rejected later
             value = given.pop(name)
             if getattr(hub, name) not in (getattr(HubOptions(), name), value):
@@ -196,7 +194,7 @@ def comparable_model_settings(options: ModelOptions) -> dict[str, str]:
     attention, experts = "attn_implementation", "experts_implementation"
     plain = ("model_class", "dtype", "trust_remote_code", "key_mapping", attention, experts)
     found = {name: comparable_text(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
-    return {**found, **{f"hub.{name}": repr(getattr(hub, name)) for name in ("revision", "subfolder", "variant")}}
+    return {**found, **{f"hub.{name}": repr(getattr(hub, name)) for name in ("revision", "subfolder")}}
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 from shardwise.core.computed import Bindings, computes
 from shardwise.core.consents import Consent, allows, describe_faults
 from shardwise.core.errors import KeyMismatchError
-from shardwise.core.expression import Expression, iter_leaves, stored_key, stored_leaves
+from shardwise.core.expression import Expression, get_stored_key, iter_leaves, iter_stored_leaves
 from shardwise.core.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.core.tensors import DType, casts_safely
 from shardwise.files.checkpoint_index import (
@@ -112,7 +112,7 @@ class LoadPlan:
 
     def not_loaded(self, index: CheckpointIndex) -> tuple[str, ...]:
         """Return the ignored contents of the checkpoint, without the extra tensors that the model does load."""
-        taken = {stored_key(read.expression) for read in self.reads().values()} & index.extra
+        taken = {get_stored_key(read.expression) for read in self.reads().values()} & index.extra
         return tuple(name for name in index.ignored if name not in taken)
 
     @cached_property
@@ -279,7 +279,7 @@ class _LoadPlanner:
         """
         if tensor.dtype.kind != "float" and not computes(source):
             return None
-        for leaf in stored_leaves(source):
+        for leaf in iter_stored_leaves(source):
             if leaf.dtype in _CODES and leaf.key not in self.decoded:
                 scale = next((key for key in scale_names(leaf.key) if key in self.bindings.unmatched), None)
                 stored = f"stored in {leaf.dtype.label}" + (
@@ -295,7 +295,7 @@ class _LoadPlanner:
         """Return the reason why an expression cannot fill a tensor, or None if it can."""
         if source.shape != tensor.shape:
             return f"stored {self.describe(source)}, model has {tensor.shape}"
-        for leaf in stored_leaves(source):
+        for leaf in iter_stored_leaves(source):
             if leaf.dtype.bits % 8:
                 return f"stored as {leaf.dtype.label}, which cannot be loaded without its quantizer"
         if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in iter_leaves(source)):
@@ -303,7 +303,7 @@ class _LoadPlanner:
         return None
 
     def describe(self, source: Expression) -> str:
-        key = stored_key(source)
+        key = get_stored_key(source)
         if key is None:
             return f"{source.shape} as {source}"
         file = self.index.entries[key].file
@@ -324,5 +324,5 @@ class _LoadPlanner:
 
 
 def _keys(expression: Expression) -> str:
-    keys = list(dict.fromkeys(leaf.key for leaf in stored_leaves(expression)))
+    keys = list(dict.fromkeys(leaf.key for leaf in iter_stored_leaves(expression)))
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"

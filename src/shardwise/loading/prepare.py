@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardwise.core.computed import Bindings, SmallestBlocks, computed_leaves, computes
+from shardwise.core.computed import Bindings, SmallestBlocks, computes, iter_computed_leaves
 from shardwise.core.consents import Consent
 from shardwise.core.errors import ConfigError, KeyMismatchError, ShardingError
-from shardwise.core.expression import rows_stored, stored_leaves
+from shardwise.core.expression import count_stored_rows, iter_stored_leaves
 from shardwise.core.layout import ModelLayout, Origin, TensorKind
 from shardwise.core.reports import Available, RankEstimate
 from shardwise.fsdp import torch_private
@@ -245,7 +245,7 @@ def require_within_budget(plan: LoadPlan, budget_bytes: int) -> None:
     """
     blocks = SmallestBlocks()
     for name, read in plan.reads().items():
-        for leaf in computed_leaves(read.expression):
+        for leaf in iter_computed_leaves(read.expression):
             if (nbytes := blocks.nbytes(leaf)) > budget_bytes:
                 raise ConfigError(
                     f"{name}: is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
@@ -269,7 +269,7 @@ def plan_initial_values(
     drawn = [
         name
         for name, read in plan.reads().items()
-        if rows_stored(read.expression) is not None and initializers.additions.new_rows == "initialized"
+        if count_stored_rows(read.expression) is not None and initializers.additions.new_rows == "initialized"
     ]
     programs = initializers.programs([*plan.names(Init), *drawn])
     faults = initialize.unfit_programs(programs, options.budget_bytes)
@@ -320,7 +320,7 @@ def plan_fields(plan: LoadPlan) -> dict[str, Any]:
     """Fields of a report, or of an estimate, that describe how a model is filled."""
     reads = plan.reads()
     kinds = {
-        name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
+        name: (next(iter_stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
         for name, read in reads.items()
         if not computes(read.expression)
     }

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.core.computed import computes
-from shardwise.core.expression import rows_stored
+from shardwise.core.expression import count_stored_rows
 from shardwise.core.layout import LocalBox, locate_box
 from shardwise.fsdp.named_tensors import TensorRef, boxes_by_rank
 from shardwise.ranks.world import World
@@ -32,7 +32,7 @@ def shared_boxes(
     shared: dict[str, tuple[Boxes, ...]] = {}
     for item in items:
         tensor = held[item.fqn].tensor
-        if computes(item.expression) or rows_stored(item.expression) is not None:
+        if computes(item.expression) or count_stored_rows(item.expression) is not None:
             continue
         if isinstance(tensor, DTensor) and tensor.device_mesh.size() != world.size:
             continue

@@ -12,7 +12,7 @@ from shardwise.core.formatting import format_ranks
 from shardwise.core.machine import mount_namespace
 from shardwise.files.checkpoint_index import CheckpointIndex
 from shardwise.files.local_reader import OpenStorage, open_storage
-from shardwise.files.open_checkpoint import dequantized_index, open_checkpoint
+from shardwise.files.open_checkpoint import dequantize_index, open_checkpoint
 from shardwise.files.storage import FilePlaces, StorageReader
 from shardwise.files.urls import HubOptions, ModelFiles, WantedFiles, is_url, local_path
 from shardwise.loading.audit import require_one_checkpoint
@@ -49,7 +49,7 @@ def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource
     else:
         place = checkpoint if is_url(checkpoint) else resolve_everywhere(world, checkpoint, hub)
         opened = open_everywhere(world, place, hub)
-    return read_index(world, opened, variant=hub.variant, is_own=is_own)
+    return read_index(world, opened, is_own=is_own)
 
 
 def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:
@@ -72,7 +72,6 @@ def read_index(
     opened: OpenStorage,
     *,
     weights_name: str | None = None,
-    variant: str | None = None,
     extra: Sequence[str] = (),
     is_own: bool = True,
 ) -> OpenSource:
@@ -87,9 +86,7 @@ def read_index(
             stack.enter_context(reader)
         with world.broadcast("read headers") as exchange:
             if world.rank == 0:
-                exchange.local = _read_headers(
-                    reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant
-                )
+                exchange.local = _read_headers(reader, weights_name=opened.file or weights_name, extra_files=extra)
         index, identities = exchange.result
         found: dict[str, str] = {}
         notes: tuple[str, ...] = ()
@@ -103,7 +100,7 @@ def read_index(
 
 def _read_headers(reader: StorageReader, **names: Any) -> tuple[CheckpointIndex, dict[str, str]]:
     """Return the index of a checkpoint, and the identities of the files of a remote one."""
-    index = dequantized_index(reader, open_checkpoint(reader, **names))
+    index = dequantize_index(reader, open_checkpoint(reader, **names))
     return index, read_identities(reader, list(index.files)) if reader.policy.is_remote else {}
 
 

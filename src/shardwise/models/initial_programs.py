@@ -174,7 +174,7 @@ def values_from_program(
                 continue
             block = _block(program, start, seed, fqn)
             for piece in pieces:
-                source, target = piece.strided((1,))
+                source, target = piece.to_strided((1,))
                 yield strided_view(local, target), strided_view(block, source)
 
 

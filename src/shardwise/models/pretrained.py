@@ -25,7 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from shardwise.core.computed import Bindings
 from shardwise.core.errors import ConfigError, private
-from shardwise.core.expression import Expression, Stored, stored_key, substitute
+from shardwise.core.expression import Expression, Stored, get_stored_key, substitute
 from shardwise.core.formatting import plain_key
 from shardwise.core.layout import ModelLayout
 from shardwise.fsdp.torch_private import original_classes, to_torch
@@ -319,7 +319,7 @@ def bind(
 
         # Conversions are traced on leaves. Composed expressions are substituted afterwards.
         leaves = {key: Stored(key, item.shape, item.dtype) for key, item in stored.items()}
-        composed = {key for key, item in stored.items() if stored_key(item) is None}
+        composed = {key for key, item in stored.items() if get_stored_key(item) is None}
         dtypes = get_dtype or (lambda name: to_torch(layout.by_name[name].dtype))
         for conversion, made, why in trace_conversions(
             model, layout, leaves, dtypes, assignment.conversions.values()

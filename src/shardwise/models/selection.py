@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.core.errors import ConfigError, ShardingError
-from shardwise.core.layout import ModelLayout
+from shardwise.core.layout import Factors, ModelLayout
 from shardwise.fsdp.named_tensors import TensorRef, canonical, saved_names
 from shardwise.fsdp.torch_private import get_parameters
 
@@ -108,25 +108,6 @@ class MergedAdapter:
     """The base of a PEFT model, under its own names, with one LoRA of linear layers merged into it."""
 
     adapter: str = "default"
-
-
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """FQNs of the matrices of one adapted weight: ``weight + scaling * (lora_B @ lora_A)``."""
-
-    lora_A: str
-    lora_B: str
-    scaling: float
-
-    def delta(self, lora_A: torch.Tensor, lora_B: torch.Tensor) -> torch.Tensor:
-        """Return the delta of a part of the weight, from rows of ``lora_B`` and columns of ``lora_A``.
-
-        As in ``get_delta_weight`` of PEFT, 16-bit matrices are multiplied in float32 on a CPU.
-        """
-        dtype = lora_B.dtype
-        if dtype in (torch.float16, torch.bfloat16) and lora_B.device.type == "cpu":
-            lora_A, lora_B = lora_A.float(), lora_B.float()
-        return ((lora_B @ lora_A) * self.scaling).to(dtype)
 
 
 @dataclass(frozen=True)

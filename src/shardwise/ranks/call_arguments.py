@@ -36,6 +36,7 @@ _INSTEAD: Mapping[str, str] = {
     "state_dict": "Build the model, and pass the state to shardwise.set_model_state_dict",
     "use_auth_token": "Pass token",
     **dict.fromkeys(("force_download", "generation_config", "code_revision"), "It is not supported. Leave it out"),
+    "variant": "Pass the path of the file or of the index, such as model.fp16.safetensors, in place of the folder",
     "use_safetensors": "Leave it out. safetensors are preferred to .bin files, whose pickle is not executed",
 }
 """Keywords of transformers, TRL and FSDP that ``from_pretrained`` does not have, and what to do instead."""

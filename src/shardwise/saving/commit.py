@@ -25,7 +25,7 @@ from types import MappingProxyType
 from shardwise.core.errors import FormatError, StorageError
 from shardwise.files.folders import FoldersWriter, remove_folder
 from shardwise.files.local_reader import open_storage
-from shardwise.files.peft_adapter import ADAPTER_CONFIG, is_training_file, named_training
+from shardwise.files.peft_adapter import ADAPTER_CONFIG, get_training_file, is_training_file
 from shardwise.files.safetensors_files import read_header
 from shardwise.files.storage import StorageWriter
 from shardwise.files.urls import shown
@@ -310,7 +310,7 @@ def _trainings_named(writer: StorageWriter, plan: SavePlan) -> frozenset[str]:
     try:
         with open_storage(writer.root).reader as reader:
             adapters = [plan.single_file] if plan.single_file in files else aside
-            return there & {named_training(read_header(reader, name)) for name in adapters}
+            return there & {get_training_file(read_header(reader, name)) for name in adapters}
     except (FormatError, StorageError):
         return there
 

@@ -15,13 +15,13 @@ import transformers
 from transformers import PreTrainedModel
 
 from shardwise.core.errors import ConfigError, FormatError, KeyMismatchError
-from shardwise.core.expression import Expression, Stored, rows_stored, stored_leaves, substitute
+from shardwise.core.expression import Expression, Stored, count_stored_rows, iter_stored_leaves, substitute
 from shardwise.core.layout import TensorKind
 from shardwise.core.save_reports import MergeAdapterReport
 from shardwise.core.tensors import DType, parse_size
 from shardwise.core.untrusted import require_quick_patterns
 from shardwise.files.checkpoint_index import without_wrappers
-from shardwise.files.join_entries import merged_index
+from shardwise.files.join_entries import merge_indexes
 from shardwise.files.local_reader import CombinedReader, LocalReader, open_storage
 from shardwise.files.local_writer import LocalWriter
 from shardwise.files.open_checkpoint import open_checkpoint
@@ -184,7 +184,7 @@ def require_all_rows(source: offline.OfflineModel, plan: merge_plan.MergePlan, w
         KeyMismatchError: it does not have a tensor that needs them. The message has its name.
     """
     for tensor in source.layout.saved():
-        stored = rows_stored(source.expressions[tensor.fqn]) if tensor.fqn in source.expressions else None
+        stored = count_stored_rows(source.expressions[tensor.fqn]) if tensor.fqn in source.expressions else None
         edits = [edit for name in tensor.names for edit in plan.tensors.get(name, ())]
         if stored is not None and not any(isinstance(edit, merge_plan.Replaced) for edit in edits):
             raise KeyMismatchError(
@@ -312,7 +312,9 @@ def _with_unique_keys(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -
     """Return an edit with keys of leaves that are unique among those of the base."""
 
     def found(tensor: Expression) -> Expression:
-        return substitute(tensor, {leaf.key: joined[f"{ADAPTER}/{leaf.key}"] for leaf in stored_leaves(tensor)})
+        return substitute(
+            tensor, {leaf.key: joined[f"{ADAPTER}/{leaf.key}"] for leaf in iter_stored_leaves(tensor)}
+        )
 
     if isinstance(edit, merge_plan.LowRank):
         magnitude = None if edit.magnitude is None else found(edit.magnitude)
@@ -460,7 +462,7 @@ def _plan(
         built = outline(folder, config, index, options, ResizeVocab(vocab_size))
     untied, tied_in_training = untied_by(lora, built, adapter_name)
     source = offline.bind_offline(config, index, built, executor, untied, provided=head)
-    joined = merged_index(index, lora.executor.index, ADAPTER)
+    joined = merge_indexes(index, lora.executor.index, ADAPTER)
     expressions = stored_tensors(joined)
     source.expressions.update({name: expressions[f"{ADAPTER}/{key}"] for name, key in head.items()})
     pretrained.record_conversions(built.model, built.transforms)

@@ -17,13 +17,13 @@ from transformers import PreTrainedConfig
 from shardwise.core.computed import computes
 from shardwise.core.consents import Consent, Ignore, Initialize, OnMissing
 from shardwise.core.errors import ConfigError, FormatError, StorageError
-from shardwise.core.expression import Expression, stored_leaves, substitute
+from shardwise.core.expression import Expression, iter_stored_leaves, substitute
 from shardwise.core.layout import ModelLayout, Origin, TensorKind
 from shardwise.core.tensors import DType
 from shardwise.files.checkpoint_index import CheckpointIndex, parse_object, wrapper_notes
 from shardwise.files.local_reader import OpenStorage
 from shardwise.files.local_writer import LocalWriter
-from shardwise.files.open_checkpoint import dequantized_index, open_checkpoint
+from shardwise.files.open_checkpoint import dequantize_index, open_checkpoint
 from shardwise.files.storage import StorageReader, StorageWriter
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import shown
@@ -83,7 +83,7 @@ class OfflineModel:
         return {
             key: output
             for key, output in found.items()
-            if not any(leaf.key in absent for leaf in stored_leaves(output.expression))
+            if not any(leaf.key in absent for leaf in iter_stored_leaves(output.expression))
         }
 
     def by_every_name(self) -> dict[str, Expression]:
@@ -208,7 +208,7 @@ def read_index(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex
         weights_name=opened.file or getattr(config, "transformers_weights", None),
         extra_files=getattr(type(config), "extra_files", ()),
     )
-    return dequantized_index(opened.reader, index)
+    return dequantize_index(opened.reader, index)
 
 
 def merged_outputs(

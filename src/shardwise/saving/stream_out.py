@@ -13,7 +13,7 @@ from typing import assert_never
 
 import torch
 
-from shardwise.core.computed import Computed, ComputedBlock, SmallestBlocks, aligned_blocks, computed_leaves
+from shardwise.core.computed import Computed, ComputedBlock, SmallestBlocks, iter_computed_leaves, split_aligned
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.expression import Expression
 from shardwise.core.formatting import in_bytes
@@ -136,7 +136,7 @@ class TensorsToSave:
         """
         blocks = SmallestBlocks()
         for key, (_, expression) in self.by_key.items():
-            for leaf in computed_leaves(expression):
+            for leaf in iter_computed_leaves(expression):
                 if (nbytes := blocks.nbytes(leaf)) > COMPUTED_BYTES:
                     raise ConfigError(
                         f"{shown(key)}: is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, "
@@ -192,7 +192,7 @@ class _Merge:
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         unit = (1,) * len(self.shape)
-        for box in aligned_blocks(wanted["merged"], self.shape, unit, most_bytes // _ELEMENT_BYTES):
+        for box in split_aligned(wanted["merged"], self.shape, unit, most_bytes // _ELEMENT_BYTES):
             needs = [box]
             for edit in self.edits:
                 needs += _needed_boxes(edit, box, self.shape)
@@ -243,7 +243,7 @@ class _Norms:
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         kept = _kept(self.edits[-1])
         others = numel([size for dim, size in enumerate(self.shape) if dim != kept])
-        for rows in aligned_blocks(
+        for rows in split_aligned(
             wanted["norms"], (self.shape[kept],), (1,), most_bytes // (_ELEMENT_BYTES * others)
         ):
             offsets = [rows.offsets[0] if dim == kept else 0 for dim in range(len(self.shape))]

@@ -18,7 +18,7 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.files.urls import redacted
+from shardwise.files.urls import redact
 from shardwise.ranks.outcomes import Failure
 from shardwise.ranks.world import World
 from shardwise.training.chat_checks import require_calls_trained
@@ -91,7 +91,7 @@ def preparing_together(
                 for dataset in rows:
                     if isinstance(dataset, datasets.Dataset):
                         _require_usable_rows(dataset, text_field)
-                why = redacted(f"{type(error).__name__}: {error}", "", {})
+                why = redact(f"{type(error).__name__}: {error}", "", {})
                 raise ConfigError(f"the dataset cannot be prepared, {why}. Check its rows") from error
 
     module, name = sys.modules[trainer.__module__], "global_then_local_main_first"
@@ -194,7 +194,7 @@ def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> 
         raise
     except Exception as error:  # of datasets, pyarrow, the hub: any
         cause = error.__cause__ or error
-        message = redacted(f"{names}: cannot be loaded as a dataset, {str(cause) or repr(cause)}", names, {})
+        message = redact(f"{names}: cannot be loaded as a dataset, {str(cause) or repr(cause)}", names, {})
         raise ConfigError(f"{message}. Check the name and the rows") from error
 
 

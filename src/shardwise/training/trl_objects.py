@@ -24,7 +24,7 @@ from shardwise.core.consents import Ignore, Initialize
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.estimate_report import Estimate
 from shardwise.core.phases import busy_with
-from shardwise.files.urls import HubOptions, redacted, without_secrets
+from shardwise.files.urls import HubOptions, redact, without_secrets
 from shardwise.fsdp.accelerate_config import read_accelerate_config
 from shardwise.fsdp.policies import Classes, MinSize, WrapPolicy
 from shardwise.fsdp.torch_private import accelerator
@@ -232,7 +232,7 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
             name, revision=revision, trust_remote_code=arguments.training.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        message = redacted(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
+        message = redact(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
         raise ConfigError(f"{message}. Check the folder, or set tokenizer_name_or_path") from error
     template = getattr(arguments.training, "chat_template_path", None)
     if template and not (Path(template).is_file() and template.endswith((".jinja", ".j2"))):
@@ -351,7 +351,7 @@ def make_trainer(
     except Exception as error:  # of TRL, a tracker, the hub: any, and maybe on the first rank only
         if is_out_of_memory(error) or is_collective_error(error):
             raise
-        failure = ConfigError(f"{method}: {redacted(f'{base.__name__} cannot be created, {error}', '', {})}")
+        failure = ConfigError(f"{method}: {redact(f'{base.__name__} cannot be created, {error}', '', {})}")
         failure.__cause__ = error
     with World.current(call="train") as world, world.collective("create the trainer"):
         if failure is not None:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from shardwise.core.computed import Computed, ComputeTask, Copy, compute_tasks, copies_and_computed
 from shardwise.core.errors import StorageError
-from shardwise.core.expression import Expression, stored_leaves
+from shardwise.core.expression import Expression, iter_stored_leaves
 from shardwise.core.layout import LocalBox
 from shardwise.core.machine import processor_count
 from shardwise.core.regions import Region
@@ -91,7 +91,7 @@ def plan_reads(
         staged_bytes: the size of a worker's staging buffer, if it is smaller than the budget allows.
     """
     items = tuple(item for item in destinations if item.boxes)
-    leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
+    leaves = (leaf for item in items for leaf in iter_stored_leaves(item.expression))
     files = sorted({index.entries[leaf.key].file for leaf in leaves})
     computed: list[tuple[int, Computed, Region]] = []
     copied: dict[torch.device, list[tuple[int, Copy]]] = {item.device: [] for item in items}

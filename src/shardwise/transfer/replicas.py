@@ -19,12 +19,11 @@ from torch import nn
 from shardwise.core.consents import OnDiffering
 from shardwise.core.errors import ConfigError, RankMismatchError, ShardingError
 from shardwise.core.formatting import few_names, format_ranks
-from shardwise.core.layout import TensorKind, locate_box
+from shardwise.core.layout import Factors, TensorKind, locate_box
 from shardwise.core.tensors import Box
 from shardwise.fsdp.named_tensors import TensorRef, local_boxes, local_tensor, strided_view
 from shardwise.fsdp.rebind import Bound
 from shardwise.fsdp.torch_private import sets_grad_dtype
-from shardwise.models.selection import Factors
 from shardwise.ranks.world import World, repr_digest
 from shardwise.transfer.checksums import checksums
 from shardwise.transfer.matching import Item, digest, require_alike
@@ -409,5 +408,16 @@ class MergingShardSender(ShardSender):
         factors = self.factors[name]
         lora_A, lora_B = self.matrices[factors.lora_A], self.matrices[factors.lora_B]
         rows, columns = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-        delta = factors.delta(lora_A[:, columns], lora_B[rows])
+        delta = _delta(lora_A[:, columns], lora_B[rows], factors.scaling)
         return values.add(delta.to(values.device)).to(values.dtype)
+
+
+def _delta(lora_A: torch.Tensor, lora_B: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return the delta (rows, columns) of a part of a weight. ``lora_A`` is (r, columns), ``lora_B`` (rows, r).
+
+    As in ``get_delta_weight`` of PEFT, 16-bit matrices are multiplied in float32 on a CPU.
+    """
+    dtype = lora_B.dtype
+    if dtype in (torch.float16, torch.bfloat16) and lora_B.device.type == "cpu":
+        lora_A, lora_B = lora_A.float(), lora_B.float()
+    return ((lora_B @ lora_A) * scaling).to(dtype)

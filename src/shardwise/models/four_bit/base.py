@@ -17,7 +17,7 @@ from shardwise.core.expression import Expression, permute
 from shardwise.core.formatting import collapse
 from shardwise.core.tensors import Code, DType, FourBitForm
 from shardwise.core.untrusted import Pattern, require_quick_patterns
-from shardwise.files.packed import find_quant_type, nested_as_stored, packed, stored_rows
+from shardwise.files.packed import find_quant_type, find_stored_nested, find_stored_rows, pack
 from shardwise.fsdp.torch_private import from_torch, get_parameters, original_class
 from shardwise.models.four_bit import layers
 from shardwise.models.four_bit.config import (
@@ -196,7 +196,7 @@ def _stored_stacks(model: nn.Module, bindings: Bindings) -> dict[str, tuple[Four
     for name, module in model.named_modules():
         for local, _ in layers.iter_stacks(name, module):
             for item in bindings.matched.get(f"{name}.{local}", ()):
-                rows = stored_rows(_as_rows(item, is_transposed=getattr(module, "is_transposed", False)))
+                rows = find_stored_rows(_as_rows(item, is_transposed=getattr(module, "is_transposed", False)))
                 if rows is not None:
                     found[f"{name}.{local}"] = rows.form, rows.block_size
     return found
@@ -308,7 +308,7 @@ def _quantize_experts(
     rounds_to = from_torch(packing.dtype, fqn)
     rows = [_as_rows(item, is_transposed=packing.is_transposed) for item in expressions]
     try:
-        both = [packed(item, packing.form, packing.block_size, rounds_to=rounds_to) for item in rows]
+        both = [pack(item, packing.form, packing.block_size, rounds_to=rounds_to) for item in rows]
     except ValueError as error:
         raise ConfigError(f"{fqn}: {error}. Load the checkpoint that the model came from") from error
     return {
@@ -323,7 +323,7 @@ def _codes_and_scales(layer: Any, weight: Expression, name: str) -> dict[str, Ex
     Scales that are to be nested, and are not stored nested, are ``weight_whole_scales``.
     """
     form, block = layer.packing.form, layer.packing.block_size
-    if layer.is_nested and (stored := nested_as_stored(weight, form, block)) is not None:
+    if layer.is_nested and (stored := find_stored_nested(weight, form, block)) is not None:
         return dict(zip((layers.WEIGHT, layers.SCALES, layers.NESTED, layers.OFFSET), stored, strict=True))
-    weight, scales = packed(weight, form, block, rounds_to=from_torch(layer.packing.dtype, name))
+    weight, scales = pack(weight, form, block, rounds_to=from_torch(layer.packing.dtype, name))
     return {layers.WEIGHT: weight, layers.WHOLE_SCALES if layer.is_nested else layers.SCALES: scales}
