@@ -55,7 +55,7 @@ def test_ranks_of_a_subgroup_have_their_global_ranks_in_every_message(worlds):
     assert number == "the number on rank 2 is not that of rank 1"
     assert arguments.startswith("dtype on rank 2 is not that of rank 1 (odd against even)")
     assert settings.startswith("the config on rank 2 is not that of rank 1: size (odd against even)")
-    assert tensors.startswith("rank 2 has other tensors than rank 1 ")
+    assert "w is a tensor of shape (1, 2), torch.float32 on rank 2, a tensor of shape (1, 1)" in tensors
     assert "on rank 2, a parameter of shape (1, 1), trained on rank 1" in models
     assert first_only == last_only
     assert first_only.startswith("non-persistent buffers differ between ranks: table.")
