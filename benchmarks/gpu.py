@@ -233,11 +233,11 @@ def load_computed(folder: str, warm_up: str, packs: bool, on_device: bool) -> fl
     import torch.distributed as dist
 
     import shardwise
-    from shardwise.loading import device_computing
+    from shardwise.transfer import read
 
     quieten()
     form = shardwise.options.Nf4() if packs else "dequantize"
-    with mock.patch.object(device_computing, "matches_cpu_bitwise", return_value=on_device):
+    with mock.patch.object(read, "matches_cpu_bitwise", return_value=on_device):
         shardwise.from_pretrained(warm_up, dtype="bfloat16", quantization=form)
         if dist.get_rank() == 0:
             meter.warm_cache(meter.files_of(Path(folder)))

@@ -14,8 +14,7 @@ from tests.quantized.requirements import needs_packed_shards
 from tests.truth import unlike
 
 import shardwise
-from shardwise.loading import device_computing
-from shardwise.transfer import read
+from shardwise.transfer import device_computing, read
 
 pytestmark = pytest.mark.distributed
 

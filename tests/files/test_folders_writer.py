@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from shardwise.core.errors import StorageError
-from shardwise.files.folders import FoldersWriter, folders_in, remove_folder
+from shardwise.files.folders import folders_in, remove_folder
+from shardwise.files.local_writer import LocalWriter
 from shardwise.files.storage import StorageWriter
 
 
@@ -21,7 +22,7 @@ def test_names_have_their_folder_in_front(tmp_path):
     (tmp_path / "old" / "x").write_text("1")
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "y").write_text("1")
-    with FoldersWriter(tmp_path, ["old"]) as writer:
+    with LocalWriter(tmp_path, folders=["old"]) as writer:
         assert isinstance(writer, StorageWriter)
         put(writer, "new/inner/z", b"zz")
         writer.rename("new/inner/z", "new/inner/a")
@@ -38,14 +39,17 @@ def test_names_have_their_folder_in_front(tmp_path):
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "a//b", ""])
 def test_paths_out_of_the_folder_are_refused(tmp_path, name):
-    with FoldersWriter(tmp_path / "in") as writer, pytest.raises(StorageError, match="refused as a file name"):
+    with (
+        LocalWriter(tmp_path / "in", folders=()) as writer,
+        pytest.raises(StorageError, match="refused as a file name"),
+    ):
         writer.replace(name, b"")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_moves_from_one_folder_to_another(tmp_path):
     (tmp_path / "b").mkdir()
-    with FoldersWriter(tmp_path) as writer:
+    with LocalWriter(tmp_path, folders=()) as writer:
         put(writer, "a/x", b"x")
         writer.rename("a/x", "b/x")
         assert writer.list() == ["b/x"]

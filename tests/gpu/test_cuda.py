@@ -16,9 +16,9 @@ from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 import shardwise
 from shardwise.fsdp.named_tensors import raw_bytes
 from shardwise.fsdp.torch_private import both_backends
-from shardwise.loading.device_computing import matches_cpu_bitwise
 from shardwise.transfer import read
 from shardwise.transfer.checksums import checksums
+from shardwise.transfer.device_computing import matches_cpu_bitwise
 
 Fp4, Nf4 = shardwise.options.Fp4, shardwise.options.Nf4
 

@@ -164,7 +164,7 @@ def counted_ranks(size: int, store: Any = None) -> Iterator[CountedRanks]:
     store = store or CountedStore(size)
     words = SimpleNamespace(default_store=lambda: store)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(world_module, dist=dist, torch_api=words))
+        stack.enter_context(mock.patch.multiple(world_module, dist=dist, torch_private=words))
         if isinstance(store, CountedStore) and store.size:
             stack.enter_context(mock.patch.object(control_channel, "get_detector", return_value=_Deaf()))
         yield CountedRanks(size, store, dist)

@@ -100,7 +100,7 @@ def test_ranks_that_differ_tell_details_and_all_raise_the_same(size):
 
 @pytest.mark.parametrize("size", [64, MANY[0]])
 def test_a_phase_is_one_meeting_whatever_it_exchanges(size):
-    kinds = ("collective", "broadcast", "gather", "all_reduce", "all_gather")
+    kinds = ("collective", "broadcast", "all_reduce", "all_gather")
 
     def call(rank: int) -> list[Any]:
         results = []
@@ -115,10 +115,9 @@ def test_a_phase_is_one_meeting_whatever_it_exchanges(size):
 
     everyones = ["x" * 100] * size
     with counted_ranks(size) as ranks:
-        first, *others = ranks.each(call)
+        results = ranks.each(call)
         calls, nbytes = spent(ranks)
-    assert first == [None, "x" * 100, everyones, size, everyones]
-    assert others == [[None, "x" * 100, None, size, everyones]] * (size - 1)
+    assert results == [[None, "x" * 100, size, everyones]] * size
     assert calls < CALLS_TO_JOIN + len(kinds) * CALLS_TO_MEET
     assert nbytes < BYTES_TO_JOIN + len(kinds) * (BYTES_TO_MEET + 200)
 

@@ -8,8 +8,7 @@ from tests.support.files import contents
 from tests.support.meanwhile import meanwhile, unmark
 
 from shardwise.core.errors import FormatError, StorageError
-from shardwise.files.folders import FoldersWriter
-from shardwise.files.local_writer import open_writer
+from shardwise.files.local_writer import LocalWriter, open_writer
 from shardwise.ranks.world import World
 from shardwise.saving import commit, rename_journal
 from shardwise.saving.commit import make_file
@@ -24,7 +23,7 @@ def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
     """Files of one content, under several names."""
     content = str(seed).encode()
     with rename_journal.locked_and_clean(World(0, 1), root, ["unet"]) as saving:
-        with FoldersWriter(root) as writer:
+        with LocalWriter(root, folders=()) as writer:
             for name in NAMES:
                 make_file(writer, temporary_name(name, saving.save_id), content)
             writer.sync_names()

@@ -5,12 +5,11 @@ import pytest
 from shardwise.core.errors import RankMismatchError
 from shardwise.transfer.matching import (
     NO_SOURCES,
-    Item,
-    require_alike,
     resolve_differences,
     select_dtypes,
     select_sources,
 )
+from shardwise.transfer.tensor_metadata import TensorMetadata, require_same_tensors
 
 ANYONE = "any"
 
@@ -92,10 +91,7 @@ def test_ranks_of_a_subgroup_are_shown_as_global_ranks():
         select_dtypes(["w"], [(0, 1)], [["float32"], ["bfloat16"]], (4, 6))
 
 
-def item(name="w", *others, shape=(2, 3), trained=True):
-    return Item((name, *others), "parameter", shape, trained)
-
-
 def test_the_order_of_tensors_counts():
+    one, other = TensorMetadata((2, 3), "", names=("a",)), TensorMetadata((2, 3), "", names=("b",))
     with pytest.raises(RankMismatchError, match="order of the tensors on rank 1"):
-        require_alike([[item("a"), item("b")], [item("b"), item("a")]])
+        require_same_tensors([{"a": one, "b": other}, {"b": other, "a": one}])

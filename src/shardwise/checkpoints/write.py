@@ -97,12 +97,12 @@ def write_and_commit(world: World, job: Job) -> CheckpointReport:
             with world.broadcast("begin the save"):
                 if world.rank == 0:
                     _begin(job)
-            with world.gather("write local files") as exchange:
+            files: list[WrittenFile] = []  # of all ranks, by rank, on the first; empty on the others
+            with world.all_reduce("write local files", files.extend) as exchange:
                 exchange.local = _write_local(world, job, saving)
-            written: list[WrittenFile] | None = exchange.result  # of all ranks, on the first
             with world.broadcast("commit the checkpoint") as exchange:
-                if written is not None:
-                    exchange.local = _commit(job, saving, written)
+                if world.rank == 0:
+                    exchange.local = _commit(job, saving, files)
             removed, checkpoint_bytes = exchange.result
         except BaseException:
             with contextlib.suppress(StorageError):

@@ -7,8 +7,9 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 from shardwise.core.errors import StorageError
 from shardwise.core.formatting import in_bytes
@@ -75,16 +76,27 @@ class LocalWriter(storage.StorageWriter):
     [Note: Around the page cache]) if the file system supports it, and small ones may wait for the sync. A file
     keeps its descriptors open until it is synced.
 
+    With ``folders`` (paths relative to the root), file names may contain folders. Files in these folders are listed
+    in addition to the root's, and folders of written files are added. The root may be a link, but folders in it may
+    not, so that nothing outside of the root is written or removed. With None, names with folders are refused.
+
     Raises:
-        StorageError: the root exists but is not a folder.
+        StorageError: the root or a folder exists but is not a folder, or a folder is a link.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, policy: storage.WritePolicy | None = None) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        folders: Collection[str] | None = None,
+        policy: storage.WritePolicy | None = None,
+    ) -> None:
         self._root = os.path.abspath(os.fspath(root))
         if os.path.lexists(self._root) and not os.path.isdir(self._root):
             raise StorageError(f"{shown(self._root)}: is a file. Pass a folder to write to")
         self._policy = policy or _get_policy(type_at(self._root))
         self._is_direct = self._policy.is_direct
+        self._is_nested = folders is not None
         self._folders = {""}
         self._made: set[str] = set()
         self._buffers: list[memoryview] = []
@@ -92,10 +104,32 @@ class LocalWriter(storage.StorageWriter):
         self._failed: set[str] = set()
         self._lock = threading.Lock()
         self._closed = False
+        for folder in sorted(folders or ()):
+            self.add_parent(f"{folder}/")
 
     @property
     def root(self) -> str:
         return self._root
+
+    @property
+    def folders(self) -> Sequence[str]:
+        """The registered folders in the root, each before its subfolders."""
+        return sorted(self._folders - {""})
+
+    def add_parent(self, file: str) -> None:
+        """Register the folder in a file's name."""
+        folder = file.rpartition("/")[0]
+        if folder in self._folders:
+            return
+        path = os.path.join(self._root, folder)
+        if is_through_link(self._root, folder):
+            raise StorageError(
+                f"{shown(folder)} in {self._root}: leads out by a link, and nothing is written or removed outside. "
+                "Remove the link, or save to another folder"
+            )
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise StorageError(f"{shown(path)}: is a file. Pass a folder to write to")
+        self._folders.add(folder)
 
     @property
     def policy(self) -> storage.WritePolicy:
@@ -316,7 +350,8 @@ class LocalWriter(storage.StorageWriter):
 
     def _path(self, file: str) -> str:
         self._require_open(file)
-        require_file_name(self._root, file, is_nested=False)
+        require_file_name(self._root, file, is_nested=self._is_nested)
+        self.add_parent(file)
         return os.path.join(self._root, file)
 
     def _require_open(self, file: str | None) -> None:
@@ -394,6 +429,12 @@ def make_folder(path: str) -> None:
         return
     with contextlib.suppress(OSError):  # a parent that cannot be opened was not created by a save
         _sync_folder(parent)
+
+
+def is_through_link(root: str | os.PathLike[str], folder: str) -> bool:
+    """Check if a folder below a root is a link, or is reached through one."""
+    prefixes = accumulate(folder.split("/"), "{}/{}".format) if folder else ()
+    return any(os.path.islink(os.path.join(root, prefix)) for prefix in prefixes)
 
 
 def _sync_folder(folder: str) -> None:

@@ -24,7 +24,8 @@ from shardwise.core.consents import OnDiffering
 from shardwise.core.errors import ConfigError, StorageError, answer_keywords
 from shardwise.core.save_reports import FilesReport
 from shardwise.files.accelerate_saves import MODEL, OPTIMIZER, SavedKind, is_accelerate_file
-from shardwise.files.folders import FoldersWriter, folders_in, remove_folder
+from shardwise.files.folders import folders_in, remove_folder
+from shardwise.files.local_writer import LocalWriter
 from shardwise.fsdp.named_tensors import TensorRef, without_compile
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
@@ -242,7 +243,7 @@ def _written(
         case "sharded":
             name = kind.folder(number)
             with world.collective("close the files"):
-                FoldersWriter(folder, [name]).close()  # which refuses links
+                LocalWriter(folder, folders=[name]).close()  # which refuses links
             written = write_distributed_folder(world, saving, name, {kind.what: state}, budget_bytes=budget)
             nbytes = sum(written.beside.values())
         case "local":
@@ -363,7 +364,7 @@ def keep_latest(place: Path, newest: Path, limit: int | None) -> None:
     found = [folder for _, folder in sorted(_numbered(place)) if (folder / _ALWAYS_THERE).is_file()]
     for folder in found[: max(0, len(found) - limit)] if limit is not None else ():
         if folder != newest and not folder.is_symlink():  # a link leads to another folder
-            with locked_here(folder) as saving, FoldersWriter(folder) as writer:
+            with locked_here(folder) as saving, LocalWriter(folder, folders=()) as writer:
                 rename_journal.clean_up(saving)
                 writer.remove(_ALWAYS_THERE)  # a half of a state does not count as one
                 writer.sync_names()
@@ -387,7 +388,7 @@ def _require_new(locked: LockedFolder) -> None:
 
 
 def _names_in(work: str) -> list[str]:
-    with FoldersWriter(work, folders_in(work)) as writer:
+    with LocalWriter(work, folders=folders_in(work)) as writer:
         return writer.list()
 
 
@@ -398,7 +399,7 @@ def _commit_state(locked: LockedFolder, work: WorkFolder, names: list[str]) -> N
         written = written.with_more(files)
     copies: dict[str, int] = {}
     folders = {name.rpartition("/")[0] for name in names} - {""}
-    with FoldersWriter(locked.writer.root, folders) as writer:
+    with LocalWriter(locked.writer.root, folders=folders) as writer:
         rename_journal.remove_temporary(
             writer, [name for name in writer.list() if name.rpartition("/")[0] in folders]
         )
@@ -411,6 +412,6 @@ def _commit_state(locked: LockedFolder, work: WorkFolder, names: list[str]) -> N
 
 def _older_state(root: str, written: WrittenFiles) -> list[str]:
     """Return the files of an older state that are not replaced by a new one."""
-    with FoldersWriter(root, rename_journal.distributed_folders(root)) as writer:
+    with LocalWriter(root, folders=rename_journal.distributed_folders(root)) as writer:
         new = {*written.named, *written.beside}
         return [name for name in writer.list() if is_accelerate_file(name) and name not in new]

@@ -24,7 +24,8 @@ from typing import Any, Literal
 from shardwise.checkpoints.folder import find_latest
 from shardwise.core.errors import ConfigError, FormatError, StorageError
 from shardwise.files.checkpoint_index import parse_object
-from shardwise.files.folders import FoldersWriter, folders_in, remove_files
+from shardwise.files.folders import folders_in, remove_files
+from shardwise.files.local_writer import LocalWriter
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
 from shardwise.integrations.trainer_restoring import STATE_FILE, TrainerFolder
 from shardwise.ranks.world import World
@@ -294,7 +295,7 @@ def _begin(run: Path, step: int, save_id: str) -> None:
         raise StorageError(
             f"{folder}: exists already, with {get_folder_kind(folder).value}. Nothing was overwritten"
         )
-    with FoldersWriter(folder) as writer:
+    with LocalWriter(folder, folders=()) as writer:
         content = save_id.encode()
         writer.create(BEGUN_FILE, len(content))
         writer.write(BEGUN_FILE, 0, [memoryview(content)])
@@ -311,7 +312,7 @@ def _undo(run: Path, step: int, locked: LockedFolder) -> None:
         if (folder / BEGUN_FILE).is_file():
             _remove_incomplete(folder)
         return
-    with FoldersWriter(folder, folders_in(folder)) as writer:
+    with LocalWriter(folder, folders=folders_in(folder)) as writer:
         writer.remove(pending_name(HEADER_FILE, locked.save_id))
         names = writer.list()
         is_begun = BEGUN_FILE in names or HEADER_FILE in names
@@ -329,7 +330,7 @@ def complete(saving: Saving, folder: Path, header: TrainerHeader) -> None:
     """
     locked = saving.locked
     locked.require()
-    with FoldersWriter(folder, folders_in(folder)) as writer:
+    with LocalWriter(folder, folders=folders_in(folder)) as writer:
         if writer.read(BEGUN_FILE) != locked.save_id.encode():
             raise StorageError(
                 f"{folder}: another training has begun to save there. Use a different output_dir for each"
@@ -343,7 +344,7 @@ def complete(saving: Saving, folder: Path, header: TrainerHeader) -> None:
         publish(writer, locked, HEADER_FILE, header.to_bytes(), files)
 
 
-def _durable(writer: FoldersWriter) -> set[str]:
+def _durable(writer: LocalWriter) -> set[str]:
     """Return the files that saves of shardwise have synced and recorded, and the start marker."""
     found = {BEGUN_FILE}
     for name in writer.list():
@@ -403,14 +404,14 @@ def _remove_incomplete(folder: Path) -> None:
 
     The file that could still commit it is removed first, in case its writer resumes.
     """
-    with FoldersWriter(folder, folders_in(folder)) as writer:
+    with LocalWriter(folder, folders=folders_in(folder)) as writer:
         remove_pending(writer, [name for name in writer.list() if name.startswith(f".{HEADER_FILE}.")])
         if HEADER_FILE not in writer.list():
             _empty(writer, folder)
 
 
 def _remove(folder: Path) -> None:
-    with FoldersWriter(folder, folders_in(folder)) as writer:
+    with LocalWriter(folder, folders=folders_in(folder)) as writer:
         if BEGUN_FILE not in writer.list():
             writer.replace(BEGUN_FILE, b"")  # the marker goes last
         writer.remove(HEADER_FILE)
@@ -418,7 +419,7 @@ def _remove(folder: Path) -> None:
         _empty(writer, folder)
 
 
-def _empty(writer: FoldersWriter, folder: Path) -> None:
+def _empty(writer: LocalWriter, folder: Path) -> None:
     """Remove all files, the start marker last, and the folder."""
     remove_files(writer, [name for name in writer.list() if name != BEGUN_FILE])
     writer.sync_names()

@@ -50,7 +50,7 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
         )
     shows_progress = options.progress and world.rank == 0
     with pretrained.progress_bar("Loading weights", plan.layout.local_nbytes, enabled=shows_progress) as bar:
-        executor = executor_class(load.device)(
+        executor = ReadExecutor(
             source.reader,
             source.index,
             options.budget_bytes,
@@ -81,15 +81,6 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
         # After finish(), which fills the buffers.
         require_equal_buffers(world, load.held)
     return make_report(world, model, source, load, executor, attributes, clock)
-
-
-def executor_class(device: torch.device) -> type[ReadExecutor]:
-    """Return the executor of reads into tensors of a device."""
-    if device.type == "cpu":
-        return ReadExecutor
-    from shardwise.loading.device_computing import DeviceReadExecutor
-
-    return DeviceReadExecutor
 
 
 def materialize_and_read(load: Load, executor: ReadExecutor, clock: Clock) -> None:

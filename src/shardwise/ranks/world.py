@@ -75,23 +75,6 @@ class Exchange:
             self._phase.__exit__(None, None, None)
 
 
-class _GatherOnFirst(Exchange):
-    """A phase whose values stay on the first rank."""
-
-    def __init__(self, world: World, what: str) -> None:
-        super().__init__(world, what, self._keep, world.size)
-        self._values: list[Any] | None = None
-
-    def _keep(self, values: list[Any]) -> None:
-        self._values = values
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        self.result = self._values
-
-
 def _reduce_to_nothing(_values: list[None]) -> None:
     """Reduce the outcomes of ranks that have only succeeded."""
 
@@ -237,20 +220,11 @@ class World:
         """Return a block in which all ranks work. ``result`` is ``reduce_fun`` of every rank's ``local``.
 
         It runs on the first rank, so that the store carries each value once, and the result for each rank. Equal
-        values may arrive as one object.
+        values may arrive as one object. With ``values.extend`` of a list, the values stay on the first rank.
 
         Collective: yes, at the end of the block. Errors: as of :meth:`collective`, also those of ``reduce_fun``.
         """
         return Exchange(self, what, reduce_fun, num_attempts=self.size)
-
-    def gather(self, what: str) -> Exchange:
-        """Return a block in which all ranks work. ``result`` is every rank's ``local`` on the first rank, by rank.
-
-        It is None on the others, which receive nothing.
-
-        Collective: yes, at the end of the block. Errors: as of :meth:`collective`.
-        """
-        return _GatherOnFirst(self, what)
 
     # Values that are there, so that nothing can fail
 

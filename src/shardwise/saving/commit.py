@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from shardwise.core.errors import FormatError, StorageError
-from shardwise.files.folders import FoldersWriter, remove_folder
+from shardwise.files.folders import remove_folder
 from shardwise.files.local_reader import open_storage
+from shardwise.files.local_writer import LocalWriter
 from shardwise.files.peft_adapter import ADAPTER_CONFIG, get_training_file, is_training_file
 from shardwise.files.safetensors_files import read_header
 from shardwise.files.storage import StorageWriter
@@ -374,7 +375,7 @@ def commit_written(
     root = locked.writer.root
     renames = Renames(locked.save_id, tuple(written.named), tuple(older))
     folders = {name.rpartition("/")[0] for name in (*written.named, *written.beside, *older)} - {""}
-    with FoldersWriter(root, folders) as writer:
+    with LocalWriter(root, folders=folders) as writer:
         commit_files(writer, locked, renames.commit(written), small_files)
     if locked.is_held():  # else another save has found the list, and finishes it
         finish(root, renames.file, locked)

@@ -15,10 +15,10 @@ from tempfile import TemporaryDirectory
 from shardwise.core.errors import FormatError, StorageError
 from shardwise.files.accelerate_saves import is_distributed_folder
 from shardwise.files.distributed import read_metadata
-from shardwise.files.folders import FoldersWriter, is_through_link, remove_folder
+from shardwise.files.folders import remove_folder
 from shardwise.files.join_entries import METADATA
 from shardwise.files.local_reader import LocalReader
-from shardwise.files.local_writer import open_writer
+from shardwise.files.local_writer import LocalWriter, is_through_link, open_writer
 from shardwise.files.storage import StorageWriter
 from shardwise.files.urls import shown
 from shardwise.ranks.world import World
@@ -54,7 +54,7 @@ def clean_up(saving: Saving) -> None:
     """
     root = saving.locked.writer.root
     folders = distributed_folders(root)
-    with FoldersWriter(root, folders) as writer:
+    with LocalWriter(root, folders=folders) as writer:
         writer.sync_names()  # renames of a killed save must last before the replaced files are removed
         remove_pending(writer, writer.list())
         for file in commit_plan.find_journals(writer.list()):
@@ -70,7 +70,7 @@ def undo(locked: LockedFolder, also: Collection[str] = ()) -> None:
     root = locked.writer.root
     folders = distributed_folders(root)
     also = [folder for folder in also if not is_through_link(root, folder)]
-    with FoldersWriter(root, {*folders, *also}) as writer:
+    with LocalWriter(root, folders={*folders, *also}) as writer:
         names = writer.list()
         listed = Renames(locked.save_id, ()).file
         writer.remove(commit_plan.pending_name(listed, locked.save_id))
@@ -120,7 +120,7 @@ def remove_temporary(writer: StorageWriter, files: Collection[str], save_id: str
             writer.remove(name)
 
 
-def _remove_uncommitted(writer: FoldersWriter, folders: Collection[str], save_id: str | None = None) -> None:
+def _remove_uncommitted(writer: LocalWriter, folders: Collection[str], save_id: str | None = None) -> None:
     """Remove the files that saves (by default all) have written and not committed, also in these folders."""
     remove_temporary(writer, writer.list(), save_id)
     for folder in folders:
@@ -144,7 +144,7 @@ def finish(root: str, file: str, locked: LockedFolder) -> None:
     renames = read_list(Path(root), file)
     if renames is None:
         return  # another save has finished it
-    with FoldersWriter(root) as writer:
+    with LocalWriter(root, folders=()) as writer:
         for name in (*renames.names, *renames.older):
             writer.add_parent(name)
         there = set(writer.list())

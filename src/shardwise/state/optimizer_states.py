@@ -17,13 +17,12 @@ from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_com
 from shardwise.fsdp.optimizer_states_by_name import ParsedState, class_name, copied, read, written_out
 from shardwise.fsdp.rebind import Bound, Scalar, bind_optimizers, has_rank_local_state
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
-from shardwise.ranks.world import Clock, World
+from shardwise.ranks.world import Clock, World, repr_digest
 from shardwise.state.model_states import state_report
 from shardwise.state.optimizer_fit import KEEP_IT_APART, OptimizerTargets, match_optimizer_state
 from shardwise.state.state_values import ProvidedValues, StateOptions, Values, require_same_call, require_values
 from shardwise.transfer import matching
 from shardwise.transfer.checksums import as_bytes
-from shardwise.transfer.matching import digest
 from shardwise.transfer.memory import staging_device
 from shardwise.transfer.move import gather
 from shardwise.transfer.move_plan import StateForm, receivers
@@ -157,7 +156,7 @@ def _state_by_label(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, to
     tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
     scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
     tensors, scalars = dict(sorted(tensors.items())), dict(sorted(scalars.items()))
-    world.require_equal(digest([*tensors, *scalars]), "the list of optimizer state")
+    world.require_equal(repr_digest([*tensors, *scalars]), "the list of optimizer state")
     return tensors, scalars
 
 

@@ -16,7 +16,7 @@ from shardwise.fsdp.gradients import average_replicated_gradients
 from shardwise.fsdp.named_tensors import TensorRef, boxes_by_rank, collect_tensors
 from shardwise.fsdp.rebind import Bound, Key, Scalar, state_like
 from shardwise.fsdp.wrap import Sharding
-from shardwise.ranks.world import World
+from shardwise.ranks.world import World, repr_digest
 from shardwise.transfer import matching, move
 from shardwise.transfer.checksums import checksums
 from shardwise.transfer.memory import compute_device, materialize
@@ -119,7 +119,7 @@ def _scalars(
     for bound in bounds:
         for key, value in bound.scalars.items():
             own[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-    if len(set(world.all_gather_object(matching.digest(list(own.items()))))) == 1:
+    if len(set(world.all_gather_object(repr_digest(list(own.items()))))) == 1:
         return own
     gathered = world.all_gather_object(own)
     chosen: dict[Key, Scalar] = {}

@@ -8,7 +8,6 @@ with values, or on meta, without. Every tensor is handled separately, so models 
 rank, in part or nowhere need no special cases.
 """
 
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -252,54 +251,6 @@ error if it has none where another has some.
 
 NO_SOURCES: tuple[int, ...] = ()
 """In place of the sources of a tensor that is on meta everywhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """The facts about a tensor that must agree on all ranks. ``names`` has several entries if modules share it."""
-
-    names: tuple[str, ...]
-    kind: str
-    shape: tuple[int, ...]
-    requires_grad: bool
-    grad_dtype: str = ""
-    """What gradients may be, where that has been set."""
-
-    def __str__(self) -> str:
-        tied = f", tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
-        trained = ", trained" if self.requires_grad else ""
-        gradients = f", with gradients of {self.grad_dtype}" if self.grad_dtype else ""
-        return f"a {self.kind} of shape {self.shape}{trained}{gradients}{tied}"
-
-
-def digest(items: Sequence[object]) -> bytes:
-    """Return a digest that is the same on two ranks if the ``repr`` of their items is."""
-    return hashlib.sha256(repr(items).encode()).digest()
-
-
-def require_alike(items_by_rank: Sequence[Sequence[Item]], global_ranks: Sequence[int] = ALL_RANKS) -> None:
-    """Check that the items of every rank equal those of the first.
-
-    Raises:
-        RankMismatchError: items differ. The error lists tensors, each with its description on both ranks.
-    """
-    first = {item.names[0]: item for item in items_by_rank[0]}
-    for rank, items in zip(global_ranks, items_by_rank, strict=False):
-        mine = {item.names[0]: item for item in items}
-        lines = [
-            f"{name} is {mine.get(name, 'absent')} on rank {rank}, {first.get(name, 'absent')} on "
-            f"rank {global_ranks[0]}"
-            for name in dict.fromkeys([*first, *mine])
-            if first.get(name) != mine.get(name)
-        ]
-        if not lines and list(first) != list(mine):
-            lines = [f"the order of the tensors on rank {rank} is not that on rank {global_ranks[0]}"]
-        if lines:
-            shown = "\n  ".join(pattern for pattern, _ in collapse(lines)[:_SHOWN])
-            raise RankMismatchError(
-                f"the ranks hold different models:\n  {shown}\nBuild the model from one configuration on every "
-                "rank, with the same weights tied and frozen"
-            )
 
 
 def select_sources(

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from tqdm import tqdm
 
-from shardwise.core.computed import Computed, ComputeTask, Copy, compute_tasks, copies_and_computed
+from shardwise.core.computed import Computed, ComputeTask, Copy, DeviceOperation, compute_tasks, copies_and_computed
 from shardwise.core.errors import StorageError
 from shardwise.core.expression import Expression, iter_stored_leaves
 from shardwise.core.layout import LocalBox
@@ -24,8 +24,10 @@ from shardwise.files.urls import shown
 from shardwise.fsdp.named_tensors import strided_view
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.ranks.world import World
+from shardwise.transfer.device_computing import matches_cpu_bitwise
 from shardwise.transfer.memory import WorkerPool, computing
 from shardwise.transfer.read_items import (
+    SEGMENT_ALIGNMENT,
     ComputingShare,
     FileRequest,
     Segment,
@@ -35,7 +37,7 @@ from shardwise.transfer.read_items import (
     plan_requests,
     plan_staging,
 )
-from shardwise.transfer.staging import StagingBuffer, as_memoryview, staging_buffers
+from shardwise.transfer.staging import DeviceStaging, HostStaging, StagingBuffer, as_memoryview, staging_buffers
 
 Wanted: TypeAlias = tuple[Expression, Box, torch.dtype]
 """A box of an expression, and the dtype in which its values are wanted."""
@@ -284,7 +286,7 @@ class ReadExecutor:
             buffer.end()
 
     def _compute(self, tasks: Sequence[ComputeTask], targets: TargetTensors, budget_bytes: int) -> None:
-        """Compute blocks, and copy them to the target tensors. A subclass computes them on an accelerator.
+        """Compute blocks, and copy them to the target tensors. An accelerator computes those that it can.
 
         Blocks that fit into the budget together are computed by separate workers. Larger ones are computed alone,
         and their inputs read by all workers. Pinned buffers for copies to an accelerator are half of the staging.
@@ -344,11 +346,75 @@ class ReadExecutor:
     def _compute_on_device(
         self,
         tasks: Sequence[ComputeTask],
-        targets: TargetTensors,  # noqa: ARG002 - for subclasses
-        share: ComputingShare,  # noqa: ARG002
+        targets: TargetTensors,
+        share: ComputingShare,
     ) -> Sequence[ComputeTask]:
-        """Return the blocks that are left for the CPU: all, unless a subclass computes some on an accelerator."""
-        return tasks
+        """Compute the blocks that an accelerator can, with the CPU's bits. Return those that are left for the CPU.
+
+        Inputs go from the files to the device as they are stored. The values of all blocks are checked together.
+        """
+        device = targets.device
+        if device.type == "cpu" or not matches_cpu_bitwise(device):
+            return tasks
+        fitting: list[ComputeTask] = []
+        left: list[ComputeTask] = []
+        for task in tasks:
+            is_on_device = all(targets.tensors[move.target].device == device for move in task.moves)
+            fits = task.fits_devices and is_on_device and task.block.nbytes <= share.most_bytes
+            (fitting if fits else left).append(task)
+        if not fitting:
+            return left
+        is_bad = torch.zeros(len(fitting), dtype=torch.bool, device=device)
+        input_bytes = max(sum(box.numel * dtype.itemsize for _, box, dtype in get_inputs(task)) for task in fitting)
+        most_bytes = max(SEGMENT_ALIGNMENT, input_bytes)
+        buffers = staging_buffers(share.staging_bytes, self.reader.policy.concurrency, device, most_bytes)
+        try:
+            compute = partial(self._compute_block_on_device, targets, share, is_bad)
+            WorkerPool(compute, buffers, self.world.check).run(list(enumerate(fitting)))
+        finally:
+            for buffer in buffers:
+                buffer.finish()
+        found: list[bool] = HostStaging(len(fitting), is_pinned=True).stage(is_bad).tolist()
+        for task, is_left in zip(fitting, found, strict=True):
+            if is_left:
+                left.append(task)
+            else:
+                self._count_outputs(task, targets)
+        return left
+
+    def _compute_block_on_device(
+        self,
+        targets: TargetTensors,
+        share: ComputingShare,
+        is_bad: torch.Tensor,
+        numbered: tuple[int, ComputeTask],
+        buffer: DeviceStaging,
+    ) -> None:
+        """Queue one block on a worker thread, and set its element of ``is_bad`` if the CPU has to compute it."""
+        number, task = numbered
+        with buffer.queued():
+            is_bad[number].copy_(self._queue_block(task, targets, share, buffer))
+
+    def _queue_block(
+        self,
+        task: ComputeTask,
+        targets: TargetTensors,
+        share: ComputingShare,
+        buffer: DeviceStaging,
+    ) -> torch.Tensor:
+        """Read the inputs of a block and evaluate it. Return whether the CPU has to, as a tensor of the device."""
+        plan, values = self._planned_values(get_inputs(task), share.staging_bytes, buffer.device, buffer.nbytes)
+        inputs = TargetTensors(values, [""] * len(values))
+        for _, requests in plan.batches:
+            for request in requests:
+                self._read(inputs, request, buffer)
+        inner = ComputingShare.from_budget(share.staging_bytes, self.reader.policy.concurrency)
+        found = [self._queue_block(each, inputs, inner, buffer) for each in plan.computed]
+        outputs, is_bad = evaluate_on_device(task, values, share.most_bytes)
+        for move in task.moves:
+            computed = strided_view(outputs[move.output].contiguous(), move.source)
+            strided_view(targets.tensors[move.target], move.place).copy_(computed)
+        return torch.stack([is_bad, *found]).any()
 
     def _copy_outputs(
         self, task: ComputeTask, outputs: Mapping[str, torch.Tensor], targets: TargetTensors, buffer: StagingBuffer
@@ -363,6 +429,15 @@ class ReadExecutor:
         with self._lock:
             for move in task.moves:
                 self.count(targets.names[move.target], move.place.numel)
+
+
+@torch.no_grad()
+def evaluate_on_device(
+    task: ComputeTask, values: Sequence[torch.Tensor], most_bytes: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the outputs of a block, and whether the CPU has to evaluate it. Waits for nothing."""
+    outputs, is_bad = cast(DeviceOperation, task.operation).evaluate_on_device(task.block, values, most_bytes)
+    return dict(outputs), is_bad
 
 
 @torch.no_grad()

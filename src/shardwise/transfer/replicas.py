@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from shardwise.core.consents import OnDiffering
 from shardwise.core.errors import ConfigError, RankMismatchError, ShardingError
@@ -23,13 +22,17 @@ from shardwise.core.layout import Factors, TensorKind, locate_box
 from shardwise.core.tensors import Box
 from shardwise.fsdp.named_tensors import TensorRef, local_boxes, local_tensor, strided_view
 from shardwise.fsdp.rebind import Bound
-from shardwise.fsdp.torch_private import sets_grad_dtype
 from shardwise.ranks.world import World, repr_digest
 from shardwise.transfer.checksums import checksums
-from shardwise.transfer.matching import Item, digest, require_alike
 from shardwise.transfer.move import LocalTensor, Transfer, transfer
 from shardwise.transfer.move_plan import Boxes, Common, first_holder_shares, in_common, shares_by_rank
-from shardwise.transfer.tensor_metadata import TensorMetadata, held_by_rank, metadata_by_name
+from shardwise.transfer.tensor_metadata import (
+    TensorMetadata,
+    get_boxes,
+    held_by_rank,
+    metadata_by_name,
+    require_same_tensors,
+)
 
 T = TypeVar("T")
 
@@ -215,11 +218,7 @@ def equal_on_all(
     """
     with world.all_gather("describe tensors") as exchange:
         exchange.local = metadata_by_name(tensors)
-    metadata: list[dict[str, TensorMetadata]] = exchange.result
-    held = {name: tuple(found[name].boxes if name in found else () for found in metadata) for name in tensors}
-    with world.collective("group replicas"):
-        replicas = Replicas.among(tensors, in_common(held, world.rank), buffers)
-    differing = compare_replicas(world, replicas, on_differing_buffers)
+    boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers, on_differing_buffers)
     copies = {name: torch.empty_like(tensors[name]) for name in differing}
 
     if differing:
@@ -229,8 +228,8 @@ def equal_on_all(
                     name,
                     tensors[name].shape,
                     tensors[name].dtype,
-                    first_holder_shares(held[name]),
-                    held[name],
+                    first_holder_shares(boxes[name]),
+                    boxes[name],
                     LocalTensor.from_tensor(tensors[name], name),
                     LocalTensor.from_tensor(copy, name),
                 )
@@ -240,27 +239,37 @@ def equal_on_all(
     return {**tensors, **copies}, differing
 
 
+def _compare_tensors(
+    world: World,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Sequence[Mapping[str, TensorMetadata]],
+    buffers: Collection[str],
+    on_differing_buffers: OnDiffering,
+) -> tuple[dict[str, tuple[Boxes, ...]], tuple[str, ...]]:
+    """Compare tensors and their replicas. Return the boxes by name and rank, and the names of differing buffers.
+
+    ``metadata`` are those of all ranks. Collective: yes.
+    """
+    with world.collective("compare the ranks' tensors"):
+        boxes = held_by_rank(metadata, world.global_ranks)
+        replicas = Replicas.among(tensors, in_common(boxes, world.rank), buffers)
+    return boxes, compare_replicas(world, replicas, on_differing_buffers)
+
+
 def require_alike_models(world: World, held: Sequence[TensorRef], bounds: Sequence[Bound]) -> None:
     """Check that models and optimizers are the same on all ranks, but for their values. Collective: yes.
 
     Raises:
         RankMismatchError: naming tensors that differ.
     """
-    items = [_item(item) for item in held]
-    if len(set(world.all_gather_object(digest(items)))) > 1:
-        gathered = world.all_gather_object(items)
+    metadata = {item.fqn: TensorMetadata.from_ref(item) for item in held}
+    # Digests first: the descriptions of a large model are sent only if one of them differs.
+    if len(set(world.all_gather_object(repr_digest(metadata)))) > 1:
+        by_rank = world.all_gather_object(metadata)
         with world.collective("compare replicas"):
-            require_alike(gathered, world.global_ranks)
+            require_same_tensors(by_rank, world.global_ranks)
     setup = [bound.description() for bound in bounds]
     world.require_equal(setup, "the setup of the optimizers (their classes, groups and settings)")
-
-
-def _item(item: TensorRef) -> Item:
-    tensor = item.tensor
-    grad_dtype = ""
-    if isinstance(tensor, nn.Parameter) and sets_grad_dtype(tensor):
-        grad_dtype = str(tensor.grad_dtype or "any dtype")
-    return Item(item.names, item.kind.value, tuple(tensor.shape), tensor.requires_grad, grad_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,28 +298,20 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
         ShardingError: a tensor has no values, an unsupported placement, or elements that no rank holds.
         RankMismatchError: the ranks hold different tensors, or different values of replicas.
     """
-    require_alike_models(world, held, ())
     saved = [item for item in held if item.kind.is_saved]
     tensors = {item.fqn: item.tensor for item in saved}
-    with world.all_gather("describe tensors") as exchange:
-        exchange.local = _metadata_with_values(tensors)
-    metadata: list[dict[str, TensorMetadata]] = exchange.result
-    with world.collective("compare the ranks' tensors"):
-        boxes = held_by_rank(metadata, world.global_ranks)
-        shares = _shares_by_name(saved, boxes)
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
-    with world.collective("group replicas"):
-        replicas = Replicas.among(tensors, in_common(boxes, world.rank), buffers)
-    return Shares(shares, compare_replicas(world, replicas, on_differing_buffers))
-
-
-def _metadata_with_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorMetadata]:
-    """Return the metadata of tensors. Raises :class:`ShardingError` for tensors on meta."""
-    if absent := [name for name, tensor in tensors.items() if tensor.is_meta]:
-        raise ShardingError(
-            f"{few_names(absent)} on meta: without values, there is nothing to save. Load the model first"
-        )
-    return metadata_by_name(tensors)
+    with world.all_gather("describe tensors") as exchange:
+        if on_meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
+            raise ShardingError(
+                f"{few_names(on_meta)} on meta: without values, there is nothing to save. Load the model first"
+            )
+        exchange.local = {
+            item.fqn: TensorMetadata.from_ref(item, str(item.tensor.dtype), get_boxes(item.tensor, item.fqn))
+            for item in saved
+        }
+    boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers, on_differing_buffers)
+    return Shares(_shares_by_name(saved, boxes), differing)
 
 
 def _shares_by_name(

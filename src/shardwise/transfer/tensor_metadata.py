@@ -3,34 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 import torch
+from torch import nn
 
 from shardwise.core.errors import RankMismatchError, ShardingError
-from shardwise.core.formatting import ALL_RANKS, few_names
-from shardwise.fsdp.named_tensors import local_boxes
+from shardwise.core.formatting import ALL_RANKS, collapse, few_names
+from shardwise.fsdp.named_tensors import TensorRef, local_boxes
+from shardwise.fsdp.torch_private import sets_grad_dtype
 from shardwise.transfer import move_plan
 from shardwise.transfer.move_plan import Boxes
+
+_MAX_SHOWN: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """A tensor as one rank has it: all but the boxes is the same on every rank."""
+    """A tensor as one rank has it. All but the boxes has to be the same on every rank.
+
+    Attributes:
+        shape: shape of the full tensor.
+        dtype: torch's name of it, or "" if ranks may have the tensor in different dtypes.
+        boxes: boxes of its elements on this rank.
+        kind: what it is, for messages and comparison.
+        names: all FQNs of a model's tensor, several if modules share it.
+        requires_grad: True for a parameter that is trained.
+        grad_dtype: dtype of its gradients, if one has been set.
+    """
 
     shape: tuple[int, ...]
     dtype: str
-    boxes: Boxes
+    boxes: Boxes = field(default=(), compare=False, repr=False)
+    kind: str = "tensor"
+    names: tuple[str, ...] = ()
+    requires_grad: bool = False
+    grad_dtype: str = ""
 
+    @classmethod
+    def from_ref(cls, item: TensorRef, dtype: str = "", boxes: Boxes = ()) -> TensorMetadata:
+        """Return the metadata of a model's tensor."""
+        tensor, grad_dtype = item.tensor, ""
+        if isinstance(tensor, nn.Parameter) and sets_grad_dtype(tensor):
+            grad_dtype = str(tensor.grad_dtype or "any dtype")
+        shape = tuple(tensor.shape)
+        return cls(shape, dtype, boxes, item.kind.value, item.names, tensor.requires_grad, grad_dtype)
 
-def get_metadata(tensor: torch.Tensor, name: str) -> TensorMetadata:
-    """Return the metadata of a tensor on this rank."""
-    return TensorMetadata(tuple(tensor.shape), str(tensor.dtype), get_boxes(tensor, name))
+    def __str__(self) -> str:
+        text = f"a {self.kind} of shape {self.shape}"
+        if self.dtype:
+            text += f", {self.dtype}"
+        if self.requires_grad:
+            text += ", trained"
+        if self.grad_dtype:
+            text += f", with gradients of {self.grad_dtype}"
+        if len(self.names) > 1:
+            text += f", tied to {', '.join(self.names[1:])}"
+        return text
 
 
 def metadata_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorMetadata]:
     """Return the metadata of each tensor by name. Errors have the name."""
-    return {name: get_metadata(tensor, name) for name, tensor in tensors.items()}
+    return {
+        name: TensorMetadata(tuple(tensor.shape), str(tensor.dtype), get_boxes(tensor, name))
+        for name, tensor in tensors.items()
+    }
 
 
 def get_boxes(tensor: torch.Tensor, name: str) -> Boxes:
@@ -44,17 +82,22 @@ def require_same_tensors(
     """Raise if ranks have different tensors. ``metadata`` are by rank.
 
     Raises:
-        RankMismatchError: naming tensors.
+        RankMismatchError: tensors differ. The error lists them, each with its description on both ranks.
     """
-    first, *others = [{name: (item.shape, item.dtype) for name, item in found.items()} for found in metadata]
+    first, *others = metadata
     for rank, other in enumerate(others, start=1):
         if list(other.items()) == list(first.items()):
             continue
-        names = [name for name in dict.fromkeys([*first, *other]) if other.get(name) != first.get(name)]
+        here, there = f"rank {global_ranks[rank]}", f"rank {global_ranks[0]}"
+        lines = [
+            f"{name} is {other.get(name, 'absent')} on {here}, {first.get(name, 'absent')} on {there}"
+            for name in dict.fromkeys([*first, *other])
+            if first.get(name) != other.get(name)
+        ] or [f"the order of the tensors on {here} is not that on {there}"]
+        shown = "\n  ".join(pattern for pattern, _ in collapse(lines)[:_MAX_SHOWN])
         raise RankMismatchError(
-            f"rank {global_ranks[rank]} has other tensors than rank {global_ranks[0]} (absent, or of another "
-            f"shape, dtype or order): {few_names(names or list(other))}. Build the model and its "
-            "optimizers alike on every rank"
+            f"the ranks have different tensors:\n  {shown}\nBuild the model and its optimizers from one "
+            "configuration on every rank, with the same weights tied and frozen"
         )
 
 
