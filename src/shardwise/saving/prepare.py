@@ -153,7 +153,7 @@ def prepare(
 
     ``places`` are an adapter's names, ``shares`` the parts that each rank contributes.
     """
-    _require_possible(request, policy)
+    _require_possible(request)
     layout = build_layout(held)
     outputs = files.with_file_shapes(held, build_outputs(request, layout, places))
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
@@ -165,7 +165,6 @@ def prepare(
         max_shard_bytes=request.max_shard_bytes,
         parameters=parameters,
         save_id=save_id,
-        can_rename=policy.can_rename,
         stem=request.stem,
         training=_saved_training(request, beside),
     )
@@ -200,17 +199,12 @@ def _saved_training(request: SaveRequest, beside: Mapping[str, Output]) -> Saved
     return SavedTraining(tensors, request.training.text)
 
 
-def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
+def _require_possible(request: SaveRequest) -> None:
     if request.names == "hub" and has_adapters(request.model):
         raise ConfigError(
             f"{type(request.model).__name__} has adapters of PEFT's, and the hub has no names for both together. "
             "Save the adapter by save_adapter, merge it first (merge_and_unload, shardwise "
             "merge-adapter), or pass names='internal' for all tensors as the model names them"
-        )
-    if isinstance(request.names, AdapterOnly) and not policy.can_rename:
-        raise ConfigError(
-            f"{os.fspath(request.directory)}: an adapter is one file, which takes its place in one step, and this "
-            "storage renames nothing. Save into a folder, and copy that"
         )
 
 
