@@ -21,7 +21,7 @@ from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensor
 from shardwise.fsdp.torch_private import from_torch, saved_dtype
 from shardwise.models.four_bit import files
 from shardwise.models.revert import Output, names_in_file, revert
-from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
+from shardwise.models.selection import AdapterOnly, broadcast_names_outside, has_adapters
 from shardwise.ranks.world import World
 from shardwise.saving.plan import ADAPTER, MODEL, Saved, SavedTraining, SavePlan, arrange_writes, plan_save
 from shardwise.state.state_values import StateOptions
@@ -96,22 +96,16 @@ class PreparedSave:
 
 
 def tensors_to_save(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping[str, str]]:
-    """Return the tensors to save.
+    """Return the tensors to save, and for an adapter a map of names in its file to names in the model.
 
-    For an adapter, those that belong to it, and a map of names in its file to names in the model.
-
-    The state of its training comes last. Only one rank calls PEFT, which may query the hub for the base's config.
-    Collective: yes.
+    The tensors of an adapter are those that belong to it, followed by the state of its training. Collective: yes.
     """
     with world.collective("collect the state"):
         held = _collect(request)
     names = request.names
     if not isinstance(names, AdapterOnly):
         return held, {}
-    with world.broadcast("find tensors outside of the model") as exchange:
-        if world.rank == 0:
-            exchange.local = names_outside(request.model, held, names)
-    places: dict[str, str] = exchange.result
+    places = broadcast_names_outside(world, request.model, held, names)
     chosen = set(places.values())
     beside = [] if request.training is None else collect_tensors(request.training.module)
     return [*(item for item in held if chosen.intersection(item.names)), *beside], places
