@@ -5,7 +5,6 @@ from shardwise.files.local_reader import OpenStorage as OpenStorage
 from shardwise.files.local_reader import open_storage as open_storage
 from shardwise.files.local_writer import LocalWriter as LocalWriter
 from shardwise.files.local_writer import open_writer as open_writer
-from shardwise.files.objects import ObjectWriter as ObjectWriter
 from shardwise.files.remote import RemoteReader as RemoteReader
 from shardwise.files.remote import resolve as resolve
 from shardwise.files.storage import DISK_WRITES as DISK_WRITES
@@ -15,7 +14,6 @@ from shardwise.files.storage import LOCAL_WRITES as LOCAL_WRITES
 from shardwise.files.storage import NETWORK_FILE_SYSTEM as NETWORK_FILE_SYSTEM
 from shardwise.files.storage import NETWORK_FILE_SYSTEM_WRITES as NETWORK_FILE_SYSTEM_WRITES
 from shardwise.files.storage import OBJECT_STORE as OBJECT_STORE
-from shardwise.files.storage import OBJECT_STORE_WRITES as OBJECT_STORE_WRITES
 from shardwise.files.storage import CannotListError as CannotListError
 from shardwise.files.storage import ReadPolicy as ReadPolicy
 from shardwise.files.storage import StorageReader as StorageReader

@@ -37,9 +37,7 @@ def restored(root: Path, step: int) -> dict:
 MOMENTS = {
     "while writing": lambda name, file="", *_: name == "write" and file.endswith("distcp"),
     "before the last look": lambda name, file="", *_: name == "create" and ".metadata" in file,
-    "at the last step": lambda name, *_: (
-        name in ("publish", "rename") or (name == "replace" and _[0] == ".metadata")
-    ),
+    "at the last step": lambda name, *_: name == "rename" or (name == "replace" and _[0] == ".metadata"),
 }
 
 

@@ -30,7 +30,6 @@ from tests.support.crashes import (
 )
 
 from shardwise.files.local_writer import LocalWriter
-from shardwise.files.storage import OBJECT_STORE_WRITES
 
 
 def of_file(name: str, content: bytes, writer: int = 0) -> list[Effect]:
@@ -85,19 +84,6 @@ def test_unsynced_writes_of_a_killed_save_are_lost_after_another_syncs() -> None
     with pytest.raises(AssertionError, match="leaves before, and not second"):
         assert_nothing_is_lost({}, [*left, *turns], look, values)
     assert assert_nothing_is_lost({}, [*left, NamesSynced(1, ".."), *turns], look, values) > 5
-
-
-def test_streams_of_two_writers_are_not_mixed() -> None:
-    entries: list[Entry] = [
-        Created(0, "a", 2),
-        Created(1, "a", 2),
-        Wrote(0, "a", 0, b"00"),
-        Wrote(1, "a", 0, b"1"),
-        Removed(1, "a"),
-        Synced(0, "a"),
-    ]
-    last = list(states_after_crash({}, entries, policy=OBJECT_STORE_WRITES))[-1]
-    assert last.files == {"a": b"00"}
 
 
 # Histories

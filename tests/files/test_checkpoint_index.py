@@ -16,7 +16,7 @@ from shardwise.core.errors import CheckpointError, FormatError, StorageError
 from shardwise.core.tensors import DType
 from shardwise.files import join_entries
 from shardwise.files.checkpoint_index import CheckpointIndex
-from shardwise.files.local_writer import open_writer
+from shardwise.files.objects import Objects
 from shardwise.files.open_checkpoint import open_checkpoint
 
 
@@ -396,6 +396,6 @@ def test_a_file_that_the_index_names_and_the_server_lacks() -> None:
 
 
 def test_a_storage_that_lists_its_files_is_searched() -> None:
-    with open_writer("memory://checkpoint-at-url") as writer:
-        writer.replace("only.safetensors", A)
+    bucket = Objects("memory://checkpoint-at-url", {}, doing="writing to")
+    bucket.store.put(bucket.path("only.safetensors"), A)
     assert list(open_checkpoint("memory://checkpoint-at-url").files) == ["only.safetensors"]

@@ -15,8 +15,8 @@ from tests.support.writer_suite import put
 
 from shardwise.core.errors import StorageError
 from shardwise.files import local_reader
-from shardwise.files.local_writer import LocalWriter
-from shardwise.files.storage import DISK_WRITES, LOCAL_WRITES, NETWORK_FILE_SYSTEM_WRITES, OBJECT_STORE_WRITES
+from shardwise.files.local_writer import LocalWriter, open_writer
+from shardwise.files.storage import DISK_WRITES, LOCAL_WRITES, NETWORK_FILE_SYSTEM_WRITES
 
 CONTENT = bytes(range(251)) * 60
 pwritev = os.pwritev
@@ -297,8 +297,8 @@ def test_a_folder_is_written_as_its_file_system_likes(
     mounted(tmp_path, kind, monkeypatch)
     with LocalWriter(tmp_path / "not" / "yet") as writer:
         assert writer.policy == policy
-    with LocalWriter(tmp_path, policy=OBJECT_STORE_WRITES) as writer:
-        assert writer.policy is OBJECT_STORE_WRITES
+    with LocalWriter(tmp_path, policy=NETWORK_FILE_SYSTEM_WRITES) as writer:
+        assert writer.policy is NETWORK_FILE_SYSTEM_WRITES
 
 
 def test_a_descriptor_is_kept_until_the_sync_and_not_inherited(tmp_path: Path) -> None:
@@ -378,3 +378,31 @@ def test_everything_durable_is_synced_in_order(tmp_path: Path, monkeypatch: pyte
         writer.remove("b")
         writer.sync_names()
         assert calls == ["unlink b", "fsync root"]
+
+
+# ── from a target to a writer ─────────────────────────────────────────────────────────────────────
+
+
+def test_a_path_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for target in (tmp_path / "new", str(tmp_path / "new"), "~/new"):
+        with open_writer(target) as writer:
+            assert isinstance(writer, LocalWriter)
+            assert writer.root == os.fspath(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("hf://organization/name", r"hf://organization/name: the hub is not written to. .*upload it \(hf upload"),
+        ("https://user:hidden@host/folder", "https://host/folder: a URL cannot be written to"),
+        ("s3://user:hidden@bucket/x", "s3://bucket/x: .* Save to a folder and upload it, or mount the bucket"),
+        ("memory://folder", "a URL cannot be written to"),
+        ("file:///folder", "Pass the path without file://"),
+    ],
+)
+def test_a_url_is_refused(target: str, words: str) -> None:
+    with pytest.raises(StorageError, match=words) as caught:
+        open_writer(target)
+    assert "hidden" not in str(caught.value)

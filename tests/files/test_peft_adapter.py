@@ -28,7 +28,8 @@ def test_rank_stabilized():
 
 
 def test_fields_that_peft_leaves_empty_are_no_features():
-    parsed(target_parameters=None, modules_to_save=None, layer_replication=None, use_qalora=False, corda_config={})
+    parsed(target_parameters=None, modules_to_save=None, layer_replication=None, corda_config={})
+    parsed(use_qalora=False, lora_bias=False)
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"peft_type": "LORA", "r": 1, "r": 2}', b"\xff"])
@@ -40,14 +41,14 @@ def test_files_that_are_no_config(text):
 def test_unspecified_fields_have_the_defaults_of_peft():
     assert parsed() == LoraConfig(8, 8)
     assert parsed(r=8, lora_alpha=8, bias="none", init_lora_weights=True, rank_pattern=None) == LoraConfig(8, 8)
-    told = {"use_rslora": True, "use_dora": True, "lora_bias": True, "ensure_weight_tying": True}
+    told = {"use_rslora": True, "use_dora": True, "ensure_weight_tying": True}
     lists = {"modules_to_save": ("lm_head", "score"), "target_parameters": ("experts.gate_up_proj",)}
     config = parsed(r=3, lora_alpha=0.5, bias="lora_only", **told, **lists)
     assert config == LoraConfig(3, 0.5, bias="lora_only", **told, **lists)
     assert [config.saves_module(name) for name in ("model.lm_head", "model.head", "score")] == [True, False, True]
 
 
-@pytest.mark.parametrize("name", ["use_rslora", "use_dora", "lora_bias", "ensure_weight_tying"])
+@pytest.mark.parametrize("name", ["use_rslora", "use_dora", "ensure_weight_tying"])
 def test_a_flag_is_its_own(name):
     assert parsed(**{name: True}) == LoraConfig(8, 8, **{name: True})
 
@@ -84,6 +85,7 @@ def test_values_that_make_no_sense(words):
             ({"init_lora_weights": it}, "init_lora_weights is")
             for it in ("pissa", "PiSSA_niter_4", "olora", "loftq")
         ),
+        ({"lora_bias": True}, "uses lora_bias, with which it cannot be merged. Merge it with the version of PEFT"),
         ({"alora_invocation_tokens": [1], "use_qalora": True}, "alora_invocation_tokens, use_qalora, with which"),
     ],
 )

@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tests.support import HttpStore, StorageReaderSuite
 from tests.support.memory_storage import MemoryReader
 from tests.support.storage_suite import MakeReader
-from tests.torture import objects
 
+from shardwise.files import objects
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.objects import Objects
 from shardwise.files.remote import RemoteReader
@@ -70,12 +71,15 @@ class TestMemoryAtUrl(StorageReaderSuite):
 
 class TestBucket(StorageReaderSuite):
     @pytest.fixture
-    def make_reader(self) -> Iterator[MakeReader]:
-        with objects.bucket("s3") as url:
+    def make_reader(self, tmp_path: Path) -> Iterator[MakeReader]:
+        from obstore.store import LocalStore
+
+        # obstore's store of a folder has the interface of its S3 store.
+        with mock.patch.object(objects, "_bucket", return_value=LocalStore(prefix=tmp_path)):
 
             def make(files: Mapping[str, bytes]) -> StorageReader:
                 for name, content in files.items():
-                    Objects(url, {}, doing="writing to").store.put(name, content)
-                return RemoteReader(url)
+                    Objects("s3://bucket", {}, doing="writing to").store.put(name, content)
+                return RemoteReader("s3://bucket")
 
             yield make

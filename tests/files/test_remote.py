@@ -261,9 +261,23 @@ def test_an_invalid_url_is_refused() -> None:
         RemoteReader("models/llama")
 
 
+def test_secrets_are_not_shown() -> None:
+    options = {"secret_access_key": "hidden22", "nonsense": "x"}
+    with pytest.raises(StorageError) as caught:
+        RemoteReader("s3://user:hidden21@bucket/folder?sig=hidden23", storage_options=options)
+    assert "hidden" not in str(caught.value)
+    assert str(caught.value).startswith("s3://bucket/folder: ")
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
+    with pytest.raises(StorageError, match=r"reading s3:// needs obstore. .*shardwise\[remote\]"):
+        RemoteReader("s3://bucket/folder")
+
+
 @pytest.mark.parametrize("url", ["https://host/folder", "s3://bucket/folder", "memory://folder"])
 def test_unknown_options_are_refused(url: str) -> None:
     with pytest.raises(StorageError, match="nonsense"):
-        RemoteReader(url, storage_options={"nonsense": "hidden22"})
+        RemoteReader(url, storage_options={"nonsense": "x"})
     with pytest.raises(ConfigError, match="concurrency=0"):
         RemoteReader(url, concurrency=0)

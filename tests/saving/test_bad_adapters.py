@@ -58,7 +58,7 @@ FAULTS: dict[str, tuple[Callable[[dict], dict], list[str]]] = {
         ["missing in the adapter", "lora_B of model.layers.0.self_attn.q_proj"],
     ),
     "a magnitude without DoRA": (_with(**{f"{_Q}.lora_magnitude_vector": torch.ones(32)}), ["use_dora is not set"]),
-    "a bias that the base has not": (_with(**{f"{_Q}.lora_B.bias": torch.ones(32)}), ["q_proj.bias, wanted by"]),
+    "a bias without lora_bias": (_with(**{f"{_Q}.lora_B.bias": torch.ones(32)}), ["lora_bias is not set"]),
     "a whole tensor of another shape": (
         _with(**{"base_model.model.model.embed_tokens.weight": torch.ones(98, 33)}),
         ["embed_tokens.weight: (98, 33), the base has model.embed_tokens.weight as (97, 32)"],

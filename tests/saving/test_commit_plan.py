@@ -38,7 +38,7 @@ LEFT = [
     "model-89abcdef-00001-of-00003.safetensors",
     "model-89abcdef-100001-of-100003.safetensors",
     ".config.json.89abcdef.incomplete",
-    ".model-89abcdef-00001-of-00003.safetensors.0123abcd.incomplete",  # of a storage that shows what is on its way
+    ".model-89abcdef-00001-of-00003.safetensors.0123abcd.incomplete",
     ".model.safetensors.index.json.89abcdef.incomplete",
     ".tokenizer_config.json.89abcdef.incomplete",
     ".modeling_mine.py.89abcdef.incomplete",

@@ -69,7 +69,6 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         10,
     ),
     "whole modules": ("qwen3", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}, 12),
-    "lora bias": ("biased", {"r": 4, "lora_bias": True, "target_modules": ["q_proj", "o_proj"]}, 4),
     "biases of the base": ("biased", {"r": 4, "bias": "all", "target_modules": ["q_proj"]}, 8),
     "columns": ("gpt2", {"r": 4, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}, 6),
     "dora, columns": ("gpt2", {"r": 4, "use_dora": True, "target_modules": ["c_attn"], "fan_in_fan_out": True}, 2),

@@ -10,7 +10,6 @@ from shardwise.core.expression import Stored
 from shardwise.core.tensors import DType
 from shardwise.files.peft_adapter import LoraConfig
 from shardwise.saving.merge_plan import (
-    Added,
     LowRank,
     MergePlan,
     MergeTargets,
@@ -82,19 +81,18 @@ def test_shapes_of_factors(form: WeightForm, shape: tuple[int, ...], factors: ob
     assert form.is_stacked == (len(shape) == 3)
 
 
-def test_convolutions_and_a_bias_that_is_replaced_before_it_is_added_to() -> None:
+def test_convolutions_and_a_bias_that_is_replaced() -> None:
     stored = adapter(
         picture__lora_A__weight=(2, 3, 2, 2),
         picture__lora_B__weight=(5, 2, 1, 1),
         q__lora_A__weight=(2, 6),
         q__lora_B__weight=(4, 2),
-        q__lora_B__bias=(4,),
         q__bias=(4,),
     )
     plan = planned(stored)
-    a, b, _, _, added, replaced = stored.values()
+    a, b, _, _, replaced = stored.values()
     assert plan.tensors["picture.weight"] == (LowRank("picture", WeightForm.ROWS, 2, 3.0, a, b),)
-    assert plan.tensors["q.bias"] == (Replaced("q", replaced), Added("q", 3.0, added))
+    assert plan.tensors["q.bias"] == (Replaced("q", replaced),)
 
 
 def test_parameters_under_an_older_name_and_of_two_dimensions() -> None:
@@ -168,8 +166,8 @@ SOUND = {"q__lora_A__weight": (2, 6), "q__lora_B__weight": (4, 2)}
         ({**SOUND, "q__lora_magnitude_vector": (6,)}, {"use_dora": True}, ["(6,), but (4,) is wanted"]),
         ({**SOUND, "q__lora_magnitude_vector": (2, 4)}, {"use_dora": True}, ["(2, 4), but (4,) is wanted"]),
         ({**SOUND, "q__lora_magnitude_vector": ()}, {"use_dora": True}, ["(), but (4,) is wanted"]),
-        ({**SOUND, "q__lora_A__bias": (2,)}, {}, ["q.lora_A.bias: LoRA has no such bias"]),
-        ({**SOUND, "q__lora_B__bias": (6,)}, {}, ["(6,), the base's bias is (4,)"]),
+        ({**SOUND, "q__lora_A__bias": (2,)}, {}, ["q.lora_A.bias: lora_bias is not set"]),
+        ({**SOUND, "q__lora_B__bias": (4,)}, {}, ["not used: 1", "q.lora_B.bias: lora_bias is not set"]),
     ],
 )
 def test_an_adapter_that_does_not_fit(shapes: Any, settings: Any, words: list[str]) -> None:

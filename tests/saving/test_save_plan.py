@@ -51,14 +51,11 @@ def test_files_are_those_of_the_hubs_library(kinds, most):
     assert index["weight_map"] == {key: entry.file for key, entry in plan.entries.items()}
 
 
-def test_nothing_to_save_is_a_file_and_one_that_cannot_be_renamed_has_an_index():
+def test_nothing_to_save_is_a_file():
     nothing = plan_save([], max_shard_bytes=1, parameters=0, save_id="t", stem="adapter_model")
     assert (nothing.names, nothing.nbytes, nothing.index) == (("adapter_model.safetensors",), 0, None)
     wanted = ("adapter_model.safetensors", "adapter_model.safetensors.index.json")
     assert (nothing.single_file, nothing.index_file) == wanted
-    one = plan_save([("a", DType.F32, (2,))], max_shard_bytes=8, parameters=2, save_id="t", can_rename=False)
-    assert one.names == ("model-t-00001-of-00001.safetensors",)
-    assert json.loads(one.index)["weight_map"] == {"a": one.names[0]}
 
 
 @given(
@@ -121,9 +118,7 @@ def test_the_writes_of_all_ranks_make_the_files(seed, request, staging, is_stage
     )
     files = {file.name: np.zeros(file.nbytes, np.uint8) for file in plan.files}
     times = {name: np.zeros_like(file) for name, file in files.items()}
-    policy = WritePolicy(
-        has_random_writes=True, can_rename=True, block_bytes=1, request_bytes=request, concurrency=1
-    )
+    policy = WritePolicy(block_bytes=1, request_bytes=request, concurrency=1)
     for rank in range(ranks):
         for number, (key, expression, names) in enumerate(saved):
             mine = {leaf: held[rank][number, leaf] for leaf in names if (number, leaf) in held[rank]}

@@ -22,7 +22,7 @@ OPTIONS = shardwise.options.SaveOptions(progress=False)
 NUMEL = 3000
 """Of each tensor: 12,000 bytes, which are read back 5,000 at a time."""
 
-STREAMS = WritePolicy(has_random_writes=False, can_rename=True, block_bytes=1, request_bytes=1 << 20, concurrency=1)
+BLOCKS = WritePolicy(block_bytes=1 << 20, request_bytes=1 << 20, concurrency=1)
 
 DAMAGES = {"header": "header of model", "first.0": "first", "first.4999": "first", "second.-1": "second"}
 
@@ -50,11 +50,11 @@ class Damaging(LocalWriter):
                 os.pwrite(written.fileno(), content[place : place + 1], place)
 
 
-class Streaming(Damaging):
-    """The same, that takes a file from one writer only."""
+class DamagingBlocks(Damaging):
+    """The same on a network file system, where one of two machines writes a file."""
 
     def __init__(self, root: str) -> None:
-        super().__init__(root, policy=STREAMS)
+        super().__init__(root, policy=BLOCKS)
 
 
 def tensors(seed: int) -> nn.Module:
@@ -77,6 +77,7 @@ def save_damaged(folder: str, damage: str, verify: bool, by: type) -> tuple[str,
         model.first.add_(1)
     with (
         mock.patch.object(shardwise.saving.save, "open_writer", by),
+        mock.patch.object(shardwise.saving.save, "machine", mock.Mock(boot_id=lambda: f"machine {rank}")),
         mock.patch.object(shardwise.saving.write, "_READ_BACK_BYTES", 5000),
         mock.patch.object(Damaging, "damage", damage if rank == writer else ""),
     ):
@@ -108,7 +109,7 @@ def test_undamaged_saves_are_equal(tmp_path):
     assert shardwise.verify(tmp_path).is_sound
 
 
-@pytest.mark.parametrize("by", [Damaging, Streaming])
+@pytest.mark.parametrize("by", [Damaging, DamagingBlocks])
 def test_all_ranks_are_reported(worlds, tmp_path, by):
     for number, (damage, words) in enumerate(DAMAGES.items()):
         folder = tmp_path / str(number)

@@ -28,7 +28,7 @@ _PRELOADED = (
         "tests.load_cases",
         "tests.state.stating",
     ),
-    *("tests.checkpoints.on_ranks", "tests.faults.on_ranks", "tests.faults.saving", "tests.torture.objects"),
+    *("tests.checkpoints.on_ranks", "tests.faults.on_ranks", "tests.faults.saving"),
     *("tests.torture.verbs", "matplotlib.backends.backend_agg"),
 )
 """Modules that ranks need, imported once by the process that they are forked from."""

@@ -27,7 +27,7 @@ def meanwhile(is_moment: Callable[..., bool], act: Callable[[], object]) -> Iter
 
             stack.enter_context(mock.patch.object(LocalWriter, name, called))
 
-        for name in ("create", "write", "rename", "publish", "replace"):
+        for name in ("create", "write", "rename", "replace"):
             patch(name)
         yield
 

@@ -31,7 +31,7 @@ class WritableStorage:
 
 
 def put(writer: StorageWriter, file: str, *parts: bytes) -> None:
-    """Write a whole file, in a way that every policy allows."""
+    """Create, write and sync a file."""
     writer.create(file, sum(map(len, parts)))
     writer.write(file, 0, [memoryview(part) for part in parts])
     writer.sync(file)
@@ -50,27 +50,11 @@ class StorageWriterSuite:
             @pytest.fixture
             def storage(self, tmp_path: Path) -> WritableStorage:
                 return WritableStorage(open=lambda: MyWriter(tmp_path), contents=lambda: ...)
-
-    What depends on ``policy`` is tested as the policy says.
     """
 
     @pytest.fixture
     def storage(self) -> WritableStorage:
         raise NotImplementedError("a subclass says how its writer is made, as a fixture named storage")
-
-    @pytest.fixture
-    def ranges(self, storage: WritableStorage) -> None:
-        """Skips what is about storages that take ranges in any order, on others."""
-        with storage.open() as writer:
-            if not writer.policy.has_random_writes:
-                pytest.skip("files are written from their first byte to their last")
-
-    @pytest.fixture
-    def streams(self, storage: WritableStorage) -> None:
-        """Skips what is about storages that take files as streams, on others."""
-        with storage.open() as writer:
-            if writer.policy.has_random_writes:
-                pytest.skip("files are written in any order")
 
     def test_an_empty_folder_has_no_files(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
@@ -158,8 +142,6 @@ class StorageWriterSuite:
             lambda writer, name: writer.sync(name),
             lambda writer, name: writer.rename(name, "b"),
             lambda writer, name: writer.rename("a", name),
-            lambda writer, name: writer.publish(name, "b"),
-            lambda writer, name: writer.publish("a", name),
             lambda writer, name: writer.replace(name, b"1"),
             lambda writer, name: writer.remove(name),
         ]
@@ -219,34 +201,22 @@ class StorageWriterSuite:
         with storage.open() as writer:
             writer.replace("b", b"older")
             put(writer, "a", b"1")
-            if not writer.policy.can_rename:
-                with pytest.raises(StorageError, match=r"a in .*cannot be renamed"):
-                    writer.rename("a", "b")
-                assert storage.contents() == {"a": b"1", "b": b"older"}
-                return
-            writer.rename("a", "b")
-            assert storage.contents() == {"b": b"1"}
-            with pytest.raises(StorageError, match=r"absent in .*no such file"):
-                writer.rename("absent", "c")
-        assert storage.contents() == {"b": b"1"}
-
-    def test_publishing_takes_the_place_of_what_was_there(self, storage: WritableStorage) -> None:
-        with storage.open() as writer:
-            writer.replace("b", b"older")
-            put(writer, "a", b"1")
             writer.replace("c", b"22")
-            writer.publish("a", "b")
+            writer.rename("a", "b")
             assert storage.contents() == {"b": b"1", "c": b"22"}
-            writer.publish("c", "d")
+            writer.rename("c", "d")
             assert storage.contents() == {"b": b"1", "d": b"22"}
+            with pytest.raises(StorageError, match=r"absent in .*no such file"):
+                writer.rename("absent", "b")
+        assert storage.contents() == {"b": b"1", "d": b"22"}
 
-    def test_a_removed_file_is_not_published(self, storage: WritableStorage) -> None:
+    def test_a_removed_file_is_not_renamed(self, storage: WritableStorage) -> None:
         with storage.open() as writer, storage.open() as another:
             writer.replace("b", b"older")
             put(writer, "a", b"1")
             another.remove("a")
             with pytest.raises(StorageError, match=r"a in .*"):
-                writer.publish("a", "b")
+                writer.rename("a", "b")
         assert storage.contents() == {"b": b"older"}
 
     def test_a_closed_writer_refuses_and_may_be_closed_again(self, storage: WritableStorage) -> None:
@@ -259,7 +229,6 @@ class StorageWriterSuite:
             lambda: writer.write("a", 0, [memoryview(b"2")]),
             lambda: writer.sync("a"),
             lambda: writer.rename("a", "b"),
-            lambda: writer.publish("a", "b"),
             lambda: writer.replace("a", b"2"),
             lambda: writer.remove("a"),
             lambda: writer.read("a"),
@@ -272,7 +241,6 @@ class StorageWriterSuite:
                 ask()
         assert storage.contents() == {"a": b"1"}
 
-    @pytest.mark.usefixtures("ranges")
     def test_ranges_are_written_in_any_order(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
             writer.create("a", _NBYTES)
@@ -282,7 +250,6 @@ class StorageWriterSuite:
             writer.sync("a")
         assert storage.contents() == {"a": _CONTENT}
 
-    @pytest.mark.usefixtures("ranges")
     def test_several_writers_fill_one_file(self, storage: WritableStorage) -> None:
         with storage.open() as creator, storage.open() as second, storage.open() as third:
             creator.create("a", _NBYTES)
@@ -293,7 +260,6 @@ class StorageWriterSuite:
                 writer.sync("a")
         assert storage.contents() == {"a": _CONTENT}
 
-    @pytest.mark.usefixtures("ranges")
     def test_many_threads_fill_one_file_and_sync_it_meanwhile(self, storage: WritableStorage) -> None:
         with storage.open() as writer, ThreadPoolExecutor(8) as pool:
             writer.create("a", _NBYTES)
@@ -306,39 +272,3 @@ class StorageWriterSuite:
             list(pool.map(fill, range(0, _NBYTES, 100)))
             writer.sync("a")
         assert storage.contents() == {"a": _CONTENT}
-
-    @pytest.mark.usefixtures("streams")
-    def test_a_stream_is_written_in_order(self, storage: WritableStorage) -> None:
-        with storage.open() as writer:
-            writer.create("a", 10)
-            for start in (1, 5):
-                with pytest.raises(StorageError, match=rf"a in .*byte {start} does not follow byte 0"):
-                    writer.write("a", start, [memoryview(b"1")])
-            writer.write("a", 0, [memoryview(b"01234")])
-            for start in (0, 4, 6):
-                with pytest.raises(StorageError, match=rf"a in .*byte {start} does not follow byte 5"):
-                    writer.write("a", start, [memoryview(b"1")])
-            writer.write("a", 5, [memoryview(b"56789")])
-            writer.sync("a")
-        assert storage.contents() == {"a": b"0123456789"}
-
-    @pytest.mark.usefixtures("streams")
-    def test_a_stream_is_seen_when_it_is_synced(self, storage: WritableStorage) -> None:
-        with storage.open() as writer:
-            writer.create("a", 5)
-            writer.write("a", 0, [memoryview(b"0123")])
-            assert "a" not in storage.contents()
-            assert writer.read("a") is None
-            with pytest.raises(StorageError, match=r"a in .*only 4 of 5 bytes"):
-                writer.sync("a")
-            assert "a" not in storage.contents()
-            writer.write("a", 4, [memoryview(b"4")])
-            writer.sync("a")
-            assert storage.contents() == {"a": b"01234"}
-
-    @pytest.mark.usefixtures("streams")
-    def test_a_stream_belongs_to_the_writer_that_created_it(self, storage: WritableStorage) -> None:
-        with storage.open() as writer, storage.open() as another:
-            writer.create("a", 5)
-            with pytest.raises(StorageError, match=r"a in .*Create it first"):
-                another.write("a", 0, [memoryview(b"01234")])

@@ -122,10 +122,8 @@ def actor(part: Part, hold_before: int = TO_THE_END) -> Iterator[Actor]:
 
 def _live(part: Part, hold_before: int, pipe: Connection) -> None:
     from tests.quiet import quieten
-    from tests.torture.objects import register
 
     quieten()
-    register()
     count = 0
 
     def before() -> None:

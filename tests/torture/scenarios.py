@@ -32,13 +32,9 @@ from tests.support.crashes import (
     states_after_crash,
     states_after_kill,
 )
-from tests.torture import objects
 from tests.torture.actors import Part, actor, files_in, play
 from tests.torture.verbs import IN_MEMORY, MARK, NEW, NEXT, OLD, OTHER, SEEDS, VERBS, Found
 
-from shardwise.files.storage import LOCAL_WRITES, OBJECT_STORE_WRITES, WritePolicy
-
-POLICIES = {"disk": LOCAL_WRITES, "s3": OBJECT_STORE_WRITES, "az": OBJECT_STORE_WRITES}
 TOKEN = re.compile(r"[0-9a-f]{8,}")
 
 FIRST, SECOND, THIRD, BY_HAND = 0, 1, 2, 9
@@ -49,11 +45,9 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Stage:
-    """A folder that is saved to, on one of the storages, and the log of all that is done to it."""
+    """A folder that is saved to, and the log of all that is done to it."""
 
     verb: str
-    store: str
-    target: str
     folder: Path
     log_path: str
 
@@ -61,12 +55,8 @@ class Stage:
     def log(self) -> EffectLog:
         return EffectLog(self.log_path)
 
-    @property
-    def policy(self) -> WritePolicy:
-        return POLICIES[self.store]
-
     def part(self, seed: int, writer: int) -> Part:
-        return Part(self.verb, seed, self.target, self.log_path, writer, _inputs(VERBS[self.verb].prepare))
+        return Part(self.verb, seed, str(self.folder), self.log_path, writer, _inputs(VERBS[self.verb].prepare))
 
     def put(self, files: Mapping[str, bytes]) -> None:
         if files:
@@ -89,15 +79,9 @@ def _inputs(prepare: Callable[[Path], None]) -> Path:
 
 
 @contextmanager
-def stage(verb: str, store: str) -> Iterator[Stage]:
+def stage(verb: str) -> Iterator[Stage]:
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as around:
-        if store == "disk":
-            folder = Path(around, "runs", "out")
-            yield Stage(verb, store, str(folder), folder, f"{around}/log")
-        else:
-            with objects.bucket(store) as url:
-                target = f"{url}/runs/out"
-                yield Stage(verb, store, target, objects.behind(target), f"{around}/log")
+        yield Stage(verb, Path(around, "runs", "out"), f"{around}/log")
 
 
 @dataclass(frozen=True)
@@ -117,11 +101,11 @@ class Known:
 
 
 @cache
-def known(verb: str, store: str) -> Known:
+def known(verb: str) -> Known:
     before: dict[str, bytes] = {}
     found, kinds = {}, {}
     for seed in SEEDS:
-        with stage(verb, store) as here:
+        with stage(verb) as here:
             here.put(before)
             error = play(here.part(seed, FIRST))
             assert not error, error
@@ -140,7 +124,7 @@ def kinds_of(files: Mapping[str, bytes]) -> list[str]:
 
 def require_found(here: Stage, seed: int) -> None:
     """The save of the seed is found, and nothing of another."""
-    about = known(here.verb, here.store)
+    about = known(here.verb)
     assert here.look() == about.found[seed]
     assert kinds_of(here.files()) == about.kinds[seed]
 
@@ -153,10 +137,10 @@ def every(number: int, items: Sequence[Item]) -> list[Item]:
 
 
 @cache
-def played(verb: str, store: str, *, over: bool) -> tuple[dict[str, bytes], list[Entry]]:
+def played(verb: str, *, over: bool) -> tuple[dict[str, bytes], list[Entry]]:
     """What was there before, and what a process did that is gone now; the record is whole."""
-    before = dict(known(verb, store).before) if over else {}
-    with stage(verb, store) as here:
+    before = dict(known(verb).before) if over else {}
+    with stage(verb) as here:
         here.put(before)
         with actor(here.part(NEW, FIRST)) as first:
             error = first.end()
@@ -168,7 +152,7 @@ def played(verb: str, store: str, *, over: bool) -> tuple[dict[str, bytes], list
 
 def _require_record(here: Stage, before: Mapping[str, bytes], entries: Sequence[Entry]) -> None:
     """Nothing was done to files beside all writers: then the record would not lead to what is there."""
-    *_, last = states_after_kill(before, entries, policy=here.policy)
+    *_, last = states_after_kill(before, entries)
     files, there = last.state.files, here.files()
     has_ended_early = any(isinstance(entry, Killed | Failed) for entry in entries)
     left = VERBS[here.verb].is_of_others if has_ended_early else lambda _: False
@@ -191,27 +175,27 @@ def _require_whole(
     """The record is whole, and the machine may die at any moment of it."""
     _require_record(here, before, entries)
     look = VERBS[here.verb].look
-    assert_nothing_is_lost(before, entries, look, values, policy=here.policy, samples=samples, since=since)
+    assert_nothing_is_lost(before, entries, look, values, samples=samples, since=since)
 
 
 # The scenes
 
 
-def alone(verb: str, store: str, *, over: bool, samples: int) -> None:
+def alone(verb: str, *, over: bool, samples: int) -> None:
     """The machine dies at any moment of a save."""
-    before, entries = played(verb, store, over=over)
-    values, look = known(verb, store).values(over=over), VERBS[verb].look
-    assert_nothing_is_lost(before, entries, look, values, policy=POLICIES[store], samples=samples)
+    before, entries = played(verb, over=over)
+    values, look = known(verb).values(over=over), VERBS[verb].look
+    assert_nothing_is_lost(before, entries, look, values, samples=samples)
 
 
-def after_a_kill(verb: str, store: str, *, over: bool, most: int, samples: int) -> None:
+def after_a_kill(verb: str, *, over: bool, most: int, samples: int) -> None:
     """A process is killed at any moment of its save; another one saves; the machine dies at any moment of that."""
-    before, entries = played(verb, store, over=over)
-    values = known(verb, store).values(over=over)
-    moments = list(states_after_kill(before, entries, policy=POLICIES[store]))
+    before, entries = played(verb, over=over)
+    values = known(verb).values(over=over)
+    moments = list(states_after_kill(before, entries))
     cut_short = [moment for moment in moments if _is_in_a_rename(moment)]
     for killed in {id(moment): moment for moment in [*every(most, moments), *every(most, cut_short)]}.values():
-        with stage(verb, store) as here, at(f"{killed.state.what}, then another save"):
+        with stage(verb) as here, at(f"{killed.state.what}, then another save"):
             for entry in killed.done:
                 here.log.note(entry)
             if FolderMade(FIRST, "") in killed.done:
@@ -225,13 +209,13 @@ def _is_in_a_rename(moment: KilledState) -> bool:
     return isinstance(last, Partly) and isinstance(last.effect, Renamed)
 
 
-def after_a_crash(verb: str, store: str, *, over: bool, most: int, samples: int) -> None:
+def after_a_crash(verb: str, *, over: bool, most: int, samples: int) -> None:
     """The machine dies at any moment of a save; another one follows, at any moment of which it dies again."""
-    before, entries = played(verb, store, over=over)
-    for state in every(most, list(states_after_crash(before, entries, policy=POLICIES[store], samples=1))):
-        with stage(verb, store) as here, at(f"a crash {state.what}, then another save"):
+    before, entries = played(verb, over=over)
+    for state in every(most, list(states_after_crash(before, entries, samples=1))):
+        with stage(verb) as here, at(f"a crash {state.what}, then another save"):
             here.put(state.files)
-            values = known(verb, store).values(over=False, first=VERBS[verb].look(state))
+            values = known(verb).values(over=False, first=VERBS[verb].look(state))
             _require_next(here, state.files, values, NEXT, THIRD, samples)
 
 
@@ -259,7 +243,7 @@ def _require_next(
         error = play(here.part(seed, writer))
     assert not error, f"it fails: {error}"
     assert here.look() == values[f"seed {seed}"], "it is not found"
-    litter = [kind for kind in kinds_of(here.files()) if kind not in known(here.verb, here.store).kinds[seed]]
+    litter = [kind for kind in kinds_of(here.files()) if kind not in known(here.verb).kinds[seed]]
     assert not litter, f"it leaves {', '.join(litter)}"
     _require_whole(here, before, here.log.entries(), values, samples, since)
 
@@ -275,15 +259,15 @@ Meanwhile = Callable[[Stage], None]
 """What happens while the first actor is held."""
 
 
-def beside(verb: str, store: str, meanwhile: Meanwhile, holds: Iterable[int], *, samples: int) -> None:
+def beside(verb: str, meanwhile: Meanwhile, holds: Iterable[int], *, samples: int) -> None:
     """Something happens while a save is held before one of its effects; then that goes on, and somebody follows.
 
     ``holds`` are the numbers of the effects.
     """
-    about = known(verb, store)
+    about = known(verb)
     values = about.values(over=True)
     for hold in holds:
-        with stage(verb, store) as here, at(f"held before effect {hold}"):
+        with stage(verb) as here, at(f"held before effect {hold}"):
             here.put(about.before)
             with actor(here.part(NEW, FIRST), hold) as first:
                 if not first.is_held():
@@ -328,7 +312,6 @@ def another_takes_over_and_dies(hold_before: int) -> Meanwhile:
 
 
 def _remove_mark(here: Stage) -> None:
-    """By whatever name; on object stores every save has one of its own."""
     for mark in here.folder.rglob(f"{MARK}*"):
         with here.log.next() as note:
             mark.unlink()
@@ -336,21 +319,21 @@ def _remove_mark(here: Stage) -> None:
 
 
 @cache
-def look_before_effects(verb: str, store: str) -> list[Found]:
+def look_before_effects(verb: str) -> list[Found]:
     """What is found before each effect of a save over an older one, as an actor counts them."""
-    with stage(verb, store) as here:
-        here.put(known(verb, store).before)
+    with stage(verb) as here:
+        here.put(known(verb).before)
         found: list[Found] = []
         assert not play(here.part(NEW, FIRST), lambda: found.append(here.look()))
     return found
 
 
-def effects_of(verb: str, store: str) -> range:
+def effects_of(verb: str) -> range:
     """The numbers of the effects of a save."""
-    return range(1, len(look_before_effects(verb, store)) + 1)
+    return range(1, len(look_before_effects(verb)) + 1)
 
 
-def last_step(verb: str, store: str) -> int:
+def last_step(verb: str) -> int:
     """The number of the effect with which a save begins to count."""
-    seen = look_before_effects(verb, store)
-    return max(number for number, found in enumerate(seen, 1) if found != known(verb, store).found[NEW])
+    seen = look_before_effects(verb)
+    return max(number for number, found in enumerate(seen, 1) if found != known(verb).found[NEW])

@@ -11,35 +11,28 @@ from tests.torture.scenarios import FIRST, SECOND, THIRD, Stage, effects_of, kno
 from tests.torture.verbs import NEW, NEXT, OTHER
 
 MODELS = [
-    ("several over one", "disk"),
-    ("one over several", "disk"),
-    ("several, then one, over one", "disk"),
-    ("one, then several, over several", "disk"),
-    ("one file", "s3"),
-    ("several files", "s3"),
-]
-OTHERS = [
-    (verb, "disk") for verb in ("accelerate file", "accelerate folder", "accelerate files", "accelerate state")
-]
-OTHERS += [("trainer", "disk")] if has_trainer() else []
+    "several over one", "one over several", "several, then one, over one", "one, then several, over several"
+]  # fmt: skip
+OTHERS = ["accelerate file", "accelerate folder", "accelerate files", "accelerate state"]
+OTHERS += ["trainer"] if has_trainer() else []
 
 
 @pytest.fixture
 def here(request: pytest.FixtureRequest) -> Iterator[Stage]:
     """A folder with an older save."""
-    with stage(*request.param) as found:
-        found.put(known(*request.param).before)
+    with stage(request.param) as found:
+        found.put(known(request.param).before)
         yield found
 
 
-saving_all = pytest.mark.parametrize("here", MODELS + OTHERS, indirect=True, ids=" on ".join)
+saving_all = pytest.mark.parametrize("here", MODELS + OTHERS, indirect=True)
 at_moments = pytest.mark.parametrize("at_last_step", [False, True], ids=["in the middle", "at the last step"])
 
 
 def held(here: Stage, seed: int, *, at_last_step: bool = False) -> AbstractContextManager[Actor]:
     """A save that is held in the middle, or before the effect with which it begins to count."""
-    half = len(effects_of(here.verb, here.store)) // 2
-    return actor(here.part(seed, FIRST), last_step(here.verb, here.store) if at_last_step else half)
+    half = len(effects_of(here.verb)) // 2
+    return actor(here.part(seed, FIRST), last_step(here.verb) if at_last_step else half)
 
 
 @saving_all
@@ -54,7 +47,7 @@ def test_the_second_is_refused_while_the_first_continues_and_saves_when_that_was
     with held(here, OTHER) as doomed:
         assert doomed.is_held(), doomed.error
         doomed.kill()
-    assert here.look() == known(here.verb, here.store).found[NEW]
+    assert here.look() == known(here.verb).found[NEW]
     assert play(here.part(OTHER, SECOND)) == ""
     require_found(here, OTHER)
 

@@ -36,7 +36,7 @@ Found = Hashable
 
 
 Act = Callable[..., None]
-"""Saves into a folder, or to a URL, what a seed makes; by what has been put into another folder for that."""
+"""Saves into a folder what a seed makes; by what has been put into another folder for that."""
 
 
 def _nothing(_: Path) -> None:

@@ -1,4 +1,4 @@
-"""A writer into local or locally mounted folders, and a function that opens a writer for a path or a URL."""
+"""A writer into local or locally mounted folders."""
 
 import contextlib
 import ctypes
@@ -450,29 +450,22 @@ def _sync_folder(folder: str) -> None:
 
 
 def open_writer(target: str | os.PathLike[str]) -> storage.StorageWriter:
-    """Open a folder, which need not exist, or a URL for writing. The caller closes the writer.
+    """Open a folder, which need not exist, for writing. The caller closes the writer.
 
     Nothing is created before the first file.
 
     Raises:
-        StorageError: the target cannot be written to: the hub, an HTTP server, a path that is a file.
+        StorageError: the target is a URL, or a path of a file.
     """
     if not is_url(target):
         return LocalWriter(os.path.expanduser(target))
     url = os.fspath(target)
-    where, scheme = shown(without_secrets(url)), get_scheme(url)
-    if scheme == "file":
+    where = shown(without_secrets(url))
+    if get_scheme(url) == "file":
         raise StorageError(f"{where}: is on this machine. Pass the path without file://")
-    if scheme == "hf":
+    if get_scheme(url) == "hf":
         raise StorageError(
-            f"{where}: the hub is not written to. Save into a local folder, then upload it "
+            f"{where}: the hub is not written to. Save to a folder and upload it "
             "(hf upload organization/name folder)"
         )
-    if scheme in ("http", "https"):
-        raise StorageError(
-            f"{where}: {scheme}:// cannot be written to. Save into a local folder or a bucket (s3://)"
-        )
-    # Imported here: what is local needs no network code.
-    from shardwise.files.objects import ObjectWriter
-
-    return ObjectWriter(url)
+    raise StorageError(f"{where}: a URL cannot be written to. Save to a folder and upload it, or mount the bucket")

@@ -1,4 +1,4 @@
-"""Access to object stores, HTTP servers and memory through obstore, and a writer of files as streams.
+"""Read access to object stores, HTTP servers and memory through obstore.
 
 Credentials are removed from obstore's errors.
 """
@@ -6,19 +6,16 @@ Credentials are removed from obstore's errors.
 from __future__ import annotations
 
 import base64
-import contextlib
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from shardwise.core.errors import ConfigError, StorageError
-from shardwise.core.formatting import in_bytes
-from shardwise.files.storage import OBJECT_STORE_WRITES, CannotListError, StorageWriter, WritePolicy, as_bytes
-from shardwise.files.urls import get_scheme, redact, require_file_name, shown, without_secrets
+from shardwise.core.errors import StorageError
+from shardwise.files.storage import CannotListError
+from shardwise.files.urls import get_scheme, redact, shown, without_secrets
 
 _TIMEOUTS: Final = {"connect_timeout": "30s", "read_timeout": "30s", "timeout": "1h"}
 """Silence of half a minute is a failure; a request as a whole may take long, as others share the network."""
@@ -193,202 +190,3 @@ def fill(buffers: Iterable[memoryview], chunks: Iterable[Any]) -> bool:
             target[:count] = data[:count]
             target, data = target[count:], data[count:]
     return not target.nbytes and next(targets, None) is None
-
-
-_MIB = 1 << 20
-
-_MAX_PARTS = 10_000
-"""The maximum number of parts of a file on S3."""
-
-_PARTS_AT_ONCE = 4
-
-
-class ObjectWriter(StorageWriter):
-    """A writer of files below a URL, each as one stream. See :class:`~shardwise.files.storage.StorageWriter`.
-
-    A file becomes visible when it is synced, and only as a complete file. Until then a large file is a multipart
-    upload, which stays invisible if it is not completed. The bucket's lifecycle rules remove its parts.
-
-    Memory: about five parts for each file that is being written. A part has 16 MiB, or more for files above 156
-    GiB.
-
-    Args:
-        url: a folder, as ``s3://bucket/folder``, ``gs://...``, ``az://...`` or ``memory://folder``.
-        storage_options: the arguments of obstore's store, as for :class:`~shardwise.storage.RemoteReader`.
-        policy: write policy of the storage.
-
-    Raises:
-        StorageError: the URL cannot be opened. No request is sent before the first call.
-        ConfigError: the policy has capabilities that streams do not have.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        storage_options: Mapping[str, Any] | None = None,
-        policy: WritePolicy = OBJECT_STORE_WRITES,
-    ) -> None:
-        if policy.has_random_writes or policy.can_rename:
-            raise ConfigError(
-                f"policy: {without_secrets(url)} is written as streams, neither in any order nor with renames. "
-                "Pass a WritePolicy with has_random_writes=False, can_rename=False"
-            )
-        self._policy = policy
-        self._files = Objects(url, storage_options or {}, doing="writing to")
-        self._streams: dict[str, _Stream] = {}
-        self._lock = threading.Lock()
-        self._closed = False
-
-    @property
-    def root(self) -> str:
-        return self._files.root
-
-    @property
-    def policy(self) -> WritePolicy:
-        return self._policy
-
-    def sizes(self) -> dict[str, int]:
-        self._require_open(None)
-        with self._files.failures(None, "listing it"):
-            items = self._files.store.list_with_delimiter(self._files.path("") or None)["objects"]
-        return dict(sorted((item["path"].rpartition("/")[2], item["size"]) for item in items))
-
-    def read(self, file: str) -> bytes | None:
-        path = self._path(file)
-        with self._files.failures(file, "reading it"):
-            try:
-                return bytes(self._files.store.get(path).bytes())
-            except FileNotFoundError:
-                return None
-
-    def create(self, file: str, nbytes: int) -> None:
-        path = self._path(file)
-        if nbytes < 0:
-            raise StorageError(f"{self._files.label(file)}: cannot be created with {nbytes} bytes. Pass 0 or more")
-        doing = f"creating it with {in_bytes(nbytes)}"
-        with self._files.failures(file, doing):
-            try:
-                self._files.store.head(path)
-                is_there = True
-            except FileNotFoundError:
-                is_there = False
-            stream = _Stream(self._files, path, nbytes)
-        with self._lock:
-            if is_there or self._streams.setdefault(file, stream) is not stream:
-                raise StorageError(f"{self._files.label(file)}: {doing} failed: it exists already. Remove it first")
-
-    def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        self._path(file)
-        with self._lock:
-            stream = self._streams.get(file)
-        if stream is None:
-            raise StorageError(
-                f"{self._files.label(file)}: no such file is being written by this writer. Create it first"
-            )
-        flat, nbytes = as_bytes(buffers)
-        stop = start + nbytes
-        with stream.lock, self._files.failures(file, f"writing at byte {start}"):
-            self._require_complete(file, stream)
-            if not 0 <= start <= stop <= stream.nbytes:
-                raise StorageError(
-                    f"{self._files.label(file)}: bytes {start}..{stop} are to be written, but it was created with "
-                    f"{stream.nbytes} bytes. Create it with the size it will have"
-                )
-            if start != stream.position:
-                raise StorageError(
-                    f"{self._files.label(file)}: is written from its first byte to its last, and byte {start} does "
-                    f"not follow byte {stream.position}. Write in order"
-                )
-            stream.is_broken = True
-            # Obstore keeps what it is given until the part is sent, and the buffers may change before that.
-            stream.upload.write(b"".join(flat))
-            stream.position, stream.is_broken = stop, False
-
-    def sync(self, file: str) -> None:
-        self._path(file)
-        with self._lock:
-            stream = self._streams.get(file)
-        if stream is None:
-            return
-        with stream.lock, self._files.failures(file, "completing it"):
-            self._require_complete(file, stream)
-            if stream.position < stream.nbytes:
-                raise StorageError(
-                    f"{self._files.label(file)}: only {stream.position} of {stream.nbytes} bytes were written. "
-                    "Write all of them before syncing it"
-                )
-            stream.is_broken = True
-            stream.upload.close()
-        with self._lock:
-            self._streams.pop(file, None)
-
-    def rename(self, file: str, name: str) -> None:
-        self._path(file)
-        self._path(name)
-        raise StorageError(
-            f"{self._files.label(file)}: cannot be renamed to {shown(name)} in one step in such a storage. "
-            "Write it under its name"
-        )
-
-    def publish(self, file: str, name: str) -> None:
-        source, target = self._path(file), self._path(name)
-        with self._files.failures(file, f"giving it the name {shown(name)}"):
-            self._files.store.copy(source, target)
-            self._files.store.delete(source)
-
-    def replace(self, file: str, content: bytes) -> None:
-        path = self._path(file)
-        with self._files.failures(file, f"writing it with {in_bytes(len(content))}"):
-            self._files.store.put(path, content, use_multipart=False)
-
-    def remove(self, file: str) -> None:
-        path = self._path(file)
-        with self._lock:
-            self._streams.pop(file, None)
-        with self._files.failures(file, "removing it"), contextlib.suppress(FileNotFoundError):
-            self._files.store.delete(path)
-
-    def sync_names(self) -> None:
-        self._require_open(None)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._streams.clear()
-
-    def _path(self, file: str) -> str:
-        self._require_open(file)
-        require_file_name(self.root, file, is_nested=False)
-        return self._files.path(file)
-
-    def _require_complete(self, file: str, stream: _Stream) -> None:
-        if stream.is_broken:
-            raise StorageError(
-                f"{self._files.label(file)}: an earlier write to it failed, so it cannot be completed. "
-                "Remove it and save again"
-            )
-
-    def _require_open(self, file: str | None) -> None:
-        if self._closed:
-            raise StorageError(f"{self._files.label(file)}: the writer is closed. Open another one")
-
-
-class _Stream:
-    """An upload of one file, which never becomes visible if it is dropped."""
-
-    def __init__(self, files: Objects, path: str, nbytes: int) -> None:
-        from obstore import open_writer
-
-        self.upload = open_writer(
-            files.store, path, buffer_size=_part_bytes(nbytes), max_concurrency=_PARTS_AT_ONCE
-        )
-        self.nbytes = nbytes
-        self.position = 0
-        self.is_broken = False
-        self.lock = threading.Lock()
-
-
-def _part_bytes(nbytes: int) -> int:
-    """Return the size of an upload's parts: a multiple of 1 MiB, such that no file has too many parts."""
-    return max(16, -(-nbytes // (_MAX_PARTS * _MIB))) * _MIB

@@ -57,7 +57,6 @@ class LoraConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     use_rslora: bool = False
     use_dora: bool = False
-    lora_bias: bool = False
     bias: str = "none"
     modules_to_save: tuple[str, ...] = ()
     target_parameters: tuple[str, ...] = ()
@@ -187,7 +186,7 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "peft_version": (_is_text, "a version"),
     "task_type": (_is_text, "a task"),
     "auto_mapping": (_is_object, "an object"),
-    **dict.fromkeys(("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying"), (_is_flag, "true or false")),
+    **dict.fromkeys(("use_rslora", "use_dora", "ensure_weight_tying"), (_is_flag, "true or false")),
 }
 """The check of each field that is used, and its description for messages."""
 

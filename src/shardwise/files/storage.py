@@ -169,15 +169,11 @@ class FilePlaces(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WritePolicy:
-    """The capabilities and access pattern for writes to a storage, from which a save is planned.
+    """The access pattern for writes to a storage, from which a save is planned.
 
     See [Note: Kinds of stores] in ``files/storage.py``.
 
     Attributes:
-        has_random_writes: several processes may write ranges of one file, in any order. Otherwise one process
-            writes a file from its first byte to its last, and the file is not visible before
-            :meth:`StorageWriter.sync`.
-        can_rename: a file can atomically replace another one by a rename.
         block_bytes: two processes on different machines must not write to the same aligned block of this size. It
             is 1 if there is no such restriction.
         request_bytes: the maximum size of one write.
@@ -188,8 +184,6 @@ class WritePolicy:
         ConfigError: a number is out of bounds.
     """
 
-    has_random_writes: bool
-    can_rename: bool
     block_bytes: int
     request_bytes: int
     concurrency: int
@@ -211,8 +205,8 @@ class StorageWriter(Protocol):
 
     Files are directly in the root. A name that leads anywhere else is refused with a
     :class:`~shardwise.core.errors.StorageError` (see :func:`shardwise.files.urls.require_file_name`). All sizes and
-    positions are in bytes. :meth:`write` and :meth:`sync` may be called from several threads at once and, if
-    ``policy.has_random_writes``, from several processes that each have a writer for the same root.
+    positions are in bytes. :meth:`write` and :meth:`sync` may be called from several threads at once, and from
+    several processes that each have a writer for the same root.
 
     Every failure is a StorageError that contains the file, the cause and the remedy (a full disk, a folder without
     write permission). Nothing is durable or ordered before it is synced: if the machine dies, any subset of the
@@ -221,13 +215,13 @@ class StorageWriter(Protocol):
 
     A writer can expect the following sequence of calls in a save:
 
-    1. :meth:`create`, :meth:`write` and :meth:`sync`, or :meth:`replace`, of the small file that locks the folder.
+    1. :meth:`create`, :meth:`write` and :meth:`sync` of the small file that locks the folder.
     2. :meth:`list` and :meth:`read`, to find what is there. What an interrupted save has left is removed.
     3. :meth:`create` of each file, by one process.
-    4. :meth:`write` of ranges, by any process if ``policy.has_random_writes``, each byte once.
+    4. :meth:`write` of ranges, by any process, each byte once.
     5. :meth:`sync` of each file, by every process that has written to it and by the one that has created it. Then
        :meth:`sync_names`, for files that keep these names.
-    6. :meth:`sizes`, and then :meth:`replace`, :meth:`rename` and :meth:`publish`, one of which commits the save.
+    6. :meth:`sizes`, and then :meth:`replace` and :meth:`rename`. One rename commits the save.
     7. :meth:`remove` of the files of the older save, and of the lock, and :meth:`sync_names`.
     8. :meth:`close`.
 
@@ -266,43 +260,30 @@ class StorageWriter(Protocol):
         ...
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        """Write the buffers, one after the other, from byte ``start`` of a created file, and never beyond its size.
-
-        Without ``policy.has_random_writes``, only the writer that created the file may write to it, and each call
-        must begin at the end of the previous one.
-        """
+        """Write the buffers, one after the other, from byte ``start`` of a created file. Its size cannot grow."""
         ...
 
     def sync(self, file: str) -> None:
         """Make all bytes durable that this writer has written to the file.
 
-        Without ``policy.has_random_writes``, the file is completed and becomes visible only now, and missing bytes
-        are an error. The call does nothing for a file without writes since the last sync. After a failure the
-        file's content is unknown for good, and the file must be created again.
+        The call does nothing for a file without writes since the last sync. After a failure the file's content is
+        unknown for good, and the file must be created again.
         """
         ...
 
     def rename(self, file: str, name: str) -> None:
-        """Rename a synced file in the root, replace any file of that name, and make the change durable.
+        """Rename a synced file in the root, atomically replace any file of that name, and make the change durable.
 
-        Without ``policy.can_rename``, this is a StorageError.
-        """
-        ...
-
-    def publish(self, file: str, name: str) -> None:
-        """Rename a small synced file, replace any file of that name, and make the change durable.
-
-        The new name changes atomically on every storage (an object store copies internally and deletes the source).
         If the file has been removed in the meantime, this is a StorageError and nothing changes.
         """
-        self.rename(file, name)
+        ...
 
     def replace(self, file: str, content: bytes) -> None:
         """Write a small file, atomically replace any file of its name, and make the change durable."""
         ...
 
     def remove(self, file: str) -> None:
-        """Remove a file, or drop one that is not visible yet, without an error if it does not exist.
+        """Remove a file, without an error if it does not exist.
 
         The removal is not durable before :meth:`sync_names`.
         """
@@ -313,7 +294,7 @@ class StorageWriter(Protocol):
         ...
 
     def close(self) -> None:
-        """Release all resources. Unsynced writes may be lost, and files that are not visible yet are dropped.
+        """Release all resources. Unsynced writes may be lost.
 
         Writing afterwards is a StorageError, but closing twice is not.
         """
@@ -377,32 +358,16 @@ latency of a request of 8 MiB is about its transfer time; with larger ones, one 
 #
 # Several processes can write ranges of one file to a local disk. To a network file system as well, but its clients
 # cache whole pages: two machines that write to one page may overwrite each other's bytes, so only one of them
-# writes to a block. An object store takes a complete file from one writer, and has no atomic rename.
+# writes to a block. Object stores are not written to: they take a complete file from one writer, have no atomic
+# rename, and no file that only one process can create, so neither the lock nor the commit of a save works there.
 
-LOCAL_WRITES: Final = WritePolicy(
-    has_random_writes=True, can_rename=True, block_bytes=1, request_bytes=16 * _MIB, concurrency=1
-)
+LOCAL_WRITES: Final = WritePolicy(block_bytes=1, request_bytes=16 * _MIB, concurrency=1)
 """A file system of this machine."""
 
 
-DISK_WRITES: Final = WritePolicy(
-    has_random_writes=True,
-    can_rename=True,
-    block_bytes=1,
-    request_bytes=16 * _MIB,
-    concurrency=2,
-    is_direct=True,
-)
+DISK_WRITES: Final = WritePolicy(block_bytes=1, request_bytes=16 * _MIB, concurrency=2, is_direct=True)
 """A disk of this machine with direct writes: while one write waits for the disk, the next one is assembled."""
 
 
-NETWORK_FILE_SYSTEM_WRITES: Final = WritePolicy(
-    has_random_writes=True, can_rename=True, block_bytes=_MIB, request_bytes=16 * _MIB, concurrency=4
-)
+NETWORK_FILE_SYSTEM_WRITES: Final = WritePolicy(block_bytes=_MIB, request_bytes=16 * _MIB, concurrency=4)
 """NFS, Lustre and similar. A block of 1 MiB is a whole number of pages, and Lustre's smallest stripe."""
-
-
-OBJECT_STORE_WRITES: Final = WritePolicy(
-    has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=16 * _MIB, concurrency=1
-)
-"""S3, GCS and other storages that are written as streams."""

@@ -13,6 +13,7 @@ from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.layout import Factors, ModelLayout
 from shardwise.fsdp.named_tensors import TensorRef, canonical, saved_names
 from shardwise.fsdp.torch_private import get_parameters
+from shardwise.ranks.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,17 @@ def names_outside(model: nn.Module, held: Sequence[TensorRef], selection: Select
     if selection is None:
         return _plain({name: canonical(name) for name in inside})
     return _names_in_peft(model, inside, selection.adapter)
+
+
+def broadcast_names_outside(
+    world: World, model: nn.Module, held: Sequence[TensorRef], selection: Selection
+) -> dict[str, str]:
+    """Return :func:`names_outside` of the first rank on all ranks. Collective: yes."""
+    with world.broadcast("find tensors outside of the model") as exchange:
+        if world.rank == 0:  # PEFT may query the hub, which may answer other ranks otherwise, or not at all
+            exchange.local = names_outside(model, held, selection)
+    names: dict[str, str] = exchange.result
+    return names
 
 
 def _names_in_peft(model: nn.Module, inside: Mapping[str, TensorRef], adapter: str) -> dict[str, str]:

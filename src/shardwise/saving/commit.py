@@ -31,7 +31,7 @@ from shardwise.files.safetensors_files import read_header
 from shardwise.files.storage import StorageWriter
 from shardwise.files.urls import shown
 from shardwise.saving import commit_plan
-from shardwise.saving.commit_plan import OLDER, CommitStep, FolderState, Publish, Rename, Renames, WrittenFiles
+from shardwise.saving.commit_plan import OLDER, FolderState, Rename, Renames, WrittenFiles
 from shardwise.saving.locked_folder import LockedFolder
 from shardwise.saving.plan import ADAPTER, SavePlan
 from shardwise.saving.rename_journal import finish, remove_empty, remove_pending, work_folder
@@ -69,10 +69,8 @@ def commit_files(
             writer.sync_names()
             locked.require()
         for step in commit.steps:
-            if isinstance(step, commit_plan.Remove) or step in commit.aside:
-                locked.require()  # the step changes files of other saves, and is not fenced by one of this save's
-            if isinstance(step, commit_plan.Remove):
-                _require_files(writer, commit.final_files)
+            if step in commit.aside:
+                locked.require()  # the step renames another save's file, so that save's clean-up does not fence it
             _execute(writer, step)
         if not is_committed(writer, commit):
             raise StorageError(
@@ -102,7 +100,7 @@ def publish(
     ready = commit_plan.pending_name(name, locked.save_id)
     commit = commit_plan.Commit(
         files,
-        steps=(Publish(ready, name),),
+        steps=(Rename(ready, name),),
         final_files=files,
         ready={ready: content},
         final_contents={**small_files, name: content},
@@ -127,9 +125,6 @@ def is_committed(writer: StorageWriter, commit: commit_plan.Commit) -> bool:
 
 def make_file(writer: StorageWriter, name: str, content: bytes) -> None:
     """Write and sync a small file of this save only."""
-    if not writer.policy.has_random_writes:
-        writer.replace(name, content)
-        return
     writer.create(name, len(content))
     writer.write(name, 0, [memoryview(content)])
     writer.sync(name)
@@ -146,14 +141,9 @@ def _require_files(writer: StorageWriter, files: Mapping[str, int]) -> None:
             )
 
 
-def _execute(writer: StorageWriter, step: CommitStep) -> None:
-    if isinstance(step, commit_plan.Remove):
-        writer.remove(step.file)
-        writer.sync_names()
-        return
+def _execute(writer: StorageWriter, step: Rename) -> None:
     try:
-        rename = writer.rename if isinstance(step, Rename) else writer.publish
-        rename(step.file, step.name)
+        writer.rename(step.file, step.name)
     except StorageError as error:
         if step.file in writer.list():
             raise
@@ -343,7 +333,7 @@ def commit_save(
     fingerprints_file = fingerprints.fingerprint_file(plan.stem)
     bound = _bound(writer, plan, small_files)
     free = {name: content for name, content in small_files.items() if name not in bound}
-    commit = commit_plan.plan_commit(plan, begun.folder_state, can_rename=writer.policy.can_rename, bound=bound)
+    commit = commit_plan.plan_commit(plan, begun.folder_state, bound)
     removed = commit_files(writer, begun.locked, commit, {**free, fingerprints_file: both})
     if begun.locked.is_held():
         writer.replace(fingerprints_file, fingerprints.to_bytes([recorded]))

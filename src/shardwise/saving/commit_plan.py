@@ -25,7 +25,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 from shardwise.files.accelerate_saves import is_accelerate_file
 from shardwise.files.peft_adapter import is_training_file
@@ -71,24 +71,6 @@ class Rename:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """A step that renames a small file on any storage, and replaces any file of that name."""
-
-    file: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Remove:
-    """A step that deletes a file permanently."""
-
-    file: str
-
-
-CommitStep: TypeAlias = Rename | Publish | Remove
-
-
 NOTHING_BOUND: Mapping[str, bytes] = MappingProxyType({})
 
 
@@ -98,7 +80,7 @@ class Commit:
 
     Attributes:
         files: the files under their names before the steps, with their sizes in bytes.
-        ready: small files that are written and synced before the steps, which publish them.
+        ready: small files that are written and synced before the steps, which rename them.
         steps: the steps in order. Each is durable before the next begins, and the last one commits the save.
         final_files: the files under their names after the commit, with their sizes.
         final_contents: small files and their content after the commit.
@@ -109,7 +91,7 @@ class Commit:
     """
 
     files: Mapping[str, int]
-    steps: tuple[CommitStep, ...]
+    steps: tuple[Rename, ...]
     final_files: Mapping[str, int]
     ready: Mapping[str, bytes] = field(default_factory=dict)
     final_contents: Mapping[str, bytes] = field(default_factory=dict)
@@ -120,7 +102,7 @@ class Commit:
     @property
     def aside(self) -> tuple[Rename, ...]:
         """The steps that set older files aside."""
-        return tuple(step for step in self.steps if isinstance(step, Rename) and step.name.endswith(OLDER))
+        return tuple(step for step in self.steps if step.name.endswith(OLDER))
 
 
 def pending_name(name: str, save_id: str) -> str:
@@ -146,9 +128,7 @@ def get_folder_state(files: Collection[str], index: bytes | None, single_file: s
     return FolderState(frozenset(files), frozenset(weights), frozenset(named))
 
 
-def plan_commit(
-    plan: SavePlan, folder_state: FolderState, *, can_rename: bool, bound: Mapping[str, bytes] = NOTHING_BOUND
-) -> Commit:
+def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, bytes] = NOTHING_BOUND) -> Commit:
     """Return the commit of a save in the hub's layout.
 
     ``bound`` are small files, by name, that change the meaning of the weights (the config of an adapter contains
@@ -159,23 +139,28 @@ def plan_commit(
     files = {file.name: file.nbytes for file in plan.files}
     final_files = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
     removed = tuple(obsolete(plan, folder_state))
-    aside: list[CommitStep] = []
-    if plan.single_file in folder_state.files and can_rename and (bound or plan.index is not None):
+    aside: list[Rename] = []
+    if plan.single_file in folder_state.files and (bound or plan.index is not None):
         aside = [Rename(plan.single_file, set_aside(plan))]
     if plan.index is None:
-        published = {name: pending_name(name, plan.save_id) for name in bound}
-        steps = [*aside, *(Publish(file, name) for name, file in published.items())]
+        pending = {name: pending_name(name, plan.save_id) for name in bound}
+        steps = [*aside, *(Rename(file, name) for name, file in pending.items())]
         steps.append(Rename(plan.files[0].name, plan.single_file))
-        made = {published[name]: content for name, content in bound.items()}
-        return Commit(
-            files, tuple(steps), final_files, made, bound, frozenset({*files, *made}) - final_files.keys(), removed
-        )
-    contents, absent = {plan.index_file: plan.index}, frozenset({plan.single_file})
-    ready = pending_name(plan.index_file, plan.save_id)
-    if plan.single_file in folder_state.files and not can_rename:
-        aside = [Remove(plan.single_file)]
-    into_place = (Publish(ready, plan.index_file), *aside)
-    return Commit(files, into_place, final_files, {ready: plan.index}, contents, absent | {ready}, removed)
+        ready = {pending[name]: content for name, content in bound.items()}
+        absent = frozenset({*files, *ready}) - final_files.keys()
+        return Commit(files, tuple(steps), final_files, ready, bound, absent, removed)
+    new_index = pending_name(plan.index_file, plan.save_id)
+    # An older single file is read instead of the index, so the step that sets it aside commits, and comes last.
+    steps = [Rename(new_index, plan.index_file), *aside]
+    return Commit(
+        files,
+        tuple(steps),
+        final_files,
+        ready={new_index: plan.index},
+        final_contents={plan.index_file: plan.index},
+        absent_files=frozenset({plan.single_file, new_index}),
+        obsolete=removed,
+    )
 
 
 def set_aside(plan: SavePlan) -> str:
@@ -270,7 +255,7 @@ class Renames:
         ready = pending_name(self.file, self.save_id)
         return Commit(
             files,
-            steps=(Publish(ready, self.file),),
+            steps=(Rename(ready, self.file),),
             final_files={},  # a later save may have taken these names by then
             ready={ready: self.to_bytes()},
             final_contents={self.file: self.to_bytes()},

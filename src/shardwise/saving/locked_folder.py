@@ -56,11 +56,9 @@ class LockedFolder:
         self.writer.sync_names()
 
     def _renew(self) -> None:
-        count = 0
         while not self._ended.wait(saving_lock.RENEWAL_S):
-            count += 1
             with contextlib.suppress(OSError, StorageError):  # the commit will find out
-                saving_lock.renew_lock(self.writer, self.save_id, count)
+                saving_lock.renew_lock(self.writer, self.save_id)
 
 
 @dataclass(slots=True)

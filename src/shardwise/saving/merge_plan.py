@@ -78,15 +78,6 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    """The addition of ``scaling`` times a tensor of the adapter."""
-
-    module: str
-    scaling: float
-    leaf: Expression
-
-
-@dataclass(frozen=True, slots=True)
 class Replaced:
     """The replacement of a tensor by one of the adapter."""
 
@@ -94,7 +85,7 @@ class Replaced:
     leaf: Expression
 
 
-Edit: TypeAlias = LowRank | Added | Replaced
+Edit: TypeAlias = LowRank | Replaced
 
 
 @dataclass(frozen=True)
@@ -274,11 +265,13 @@ class _MergePlanner:
         return adapter is None or adapter == self.adapter_name
 
     def sort_factor(self, factors: dict[str, _Matrices], key: str, leaf: Stored, found: re.Match[str]) -> None:
-        matrix, kind = found["matrix"], found["kind"] or "weight"
+        name = found["matrix"]
         if not self.belongs_to(found["adapter"]):
             self.fault("tensors that are not used", f"{shown(key)}: is of the adapter {shown(found['adapter'])}")
             return
-        name = matrix if kind == "weight" else f"{matrix}.{kind}"
+        if found["kind"] == "bias":
+            self.fault("tensors that are not used", f"{shown(key)}: lora_bias is not set")
+            return
         matrices = factors.setdefault(found["module"], {})
         if name in matrices:
             self.fault("tensors that are stored twice", f"{shown(key)} and {shown(matrices[name].key)}")
@@ -417,7 +410,6 @@ class _MergePlanner:
                 return
         magnitude = self.magnitude(module, shape[1 if form is WeightForm.COLUMNS else 0], matrices)
         self.add(place, named, LowRank(named, form, rank, self.config.scaling(named), a, b, magnitude), a.key)
-        self.fold_bias(module, named, matrices)
 
     def find_weight_form(
         self, place: tuple[object, str, Shape], *, is_parameter: bool, is_embedding: bool
@@ -443,21 +435,6 @@ class _MergePlanner:
         elif sorted(found.shape)[-1:] != [size] or any(other != 1 for other in sorted(found.shape)[:-1]):
             self.fault("shapes that do not fit", f"{shown(found.key)}: {found.shape}, but ({size},) is wanted")
         return found
-
-    def fold_bias(self, module: str, named: str, matrices: _Matrices) -> None:
-        bias = matrices.get("lora_B.bias")
-        for name in ("lora_A.bias", "lora_embedding_A.bias", "lora_embedding_B.bias", "lora_magnitude_vector.bias"):
-            if name in matrices:
-                self.fault("tensors that are not used", f"{shown(matrices[name].key)}: LoRA has no such bias")
-        if bias is None:
-            return
-        place = self.find(f"{module}.bias")
-        if place is None:
-            self.fault("modules that the base does not have", f"{shown(module)}.bias, wanted by {shown(bias.key)}")
-        elif bias.shape != place[2]:
-            self.fault("shapes that do not fit", f"{shown(bias.key)}: {bias.shape}, the base's bias is {place[2]}")
-        else:
-            self.add(place, named, Added(named, self.config.scaling(named), bias), bias.key)
 
 
 def _unwrapped(name: str) -> tuple[str, int]:

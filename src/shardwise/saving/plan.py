@@ -76,7 +76,6 @@ def plan_save(
     max_shard_bytes: int,
     parameters: int,
     save_id: str,
-    can_rename: bool = True,
     stem: str = MODEL,
     training: SavedTraining | None = None,
 ) -> SavePlan:
@@ -87,8 +86,6 @@ def plan_save(
         max_shard_bytes: the maximum of one file's tensors. A larger tensor has a file of its own.
         parameters: number of parameters of the model, for the index.
         save_id: the part of the file names that distinguishes them from those of any other save.
-        can_rename: whether the storage can atomically replace a file by a rename. If not, a single file has an
-            index too.
         stem: prefix of the file names.
         training: training state of an adapter, which is saved to a separate file, or None.
 
@@ -97,7 +94,7 @@ def plan_save(
     """
     groups = _grouped(tensors, max_shard_bytes)
     metadata = {"format": "pt"}
-    if len(groups) == 1 and can_rename:
+    if len(groups) == 1:
         files: tuple[NewFile, ...] = ()
         if training is not None:
             files = (lay_out(training_file(save_id), training.tensors, {**metadata, TRAINING_KEY: training.text}),)

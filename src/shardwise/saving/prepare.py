@@ -21,7 +21,7 @@ from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensor
 from shardwise.fsdp.torch_private import from_torch, saved_dtype
 from shardwise.models.four_bit import files
 from shardwise.models.revert import Output, names_in_file, revert
-from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
+from shardwise.models.selection import AdapterOnly, broadcast_names_outside, has_adapters
 from shardwise.ranks.world import World
 from shardwise.saving.plan import ADAPTER, MODEL, Saved, SavedTraining, SavePlan, arrange_writes, plan_save
 from shardwise.state.state_values import StateOptions
@@ -96,22 +96,16 @@ class PreparedSave:
 
 
 def tensors_to_save(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping[str, str]]:
-    """Return the tensors to save.
+    """Return the tensors to save, and for an adapter a map of names in its file to names in the model.
 
-    For an adapter, those that belong to it, and a map of names in its file to names in the model.
-
-    The state of its training comes last. Only one rank calls PEFT, which may query the hub for the base's config.
-    Collective: yes.
+    The tensors of an adapter are those that belong to it, followed by the state of its training. Collective: yes.
     """
     with world.collective("collect the state"):
         held = _collect(request)
     names = request.names
     if not isinstance(names, AdapterOnly):
         return held, {}
-    with world.broadcast("find tensors outside of the model") as exchange:
-        if world.rank == 0:
-            exchange.local = names_outside(request.model, held, names)
-    places: dict[str, str] = exchange.result
+    places = broadcast_names_outside(world, request.model, held, names)
     chosen = set(places.values())
     beside = [] if request.training is None else collect_tensors(request.training.module)
     return [*(item for item in held if chosen.intersection(item.names)), *beside], places
@@ -153,7 +147,7 @@ def prepare(
 
     ``places`` are an adapter's names, ``shares`` the parts that each rank contributes.
     """
-    _require_possible(request, policy)
+    _require_possible(request)
     layout = build_layout(held)
     outputs = files.with_file_shapes(held, build_outputs(request, layout, places))
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
@@ -165,7 +159,6 @@ def prepare(
         max_shard_bytes=request.max_shard_bytes,
         parameters=parameters,
         save_id=save_id,
-        can_rename=policy.can_rename,
         stem=request.stem,
         training=_saved_training(request, beside),
     )
@@ -200,17 +193,12 @@ def _saved_training(request: SaveRequest, beside: Mapping[str, Output]) -> Saved
     return SavedTraining(tensors, request.training.text)
 
 
-def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
+def _require_possible(request: SaveRequest) -> None:
     if request.names == "hub" and has_adapters(request.model):
         raise ConfigError(
             f"{type(request.model).__name__} has adapters of PEFT's, and the hub has no names for both together. "
             "Save the adapter by save_adapter, merge it first (merge_and_unload, shardwise "
             "merge-adapter), or pass names='internal' for all tensors as the model names them"
-        )
-    if isinstance(request.names, AdapterOnly) and not policy.can_rename:
-        raise ConfigError(
-            f"{os.fspath(request.directory)}: an adapter is one file, which takes its place in one step, and this "
-            "storage renames nothing. Save into a folder, and copy that"
         )
 
 

@@ -177,13 +177,12 @@ def _report(
 def _has_owners(world: World, writer: StorageWriter) -> bool:
     """Return whether a file must be written by a single rank. The same on every rank. Collective: yes.
 
-    This is so if a storage takes files as streams, and on a network file system for ranks on several machines,
-    which would undo each other's bytes in the blocks that they share.
+    This is so on a network file system, for ranks on several machines, which would undo each other's bytes in the
+    blocks that they share.
     """
-    policy = writer.policy
-    facts = world.all_gather_object((policy.has_random_writes, policy.block_bytes > 1, machine.boot_id()))
-    takes_ranges, has_blocks, hosts = zip(*facts, strict=True)
-    return not all(takes_ranges) or (any(has_blocks) and len(set(hosts)) > 1)
+    facts = world.all_gather_object((writer.policy.block_bytes > 1, machine.boot_id()))
+    has_blocks, hosts = zip(*facts, strict=True)
+    return any(has_blocks) and len(set(hosts)) > 1
 
 
 def _write_by_owners(

@@ -3,19 +3,14 @@
 [Note: The lock of a save] A save locks its folder with a file. The file identifies its holder, so that one left by
 a dead process can be detected and taken over.
 
-On a file system it has one name, which only one process can create. It is written just after: one that cannot be
-parsed is read again for a moment, then its process has died in between. Taking over is a rename, of which only one
-of several succeeds. An object store may have no file that only one process can create (it depends on the store, its
-age, and the client), and removes whatever has a name. There every save has a lock under its own name: it writes it,
-and then lists the folder. Of two saves that begin at once, at least the later one sees the other and gives up. A
-lock that is taken over is removed by its own name, so never another's by mistake. The store must list written files
-consistently, as S3, Google's, Azure's, HDFS and SFTP do. Otherwise the lock is advisory.
+It has one name, which only one process can create. It is written just after: one that cannot be parsed is read
+again for a moment, then its process has died in between. Taking over is a rename, of which only one of several
+succeeds.
 
 Liveness of a process can be checked if its id has the same meaning here: same kernel and same PID namespace
 (containers may share a host name, and even a folder, but not these). For other processes it is unknown. So a lock
-is renewed during its save, and contains the interval. On a file system its modification time changes, on a store
-that of a small companion file. If it does not change for a multiple of that interval, the lock is stale. Clocks are
-not compared.
+is renewed during its save, and contains the interval: its modification time changes. If it does not change for a
+multiple of that interval, the lock is stale. Clocks are not compared.
 
 A process has a list of its own active saves. A lock of its own for another save is stale, for example if a disk
 error prevented its removal. Any later save of this process takes it over.
@@ -31,10 +26,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardwise.core.errors import StorageError
@@ -42,12 +35,6 @@ from shardwise.core.machine import ProcessId
 from shardwise.files.storage import INCOMPLETE, StorageWriter
 
 LOCK_FILE = "shardwise.saving"
-
-_OBJECT_LOCK = re.compile(rf"{re.escape(LOCK_FILE)}\.([0-9a-f]{{8}})")
-"""Names of locks on an object store."""
-
-_HEARTBEAT = ".beat"
-"""Suffix of the file that is written again and again to renew such a lock."""
 
 _WRITTEN_S = 2.0
 """A lock that cannot be parsed after this time is that of a process that died while it wrote it."""
@@ -82,23 +69,17 @@ def take_lock(writer: StorageWriter, save_id: str) -> None:
     """
     _ACTIVE.add(save_id)
     try:
-        if _is_exclusive(writer):
-            _create(writer, save_id)
-        else:
-            _create_object(writer, save_id)
+        _create(writer, save_id)
         require_lock(writer, save_id)
     except BaseException:
         _ACTIVE.discard(save_id)
         raise
 
 
-def renew_lock(writer: StorageWriter, save_id: str, count: int) -> None:
-    """Renew the lock of this save for the ``count``-th time, unless another save has taken it over."""
+def renew_lock(writer: StorageWriter, save_id: str) -> None:
+    """Renew the lock of this save, unless another save has taken it over."""
     if holds_lock(writer, save_id):
-        if _is_exclusive(writer):
-            os.utime(os.path.join(writer.root, LOCK_FILE))
-        else:
-            writer.replace(_lock_file(writer, save_id) + _HEARTBEAT, str(count).encode())
+        os.utime(os.path.join(writer.root, LOCK_FILE))
 
 
 def release_lock(writer: StorageWriter, save_id: str) -> None:
@@ -109,16 +90,14 @@ def release_lock(writer: StorageWriter, save_id: str) -> None:
     """
     try:
         if holds_lock(writer, save_id):
-            writer.remove(_lock_file(writer, save_id))
-        if not _is_exclusive(writer):
-            writer.remove(_lock_file(writer, save_id) + _HEARTBEAT)
+            writer.remove(LOCK_FILE)
     finally:
         _ACTIVE.discard(save_id)
 
 
 def holds_lock(writer: StorageWriter, save_id: str) -> bool:
-    """Return True if the folder is locked by this save. On an object store others may be acquiring it as well."""
-    record = _LockRecord.from_bytes(writer.read(_lock_file(writer, save_id)))
+    """Return True if the folder is locked by this save."""
+    record = _LockRecord.from_bytes(writer.read(LOCK_FILE))
     return record is not None and record.save_id == save_id
 
 
@@ -128,29 +107,15 @@ def require_lock(writer: StorageWriter, save_id: str) -> None:
     Raises:
         StorageError: the lock is another save's, or does not exist.
     """
-    file = _lock_file(writer, save_id)
-    content = writer.read(file)
+    content = writer.read(LOCK_FILE)
     if content is None:
         raise StorageError(
-            f"{writer.root}: {file}, which the first rank created there, is not visible. Save to a directory that "
-            "all ranks share, and leave that file alone during the save"
+            f"{writer.root}: {LOCK_FILE}, which the first rank created there, is not visible. Save to a directory "
+            "that all ranks share, and leave that file alone during the save"
         )
     record = _LockRecord.from_bytes(content)
     if record is None or record.save_id != save_id:
-        raise _refusal(writer, file, record)
-
-
-def _is_exclusive(writer: StorageWriter) -> bool:
-    """Return True if only one of several processes can create a file, and renaming it is one step."""
-    return writer.policy.has_random_writes
-
-
-def _lock_file(writer: StorageWriter, save_id: str) -> str:
-    return LOCK_FILE if _is_exclusive(writer) else f"{LOCK_FILE}.{save_id}"
-
-
-def _object_locks(files: Collection[str]) -> set[str]:
-    return {file for file in files if _OBJECT_LOCK.fullmatch(file)}
+        raise _refusal(writer, record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +163,7 @@ def _lock_content(save_id: str) -> bytes:
 
 
 def _create(writer: StorageWriter, save_id: str) -> None:
-    """Create the only lock file of a file system, after a stale one has been removed."""
+    """Create the lock file, after a stale one has been removed."""
     _take_over(writer)
     content = _lock_content(save_id)
     try:
@@ -206,7 +171,7 @@ def _create(writer: StorageWriter, save_id: str) -> None:
     except StorageError as error:
         found = writer.read(LOCK_FILE)
         if found is not None:
-            raise _refusal(writer, LOCK_FILE, _LockRecord.from_bytes(found)) from error
+            raise _refusal(writer, _LockRecord.from_bytes(found)) from error
         raise
     try:
         writer.write(LOCK_FILE, 0, [memoryview(content)])
@@ -223,7 +188,7 @@ def _take_over(writer: StorageWriter) -> None:
     Raises:
         StorageError: the lock is not stale.
     """
-    content = _require_stale(writer, LOCK_FILE)
+    content = _require_stale(writer)
     if content is None:
         return
     aside = f".{LOCK_FILE}.{secrets.token_hex(4)}{INCOMPLETE}"
@@ -232,86 +197,59 @@ def _take_over(writer: StorageWriter) -> None:
     except StorageError as error:
         if writer.read(LOCK_FILE) is not None:
             raise
-        raise _refusal(writer, LOCK_FILE, _LockRecord.from_bytes(content)) from error  # another save was faster
+        raise _refusal(writer, _LockRecord.from_bytes(content)) from error  # another save was faster
     if writer.read(aside) != content:
         writer.rename(aside, LOCK_FILE)
-        raise _refusal(writer, LOCK_FILE, None)
+        raise _refusal(writer, None)
     writer.remove(aside)
 
 
-def _create_object(writer: StorageWriter, save_id: str) -> None:
-    """Create a lock under its own name, when all others are stale, and remove those.
-
-    Raises:
-        StorageError: a lock is not stale, or another one has appeared.
-    """
-    stale = _object_locks(writer.list())
-    for file in sorted(stale):
-        _require_stale(writer, file)
-    own = _lock_file(writer, save_id)
-    try:
-        writer.replace(own, _lock_content(save_id))
-        for file in sorted(_object_locks(writer.list()) - stale - {own}):
-            _require_stale(writer, file, is_patient=False)
-            stale.add(file)
-    except BaseException:
-        with contextlib.suppress(StorageError):
-            writer.remove(own)
-        raise
-    for file in sorted(stale):
-        writer.remove(file)
-        writer.remove(file + _HEARTBEAT)
-
-
-def _require_stale(writer: StorageWriter, file: str, *, is_patient: bool = True) -> bytes | None:
-    """Return the content of a lock file, or None if there is none.
-
-    ``is_patient`` waits for a renewal, which a save must not do while it has a lock that is not renewed yet.
+def _require_stale(writer: StorageWriter) -> bytes | None:
+    """Return the content of the lock file, or None if there is none.
 
     Raises:
         StorageError: the lock is not stale.
     """
-    content, deadline = writer.read(file), time.monotonic() + _WRITTEN_S
-    while _is_exclusive(writer) and content is not None and _LockRecord.from_bytes(content) is None:
+    content, deadline = writer.read(LOCK_FILE), time.monotonic() + _WRITTEN_S
+    while content is not None and _LockRecord.from_bytes(content) is None:
         if time.monotonic() > deadline:
             return content
         time.sleep(_POLL_S)
-        content = writer.read(file)
+        content = writer.read(LOCK_FILE)
     record = _LockRecord.from_bytes(content)
-    is_stale = record is not None and (record.is_stale or (is_patient and _is_silent(writer, file, record)))
+    is_stale = record is not None and (record.is_stale or _is_silent(writer, record))
     if content is not None and not is_stale:
-        raise _refusal(writer, file, record)
+        raise _refusal(writer, record)
     return content
 
 
-def _is_silent(writer: StorageWriter, file: str, record: _LockRecord) -> bool:
+def _is_silent(writer: StorageWriter, record: _LockRecord) -> bool:
     """Return True if a lock of another machine is not renewed during some of its intervals, and wait for these."""
     if record.renewed_s <= 0 or record.process.is_visible:
         return False
-    first, deadline = _changed_at(writer, file), time.monotonic() + _MAX_MISSED * record.renewed_s
+    first, deadline = _changed_at(writer), time.monotonic() + _MAX_MISSED * record.renewed_s
     while first is not None and time.monotonic() < deadline:
-        time.sleep(_POLL_S if _is_exclusive(writer) else max(_POLL_S, record.renewed_s / 4))
-        if _changed_at(writer, file) != first:
+        time.sleep(_POLL_S)
+        if _changed_at(writer) != first:
             return False
     return first is not None
 
 
-def _changed_at(writer: StorageWriter, file: str) -> object:
-    """Return a value that changes with each renewal of a lock, or None if there is no lock."""
-    if not _is_exclusive(writer):
-        return None if writer.read(file) is None else (writer.read(file + _HEARTBEAT) or b"")
+def _changed_at(writer: StorageWriter) -> int | None:
+    """Return the modification time of the lock file in ns, or None if there is no lock."""
     try:
-        with open(os.path.join(writer.root, file), "rb") as opened:  # bypasses the caches of a network file system
+        # Opened, and not only os.stat: a network file system revalidates its cached attributes at open.
+        with open(os.path.join(writer.root, LOCK_FILE), "rb") as opened:
             return os.fstat(opened.fileno()).st_mtime_ns
     except OSError:
         return None
 
 
-def _refusal(writer: StorageWriter, file: str, record: _LockRecord | None) -> StorageError:
+def _refusal(writer: StorageWriter, record: _LockRecord | None) -> StorageError:
     holder = "its lock file cannot be read"
     if record is not None:
         holder = f"process {record.process.pid} on {record.process.host}"
     return StorageError(
         f"{writer.root}: another save is writing here ({holder}). Wait for it, or save to another directory. If "
-        f"that process is gone, remove {file} from the directory"
+        f"that process is gone, remove {LOCK_FILE} from the directory"
     )

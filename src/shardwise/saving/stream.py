@@ -70,19 +70,39 @@ def walk_tensors(
         held, outputs, sender = _prepare_sender(world, model, names, only, arguments, on_differing_buffers, options)
         targets = range(1) if to == "first_rank" else range(world.size)
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
-        shapes = {key: output.shape for key, output in outputs.items()}
-        moves = [
-            Move(key, item.expression, dtypes[key].itemsize, full_on_ranks(targets, item.shape, world.size))
-            for key, item in outputs.items()
-        ]
-        with world.collective("plan the rounds"):
-            rounds = plan_rounds([moves], sender.shares, options.bucket_bytes // 2)
-        staging_device = _staging_device(held)
-        device = (options.device or staging_device) if world.rank in targets else torch.device("meta")
-        received = _ReceivedTensors(shapes, dtypes, device)
-        arrivals = ShardExchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
-        with contextlib.closing(arrivals), _report_exit():
-            yield from received.completed_by(arrivals)
+        device = options.device if world.rank in targets else torch.device("meta")
+        # Half a bucket: while one round travels, the caller has the tensors of the round before.
+        tensors = _gather_full(world, outputs, dtypes, sender, targets, held, device, options.bucket_bytes // 2)
+        with _report_exit():
+            yield from tensors
+
+
+def _gather_full(
+    world: World,
+    outputs: Mapping[str, Output],
+    dtypes: Mapping[str, torch.dtype],
+    sender: ShardSender,
+    targets: range,
+    held: Sequence[TensorRef],
+    device: torch.device | None,
+    bucket_bytes: int,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors of the model, whole, on ``device`` (by default that of the model). Collective: yes.
+
+    ``targets`` are the ranks that receive the values. The others pass meta as their device.
+    """
+    moves = [
+        Move(key, item.expression, dtypes[key].itemsize, full_on_ranks(targets, item.shape, world.size))
+        for key, item in outputs.items()
+    ]
+    with world.collective("plan the rounds"):
+        rounds = plan_rounds([moves], sender.shares, bucket_bytes)
+    staging_device = compute_device(held, held[0].local.device if held else None)
+    shapes = {key: item.shape for key, item in outputs.items()}
+    received = _ReceivedTensors(shapes, dtypes, device or staging_device)
+    arrivals = ShardExchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
+    with contextlib.closing(arrivals):
+        yield from received.completed_by(arrivals)
 
 
 @dataclass(frozen=True)
@@ -133,10 +153,7 @@ def _prepare_sender(
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
     chosen: dict[str, str] = {}
     if isinstance(only, selection.AdapterOnly):
-        with world.broadcast("find tensors outside of the model") as exchange:
-            if world.rank == 0:
-                exchange.local = selection.names_outside(model, held, only)
-        chosen = exchange.result
+        chosen = selection.broadcast_names_outside(world, model, held, only)
         wanted = set(chosen.values())
         held = [item for item in held if wanted.intersection(item.names)]
     shares = agree_on_shares(world, held, on_differing_buffers).by_name
@@ -164,10 +181,11 @@ def _merging(
     Collective: yes.
     """
     layout, shares = build_layout(held), sender.shares
-    needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
-    matrices = _gather_full(
-        world, [Output.unchanged(name, layout.by_name[name]) for name in needed], sender, options
-    )
+    factors = [name for pair in adapted.factors.values() for name in (pair.lora_A, pair.lora_B)]
+    outputs = {name: Output.unchanged(name, layout.by_name[name]) for name in factors}
+    dtypes = {name: to_torch(output.dtype) for name, output in outputs.items()}
+    every_rank = range(world.size)
+    matrices = dict(_gather_full(world, outputs, dtypes, sender, every_rank, held, None, options.bucket_bytes))
     base_held = {name: sender.held[fqn] for name, fqn in adapted.inside.items()}
     with world.collective("plan packed rows"):
         packed = packed_rows(base_held)
@@ -233,29 +251,6 @@ def tensors_to_come(
     """
     outputs, _ = _select_outputs(model, _collect(model, names, only), names, only)
     return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in outputs.items()}
-
-
-def _staging_device(held: Sequence[TensorRef]) -> torch.device:
-    return compute_device(held, held[0].local.device if held else None)
-
-
-def _gather_full(
-    world: World, outputs: Sequence[Output], sender: ShardSender, options: StreamOptions
-) -> dict[str, torch.Tensor]:
-    """Return tensors of the model, whole on every rank. Collective: yes."""
-    moves = [
-        Move(
-            item.key, item.expression, item.dtype.itemsize, full_on_ranks(range(world.size), item.shape, world.size)
-        )
-        for item in outputs
-    ]
-    dtypes = {item.key: to_torch(item.dtype) for item in outputs}
-    staging_device = _staging_device(list(sender.held.values()))
-    received = _ReceivedTensors({item.key: item.shape for item in outputs}, dtypes, staging_device)
-    with world.collective("plan the rounds"):
-        rounds = plan_rounds([moves], sender.shares, options.bucket_bytes)
-    arrivals = ShardExchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
-    return dict(received.completed_by(arrivals))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from shardwise.files.urls import shown
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.ranks.world import World
 from shardwise.saving.commit import begin_save, commit_save, undo_save
-from shardwise.saving.merge_plan import Added, Edit, LowRank, Replaced, WeightForm
+from shardwise.saving.merge_plan import Edit, LowRank, Replaced, WeightForm
 from shardwise.saving.plan import Saved, SavePlan
 from shardwise.saving.write import LocalFiles, WrittenTensors
 from shardwise.transfer.memory import in_background, trim_heap
@@ -299,8 +299,6 @@ def _applied(
     match edit:
         case Replaced():
             return next(inputs).to(value.dtype)
-        case Added(_, scaling, _):
-            return torch.add(value, next(inputs).to(value.dtype), alpha=scaling)
         case LowRank():
             a, b = next(inputs).to(value.dtype), next(inputs).to(value.dtype)
             return torch.add(value, _delta(edit, a, b, box, shape), alpha=edit.scaling)

@@ -172,8 +172,8 @@ def write_by_owners(
 ) -> WrittenTensors:
     """Create, write and sync every file, each on one rank that receives the other ranks' shards.
 
-    For storages that take a file from one writer only. A file is written without a gap, its header first, and is
-    complete when it has been synced. Files of different ranks are written concurrently.
+    For network file systems with ranks on several machines (``WritePolicy.block_bytes``). A file is written without
+    a gap, its header first. Files of different ranks are written concurrently.
 
     Args:
         world: the ranks.

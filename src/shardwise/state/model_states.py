@@ -31,7 +31,7 @@ from shardwise.fsdp.torch_private import from_torch, fsdp_params, in_memory
 from shardwise.loading.load import set_value
 from shardwise.models.initialize import Initializers
 from shardwise.models.lora.inject import exchange_experts
-from shardwise.models.selection import Selection, names_outside
+from shardwise.models.selection import Selection, broadcast_names_outside
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.state import state_values
@@ -105,10 +105,7 @@ def collect_model(
     with world.collective("collect the tensors"):
         held = collect_tensors(model)
     require_alike_models(world, held, [])
-    with world.broadcast("find tensors outside of the model") as exchange:
-        if world.rank == 0:
-            exchange.local = names_outside(model, held, only)
-    names: dict[str, str] = exchange.result
+    names = broadcast_names_outside(world, model, held, only)
     wanted = set(names.values())
     chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
     with world.collective("check for values"):
@@ -141,10 +138,7 @@ def set_model_values(
         with world.collective("collect the tensors"):
             held = collect_tensors(model)
         require_alike_models(world, held, [])
-        with world.broadcast("find tensors outside of the model") as exchange:
-            if world.rank == 0:
-                exchange.local = names_outside(model, held, only)
-        names: dict[str, str] = exchange.result
+        names = broadcast_names_outside(world, model, held, only)
         provided = values.describe(world)
         places = _target_slots(held, names)
         of = {place.names[0]: item for place, item in places}

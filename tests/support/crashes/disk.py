@@ -19,7 +19,7 @@ from tests.support.crashes.effects import (
 )
 
 from shardwise.core.errors import StorageError
-from shardwise.files.storage import INCOMPLETE, WritePolicy
+from shardwise.files.storage import INCOMPLETE
 
 _AROUND = ".."
 """The folder in which the root lies."""
@@ -39,8 +39,6 @@ _AROUND = ".."
 # - A rename is one step for who looks on. After a crash the new name leads to the whole file or to what it led to
 #   before; the old name may have stayed beside it.
 # - A folder's name is one in the folder around it, with which it lasts or is lost, with all that is in it.
-#
-# A store that takes files as streams shows a file whole when it is synced, replaced or removed, and never loses it.
 #
 # All effects of one save are put into one order, that in which they happened, so a crash comes between any two of
 # them, or within `rename` and `replace`, which are several. A process that is killed leaves all that it did, and of
@@ -124,7 +122,6 @@ class Disk:
         self.names |= {f"{folder}/": DiskFile(bytearray()) for folder in self.folders}
         self.durable_names = dict(self.names)
         self.namings: list[Naming] = []
-        self.streams: dict[tuple[int, str], DiskFile] = {}
         self.opened: dict[tuple[int, str], DiskFile] = {}
         self.interims = 0
 
@@ -186,11 +183,11 @@ class Disk:
 DiskStep: TypeAlias = Callable[[Disk], None]
 
 
-def steps_of(effect: Effect, policy: WritePolicy) -> list[DiskStep]:
+def steps_of(effect: Effect) -> list[DiskStep]:
     """What an effect does to the disk, in steps between which a process or the machine may die."""
     if isinstance(effect, Partly):
-        return steps_of(effect.effect, policy)[: effect.steps]
-    return list(_steps(effect) if policy.has_random_writes else [lambda disk: _stream(disk, effect)])
+        return steps_of(effect.effect)[: effect.steps]
+    return list(_steps(effect))
 
 
 def _steps(effect: Effect) -> Iterator[DiskStep]:
@@ -234,27 +231,6 @@ def _replacing(writer: int, file: str, content: bytes) -> Iterator[DiskStep]:
     yield lambda _: fresh.sync(writer)
     yield lambda disk: disk.name(fresh, file, interim)
     yield lambda disk: disk.sync_names(folder)
-
-
-def _stream(disk: Disk, effect: Effect) -> None:
-    """An effect on a store that takes files as streams, and shows and keeps them whole."""
-    match effect:
-        case Created(writer, file, nbytes):
-            disk.streams[writer, file] = DiskFile(bytearray(nbytes))
-        case Wrote(writer, file, start, content):
-            put(disk.streams[writer, file].durable, start, content)
-        case Synced(writer, file) if (writer, file) in disk.streams:
-            disk.names[file] = disk.streams.pop((writer, file))
-        case ReplacedFile(_, file, content):
-            disk.names[file] = DiskFile(bytearray(content))
-        case Removed(writer, file):
-            disk.streams.pop((writer, file), None)
-            disk.names.pop(file, None)
-        case Renamed(_, file):
-            raise StorageError(f"{file}: renamed in a store that cannot rename; pass the policy of its writer")
-        case _:
-            pass
-    disk.durable_names = dict(disk.names)
 
 
 def put(content: bytearray, start: int, part: bytes) -> None:

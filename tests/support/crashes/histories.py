@@ -8,7 +8,6 @@ from tests.support.crashes.effects import Called, Entry, Failed, Killed, Returne
 from tests.support.crashes.states import CrashState, states_after_crash
 
 from shardwise.files.open_checkpoint import open_checkpoint
-from shardwise.files.storage import LOCAL_WRITES, WritePolicy
 
 Seen = TypeVar("Seen")
 
@@ -60,7 +59,6 @@ def assert_nothing_is_lost(
     look: Callable[[CrashState], Seen],
     saves: Mapping[str, Seen],
     *,
-    policy: WritePolicy = LOCAL_WRITES,
     samples: int = 8,
     seed: int = 0,
     since: int = 0,
@@ -72,7 +70,6 @@ def assert_nothing_is_lost(
         entries: what all processes did, and what became of their calls.
         look: reads all that counts. It is not called twice for the same files.
         saves: what is seen of each save, by the name that the entries have for it, and of :data:`BEFORE`.
-        policy: of the storage.
         samples: see :func:`states_after_crash`.
         seed: likewise.
         since: likewise.
@@ -85,7 +82,7 @@ def assert_nothing_is_lost(
     """
     count = 0
     known: dict[frozenset[tuple[str, bytes]], Seen] = {}
-    for state in states_after_crash(before, entries, policy=policy, samples=samples, seed=seed, since=since):
+    for state in states_after_crash(before, entries, samples=samples, seed=seed, since=since):
         count += 1
         files = frozenset(state.files.items())
         if files not in known:

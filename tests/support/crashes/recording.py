@@ -24,13 +24,12 @@ from tests.support.crashes.effects import (
 )
 
 from shardwise.files.local_writer import LocalWriter
-from shardwise.files.objects import ObjectWriter
 from shardwise.files.storage import StorageWriter
 
 PARENT: Final = ".."
 """The folder in which the root lies."""
 
-_CALLS: Final = ("create", "write", "sync", "rename", "publish", "replace", "remove", "sync_names")
+_CALLS: Final = ("create", "write", "sync", "rename", "replace", "remove", "sync_names")
 """The methods of a writer that have effects."""
 
 
@@ -38,7 +37,7 @@ _CALLS: Final = ("create", "write", "sync", "rename", "publish", "replace", "rem
 def recorded(
     log: EffectLog, root: str | os.PathLike[str], *, writer: int = 0, before: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Notes what every local and every object writer does below ``root`` within the block, opened by any code.
+    """Notes what every local writer does below ``root`` within the block, opened by any code.
 
     Folders that are made, removed or synced there are noted, too, even where that is done beside any writer; what
     else is done to files beside writers is not, so that a replay does not end with what is really there.
@@ -47,15 +46,15 @@ def recorded(
 
     Args:
         log: shared with whom else writes there.
-        root: a folder, which need not be there yet, or a URL.
+        root: a folder, which need not be there yet.
         writer: tells this process from others (the rank).
         before: called before each effect; it may wait, raise, or end the process.
     """
     seen = _SeenRoot(log, os.fspath(root), writer, before)
     with ExitStack() as stack:
-        for kind in (LocalWriter, ObjectWriter):
-            for name in _CALLS:
-                stack.enter_context(mock.patch.object(kind, name, seen.of_writer(name, getattr(kind, name))))
+        for name in _CALLS:
+            original = getattr(LocalWriter, name)
+            stack.enter_context(mock.patch.object(LocalWriter, name, seen.of_writer(name, original)))
         for name, effect in (("mkdir", FolderMade), ("rmdir", FolderRemoved)):
             stack.enter_context(mock.patch.object(os, name, seen.of_folder(getattr(os, name), effect)))
         stack.enter_context(mock.patch.object(os, "fsync", seen.of_sync(os.fsync)))
@@ -67,7 +66,7 @@ class _SeenRoot:
 
     def __init__(self, log: EffectLog, root: str, writer: int, before: Callable[[], None]) -> None:
         self._log = log
-        self._root = root.rstrip("/") if "://" in root else os.path.abspath(root)
+        self._root = os.path.abspath(root)
         self._writer = writer
         self._before = before
         self._inside = threading.local()
@@ -79,7 +78,7 @@ class _SeenRoot:
             if folder is None or getattr(self._inside, "note", None) is not None:
                 return original(writer, *args)  # in the latter case as a part of what is noted
             with self._effect(folder) as note:
-                effects = _effects_of(writer, name, self._writer, folder, args)
+                effects = _effects_of(name, self._writer, folder, args)
                 result = original(writer, *args)
                 for effect in effects:
                     note(effect)
@@ -137,7 +136,7 @@ class _SeenRoot:
                 self._inside.note = self._inside.folder = None
 
 
-def _effects_of(inner: StorageWriter, name: str, writer: int, folder: str, args: Sequence[Any]) -> list[Effect]:
+def _effects_of(name: str, writer: int, folder: str, args: Sequence[Any]) -> list[Effect]:
     """What a call of the method ``name`` is about to do."""
 
     def at(file: str) -> str:
@@ -152,10 +151,6 @@ def _effects_of(inner: StorageWriter, name: str, writer: int, folder: str, args:
             return [Synced(writer, at(file))]
         case "rename", (file, new):
             return [Renamed(writer, at(file), at(new))]
-        case "publish", (file, new) if inner.policy.can_rename:
-            return [Renamed(writer, at(file), at(new))]
-        case "publish", (file, new):  # a copy within the store, and a removal
-            return [ReplacedFile(writer, at(new), inner.read(file) or b""), Removed(writer, at(file))]
         case "replace", (file, content):
             return [ReplacedFile(writer, at(file), bytes(content))]
         case "remove", (file,):

@@ -11,8 +11,6 @@ from tests.support.crashes.disk import Disk, DiskFile, Naming, Write, folders_ar
 from tests.support.crashes.effects import Called, Effect, Entry, Failed, Killed, Partly, Returned
 from tests.support.memory_storage import MemoryReader
 
-from shardwise.files.storage import LOCAL_WRITES, WritePolicy
-
 _BLOCK_BYTES: Final = 4096
 """What a disk writes whole or not at all."""
 
@@ -69,7 +67,6 @@ def states_after_crash(
     before: Mapping[str, bytes],
     effects: Sequence[Entry],
     *,
-    policy: WritePolicy = LOCAL_WRITES,
     samples: int = 8,
     seed: int = 0,
     since: int = 0,
@@ -97,7 +94,7 @@ def states_after_crash(
                 if number >= since:
                     yield from _states_now(disk, number + 1, f"after {effect}", samples, draw)
                 continue
-        steps = steps_of(effect, policy)
+        steps = steps_of(effect)
         for index, step in enumerate(steps):
             step(disk)
             is_last = index == len(steps) - 1
@@ -107,16 +104,14 @@ def states_after_crash(
             yield from _states_now(disk, number + is_last, moment, samples, draw)
 
 
-def states_after_kill(
-    before: Mapping[str, bytes], effects: Sequence[Entry], *, policy: WritePolicy = LOCAL_WRITES
-) -> Iterator[KilledState]:
+def states_after_kill(before: Mapping[str, bytes], effects: Sequence[Entry]) -> Iterator[KilledState]:
     """What is found after a kill of the process at any moment of a save, before each step of each effect."""
     disk = Disk(before)
     yield KilledState((), _seen(disk, 0, "before everything"))
     for number, effect in enumerate(effects):
         if isinstance(effect, (Called, Returned, Failed, Killed)):
             continue
-        steps = steps_of(effect, policy)
+        steps = steps_of(effect)
         for index, step in enumerate(steps):
             step(disk)
             is_last = index == len(steps) - 1
