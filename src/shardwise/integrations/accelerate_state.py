@@ -38,7 +38,7 @@ def save_state(
     folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
     with World.current(call="save_state") as world:
         with world.collective("check the folder"):
-            _require_one_each("save_state", *compat.prepared_counts(accelerator))
+            _require_one_each("save_state", *map(len, compat.get_prepared(accelerator)))
         world.require_equal(str(folder), "the folder to save into")
         with state_saved(world, folder, is_new=is_named) as (saving, work):
             config.automatic_checkpoint_naming = False
@@ -73,7 +73,7 @@ def load_state(
         with World.current(call="load_state") as world:
             if accelerator.is_fsdp2:
                 with world.collective("check the folder"):
-                    _require_one_each("load_state", *compat.prepared_counts(accelerator))
+                    _require_one_each("load_state", *map(len, compat.get_prepared(accelerator)))
             if is_numbered:
                 with world.broadcast("find the latest checkpoint") as exchange:
                     if world.rank == 0:
