@@ -33,7 +33,7 @@ from shardwise.core.expression import (
 from shardwise.core.formatting import few_names
 from shardwise.core.layout import ModelLayout
 from shardwise.core.tensors import numel
-from shardwise.fsdp.torch_private import from_torch, to_torch, tree_leaves, without_data
+from shardwise.fsdp.torch_private import from_torch, make_without_memory, to_torch, tree_leaves
 
 GetDtype: TypeAlias = Callable[[str], torch.dtype]
 """Returns the dtype that a tensor gets, by its name."""
@@ -227,7 +227,7 @@ class Recorded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, expression: Expression, dtype: torch.dtype) -> Recorded:
-        made: Recorded = without_data(cls, expression.shape, dtype)
+        made: Recorded = make_without_memory(cls, expression.shape, dtype)
         made.expression = expression
         return made
 

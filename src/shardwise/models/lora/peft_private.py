@@ -28,7 +28,7 @@ from shardwise.core.untrusted import Pattern
 from shardwise.fsdp.named_tensors import local_tensor
 from shardwise.fsdp.torch_private import original_class
 from shardwise.models import pretrained
-from shardwise.models.four_bit.layers import is_in_four_bits, patched_shapes
+from shardwise.models.four_bit.layers import is_in_four_bits, patch_shapes
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -151,7 +151,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
     is_explicit = not is_new and bool(explicit) and all(name in names for name in explicit)
     quiet = warnings.catch_warnings()
     unconverted = _without_conversion() if is_explicit else nullcontext()
-    with quiet, unconverted, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), patched_shapes(base):
+    with quiet, unconverted, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), patch_shapes(base):
         warnings.simplefilter("ignore")  # rejected before, or in the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
