@@ -27,23 +27,30 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import shardwise
+from shardwise import cli
+from shardwise.core.errors import find_private
+from shardwise.fsdp import gradients, torch_private
+from shardwise.integrations import fsdp_ram_efficient_loading
+from shardwise.models.lora import peft_private
+
 SOURCE = Path(__file__).parents[2] / "src"
 NEEDS_A_NAME = "shardwise.models.activations"
 """The module that cannot be imported without a name."""
-NAME = re.compile(r"(torch|transformers|accelerate|peft)[\w.]*:[\w.]+")
+NAME = re.compile(r"(torch|transformers|accelerate|peft)[\w.]*:\w[\w.]*")
 
 
-def sources() -> dict[str, ast.Module]:
-    """The modules of the package, by name."""
-    paths = {path.relative_to(SOURCE).with_suffix(""): path for path in SOURCE.rglob("*.py")}
-    trees = {".".join(short.parts): ast.parse(path.read_text()) for short, path in sorted(paths.items())}
-    return {name.removesuffix(".__init__"): tree for name, tree in trees.items() if "__main__" not in name}
+def sources() -> dict[str, str]:
+    """The texts of the package's modules, by name."""
+    paths = {path.relative_to(SOURCE).with_suffix(""): path for path in sorted(SOURCE.rglob("*.py"))}
+    texts = {".".join(short.parts).removesuffix(".__init__"): path.read_text() for short, path in paths.items()}
+    return {name: text for name, text in texts.items() if "__main__" not in name}
 
 
-def private_names(tree: ast.AST) -> Iterator[str]:
+def private_names(text: str) -> Iterator[str]:
     """The names in a module, as in ``torch._C:_current_graph_task_id``."""
     owners: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(text)) if NAME.search(text) else ():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "require_private":
             owner, names = map(ast.literal_eval, node.args[:2])
             owners.add(node.args[0])
@@ -144,23 +151,17 @@ LORA = {"r": 2, "target_modules": ["model.layers.0.self_attn.q_proj"]}
 
 
 def opened(folder: Path, name: str = "llama", **keywords: Any) -> Any:
-    import shardwise
-
     return shardwise.from_pretrained(
         str(folder / name), options=shardwise.options.LoadOptions(progress=False), **keywords
     )
 
 
 def inspect(folder: Path) -> None:
-    from shardwise.cli import main
-
     with contextlib.redirect_stdout(io.StringIO()):
-        main(["inspect", str(folder / "llama")], standalone_mode=False)
+        cli.main(["inspect", str(folder / "llama")], standalone_mode=False)
 
 
 def module(folder: Path) -> None:
-    import shardwise
-
     shardwise.save(Net(), "net")
     with torch.device("meta"):
         model = Net()
@@ -168,26 +169,19 @@ def module(folder: Path) -> None:
 
 
 def renamed(folder: Path) -> None:
-    import shardwise
-
     shardwise.save(nn.Linear(4, 4), "linear")
     shardwise.load(nn.Sequential(nn.Linear(4, 4)), "linear", key_mapping={"^": "0."})
 
 
 def sharded(folder: Path) -> None:
-    import shardwise
-    from shardwise.fsdp.gradients import clip_gradients
-
     model = Net()
     with one_rank():
         shardwise.shard(model, shardwise.Sharding(wrap="whole_model"))
         model(torch.randn(3, 4)).sum().backward()
-        clip_gradients(list(model.parameters()), 1e-3)
+        gradients.clip_gradients(list(model.parameters()), 1e-3)
 
 
 def process_group(folder: Path) -> None:
-    from shardwise.fsdp import torch_private
-
     with one_rank():
         torch_private.default_store()
         torch_private.set_timeout(60)
@@ -196,14 +190,10 @@ def process_group(folder: Path) -> None:
 
 
 def strided(_: Path) -> None:
-    from shardwise.fsdp import torch_private
-
     assert torch_private.local_runs(8, ((_StridedShard(0, split_factor=2), 2, 0),)) == ((0, 2), (4, 2))
 
 
 def checkpoint(folder: Path) -> None:
-    import shardwise
-
     model = Net()
     state = shardwise.TrainState(model, torch.optim.AdamW(model.parameters()))
     with shardwise.Checkpointer("checkpoints") as checkpointer:
@@ -212,21 +202,15 @@ def checkpoint(folder: Path) -> None:
 
 
 def pretrained(folder: Path) -> None:
-    import shardwise
-
     shardwise.save(opened(folder), "saved")
 
 
 def not_loaded(folder: Path) -> None:
-    import shardwise
-
     config = transformers.AutoConfig.from_pretrained(folder / "mixtral")
     shardwise.save(transformers.MixtralForCausalLM(config), "not loaded")
 
 
 def initialized(folder: Path) -> None:
-    import shardwise
-
     opened(folder, resize_vocab=shardwise.options.ResizeVocab(9))
 
 
@@ -239,59 +223,41 @@ def registered_class(folder: Path) -> None:
 
 
 def own_code(folder: Path) -> None:
-    import shardwise
-
     Own.register_for_auto_class("AutoModelForCausalLM")
     shardwise.save(opened(folder, "own", model_class=Own), "own code")
 
 
 def converted(folder: Path) -> None:
-    import shardwise
-
     shardwise.save(opened(folder, "mixtral"), "saved mixtral")
 
 
 def lora(folder: Path) -> None:
-    import shardwise
-
     model = opened(folder, tuning=shardwise.Lora(LoraConfig(**LORA)))
     shardwise.save_adapter(model, "saved adapter")
 
 
 def existing_lora(folder: Path) -> None:
-    import shardwise
-
     opened(folder, tuning=shardwise.ExistingLora(folder / "adapter"))
 
 
 def earlier_lora(_: Path) -> None:
-    from shardwise.models.lora import peft_private
-
     assert peft_private.scaling(LoraConfig(**LORA), "q_proj", 2) == 4
 
 
 def merged(folder: Path) -> None:
-    import shardwise
-
     shardwise.merge_adapter(folder / "llama", folder / "adapter", "merged")
 
 
 def plan(folder: Path) -> None:
-    import shardwise
-
     shardwise.plan(str(folder / "llama"), ranks=2)
 
 
 def plan_of_activations(folder: Path) -> None:
-    import shardwise
-
     step = {"per_device_train_batch_size": 1, "max_length": 4, "tuning": shardwise.Full()}
     shardwise.plan(str(folder / "llama"), ranks=2, **step)
 
 
 def bank(folder: Path) -> None:
-    import shardwise
-
     own = shardwise.AdapterBank(opened(folder, dtype="float32"))
     ids = torch.ones(2, 4, dtype=torch.int64)
     for name in ("ada", "bob"):
@@ -300,19 +266,14 @@ def bank(folder: Path) -> None:
 
 
 def trainer(folder: Path) -> None:
-    from shardwise.integrations import for_trainer
-
-    for_trainer(opened(folder))
+    shardwise.integrations.for_trainer(opened(folder))
 
 
 def accelerating(folder: Path) -> None:
-    import shardwise
-    from shardwise.integrations import accelerate, fsdp_ram_efficient_loading
-
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     environment = patch_environment(LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
-    with environment, one_rank(), fsdp_ram_efficient_loading(), accelerate():
+    with environment, one_rank(), fsdp_ram_efficient_loading(), shardwise.integrations.accelerate():
         transformers.LlamaForCausalLM.from_pretrained(folder / "llama")
         shardwise.shard(model, shardwise.Sharding(wrap="whole_model"), optimizers=[optimizer])
         accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
@@ -320,31 +281,10 @@ def accelerating(folder: Path) -> None:
         accelerator.save_state("accelerate")
 
 
-FEATURES: tuple[Callable[[Path], None], ...] = (
-    inspect,
-    module,
-    renamed,
-    sharded,
-    process_group,
-    strided,
-    checkpoint,
-    pretrained,
-    not_loaded,
-    initialized,
-    auto_class,
-    registered_class,
-    own_code,
-    converted,
-    lora,
-    existing_lora,
-    earlier_lora,
-    merged,
-    plan,
-    plan_of_activations,
-    bank,
-    trainer,
-    accelerating,
-)
+OF_TORCH = (inspect, module, sharded, process_group, strided, checkpoint)
+OF_MODELS = (pretrained, not_loaded, initialized, auto_class, registered_class, own_code, converted, renamed)
+OF_LORAS = (lora, existing_lora, earlier_lora, bank)
+FEATURES = (*OF_TORCH, *OF_MODELS, *OF_LORAS, merged, plan, plan_of_activations, trainer, accelerating)
 
 
 def failures(folder: Path) -> dict[str, str]:
@@ -376,8 +316,12 @@ def in_child(act: Callable[..., Any], *args: Any) -> Any:
     return outcome
 
 
-def import_all(modules: Iterable[str]) -> list[str]:
-    """The modules that cannot be imported."""
+def import_without(paths: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """The modules of the package that cannot be imported anew."""
+    for path in paths:
+        hide(path)
+    for name in [name for name in sys.modules if name.startswith("shardwise")]:
+        del sys.modules[name]
     failed = []
     for name in modules:
         try:
@@ -387,15 +331,7 @@ def import_all(modules: Iterable[str]) -> list[str]:
     return failed
 
 
-def import_without(paths: Iterable[str], modules: Iterable[str]) -> list[str]:
-    for path in paths:
-        hide(path)
-    return import_all(modules)
-
-
 def use_without(path: str, folder: Path) -> dict[str, str]:
-    from shardwise.core.errors import find_private
-
     hide(path)
     find_private.cache_clear()
     return failures(folder)
@@ -418,17 +354,15 @@ def main(folder: Path) -> dict[str, Any]:
     transformers.AutoConfig.register("own", OwnConfig)
     transformers.AutoModelForCausalLM.register(OwnConfig, Own)
     save_models(folder)
-    trees = sources()
-    names = sorted({name for tree in trees.values() for name in private_names(tree)})
+    texts = sources()
+    names = sorted({name for text in texts.values() for name in private_names(text)})
     for name in names:
         importlib.import_module(name.partition(":")[0])
-    imports = in_child(import_all, trees), in_child(import_without, names, trees)
-    import_all(set(trees) - {NEEDS_A_NAME})
-    features = {"": in_child(failures, folder)}
-    return {
-        "imports": imports,
-        "features": features | {name: in_child(use_without, name, folder) for name in names},
-    }
+    imports = in_child(import_without, [], [*texts]), in_child(import_without, names, [*texts])
+    for name in texts.keys() - {NEEDS_A_NAME, *imports[0]}:
+        importlib.import_module(name)
+    features = {name: in_child(use_without, name, folder) for name in names}
+    return {"imports": imports, "features": {"": in_child(failures, folder), **features}}
 
 
 if __name__ == "__main__":

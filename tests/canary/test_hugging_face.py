@@ -147,11 +147,11 @@ def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:
 def test_fused_experts(mixtral: transformers.PreTrainedModel) -> None:
     (experts, *_) = [module for module in mixtral.modules() if layers.are_fused_experts(module)]
     assert not layers.are_fused_experts(mixtral)
-    assert not layers.are_parted_experts(experts)
+    assert not layers.are_expert_parallel(experts)
     assert (experts.has_gate, experts.has_bias, experts.is_transposed) == (True, False, False)
     gate, up = torch.randn(3, 4), torch.randn(3, 4)
     expected = nn.functional.silu(gate) * up
-    torch.testing.assert_close(layers.activated(experts, torch.cat([gate, up], 1)), expected)
+    torch.testing.assert_close(layers.apply_activation(experts, torch.cat([gate, up], 1)), expected)
     eager = layers.eager_experts(type(experts))
     assert eager is not type(experts).forward
     assert not hasattr(eager, "__wrapped__")

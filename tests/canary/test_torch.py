@@ -71,10 +71,10 @@ def test_shards_are_padded_to_that_of_rank_0(rank: int, held: int) -> None:
         assert not private.is_offloaded(inner)
         assert not private.pins_memory(inner)
         padded = torch.full((2, 3), 7.0)
-        local = private.without_padding(inner, padded)
+        local = private.zero_padding(inner, padded)
         assert local.shape == (held, 3)
         assert padded.sum() == held * 3 * 7  # the padding is zero
-        made = private.sharded_as(module.weight, local)
+        made = private.make_dtensor_like(module.weight, local)
         assert isinstance(made, nn.Parameter)
         assert made.requires_grad
         assert made.shape == (5, 3)
@@ -220,12 +220,12 @@ def test_kinds_of_modules() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, None])
 def test_the_dtype_of_gradients(dtype: torch.dtype | None) -> None:
     parameter, other, third = (nn.Parameter(torch.ones(1, dtype=torch.bfloat16)) for _ in range(3))
-    private.take_after(other, parameter)
+    private.copy_attributes(other, parameter)
     assert not private.sets_grad_dtype(parameter)
     assert not private.sets_grad_dtype(other)
     parameter.grad_dtype = dtype
     assert private.sets_grad_dtype(parameter)
-    private.take_after(other, parameter)
+    private.copy_attributes(other, parameter)
     assert other.grad_dtype == dtype
     third.grad_dtype = torch.bfloat16  # its own, which a wider copy of it is to keep
     assert private.sets_grad_dtype(third) == hasattr(torch.Tensor, "_has_grad_dtype_override")
@@ -233,9 +233,9 @@ def test_the_dtype_of_gradients(dtype: torch.dtype | None) -> None:
 
 def test_tensors() -> None:
     tensor = torch.ones(3)
-    version = private.writes_to(tensor)
+    version = private.get_version(tensor)
     tensor.add_(1)
-    assert private.writes_to(tensor) == version + 1
+    assert private.get_version(tensor) == version + 1
     private.copy_all([tensor], [torch.zeros(3)])
     assert tensor.tolist() == [0, 0, 0]
 
@@ -243,7 +243,7 @@ def test_tensors() -> None:
         @classmethod
         def __torch_dispatch__(cls, *arguments: object) -> None: ...
 
-    bare = private.without_data(Bare, (1 << 40, 1 << 20), torch.float64)
+    bare = private.make_without_memory(Bare, (1 << 40, 1 << 20), torch.float64)
     assert (type(bare), bare.shape, bare.dtype) == (Bare, (1 << 40, 1 << 20), torch.float64)
 
 
@@ -251,7 +251,7 @@ def test_files_with_padded_headers(tmp_path: Path) -> None:
     private.save_without_data(lambda: {"a": torch.empty(1000, dtype=torch.int32)}, tmp_path / "a.pt")
     found = torch.load(tmp_path / "a.pt", weights_only=True)
     assert (found["a"].shape, found["a"].dtype) == ((1000,), torch.int32)
-    where = private.stored_at("x", 3, 5)
+    where = private.make_storage_info("x", 3, 5)
     assert (where.relative_path, where.offset, where.length) == ("x", 3, 5)  # type: ignore[attr-defined]
 
 

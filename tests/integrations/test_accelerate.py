@@ -182,7 +182,10 @@ def test_a_rank_that_cannot_write_or_read_is_reported_on_all_and_the_older_state
 
 
 SAID = {
-    "sharded in part": ("ShardingError", "sharded in part: fully_shard was applied to 0, and not to what holds 1."),
+    "sharded in part": (
+        "ShardingError",
+        "sharded in part: fully_shard was applied to 0, but not to the owners of 1.",
+    ),
     "in DDP": ("ShardingError", "wrapped in DistributedDataParallel. Pass the model inside"),
     "sharded by others": ("ShardingError", "parameters are distributed, but not by fully_shard: 0.weight"),
     "sharded on one rank": ("RankMismatchError", "the state of the model (sharded already, or not)"),

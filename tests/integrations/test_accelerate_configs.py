@@ -255,7 +255,7 @@ def test_partials_that_cannot_be_honoured(wrap, said):
 def test_ranks_compare_functions_by_their_names():
     from shardwise.fsdp.wrap import comparable_settings
 
-    assert comparable_settings(Sharding(wrap=is_attention))["wrap"] == "Matching(function=is_attention)"
+    assert comparable_settings(Sharding(wrap=is_attention))["wrap"] == f"Matching(function={__name__}.is_attention)"
 
 
 def test_replicas_are_a_mesh_of_two_axes(worlds):

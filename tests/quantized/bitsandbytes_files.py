@@ -111,5 +111,5 @@ def stored_in(folder: str) -> set[str]:
 
 def wanted_notes(numbers: dict[str, torch.Tensor]) -> list[str]:
     columns = {tensor.shape[1] for key, tensor in numbers.items() if quantizing.is_quantized(key, tensor)}
-    uneven = [f"{count} columns, no multiple of the block of 64" for count in columns if count % 64]
+    uneven = [f"{count} columns, not a multiple of block_size=64" for count in columns if count % 64]
     return [*uneven, "names modules that the model does not have: multi_modal_projector"]

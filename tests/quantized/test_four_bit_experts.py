@@ -70,7 +70,7 @@ def test_a_stack_alone_may_stay(plain):
     quantization = Nf4(block_size=128)
     model, report = shardwise.from_pretrained(str(plain), quantization=quantization, output_loading_info=True)
     experts = model.model.layers[0].mlp.experts
-    assert "down_proj is not quantized: it has 192 columns, no multiple of the block of 128" in str(report.notes)
+    assert "down_proj is not quantized: it has 192 columns, not a multiple of block_size=128" in str(report.notes)
     assert experts.down_proj.is_floating_point()
     assert experts.gate_up_proj.shape == (EXPERTS, 2 * INNER, WIDTH // 2)
     tokens = torch.arange(12).view(1, 12)
@@ -89,6 +89,6 @@ def test_experts_that_are_multiplied_otherwise_stay(tmp_path):
     zoo.fill(model)
     zoo.save_original(model, tmp_path)
     ours, report = shardwise.from_pretrained(tmp_path, quantization=Nf4(), output_loading_info=True)
-    assert "down_proj is not quantized: it is stored with what comes in before" in str(report.notes)
+    assert "down_proj is not quantized: it is stored transposed" in str(report.notes)
     assert ours.model.layers[0].mlp.experts.gate_up_proj.is_floating_point()
     assert not ours.model.layers[0].self_attn.q_proj.weight.is_floating_point()

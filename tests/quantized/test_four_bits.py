@@ -125,9 +125,9 @@ def test_packed_from_eight_bits(plain, tmp_path):
 def test_modules_that_are_not_quantized_are_named(plain):
     quantization = Nf4(block_size=128, skip_modules=("v_proj",))
     model, report = shardwise.from_pretrained(str(plain), quantization=quantization, output_loading_info=True)
-    assert "192 columns, no multiple of the block of 128" in str(report.notes)
+    assert "192 columns, not a multiple of block_size=128" in str(report.notes)
     assert "v_proj is not quantized: as requested" in str(report.notes)
-    assert "lm_head is not quantized: it computes what comes out" in str(report.notes)
+    assert "lm_head is not quantized: it is the output layer" in str(report.notes)
     assert model.model.layers[0].mlp.down_proj.weight.is_floating_point()
     assert not model.model.layers[0].mlp.up_proj.weight.is_floating_point()
 

@@ -161,7 +161,7 @@ def test_save_pretrained_of_transformers_names_shardwise_save(plain, tmp_path):
 
 
 def test_weights_of_other_dtypes_cannot_be_quantized(plain):
-    with pytest.raises(shardwise.ConfigError, match=r"is of torch\.float64, of which nothing is packed"):
+    with pytest.raises(shardwise.ConfigError, match=r"is of torch\.float64, which cannot be quantized"):
         shardwise.from_pretrained(str(plain), quantization=Nf4(), dtype=torch.float64)
 
 

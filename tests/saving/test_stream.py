@@ -12,18 +12,13 @@ from tests import load_cases, zoo
 from tests.saving.adapters import tensors_of
 from tests.support.world import attempt, require_same_error
 from torch import nn
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
 
 import shardwise
-from shardwise.core.computed import Computed, FullOperation
 from shardwise.core.errors import ConfigError, KeyMismatchError
-from shardwise.core.expression import Stored
-from shardwise.core.tensors import DType
 from shardwise.fsdp.named_tensors import raw_bytes
-from shardwise.models.revert import Output
 from shardwise.models.selection import MergedAdapter
 from shardwise.ranks.timeouts import Timeouts
-from shardwise.saving import prepare
 from shardwise.saving.stream import StreamOptions, iter_hf_tensors
 
 
@@ -278,15 +273,23 @@ def test_invalid_arguments_are_refused_at_once():
         StreamOptions(bucket_bytes=1)
 
 
-class Twice(FullOperation):
-    def evaluate(self, block, values):
-        return {"scale_twice": values[0]}
+class Doubled(ConversionOps):
+    """Doubles a tensor, both when it is loaded and when it is saved."""
+
+    reverse_op = property(lambda self: self)
+
+    def convert(self, input_dict, source_patterns, target_patterns, **_):
+        (tensors,) = input_dict.values()
+        return {target_patterns[0]: tensors[0] * 2}
 
 
-def test_a_conversion_that_computes_is_refused(monkeypatch):
-    operation = Twice("Twice", ((),), {"scale_twice": ()}, 8)
-    computed = Computed(operation, "scale_twice", (), DType.F32, (Stored("scale", (), DType.F32),))
-    outputs = {"scale_twice": Output("scale_twice", DType.F32, computed)}
-    monkeypatch.setattr(prepare, "revert", lambda *args, **keywords: outputs)
-    with pytest.raises(KeyMismatchError, match="scale_twice: transformers computes"):
-        next(iter_hf_tensors(Odd()))
+def test_a_conversion_that_computes_is_refused(tmp_path):
+    model = zoo.causal_lm("llama")
+    model._weight_conversions = [WeightConverter("model.norm.scale", "model.norm.weight", [Doubled()])]
+    said = r"LlamaForCausalLM: transformers computes a tensor .* \(aten.mul.Tensor of model.norm.weight\)"
+    with pytest.raises(KeyMismatchError, match=said):
+        next(iter_hf_tensors(model))
+    with pytest.raises(KeyMismatchError, match=said):
+        shardwise.save(model, tmp_path / "hub")
+    shardwise.save(model, tmp_path / "internal", names="internal")
+    assert torch.equal(tensors_of(tmp_path / "internal")["model.norm.weight"], model.model.norm.weight)

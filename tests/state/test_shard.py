@@ -126,7 +126,7 @@ NOTHING = {"sharding": shardwise.Sharding(wrap=Classes(("Nothing",)))}
         ("untied", "RankMismatchError", "tied to head.weight on rank 0"),
         ("other gradients", "RankMismatchError", "trained, with gradients of torch.float32 on rank 1"),
         ("frozen", "RankMismatchError", "(2, 12, 3), trained on rank 0"),
-        ("in part", "ShardingError", "sharded in part: fully_shard was applied to blocks.0.linear, and not to"),
+        ("in part", "ShardingError", "sharded in part: fully_shard was applied to blocks.0.linear, but not to"),
         ("sharded on one rank", "RankMismatchError", "the state of the model (sharded already, or not) on rank 1"),
         ("gradient", "ShardingError", "blocks.1.scale: a gradient would be lost"),
         ("shared memory", "ShardingError", "head.weight and embed.weight are two parameters that share memory"),

@@ -186,7 +186,7 @@ def unsupported_experts_reason(name: str, module: nn.Module, parameter: str) -> 
             "experts of transformers (gate_up_proj, up_proj, down_proj) can have adapters. Remove it from "
             "target_parameters"
         )
-    if getattr(module, "has_post_expert_norm", False) or layers.are_parted_experts(module):
+    if getattr(module, "has_post_expert_norm", False) or layers.are_expert_parallel(module):
         return f"{name}: experts with their own norms, or distributed over ranks, cannot have adapters"
     return ""
 
@@ -224,7 +224,7 @@ def adapted_experts(
         weights = top_k_weights.flatten()[order[start:stop]].unsqueeze(1)
         cuts = [bound - start for bound in bounds]
         hidden = _product(route, module, name, up, expert, hidden_states[own], cuts)
-        hidden = layers.activated(module, hidden)
+        hidden = layers.apply_activation(module, hidden)
         hidden = _product(route, module, name, "down_proj", expert, hidden, cuts)
         result = result.index_add(0, own, (hidden * weights).to(result.dtype))
     # No segments: it attaches the anchor, so that the result requires a gradient on ranks without rows, too.

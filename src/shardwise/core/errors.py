@@ -129,11 +129,8 @@ _KNOWN = {
 def private(path: str, instance: object = None) -> Any:
     """Look up a private name of a library, such as ``torch.autograd:Variable._execution_engine``.
 
-    Call it where the feature that needs the name starts, so that no other feature depends on the name.
-
-    Args:
-        path: the module, and the name in it.
-        instance: an object of the class in ``path`` whose attribute is returned, in place of the class's own.
+    Call it where the feature that needs the name starts, so that no other feature depends on it. With ``instance``,
+    an object of the class in ``path``, its own attribute is returned.
 
     Raises:
         ConfigError: the library is too old, or lacks the name.

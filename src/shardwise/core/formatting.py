@@ -1,7 +1,8 @@
-"""Names of tensors without what wrappers add, lists of names, and numbers of bytes."""
+"""Names of tensors without what wrappers add, lists of names, values as text, and numbers of bytes."""
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Final
 
 _DIGITS = re.compile(r"(\d{1,18})")
@@ -98,6 +99,18 @@ def few_names(names: Iterable[str], most: int = _SHOWN) -> str:
     groups = [pattern for pattern, _ in collapse(names)]
     more = f" and {len(groups) - most} more" if len(groups) > most else ""
     return ", ".join(groups[:most]) + more
+
+
+def comparable_text(value: object) -> str:
+    """Return text to compare a value between ranks: ``repr``, but functions by name, as their addresses differ."""
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{value.__module__}.{value.__qualname__}"
+    if is_dataclass(value):
+        attributes = ", ".join(
+            f"{item.name}={comparable_text(getattr(value, item.name))}" for item in fields(value)
+        )
+        return f"{type(value).__name__}({attributes})"
+    return type(value).__qualname__ if callable(value) else repr(value)
 
 
 def listing(word: str, names: Iterable[str]) -> list[str]:

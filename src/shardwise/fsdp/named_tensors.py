@@ -78,21 +78,21 @@ class TensorRef:
         other = torch.empty_like(self.tensor, dtype=dtype)
         if isinstance(self.tensor, nn.Parameter):
             other = nn.Parameter(other, requires_grad=self.tensor.requires_grad)
-            torch_private.take_after(other, self.tensor)
+            torch_private.copy_attributes(other, self.tensor)
         self.install(other)
 
     def replace(self, tensor: torch.Tensor) -> None:
         """Register another tensor in all slots. In place of a parameter, it may be of any type."""
         for slot in self.slots:
-            get_registry = (
-                torch_private.get_parameters if self.kind is TensorKind.PARAMETER else torch_private.get_buffers
-            )
-            get_registry(slot.module)[slot.name] = tensor
+            if self.kind is TensorKind.PARAMETER:
+                torch_private.get_parameters(slot.module)[slot.name] = tensor
+            else:
+                torch_private.get_buffers(slot.module)[slot.name] = tensor
         self.tensor = tensor
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's local tensor, or the tensor itself. Without autograd."""
+    """Return a DTensor's local tensor, or the tensor itself, detached from autograd."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     if not torch.is_grad_enabled():  # many small tensors: entering no_grad costs more than the rest
@@ -128,28 +128,29 @@ def collect_tensors(model: nn.Module) -> list[TensorRef]:
                 "on every rank. Build it without, and apply fully_shard, or shardwise.shard, on a mesh that has a "
                 "dimension to replicate over"
             )
+        # Before the registries are read: gathered groups have unsharded parameters in them.
         if isinstance(module, FSDPModule):
             module.reshard()
-    held: dict[int, TensorRef] = {}
-    for module, tensor, name, kind, prefix in _registered(modules):
-        item = held.get(id(tensor))
+    refs: dict[int, TensorRef] = {}  # by id: two slots are one tensor only if they have the same object
+    for module, tensor, name, kind, prefix in _iter_registered(modules):
+        item = refs.get(id(tensor))
         if item is None:
-            item = held[id(tensor)] = TensorRef(tensor, kind)
+            item = refs[id(tensor)] = TensorRef(tensor, kind)
         item.slots.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
-    return list(held.values())
+    return list(refs.values())
 
 
-def saved_names(model: nn.Module, held: Sequence[TensorRef]) -> dict[str, TensorRef]:
+def saved_names(model: nn.Module, tensors: Sequence[TensorRef]) -> dict[str, TensorRef]:
     """Return the tensors of ``model.state_dict()`` by its names, which are not canonical, in its order."""
-    of = {id(item.tensor): item for item in held}
+    of = {id(item.tensor): item for item in tensors}
     return {
         f"{prefix}.{name}" if prefix else name: of[id(tensor)]
-        for _, tensor, name, kind, prefix in _registered(model.named_modules(remove_duplicate=False))
+        for _, tensor, name, kind, prefix in _iter_registered(model.named_modules(remove_duplicate=False))
         if kind.is_saved
     }
 
 
-def _registered(
+def _iter_registered(
     modules: Iterable[tuple[str, nn.Module]],
 ) -> Iterator[tuple[nn.Module, torch.Tensor, str, TensorKind, str]]:
     for prefix, module in modules:
@@ -168,32 +169,29 @@ def _registered(
 
 
 def build_layout(
-    held: Sequence[TensorRef], find_origin: Callable[[TensorRef], Origin] | Origin = Origin.NOWHERE
+    tensors: Sequence[TensorRef], find_origin: Callable[[TensorRef], Origin] | Origin = Origin.NOWHERE
 ) -> ModelLayout:
     """Return this rank's layout of tensors. ``find_origin`` is their source if the checkpoint lacks them."""
-    return ModelLayout(
-        tuple(
-            tensor_layout(
-                item,
-                find_origin(item) if callable(find_origin) else find_origin,
-                local_boxes(item.tensor, item.fqn),
-                describe_placement(item.tensor),
-            )
-            for item in held
-        )
-    )
+    layouts: list[TensorLayout] = []
+    for item in tensors:
+        origin = find_origin(item) if callable(find_origin) else find_origin
+        boxes = local_boxes(item.tensor, item.fqn)
+        layouts.append(tensor_layout(item, origin, boxes, describe_placement(item.tensor)))
+    return ModelLayout(tuple(layouts))
 
 
 def tensor_layout(item: TensorRef, origin: Origin, boxes: tuple[LocalBox, ...], placement: str) -> TensorLayout:
     """Return the layout of a tensor with these boxes."""
     tensor = item.tensor
+    if item.kind.is_saved:
+        dtype = torch_private.from_torch(tensor.dtype, item.fqn)
+    else:
+        dtype = torch_private.in_memory(tensor.dtype)
     return TensorLayout(
         names=item.names,
         kind=item.kind,
         shape=tuple(tensor.shape),
-        dtype=torch_private.from_torch(tensor.dtype, item.fqn)
-        if item.kind.is_saved
-        else torch_private.in_memory(tensor.dtype),
+        dtype=dtype,
         boxes=boxes,
         placement=placement,
         requires_grad=tensor.requires_grad,
@@ -245,12 +243,12 @@ def boxes_by_rank(tensor: torch.Tensor, fqn: str, ranks: Sequence[int]) -> tuple
     _require_supported_placements(tensor, fqn)
     mesh = tensor.device_mesh
     strides = contiguous_strides(shape)  # any: local layouts are not used
-    found: list[tuple[Box, ...]] = []
+    boxes: list[tuple[Box, ...]] = []
     for rank in ranks:
         coordinate = torch.nonzero(mesh.mesh == rank).flatten().tolist()
-        held = boxes_at(shape, tuple(tensor.placements), tuple(mesh.shape), tuple(coordinate), strides)
-        found.append(tuple(piece.box for piece in held))
-    return tuple(found)
+        local = boxes_at(shape, tuple(tensor.placements), tuple(mesh.shape), tuple(coordinate), strides)
+        boxes.append(tuple(piece.box for piece in local))
+    return tuple(boxes)
 
 
 def _require_supported_placements(tensor: DTensor, fqn: str) -> None:
@@ -259,8 +257,8 @@ def _require_supported_placements(tensor: DTensor, fqn: str) -> None:
     for placement, size in zip(tensor.placements, mesh, strict=True):
         if torch_private.splitting_dim(placement) is None and not placement.is_replicate():
             raise ShardingError(
-                f"{fqn} is placed as {placement} on an axis of {size} ranks (the mesh has {tuple(mesh)}), which "
-                "holds no values of its own. Redistribute it to Shard or Replicate before it is loaded"
+                f"{fqn} is placed as {placement} on an axis of {size} ranks (mesh {tuple(mesh)}), which is neither "
+                "Shard nor Replicate. Redistribute it before it is loaded"
             )
 
 
@@ -273,12 +271,16 @@ def boxes_at(
     local_strides: tuple[int, ...],
 ) -> tuple[LocalBox, ...]:
     """Return the boxes at a coordinate of a mesh, according to torch's placements."""
+    # The splits of each dim, in the order of the mesh, as torch applies them: a later axis divides what an earlier
+    # one has left. For example 8 rows, split twice on a mesh (2, 2): at coordinate (1, 0) rows 4 to 7, then 4 to 5.
     splits: list[list[tuple[Placement, int, int]]] = [[] for _ in shape]
     for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
         dim = torch_private.splitting_dim(placement)
         if dim is not None:
             splits[dim].append((placement, size, position))
     runs = [torch_private.local_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)]
+    # A dim may have several runs (strided shards), which are adjacent in the local tensor. Every combination of one
+    # run of each dim is a box.
     boxes: list[LocalBox] = []
     local_starts = [list(itertools.accumulate((n for _, n in dim_runs), initial=0)) for dim_runs in runs]
     for picks in itertools.product(*(range(len(dim_runs)) for dim_runs in runs)):
@@ -294,25 +296,25 @@ def boxes_at(
 
 def meta_leftovers(model: nn.Module) -> list[str]:
     """Return the names of all parameters, buffers, and tensors in attributes that are on meta."""
-    found = [item.fqn for item in collect_tensors(model) if item.tensor.is_meta]
-    return found + [slot.fqn for slot in attributes_on_meta(model)]
+    names = [item.fqn for item in collect_tensors(model) if item.tensor.is_meta]
+    return names + [slot.fqn for slot in attributes_on_meta(model)]
 
 
 def attributes_on_meta(model: nn.Module) -> list[Slot]:
     """Return plain attributes of modules that are tensors on meta, or lists, tuples or dicts with one."""
-    found: list[Slot] = []
+    slots: list[Slot] = []
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _OF_EVERY_MODULE and any(map(_is_on_meta, torch_private.tree_leaves(value))):
-                found.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
-    return found
+                slots.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
+    return slots
 
 
 def _is_on_meta(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def is_sharded(model: nn.Module, held: Sequence[TensorRef]) -> bool:
+def is_sharded(model: nn.Module, tensors: Sequence[TensorRef]) -> bool:
     """Return whether ``fully_shard`` has been applied to a model.
 
     It has been if the root, or the model inside of PEFT's, is sharded, or if all parameters are in groups.
@@ -322,22 +324,22 @@ def is_sharded(model: nn.Module, held: Sequence[TensorRef]) -> bool:
             The message names them.
     """
     groups = [canonical(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
+    parameters = [item for item in tensors if item.kind is TensorKind.PARAMETER]
     distributed = [item.fqn for item in parameters if isinstance(item.tensor, DTensor)]
     outside = [item.fqn for item in parameters if not isinstance(item.tensor, DTensor)]
     root: Any = find_fsdp_root(model)
-    taken = () if root is None else {id(parameter) for parameter in root.parameters()}
-    if groups and (not outside or all(id(item.tensor) in taken for item in parameters)):
+    in_root = () if root is None else {id(parameter) for parameter in root.parameters()}
+    if groups and (not outside or all(id(item.tensor) in in_root for item in parameters)):
         return True
     if groups:
         raise ShardingError(
-            f"the model is sharded in part: fully_shard was applied to {abbreviate(groups)}, and not to what holds "
-            f"{abbreviate(outside)}. Apply it to the root as well, or to nothing"
+            f"the model is sharded in part: fully_shard was applied to {abbreviate(groups)}, but not to the owners "
+            f"of {abbreviate(outside)}. Apply it to the root as well, or to no module"
         )
     if distributed:
         raise ShardingError(
-            f"parameters are distributed, but not by fully_shard: {abbreviate(distributed)}; a model under tensor "
-            "parallelism is sharded by fully_shard itself"
+            f"parameters are distributed, but not by fully_shard: {abbreviate(distributed)}. Call fully_shard "
+            "yourself on a model under tensor parallelism"
         )
     return False
 
@@ -355,21 +357,21 @@ def computing_device(parameter: torch.Tensor) -> torch.device:
     return parameter.device
 
 
-def require_plain_tensors(held: Sequence[TensorRef]) -> None:
+def require_plain_tensors(tensors: Sequence[TensorRef]) -> None:
     """Reject meta tensors of a subclass, because materialized tensors are plain.
 
     Raises:
         ShardingError: the message has their names.
     """
-    faults = [
+    subclasses = [
         (item.fqn, kind.__name__)
-        for item in held
+        for item in tensors
         if item.tensor.is_meta and (kind := type(item.local)) not in (torch.Tensor, nn.Parameter)
     ]
-    if faults:
+    if subclasses:
         raise ShardingError(
-            f"{abbreviate([name for name, _ in faults])}: on meta, and a {faults[0][1]}, a subclass of Tensor "
-            "whose behavior (FSDP2's all-gather hooks, say) would be lost when it gets memory. Load plain "
+            f"{abbreviate([name for name, _ in subclasses])}: on meta, and a {subclasses[0][1]}, a subclass of "
+            "Tensor whose behavior (FSDP2's all-gather hooks, say) would be lost when it gets memory. Load plain "
             "parameters, and convert the model afterwards"
         )
 
@@ -379,13 +381,13 @@ def abbreviate(names: Sequence[str]) -> str:
     return few_names((name or "the root" for name in names), most=8)
 
 
-def padded_numels(held: Sequence[TensorRef], fsdp_params: Mapping[nn.Parameter, Any]) -> dict[str, int]:
+def padded_numels(tensors: Sequence[TensorRef], fsdp_params: Mapping[nn.Parameter, Any]) -> dict[str, int]:
     """Return the elements of this rank's memory for each sharded parameter by name, including padding.
 
     ``fsdp_params`` are FSDP2's ``FSDPParam`` objects by parameter.
     """
     return {
         item.fqn: torch_private.padded_numel(fsdp_params[item.tensor])
-        for item in held
+        for item in tensors
         if isinstance(item.tensor, nn.Parameter) and item.tensor in fsdp_params
     }

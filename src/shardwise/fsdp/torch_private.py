@@ -31,8 +31,8 @@ KINDS = ("cuda", "xpu", "npu")
 
 def accelerator() -> torch.device | None:
     """Return the device type of the available accelerator, or None if there is none of a supported type."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found if found is not None and found.type in KINDS else None
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device if device is not None and device.type in KINDS else None
 
 
 def accelerator_module(device: torch.device) -> Any:
@@ -49,26 +49,21 @@ def accelerator_module(device: torch.device) -> Any:
     return torch.get_device_module(device.type)
 
 
-def get_backend(kind: torch.device) -> str:
-    """Return the backend of collectives on an accelerator: nccl, xccl, hccl."""
-    return dist.get_default_backend_for_device(kind.type)
-
-
 def both_backends(kind: torch.device) -> str:
     """Return the backend string of a process group for tensors on the host and on an accelerator."""
-    return f"cpu:gloo,{kind.type}:{get_backend(kind)}"
+    return f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(kind)}"
 
 
 def has_collectives(kind: torch.device, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether a process group (None: the default one) has a backend for an accelerator."""
-    return get_backend(kind) in str(dist.get_backend_config(group))
+    return dist.get_default_backend_for_device(kind) in str(dist.get_backend_config(group))
 
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes of an accelerator that can be allocated: free, or cached by torch."""
     module = accelerator_module(device)
-    kept = module.memory_reserved(device) - module.memory_allocated(device)
-    return int(module.mem_get_info(device)[0]) + int(kept)
+    cached = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0]) + int(cached)
 
 
 def synchronize_streams(tensors: Iterable[torch.Tensor]) -> None:
@@ -150,7 +145,7 @@ def sets_grad_dtype(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "_has_grad_dtype_override", parameter.grad_dtype != parameter.dtype))
 
 
-def take_after(parameter: nn.Parameter, other: nn.Parameter) -> None:
+def copy_attributes(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Copy the Python attributes and the ``grad_dtype`` of another parameter."""
     vars(parameter).update(vars(other))
     if sets_grad_dtype(other):
@@ -228,13 +223,13 @@ def save_without_data(make: Callable[[], object], file: Path) -> None:
         torch.save(hollow, file)
 
 
-def stored_at(file: str, start: int, nbytes: int) -> object:
+def make_storage_info(file: str, start: int, nbytes: int) -> object:
     """Return the location of a chunk as an entry of a distributed checkpoint's metadata."""
     location: object = private("torch.distributed.checkpoint.filesystem:_StorageInfo")(file, start, nbytes)
     return location
 
 
-def writes_to(tensor: torch.Tensor) -> int:
+def get_version(tensor: torch.Tensor) -> int:
     """Return the version of a tensor, which grows with every in-place operation."""
     try:
         return tensor._version
@@ -242,7 +237,7 @@ def writes_to(tensor: torch.Tensor) -> int:
         raise lacks("torch:Tensor._version") from error
 
 
-def without_data(kind: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
+def make_without_memory(kind: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
     """Return an instance of a tensor subclass that has a shape and a dtype, but no memory."""
     make = private("torch:Tensor._make_wrapper_subclass")
     return make(kind, tuple(shape), dtype=dtype, device=torch.device("cpu"))
@@ -323,7 +318,7 @@ def keep_forever(group: Any) -> None:
 
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:
     """Return the ``FSDPParam`` of each sharded parameter."""
-    found: dict[nn.Parameter, Any] = {}
+    by_parameter: dict[nn.Parameter, Any] = {}
     for group in param_groups(model):
         for param in group.fsdp_params:
             require_private(
@@ -332,8 +327,8 @@ def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:
                 "reset_sharded_param sharded_size",
                 param,
             )
-            found[param.sharded_param] = param
-    return found
+            by_parameter[param.sharded_param] = param
+    return by_parameter
 
 
 def param_groups(model: nn.Module) -> Iterator[Any]:
@@ -366,7 +361,7 @@ def pins_memory(fsdp_param: Any) -> bool:
     return bool(fsdp_param.pin_memory) and torch.accelerator.is_available()
 
 
-def without_padding(fsdp_param: Any, padded: torch.Tensor) -> torch.Tensor:
+def zero_padding(fsdp_param: Any, padded: torch.Tensor) -> torch.Tensor:
     """Set the padding of new memory to zero, and return the part without padding.
 
     ``reset_sharded_param`` copies a shard whose memory has no padding.
@@ -374,32 +369,34 @@ def without_padding(fsdp_param: Any, padded: torch.Tensor) -> torch.Tensor:
     if padded.shape == fsdp_param.sharded_size:
         return padded
     dim = fsdp_param.fsdp_placement.dim
-    held = fsdp_param.sharded_size[dim] if fsdp_param.sharded_size.numel() else 0
-    padded.narrow(dim, held, padded.shape[dim] - held).zero_()
-    return padded.narrow(dim, 0, held)
+    length = fsdp_param.sharded_size[dim] if fsdp_param.sharded_size.numel() else 0
+    padded.narrow(dim, length, padded.shape[dim] - length).zero_()
+    return padded.narrow(dim, 0, length)
 
 
-def sharded_as(tensor: DTensor, local: torch.Tensor) -> DTensor:
+def make_dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Return a DTensor of a new local tensor, like another DTensor, and a parameter if the other is one.
 
     Without autograd, as FSDP2 creates its own, and without the ``detach`` of ``nn.Parameter``.
     """
     make = private("torch.distributed.fsdp._fully_shard._fsdp_common:_from_local_no_grad")
-    made: DTensor = make(local, tensor._spec)
+    result: DTensor = make(local, tensor._spec)
     if isinstance(tensor, nn.Parameter):
-        made.requires_grad_(tensor.requires_grad)
-        made._is_param = True
-    return made
+        result.requires_grad_(tensor.requires_grad)
+        result._is_param = True
+    return result
 
 
 def adopt_sharded(fsdp_param: Any, parameter: nn.Parameter) -> None:
     """Let FSDP2 gather from a materialized sharded parameter, which is already set on its modules."""
     local = parameter._local_tensor  # type: ignore[attr-defined]
-    storage = torch.empty(0, dtype=local.dtype, device=local.device)
-    padded_numel = fsdp_param.padded_sharded_param_size.numel()
-    if local.untyped_storage().nbytes() == padded_numel * local.itemsize:
-        storage.set_(local.untyped_storage(), 0, (padded_numel,), (1,))
-        fsdp_param._sharded_param_data = storage
+    data = torch.empty(0, dtype=local.dtype, device=local.device)
+    numel = padded_numel(fsdp_param)
+    # FSDP2 gathers from a flat padded tensor. If the local tensor is a view of memory of that size, it becomes this
+    # tensor. It must be set before reset_sharded_param, which otherwise allocates one and copies.
+    if local.untyped_storage().nbytes() == numel * local.itemsize:
+        data.set_(local.untyped_storage(), 0, (numel,), (1,))
+        fsdp_param._sharded_param_data = data
     fsdp_param.reset_sharded_param()
 
 
@@ -419,6 +416,8 @@ def local_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tup
     if len(splits) == 1:
         placement, chunks, coordinate = splits[0]
         return _all_runs(size, placement, chunks)[coordinate]
+    # Several axes split this dim, each what the axis before has left, possibly strided. Indices are split as torch
+    # splits elements.
     indices = torch.arange(size, device="cpu")
     for placement, chunks, coordinate in splits:
         indices = _split(indices, placement, chunks)[coordinate]
@@ -441,7 +440,7 @@ def _is_strided(placement: Placement) -> bool:
 
 
 def _chunks(size: int, chunks: int) -> list[Run]:
-    """Return the runs of a plain shard, which are those of ``torch.chunk``."""
+    """Return the runs of a plain shard, which are those of ``torch.chunk``: 10 in 4 are 3, 3, 3, 1."""
     length = -(-size // chunks)
     starts = [min(coordinate * length, size) for coordinate in range(chunks)]
     return [(start, min(length, size - start)) for start in starts]
@@ -459,6 +458,7 @@ def _split(indices: torch.Tensor, placement: Any, chunks: int) -> Sequence[torch
 def _runs(indices: torch.Tensor) -> tuple[Run, ...]:
     if indices.numel() == 0:
         return ()
+    # For example indices 0 1 4 5: one break, after the second; edges 0, 2, 4; runs (0, 2) and (4, 2).
     breaks = torch.nonzero(indices.diff() != 1).flatten().add_(1).tolist()
     edges = [0, *breaks, indices.numel()]
     starts = indices.tolist() if breaks else [int(indices[0])]

@@ -7,7 +7,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
 from shardwise.core.errors import ConfigError, ShardingError, answer_keywords
+from shardwise.core.formatting import comparable_text
 from shardwise.core.layout import TensorKind
 from shardwise.fsdp.named_tensors import TensorRef, abbreviate, axis_names, canonical
 from shardwise.fsdp.policies import (
@@ -123,17 +124,7 @@ def comparable_settings(sharding: Sharding) -> dict[str, str]:
     """Return the settings that must be equal on all ranks, as text by name."""
     mesh = None if sharding.mesh is None else sharding.mesh.mesh.tolist()
     names = [item.name for item in fields(sharding) if item.name != "mesh"]
-    return {"mesh": repr(mesh), **{name: _comparable(getattr(sharding, name)) for name in names}}
-
-
-def _comparable(value: object) -> str:
-    """Return ``repr``, with the names of functions instead of their addresses, which differ between ranks."""
-    if isinstance(value, type) or not (is_dataclass(value) or callable(value)):
-        return repr(value)
-    if is_dataclass(value):
-        values = ", ".join(f"{item.name}={_comparable(getattr(value, item.name))}" for item in fields(value))
-        return f"{type(value).__name__}({values})"
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return {"mesh": repr(mesh), **{name: comparable_text(getattr(sharding, name)) for name in names}}
 
 
 def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:

@@ -57,7 +57,7 @@ def left_as_they_are(
 ) -> tuple[Any, ...]:
     """Prepare objects as accelerate does, but only register models, and do not move optimizers to a device."""
     prepare = private("accelerate:Accelerator._prepare_one", accelerator)
-    registered, _ = _prepared(accelerator)
+    registered, _ = get_prepared(accelerator)
     first = [
         item
         if isinstance(item, nn.Module)
@@ -121,13 +121,7 @@ def split_sequences(accelerator: Any, config: Any, model: nn.Module) -> None:
     private("accelerate:Accelerator._prepare_cp", accelerator)(model)
 
 
-def prepared_counts(accelerator: Any) -> tuple[int, int]:
-    """Return the numbers of models and of optimizers that an accelerator has prepared."""
-    models, optimizers = _prepared(accelerator)
-    return len(models), len(optimizers)
-
-
-def _prepared(accelerator: Any) -> tuple[list[nn.Module], list[Any]]:
+def get_prepared(accelerator: Any) -> tuple[list[nn.Module], list[Any]]:
     """Return the lists of models and of optimizers that an accelerator has prepared."""
     models = private("accelerate:Accelerator._models", accelerator)
     return models, private("accelerate:Accelerator._optimizers", accelerator)
@@ -136,7 +130,7 @@ def _prepared(accelerator: Any) -> tuple[list[nn.Module], list[Any]]:
 @contextmanager
 def without_models(accelerator: Any) -> Iterator[tuple[list[nn.Module], list[Any]]]:
     """Remove the models and optimizers from an accelerator within the block, and yield them."""
-    models, optimizers = _prepared(accelerator)
+    models, optimizers = get_prepared(accelerator)
     accelerator._models, accelerator._optimizers = [], []
     try:
         yield models, optimizers

@@ -30,7 +30,7 @@ from shardwise.integrations import accelerate_writing as writing
 from shardwise.integrations import pending
 from shardwise.integrations.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
 from shardwise.integrations.accelerate_state import load_state, save_state
-from shardwise.integrations.accelerate_writing import LinkedFolder, WorkFolder
+from shardwise.integrations.accelerate_writing import TemporaryFolder
 from shardwise.integrations.context_parallel import SplitSequences, require_split
 from shardwise.models.build import ALLOCATING_FUNCTION, LOADING_FUNCTION
 from shardwise.models.lora.peft_private import moving_functions
@@ -369,7 +369,7 @@ def clip_grad_norm(
 
 def _input_folder(input_dir: str) -> Path:
     """Return the folder that accelerate loads from, the same on all ranks."""
-    return input_dir.folder if isinstance(input_dir, LinkedFolder) else Path(input_dir)
+    return input_dir.folder if isinstance(input_dir, TemporaryFolder) else Path(input_dir)
 
 
 def _files_place(plugin: Any, output_dir: str, number: int, others: Mapping[str, Any]) -> writing.FilesPlace:
@@ -377,7 +377,7 @@ def _files_place(plugin: Any, output_dir: str, number: int, others: Mapping[str,
     form: FileForm = "sharded" if others.get("use_dcp", True) else "local"
     if plugin.state_dict_type.name == "FULL_STATE_DICT":
         form = "full"
-    if isinstance(output_dir, WorkFolder):
+    if isinstance(output_dir, TemporaryFolder):
         return writing.FilesPlace(output_dir.folder, number, form, output_dir.state_save)
     return writing.FilesPlace(Path(output_dir), number, form)
 

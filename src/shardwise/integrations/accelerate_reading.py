@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -21,9 +21,9 @@ from shardwise.files.stored_tensors import stored_tensors
 from shardwise.fsdp.named_tensors import canonical, collect_tensors, without_compile
 from shardwise.fsdp.optimizer_states_by_name import ParameterOrder, ParsedState, read, with_names
 from shardwise.fsdp.rebind import label
-from shardwise.integrations.accelerate_writing import beside_trained, require_number
+from shardwise.integrations.accelerate_writing import agree_on_call, beside_trained
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
-from shardwise.ranks.call_arguments import check_options, get_hints, get_world
+from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.saving.rename_journal import as_renamed, journal_folder, lists_in
 from shardwise.saving.saved_trees import SavedTree, read_distributed_tree, read_file_tree
@@ -46,24 +46,6 @@ class FilesSource:
     number: int
     consent: Consent
     options: state_values.StateOptions
-
-    def agree(self, world: World, mode: object) -> None:
-        """Raise if an argument is not supported, or ranks pass different ones. Collective: yes.
-
-        Raises:
-            ConfigError, RankMismatchError: the message has the argument.
-        """
-        with world.collective("check the arguments"):
-            self._check(mode)
-        state_values.require_same_call(
-            world, os.fspath(self.path), self.number, mode, self.consent, options=self.options
-        )
-
-    def _check(self, mode: object) -> None:
-        require_number(self.number)
-        given = {f"on_{item.name}": getattr(self.consent, item.name) for item in fields(self.consent)}
-        given["order" if isinstance(mode, str) else "only"] = mode
-        check_options({**get_hints(load_accelerate_model), **get_hints(load_accelerate_optimizer)}, given)
 
 
 @answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")
@@ -111,10 +93,12 @@ def load_accelerate_model(
     """
     model = without_compile(model)
     clock = Clock()
+    consents = {"on_missing": on_missing, "on_unexpected": on_unexpected, "on_mismatched": on_mismatched}
     source = FilesSource(Path(path), number, Consent(on_missing, on_mismatched, on_unexpected), options)
     with get_world(options, "load_accelerate_model") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            source.agree(world, only)
+            arguments = {"only": only, **consents}
+            agree_on_call(world, load_accelerate_model, source.path, number, arguments, options)
         return read_model(world, model, source, only, clock)
 
 
@@ -153,10 +137,12 @@ def load_accelerate_optimizer(
     """
     model = without_compile(model)
     clock = Clock()
+    consents = {"on_missing": on_missing, "on_unexpected": on_unexpected, "on_mismatched": on_mismatched}
     source = FilesSource(Path(path), number, Consent(on_missing, on_mismatched, on_unexpected), options)
     with get_world(options, "load_accelerate_optimizer") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            source.agree(world, order)
+            arguments = {"order": order, **consents}
+            agree_on_call(world, load_accelerate_optimizer, source.path, number, arguments, options)
         return read_optimizer(world, model, optimizer, source, order, clock)
 
 

@@ -12,7 +12,7 @@ from shardwise.files.accelerate_saves import MODEL
 from shardwise.fsdp.rebind import plain_optimizer
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
-from shardwise.integrations.accelerate_writing import LinkedFolder, find_latest, keep_latest, state_saved
+from shardwise.integrations.accelerate_writing import TemporaryFolder, find_latest, keep_latest, state_saved
 from shardwise.ranks.world import World
 from shardwise.saving.rename_journal import as_renamed, has_broken_link
 
@@ -38,16 +38,16 @@ def save_state(
     folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
     with World.current(call="save_state") as world:
         with world.collective("check the folder"):
-            _require_one_each("save_state", *compat.prepared_counts(accelerator))
+            _require_one_each("save_state", *map(len, compat.get_prepared(accelerator)))
         world.require_equal(str(folder), "the folder to save into")
-        with state_saved(world, folder, is_new=is_named) as work:
+        with state_saved(world, folder, is_new=is_named) as (saving, work):
             config.automatic_checkpoint_naming = False
             try:
                 saved = _attempted(original, accelerator, work, *others, **keywords)
             finally:
                 config.automatic_checkpoint_naming = is_named
             if isinstance(saved, Exception):
-                saved = work.state_save.saving.find_cause(saved)
+                saved = saving.find_cause(saved)
             with world.collective("unwrap the model"):
                 location = _unwrap(saved)
         if is_named:
@@ -73,7 +73,7 @@ def load_state(
         with World.current(call="load_state") as world:
             if accelerator.is_fsdp2:
                 with world.collective("check the folder"):
-                    _require_one_each("load_state", *compat.prepared_counts(accelerator))
+                    _require_one_each("load_state", *map(len, compat.get_prepared(accelerator)))
             if is_numbered:
                 with world.broadcast("find the latest checkpoint") as exchange:
                     if world.rank == 0:
@@ -86,7 +86,7 @@ def load_state(
             with world.collective("open the folder"):
                 seen = stack.enter_context(as_renamed(folder))
         if seen != folder:
-            input_dir = LinkedFolder.link(seen, folder)
+            input_dir = TemporaryFolder(seen, folder)
 
         def load() -> Any:
             loaded = original(accelerator, input_dir, *others, **keywords)

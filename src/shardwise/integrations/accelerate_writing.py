@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, Self, assert_never
 
 import torch
 from torch import nn
@@ -58,25 +58,22 @@ class FilesPlace:
     form: FileForm
     state_save: StateSave | None = None
 
-    def agree(self, world: World, *modes: object, options: StateOptions) -> None:
-        """Raise if it is not supported, or if ranks pass different arguments. Collective: yes.
 
-        Raises:
-            ConfigError, RankMismatchError: the message has the argument.
-        """
-        with world.collective("check the arguments"):
-            self._check()
-        require_same_call(world, os.fspath(self.folder), self.form, self.number, modes, options=options)
+def agree_on_call(
+    world: World, call: object, path: Path, number: object, arguments: Mapping[str, Any], options: StateOptions
+) -> None:
+    """Raise if arguments are not supported, or if ranks pass different ones. Collective: yes.
 
-    def _check(self) -> None:
-        check_options(get_hints(save_accelerate_model), {"form": self.form})
-        require_number(self.number)
+    ``arguments`` are those of the public function ``call``, by name, without ``path`` and ``number``.
 
-
-def require_number(number: object) -> None:
-    """Raise ConfigError unless this is the number of a model or an optimizer."""
-    if type(number) is not int or number < 0:
-        raise ConfigError(f"number={number!r}: is not an index. Pass the position in the folder, from 0")
+    Raises:
+        ConfigError, RankMismatchError: the message has the argument.
+    """
+    with world.collective("check the arguments"):
+        if type(number) is not int or number < 0:
+            raise ConfigError(f"number={number!r}: is not an index. Pass the position in the folder, from 0")
+        check_options(get_hints(call), arguments)
+    require_same_call(world, os.fspath(path), number, arguments, options=options)
 
 
 @answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")
@@ -162,7 +159,8 @@ def save_model(
     start = time.perf_counter()
     model = without_compile(model)
     with get_world(options, "save_accelerate_model") as world, torch.device("cpu"):
-        place.agree(world, only, on_differing_buffers, options=options)
+        arguments = {"form": place.form, "only": only, "on_differing_buffers": on_differing_buffers}
+        agree_on_call(world, save_accelerate_model, place.folder, place.number, arguments, options)
         taken = collect_model(world, model, only, on_differing_buffers, options)
         state = taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
         if place.form == "full" and isinstance(only, AdapterOnly):
@@ -182,7 +180,8 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, op
     start = time.perf_counter()
     model = without_compile(model)
     with get_world(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
-        place.agree(world, options=options)
+        arguments = {"form": place.form}
+        agree_on_call(world, save_accelerate_optimizer, place.folder, place.number, arguments, options)
         taken = collect_optimizers(world, model, optimizer, "the optimizer", options)
         path, nbytes = _write(world, place, OPTIMIZER, taken.written(), taken.device, options)
     return FilesReport(str(path), len(taken.tensors), nbytes, time.perf_counter() - start)
@@ -279,35 +278,26 @@ _ALWAYS_THERE = "random_states_0.pkl"
 """A file in every committed state."""
 
 
-class LinkedFolder(str):
-    """The path of a folder of links that accelerate loads from, and the folder that it represents."""
+class TemporaryFolder(str):
+    """The path that accelerate loads from or saves into, in place of the folder of the state.
+
+    Attributes:
+        folder: the folder of the state.
+        state_save: the save that models and optimizers belong to. None in a load.
+    """
 
     folder: Path
+    state_save: StateSave | None
 
-    @classmethod
-    def link(cls, place: Path, folder: Path) -> LinkedFolder:
-        made = cls(place)
-        made.folder = folder
-        return made
-
-
-class WorkFolder(str):
-    """The path of a folder that accelerate saves into, and the state that models and optimizers there belong to."""
-
-    state_save: StateSave
-    folder: Path
-
-    @classmethod
-    def create(cls, saving: Saving) -> WorkFolder:
-        """For a save that is under way."""
-        made = cls(rename_journal.work_folder(saving.folder, saving.save_id))
-        made.state_save, made.folder = StateSave(saving), Path(saving.folder)
-        return made
+    def __new__(cls, path: str | Path, folder: Path, state_save: StateSave | None = None) -> Self:
+        self = super().__new__(cls, path)
+        self.folder, self.state_save = folder, state_save
+        return self
 
 
 @contextmanager
-def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFolder]:
-    """Mark a folder for the time of the block, in which accelerate saves into the folder that is given.
+def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[tuple[Saving, TemporaryFolder]]:
+    """Lock a folder, and yield its save and the folder that accelerate saves into within the block.
 
     The files written in the block are committed at its end and replace the older state. Other files stay. With
     ``is_new`` nothing may be in the folder.
@@ -321,11 +311,13 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
     """
     carried: set[str] = set()
     with rename_journal.locked_and_clean(world, folder, carried) as saving:
-        work = WorkFolder.create(saving)
+        state_save = StateSave(saving)
+        path = rename_journal.work_folder(saving.folder, saving.save_id)
+        work = TemporaryFolder(path, Path(saving.folder), state_save)
         with world.broadcast("begin the state files"):
             if world.rank == 0:
                 _begin_state(saving, work, is_new=is_new)
-        yield work
+        yield saving, work
         with world.all_gather("list the names") as exchange:
             exchange.local = _names_in(work)
         seen = exchange.result
@@ -333,7 +325,7 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
         carried |= {name.rpartition("/")[0] for name in names} - {""}
         with world.broadcast("commit the state files"):
             if world.rank == 0:
-                _commit_state(saving.locked, work, names)
+                _commit_state(state_save, work, names)
 
 
 def _begin_state(saving: Saving, work: str, *, is_new: bool) -> None:
@@ -392,10 +384,10 @@ def _names_in(work: str) -> list[str]:
         return writer.list()
 
 
-def _commit_state(locked: LockedFolder, work: WorkFolder, names: list[str]) -> None:
+def _commit_state(state_save: StateSave, work: str, names: list[str]) -> None:
     """Copy accelerate's files and commit everything."""
-    written = WrittenFiles()
-    for files in work.state_save.written:
+    locked, written = state_save.saving.locked, WrittenFiles()
+    for files in state_save.written:
         written = written.with_more(files)
     copies: dict[str, int] = {}
     folders = {name.rpartition("/")[0] for name in names} - {""}

@@ -31,7 +31,7 @@ from shardwise.files.checkpoint_index import CheckpointIndex
 from shardwise.files.local_reader import LocalReader, OpenStorage
 from shardwise.fsdp.named_tensors import abbreviate, collect_tensors, without_compile
 from shardwise.fsdp.rebind import Bound, bind_optimizers, plain_optimizer, require_steps_shards
-from shardwise.fsdp.torch_private import get_buffers, get_parameters, writes_to
+from shardwise.fsdp.torch_private import get_buffers, get_parameters, get_version
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.loading.from_pretrained import decide_ties
 from shardwise.loading.meta_model import Outline, build_outline
@@ -65,7 +65,7 @@ class Pending:
         recorded, expression, writes = self.tensors.get(id(tensor), (None, None, 0))
         if recorded is not tensor or expression is None or not tensor.is_meta:
             return None
-        is_unchanged = expression.shape == tuple(tensor.shape) and writes == writes_to(tensor)
+        is_unchanged = expression.shape == tuple(tensor.shape) and writes == get_version(tensor)
         return expression if is_unchanged else None
 
 
@@ -212,7 +212,7 @@ def _record(model: Any, folder: Path, outline: Outline, index: CheckpointIndex) 
             elif stored[0].shape != tuple(item.tensor.shape):
                 mismatched.add((name, torch.Size(stored[0].shape), item.tensor.shape))
             else:
-                tensors[id(item.tensor)] = (item.tensor, stored[0], writes_to(item.tensor))
+                tensors[id(item.tensor)] = (item.tensor, stored[0], get_version(item.tensor))
                 pretrained.mark_initialized(item.tensor)
     _pending[model] = Pending(folder, index, tensors, outline.transforms)
     return build.load_outcome(missing, set(outline.bindings.unmatched.values()), mismatched)

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from shardwise.core.computed import Bindings
 from shardwise.core.consents import Consent, OnMissing, OnUnexpected
 from shardwise.core.errors import ConfigError
-from shardwise.core.formatting import in_bytes
+from shardwise.core.formatting import comparable_text, in_bytes
 from shardwise.core.layout import ModelLayout
 from shardwise.core.tensors import DType
 from shardwise.files.checkpoint_index import CheckpointIndex
@@ -34,7 +34,7 @@ from shardwise.models.initialize import BufferRules
 from shardwise.models.lora.inject import Adapter, Tuned
 from shardwise.models.pretrained import bind
 from shardwise.models.tunings import ExistingLora, Freeze, Full, Lora, Tuning, tune
-from shardwise.ranks.call_arguments import check_options, comparable_text, get_hints, require_known
+from shardwise.ranks.call_arguments import check_options, get_hints, require_known
 from shardwise.transfer.memory import gc_disabled
 from shardwise.transfer.read import ReadExecutor
 

@@ -20,7 +20,13 @@ from shardwise.core.layout import LocalBox
 from shardwise.core.regions import Region, flatten
 from shardwise.core.tensors import Box
 from shardwise.fsdp.named_tensors import strided_view
-from shardwise.fsdp.torch_private import get_parameters, original_class, tree_leaves, tree_map_only, without_data
+from shardwise.fsdp.torch_private import (
+    get_parameters,
+    make_without_memory,
+    original_class,
+    tree_leaves,
+    tree_map_only,
+)
 from shardwise.models import pretrained
 from shardwise.models.pretrained import not_initializing
 
@@ -68,7 +74,7 @@ class ProgramTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, program: Program, shape: Sequence[int], rows: tuple[int, int]) -> ProgramTensor:
-        made: ProgramTensor = without_data(cls, shape, program.dtype)
+        made: ProgramTensor = make_without_memory(cls, shape, program.dtype)
         made.program = program
         made.rows = rows
         return made

@@ -26,7 +26,7 @@ from torch import nn
 from shardwise.core.errors import KeyMismatchError
 from shardwise.core.layout import Origin, TensorKind
 from shardwise.fsdp.named_tensors import TensorRef, attributes_on_meta
-from shardwise.fsdp.torch_private import get_buffers, sent, tree_leaves, tree_map_only, writes_to
+from shardwise.fsdp.torch_private import get_buffers, get_version, sent, tree_leaves, tree_map_only
 from shardwise.models import pretrained
 
 if TYPE_CHECKING:
@@ -169,10 +169,10 @@ class Initializers:
         from shardwise.models.initial_programs import derive_seed
 
         whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu")
-        untouched = writes_to(whole)
+        untouched = get_version(whole)
         with _seeded_random_state(derive_seed(seed, item.fqn, 0)), stand_ins(self.held, {item.fqn: whole}):
             self._run({item.fqn})
-        if writes_to(whole) == untouched and whole.numel():
+        if get_version(whole) == untouched and whole.numel():
             raise KeyMismatchError(f"{item.fqn} is missing and no initializer of the model writes it")
         return whole
 
@@ -265,7 +265,7 @@ class Initializers:
         fresh = {
             item.fqn: torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu") for item in buffers
         }
-        untouched = {name: writes_to(tensor) for name, tensor in fresh.items()}
+        untouched = {name: get_version(tensor) for name, tensor in fresh.items()}
         values: dict[str, torch.Tensor] = {}
         with _seeded_random_state(seed), stand_ins(self.held, fresh):
             self._run(fresh)
@@ -274,7 +274,7 @@ class Initializers:
                 made = get_buffers(slot.module)[slot.name]  # an initializer may have registered another tensor
                 if made is None or made.is_meta:
                     continue
-                if made is not fresh[item.fqn] or writes_to(made) != untouched[item.fqn]:
+                if made is not fresh[item.fqn] or get_version(made) != untouched[item.fqn]:
                     values[item.fqn] = made.detach().to(item.tensor.dtype)
         return values
 

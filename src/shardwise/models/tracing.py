@@ -19,10 +19,21 @@ from torch import nn
 
 from shardwise.core.computed import Computed, ComputedBlock, FullOperation, computes
 from shardwise.core.errors import ConfigError
-from shardwise.core.expression import Expression, Stored, concat, permute, reshape, slice_dim, stack, substitute
+from shardwise.core.expression import (
+    Expression,
+    Stored,
+    concat,
+    permute,
+    reshape,
+    slice_dim,
+    stack,
+    stored_leaves,
+    substitute,
+)
+from shardwise.core.formatting import few_names
 from shardwise.core.layout import ModelLayout
 from shardwise.core.tensors import numel
-from shardwise.fsdp.torch_private import from_torch, to_torch, without_data
+from shardwise.fsdp.torch_private import from_torch, make_without_memory, to_torch, tree_leaves
 
 GetDtype: TypeAlias = Callable[[str], torch.dtype]
 """Returns the dtype that a tensor gets, by its name."""
@@ -164,8 +175,12 @@ class _Tracer:
         made = self.run(conversion, [torch.empty(item.shape, dtype=dtype, device="meta") for item in inputs])
         nbytes = _COMPUTING_FACTOR * sum(numel(item.shape) * item.dtype.itemsize for item in inputs)
         shapes = tuple(item.shape for item in inputs)
-        operation = _ConverterRun(conversion.label, shapes, shapes_by_name(made), nbytes, self, conversion, dtype)
-        return computed_outputs(operation, inputs, made)
+        outputs = {name: tuple(tensor.shape) for name, tensor in made.items()}
+        operation = _ConverterRun(conversion.label, shapes, outputs, nbytes, self, conversion, dtype)
+        return {
+            name: Computed(operation, name, shape, from_torch(made[name].dtype, name), inputs)
+            for name, shape in outputs.items()
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,20 +193,6 @@ class _ConverterRun(FullOperation):
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return self.tracer.run(self.conversion, [value.to(self.dtype) for value in values])
-
-
-def shapes_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def computed_outputs(
-    operation: FullOperation, inputs: tuple[Stored, ...], made: Mapping[str, torch.Tensor]
-) -> dict[str, Expression]:
-    """Return the outputs of an operation as expressions, by name. ``made`` are meta tensors of their dtypes."""
-    return {
-        name: Computed(operation, name, shape, from_torch(made[name].dtype, name), inputs)
-        for name, shape in operation.outputs.items()
-    }
 
 
 class ModelFacade:
@@ -226,7 +227,7 @@ class Recorded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, expression: Expression, dtype: torch.dtype) -> Recorded:
-        made: Recorded = without_data(cls, expression.shape, dtype)
+        made: Recorded = make_without_memory(cls, expression.shape, dtype)
         made.expression = expression
         return made
 
@@ -239,7 +240,9 @@ class Recorded(torch.Tensor):
     ) -> Any:
         handler = _HANDLERS.get(func)
         if handler is None:
-            raise NotStructural(f"{func}")
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+            names = sorted({leaf.key for tensor in tensors for leaf in stored_leaves(tensor.expression)})
+            raise NotStructural(f"{func} of {few_names(names)}")
         return handler(*args, **(kwargs or {}))
 
 

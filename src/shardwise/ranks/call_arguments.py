@@ -137,13 +137,6 @@ def _difference(world: World, settings_by_rank: Sequence[Mapping[str, str]]) -> 
     return None
 
 
-def comparable_text(value: object) -> str:
-    """Return text to compare a value between ranks. Classes and functions appear by name."""
-    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-        return f"{value.__module__}.{value.__qualname__}"
-    return repr(value)
-
-
 def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """Return the classes and the strings that an annotation allows. No classes if none of them is checked."""
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

@@ -219,7 +219,7 @@ def try_collectives() -> None:
     Raises:
         ShardingError: it failed.
     """
-    from shardwise.fsdp.torch_private import accelerator, get_backend, has_collectives
+    from shardwise.fsdp.torch_private import accelerator, has_collectives
 
     kind = accelerator()
     if kind is None or not has_collectives(kind):
@@ -230,8 +230,9 @@ def try_collectives() -> None:
         ones.cpu()
     except RuntimeError as error:
         raise ShardingError(
-            f"{get_backend(kind)}: the first collective failed on rank {dist.get_rank()}: {error}. Each rank needs "
-            "a device of its own, and a network that all of them reach. NCCL_DEBUG=INFO shows more"
+            f"{dist.get_default_backend_for_device(kind)}: the first collective failed on rank {dist.get_rank()}: "
+            f"{error}. Each rank needs a device of its own, and a network that all of them reach. NCCL_DEBUG=INFO "
+            "shows more"
         ) from error
 
 

@@ -11,9 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from shardwise.core.computed import computes
-from shardwise.core.errors import ConfigError, KeyMismatchError
-from shardwise.core.formatting import few_names
+from shardwise.core.errors import ConfigError
 from shardwise.core.layout import ModelLayout, TensorKind, locate_box
 from shardwise.core.tensors import DType, numel
 from shardwise.files.storage import WritePolicy
@@ -206,22 +204,7 @@ def build_outputs(request: SaveRequest, layout: ModelLayout, places: Mapping[str
     """Return the tensors of the files, and their expressions."""
     if isinstance(request.names, AdapterOnly):
         return {key: Output.unchanged(key, layout.by_name[name]) for key, name in places.items()}
-    return reverted(request.model, layout, request.names)
-
-
-def reverted(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
-    """Return the tensors of a checkpoint as expressions over those of a model.
-
-    Raises:
-        KeyMismatchError: some are computed, and not only moved.
-    """
-    outputs = revert(model, layout, internal_names=names == "internal")
-    if keys := [key for key, output in outputs.items() if computes(output.expression)]:
-        raise KeyMismatchError(
-            f"{few_names(keys)}: transformers computes these from whole tensors of the model when it saves it, "
-            "which is not supported. Pass names='internal' for the model's own tensors"
-        )
-    return outputs
+    return revert(request.model, layout, internal_names=request.names == "internal")
 
 
 def _training_outputs(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Output]:

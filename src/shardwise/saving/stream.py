@@ -18,10 +18,10 @@ from shardwise.fsdp.torch_private import saved_dtype, to_torch
 from shardwise.models import selection
 from shardwise.models.four_bit import files
 from shardwise.models.four_bit.layers import SCALES, WEIGHT, is_in_four_bits
-from shardwise.models.revert import Output
+from shardwise.models.revert import Output, revert
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
-from shardwise.saving.prepare import WrittenNames, collect_for_files, resolved_dtype, reverted
+from shardwise.saving.prepare import WrittenNames, collect_for_files, resolved_dtype
 from shardwise.transfer.memory import compute_device
 from shardwise.transfer.move import ShardExchange, box_view
 from shardwise.transfer.move_plan import Move, Round, full_on_ranks, plan_rounds
@@ -221,11 +221,11 @@ def _select_outputs(
                 "only=MergedAdapter() or only=AdapterOnly(), or names='internal' for all tensors as the model "
                 "names them"
             )
-        return files.with_file_shapes(held, reverted(model, layout, names)), None
+        return files.with_file_shapes(held, revert(model, layout, internal_names=names == "internal")), None
     files.require_no_experts(held, _NOT_MERGED)
     adapted = selection.without_adapter(model, [name for item in held for name in item.names], only.adapter)
     layout = adapted.layout(files.dequantized_layout(layout, held))
-    return reverted(adapted.base, layout, names), adapted
+    return revert(adapted.base, layout, internal_names=names == "internal"), adapted
 
 
 def packed_rows(held: Mapping[str, TensorRef]) -> dict[str, PackedRows]:

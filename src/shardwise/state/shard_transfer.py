@@ -182,7 +182,7 @@ def wrap_without_values(
             attributes[item.fqn] = dict(vars(item.tensor))
             empty = torch.empty(item.tensor.shape, dtype=supply.dtypes[item.fqn], device="meta")
             parameter = nn.Parameter(empty, requires_grad=item.tensor.requires_grad)
-            torch_private.take_after(parameter, item.tensor)
+            torch_private.copy_attributes(parameter, item.tensor)
             item.install(parameter)
     wrap.prepare_blocks(model, sharding)
     groups = wrap.wrap(model, sharding) if sharding.mesh is not None else ()

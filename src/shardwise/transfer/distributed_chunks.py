@@ -25,7 +25,7 @@ from shardwise.files.local_reader import LocalReader
 from shardwise.files.storage import StorageWriter
 from shardwise.files.torch_files import read_torch_tensor
 from shardwise.fsdp.named_tensors import local_boxes, raw_bytes, strided_view
-from shardwise.fsdp.torch_private import copy_all, save_without_data, stored_at
+from shardwise.fsdp.torch_private import copy_all, make_storage_info, save_without_data
 from shardwise.transfer.memory import gc_disabled, in_background
 from shardwise.transfer.move_plan import Boxes, first_holder_shares, shares_by_rank
 from shardwise.transfer.staging import HostStaging, as_memoryview, pinned_bytes, row_slices
@@ -189,7 +189,7 @@ def build_metadata(
             chunks[chunk.key].append(
                 dcp.ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
             )
-            places[index] = stored_at(name(rank), chunk.start, chunk.stop - chunk.start)
+            places[index] = make_storage_info(name(rank), chunk.start, chunk.stop - chunk.start)
     for key, (path, shape, dtype) in plan.tensors.items():
         paths[key] = path
         described[key] = dcp.TensorStorageMetadata(
@@ -207,7 +207,7 @@ def build_metadata(
         for path, nbytes in sizes.items():
             key = flat_key(path)
             described[key], paths[key] = dcp.BytesStorageMetadata(), path
-            places[dcp.MetadataIndex(key)] = stored_at(name(rank), position, nbytes)
+            places[dcp.MetadataIndex(key)] = make_storage_info(name(rank), position, nbytes)
             position += nbytes
     return pickle.dumps(dcp.Metadata(described, paths, places, version=_FORMAT_VERSION))
 

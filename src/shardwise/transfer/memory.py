@@ -34,7 +34,7 @@ from shardwise.core.reports import Available
 from shardwise.files.storage import ReadPolicy
 from shardwise.fsdp import torch_private
 from shardwise.fsdp.named_tensors import TensorRef, local_tensor
-from shardwise.fsdp.torch_private import take_after
+from shardwise.fsdp.torch_private import copy_attributes
 
 
 def compute_device(held: Sequence[TensorRef], default: torch.device | None) -> torch.device:
@@ -101,13 +101,13 @@ def _allocate(item: TensorRef, fsdp_params: FsdpParams, device: torch.device) ->
         # FSDP2 gathers shards of one size, that of rank 0. So memory is padded, and the parameter is a view of it.
         size, pins = torch_private.padded_size(fsdp_param), torch_private.pins_memory(fsdp_param)
         padded = torch.empty(size, dtype=tensor.dtype, device=device, pin_memory=pins)
-        local = torch_private.without_padding(fsdp_param, padded)
-    made = torch_private.sharded_as(tensor, local) if isinstance(tensor, DTensor) else local
+        local = torch_private.zero_padding(fsdp_param, padded)
+    made = torch_private.make_dtensor_like(tensor, local) if isinstance(tensor, DTensor) else local
     if not isinstance(tensor, nn.Parameter):
         item.install(made)
         return local
     parameter = made if isinstance(made, nn.Parameter) else nn.Parameter(made, requires_grad=tensor.requires_grad)
-    take_after(parameter, tensor)
+    copy_attributes(parameter, tensor)
     item.install(parameter)
     # After install(): FSDP2 takes the parameter that is set on its modules.
     if fsdp_param is not None:

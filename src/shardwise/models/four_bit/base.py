@@ -53,13 +53,13 @@ class SelectedModules:
 def _select(
     model: nn.Module,
     quantization: KeptForm,
-    wanted: Collection[str],
+    fqns: Collection[str],
     stored: Mapping[str, tuple[FourBitForm, int]],
     *,
     must_match: bool,
     names_must_match: bool,
 ) -> SelectedModules:
-    """Choose weights of a tied model on meta that can be kept in 4 bits, among those in ``wanted``.
+    """Choose weights of a tied model on meta that can be kept in 4 bits, among those named in ``fqns``.
 
     The output layer, tied weights, routers, experts that are not computed one by one, and named modules are not
     converted. ``stored`` are stacks of experts that are kept as they are stored.
@@ -89,8 +89,8 @@ def _select(
             skip_modules[shown] = f"it {why}"
         elif uses[id(module.get_parameter(local))] > 1:
             skip_modules[shown] = "its weight is tied"
-        elif f"{names[0]}.{local}" not in wanted:
-            skip_modules[shown] = "the checkpoint lacks it, or has it in another form than others in four bits"
+        elif f"{names[0]}.{local}" not in fqns:
+            skip_modules[shown] = "the checkpoint does not have it, or not in 4 bits like others"
         elif isinstance(module, nn.Linear):
             linear[shown] = module
         else:
@@ -101,7 +101,7 @@ def _select(
         raise ConfigError(f"skip_modules={list(absent)!r} matches no linear layer. There are {known}")
     if must_match and not linear and not stacks:
         raise ConfigError(
-            f"nothing of {type(model).__name__} can be put into four bits"
+            f"{type(model).__name__}: no weight can be quantized to 4 bits"
             + "".join(f"; {name} stays: {why}" for name, why in list(skip_modules.items())[:3])
         )
     return SelectedModules(linear, stacks, skip_modules, absent)
@@ -119,9 +119,9 @@ def _candidates(
             assert isinstance(module, nn.Linear)
             why = layers.skip_reason(module.weight.dtype, module.in_features, quantization)
             if module is head or name == last:
-                why = "computes what comes out"
+                why = "is the output layer"
             elif name.endswith(_ROUTERS) and f"{name.rpartition('.')[0]}.experts" in modules:
-                why = "chooses experts"
+                why = "is the router of experts"
             yield (name,), module, layers.WEIGHT, why
         for local, stack in layers.iter_stacks(name, module):
             fqn = f"{name}.{local}"
@@ -132,10 +132,10 @@ def _candidates(
 def _matches(pattern: str, name: str) -> bool:
     """Match a module's name like ``should_convert_module`` of transformers."""
     try:
-        found = re.match(_regex(pattern), name)
+        match = re.match(_regex(pattern), name)
     except re.error as error:
         raise ConfigError(f"skip_modules={pattern!r}: is neither a name nor a valid regex ({error})") from error
-    return found is not None or name.endswith(pattern)
+    return match is not None or name.endswith(pattern)
 
 
 def _regex(pattern: str) -> str:
@@ -171,35 +171,37 @@ def convert_base_to_four_bits(
         for name, expressions in bindings.matched.items()
         if (form := next(filter(None, map(find_quant_type, expressions)), None)) is not None
     }
-    stacks = _stored_stacks(model, bindings) if keeps_experts else {}
-    wanted = forms.keys() | stacks.keys()
-    if not wanted and config is None:
-        wanted = {name for name, expressions in bindings.matched.items() if expressions}
-    chosen = _select(model, quantization, wanted, stacks, must_match=must_match, names_must_match=names_must_match)
-    if not chosen.layers and not chosen.stacks:
-        return bindings, build_notes(chosen, quantization)
-    for name, layer in chosen.layers.items():
+    stacks = _find_stored_stacks(model, bindings) if keeps_experts else {}
+    candidates = forms.keys() | stacks.keys()
+    if not candidates and config is None:
+        candidates = {name for name, expressions in bindings.matched.items() if expressions}
+    selected = _select(
+        model, quantization, candidates, stacks, must_match=must_match, names_must_match=names_must_match
+    )
+    if not selected.layers and not selected.stacks:
+        return bindings, build_notes(selected, quantization)
+    for name, layer in selected.layers.items():
         layers.convert_to_four_bits(layer, with_stored_form(forms.get(f"{name}.{layers.WEIGHT}"), quantization))
     kinds: dict[nn.Module, dict[str, KeptForm]] = {}
-    for name, (module, local) in chosen.stacks.items():
+    for name, (module, local) in selected.stacks.items():
         kinds.setdefault(module, {})[local] = with_stored_form(stacks.get(name), quantization)
     for module, names in kinds.items():
         layers.convert_experts_to_four_bits(module, names)
-    skipped = tuple(sorted(chosen.skip_modules))
+    skipped = tuple(sorted(selected.skip_modules))
     mark_in_four_bits(model, config or to_transformers(quantization, skipped, model.dtype))
-    return quantize_bindings(model, bindings), build_notes(chosen, quantization)
+    return quantize_bindings(model, bindings), build_notes(selected, quantization)
 
 
-def _stored_stacks(model: nn.Module, bindings: Bindings) -> dict[str, tuple[FourBitForm, int]]:
+def _find_stored_stacks(model: nn.Module, bindings: Bindings) -> dict[str, tuple[FourBitForm, int]]:
     """Return the form and the block size of stacks of experts that are stored in 4 bits, by name."""
-    found: dict[str, tuple[FourBitForm, int]] = {}
+    forms: dict[str, tuple[FourBitForm, int]] = {}
     for name, module in model.named_modules():
         for local, _ in layers.iter_stacks(name, module):
             for item in bindings.matched.get(f"{name}.{local}", ()):
                 rows = find_stored_rows(_as_rows(item, is_transposed=getattr(module, "is_transposed", False)))
                 if rows is not None:
-                    found[f"{name}.{local}"] = rows.form, rows.block_size
-    return found
+                    forms[f"{name}.{local}"] = rows.form, rows.block_size
+    return forms
 
 
 def _as_rows(stack: Expression, *, is_transposed: bool) -> Expression:
@@ -207,28 +209,26 @@ def _as_rows(stack: Expression, *, is_transposed: bool) -> Expression:
     return permute(stack, (0, 2, 1)) if is_transposed and len(stack.shape) == 3 else stack
 
 
-def build_notes(chosen: SelectedModules, quantization: KeptForm) -> tuple[str, ...]:
+def build_notes(selected: SelectedModules, quantization: KeptForm) -> tuple[str, ...]:
     """Return sentences on the quantized modules, and on the others with the reasons."""
     by_reason: dict[str, list[str]] = {}
-    for name, why in chosen.skip_modules.items():
+    for name, why in selected.skip_modules.items():
         by_reason.setdefault(why, []).append(name)
     how = f"{quant_type_name(quantization.form)}, blocks of {quantization.block_size}"
-    notes = (
-        [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed while they are read"]
-        if chosen.layers
-        else []
-    )
-    if chosen.stacks:
-        names = ", ".join(pattern for pattern, _ in collapse(sorted(chosen.stacks)))
+    notes: list[str] = []
+    if selected.layers:
+        notes.append(f"{len(selected.layers)} linear layers are in four bits ({how}), packed while they are read")
+    if selected.stacks:
+        names = ", ".join(pattern for pattern, _ in collapse(sorted(selected.stacks)))
         form = how if isinstance(quantization.form, Code) else f"{how}, plain scales"
         notes.append(f"experts are in four bits ({form}) and are computed one after the other: {names}")
     notes += [
         f"{', '.join(pattern for pattern, _ in collapse(members))} is not quantized: {why}"
         for why, members in by_reason.items()
     ]
-    if chosen.absent:
+    if selected.absent:
         notes.append(
-            f"llm_int8_skip_modules names modules that the model does not have: {', '.join(chosen.absent)}"
+            f"llm_int8_skip_modules names modules that the model does not have: {', '.join(selected.absent)}"
         )
     return tuple(notes)
 
@@ -268,13 +268,14 @@ def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None
 
 def quantize_bindings(model: nn.Module, bindings: Bindings) -> Bindings:
     """Return a checkpoint's bindings for a model, with weights of 4-bit layers quantized while they are read."""
-    matched, own = dict(bindings.matched), set[str]()
+    matched = dict(bindings.matched)
+    stored_as_bytes: set[str] = set()  # scales that the checkpoint has as the model has them
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if layers.are_experts_in_four_bits(module):
             for local, packing in module.packings.items():
                 if _are_packed(module, local, expressions := matched.get(f"{prefix}{local}", ())):
-                    own.add(f"{prefix}{layers.scales_name(local)}")
+                    stored_as_bytes.add(f"{prefix}{layers.scales_name(local)}")
                 else:
                     matched |= _quantize_experts(f"{prefix}{local}", packing, expressions)
         if not layers.is_in_four_bits(module):
@@ -282,16 +283,19 @@ def quantize_bindings(model: nn.Module, bindings: Bindings) -> Bindings:
         weight = f"{prefix}{layers.WEIGHT}"
         expressions = matched.get(weight, ())
         if _are_packed(module, layers.WEIGHT, expressions):
-            own |= {f"{prefix}{local}" for local in (layers.SCALES, layers.NESTED, layers.OFFSET)}
+            stored_as_bytes |= {f"{prefix}{local}" for local in (layers.SCALES, layers.NESTED, layers.OFFSET)}
             continue
-        found = [_codes_and_scales(module, expression, weight) for expression in expressions]
-        matched |= {f"{prefix}{local}": tuple(kept[local] for kept in found) for local in found[0]}
-        if module.is_nested and layers.SCALES not in found[0]:
+        quantized = [_quantize_weight(module, expression, weight) for expression in expressions]
+        matched |= {f"{prefix}{local}": tuple(tensors[local] for tensors in quantized) for local in quantized[0]}
+        if module.is_nested and layers.SCALES not in quantized[0]:
             module.whole_scales = matched.pop(f"{prefix}{layers.WHOLE_SCALES}")
-    taken = own.intersection(bindings.leftover)
-    unmatched = {key: name for key, name in bindings.unmatched.items() if name not in taken}
+    # The keys of these scales matched nothing when they were bound, before the layers had parameters for them.
+    from_leftover = stored_as_bytes.intersection(bindings.leftover)
+    unmatched = {key: name for key, name in bindings.unmatched.items() if name not in from_leftover}
     return replace(
-        bindings, matched=matched | {name: (bindings.leftover[name],) for name in taken}, unmatched=unmatched
+        bindings,
+        matched=matched | {name: (bindings.leftover[name],) for name in from_leftover},
+        unmatched=unmatched,
     )
 
 
@@ -317,7 +321,7 @@ def _quantize_experts(
     }
 
 
-def _codes_and_scales(layer: Any, weight: Expression, name: str) -> dict[str, Expression]:
+def _quantize_weight(layer: Any, weight: Expression, name: str) -> dict[str, Expression]:
     """Return the expressions of a weight's codes and scales by local name.
 
     Scales that are to be nested, and are not stored nested, are ``weight_whole_scales``.

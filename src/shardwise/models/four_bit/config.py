@@ -122,8 +122,8 @@ def from_transformers(config: Any) -> Quantization:
         )
     values = config if isinstance(config, dict) else config.to_dict()
     default = "bitsandbytes" if "load_in_4bit" in values or "load_in_8bit" in values else None
-    given = values.get("quant_method", default)
-    method = "a config without quant_method" if given is None else str(getattr(given, "value", given))
+    name = values.get("quant_method", default)
+    method = "a config without quant_method" if name is None else str(getattr(name, "value", name))
     if method == "mxfp4":
         # to_dict() of Mxfp4Config leaves dequantize out.
         return "dequantize" if values.get("dequantize", getattr(config, "dequantize", False)) else "as_stored"
@@ -144,8 +144,8 @@ def from_transformers(config: Any) -> Quantization:
     if not isinstance(dtype, torch.dtype):
         dtype = getattr(torch, str(dtype).removeprefix("torch."), dtype)
     skip_modules = values.get("llm_int8_skip_modules") or ()
-    made = Nf4 if kind == "nf4" else Fp4
-    return made(
+    quantization_class = Nf4 if kind == "nf4" else Fp4
+    return quantization_class(
         block_size=values.get("bnb_4bit_blocksize") or 64,
         double_quant=bool(values.get("bnb_4bit_use_double_quant")),
         compute_dtype=dtype,
@@ -203,10 +203,10 @@ class Packing:
         Products are float32, rounded once, as in ``dequantize_4bit`` of bitsandbytes. The memory of a transposed
         matrix has the model's layout, so that products with it are bitwise equal.
         """
-        known = dtype if dtype in COMPUTED_IN else torch.float32  # kernels support no others
-        made: torch.Tensor = dequantize_four_bits(packed, scales, self.block_size, self.form.value, known)
-        made = made.to(dtype)
-        return made.mT.contiguous().mT if self.is_transposed else made
+        computed_in = dtype if dtype in COMPUTED_IN else torch.float32  # kernels support no others
+        weights: torch.Tensor = dequantize_four_bits(packed, scales, self.block_size, self.form.value, computed_in)
+        weights = weights.to(dtype)
+        return weights.mT.contiguous().mT if self.is_transposed else weights
 
 
 @cache
@@ -242,8 +242,11 @@ def dequantize_four_bits(
 
         dequantize = torch.ops.bitsandbytes.dequantize_4bit.default
         flat, factors = packed.reshape(-1, 1), scales.reshape(-1)
-        made: torch.Tensor = dequantize(flat, factors, block_size, form, shape, dtype)
-        return made
+        result: torch.Tensor = dequantize(flat, factors, block_size, form, shape, dtype)
+        return result
+    # For example bytes (out, 64) with scales (out, 2) are codes (out, 64, 2), which are weights (out, 2, 64) in
+    # blocks, times scales (out, 2, 1), as a matrix (out, 128). The first of two elements is in the upper four bits
+    # of a byte in bitsandbytes, and in the lower ones in MXFP4.
     table = _table(kind.codebook, packed.device)
     upper, lower = packed >> 4, packed & 15
     halves = torch.stack([lower, upper] if isinstance(kind, Code) else [upper, lower], dim=-1)
@@ -251,15 +254,16 @@ def dequantize_four_bits(
     return weights.mul_(scales.unsqueeze(-1)).view(shape).to(dtype)
 
 
-@torch.library.custom_op("shardwise::unnested_scales", mutates_args=())
-def unnested_scales(codes: torch.Tensor, start: int, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("shardwise::unnest_scales", mutates_args=())
+def unnest_scales(codes: torch.Tensor, start: int, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """Dequantize scales of a matrix, beginning with its ``start``-th, from 8 bits. See [Note: Nested scales].
 
     ``nested`` and ``offset`` are those of the full matrix.
     """
     values = _table(dynamic_codebook(), codes.device)[codes.int()]
-    places = torch.arange(start, start + codes.numel(), device=codes.device) // NESTED_BLOCK
-    return values.mul_(nested[places].view(codes.shape)).add_(offset)
+    # Blocks of 256 scales run on from row to row, so a block may begin in the middle of one.
+    blocks = torch.arange(start, start + codes.numel(), device=codes.device) // NESTED_BLOCK
+    return values.mul_(nested[blocks].view(codes.shape)).add_(offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,24 +271,26 @@ class LocalScales:
     """The scales of a gathered matrix, as they are stored in the model.
 
     Attributes:
-        kept: uint8: bytes of float32 (out, 4 * in / block), codes, or exponents (out, in / block).
+        stored: uint8: bytes of float32 (out, 4 * in / block), codes, or exponents (out, in / block).
         nested: scales of the codes, float32, one for 256, or None.
-        offset: of codes, float32 (1,).
+        offset: the mean of the scales, which is added to the values of the codes, float32 (1,).
     """
 
-    kept: torch.Tensor
+    stored: torch.Tensor
     nested: torch.Tensor | None = None
     offset: torch.Tensor | None = None
 
     def floats(self, form: FourBitForm, start: int = 0) -> torch.Tensor:
         """Return float32 scales (out, in / block), beginning with the matrix's ``start``-th. Bytes are viewed."""
         if isinstance(form, Code):
-            exponents = (self.kept.int() << 23).clamp_(min=1 << 22)  # bits of float32; the smallest is subnormal
-            return exponents.masked_fill_(self.kept == 255, _NAN_BITS).view(torch.float32)
+            # A byte e is the scale 2 ** (e - 127): the exponent bits of a float32. e = 0 is 2 ** -127, which is
+            # subnormal, with the highest bit of the mantissa set.
+            exponents = (self.stored.int() << 23).clamp_(min=1 << 22)
+            return exponents.masked_fill_(self.stored == 255, _NAN_BITS).view(torch.float32)
         if self.nested is None:
-            return self.kept.view(torch.float32)
-        made: torch.Tensor = unnested_scales(self.kept, start, self.nested, self.offset)
-        return made
+            return self.stored.view(torch.float32)
+        scales: torch.Tensor = unnest_scales(self.stored, start, self.nested, self.offset)
+        return scales
 
 
 class FourBitProduct(torch.autograd.Function):
@@ -299,26 +305,27 @@ class FourBitProduct(torch.autograd.Function):
         ctx: Any,
         rows: torch.Tensor,
         packed: torch.Tensor,
-        kept: torch.Tensor,
+        stored: torch.Tensor,
         nested: torch.Tensor | None,
         offset: torch.Tensor | None,
         bias: torch.Tensor | None,
         packing: Packing,
     ) -> torch.Tensor:
-        ctx.save_for_backward(packed, kept, nested, offset)
+        ctx.save_for_backward(packed, stored, nested, offset)
         ctx.packing = packing
-        scales = LocalScales(kept, nested, offset).floats(packing.form)
+        scales = LocalScales(stored, nested, offset).floats(packing.form)
         return functional.linear(rows, packing.dequantize(packed, scales, rows.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
-        packed, *kept = ctx.saved_tensors
+        packed, *scale_tensors = ctx.saved_tensors
         of_rows = of_bias = None
         if ctx.needs_input_grad[5]:
             of_bias = gradient.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[0]:
-            scales = LocalScales(*kept).floats(ctx.packing.form)
+            # Dequantized again rather than saved: a saved weight would be four times as large as its codes.
+            scales = LocalScales(*scale_tensors).floats(ctx.packing.form)
             weights = ctx.packing.dequantize(packed, scales, ctx.packing.dtype)
             of_rows = gradient @ weights.to(gradient.dtype)
         return of_rows, None, None, None, None, of_bias, None
@@ -328,10 +335,10 @@ def product(
     rows: torch.Tensor, packed: torch.Tensor, scales: LocalScales, bias: torch.Tensor | None, packing: Packing
 ) -> torch.Tensor:
     """Compute ``rows (.., in) @ weight (out, in).T + bias``, like ``bitsandbytes.matmul_4bit``."""
-    made: torch.Tensor = FourBitProduct.apply(  # type: ignore[no-untyped-call]
-        rows, packed, scales.kept, scales.nested, scales.offset, bias, packing
+    result: torch.Tensor = FourBitProduct.apply(  # type: ignore[no-untyped-call]
+        rows, packed, scales.stored, scales.nested, scales.offset, bias, packing
     )
-    return made
+    return result
 
 
 @dequantize_four_bits.register_fake
@@ -341,6 +348,6 @@ def _(
     return packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
 
 
-@unnested_scales.register_fake
+@unnest_scales.register_fake
 def _(codes: torch.Tensor, _start: int, _nested: torch.Tensor, _offset: torch.Tensor) -> torch.Tensor:
     return codes.new_empty(codes.shape, dtype=torch.float32)

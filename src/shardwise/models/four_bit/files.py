@@ -41,45 +41,45 @@ def has_four_bits(model: nn.Module) -> bool:
     )
 
 
-def file_tensors(held: Sequence[TensorRef]) -> list[TensorRef]:
+def file_tensors(tensors: Sequence[TensorRef]) -> list[TensorRef]:
     """Return a model's tensors as files have them, with scales as floats and the metadata.
 
     Raises:
         ConfigError: experts are in four bits.
     """
     require_no_experts(
-        [item for item in held if not _is_mxfp4(item.slots[0].module, item.slots[0].name)],
+        [item for item in tensors if not _is_mxfp4(item.slots[0].module, item.slots[0].name)],
         "files of bitsandbytes have no form for them. Pass names='internal', which quantization=Nf4() reads",
     )
-    found: list[TensorRef] = []
-    in_files = {layers.SCALES: f"{layers.WEIGHT}.{ABSMAX}", layers.NESTED: f"{layers.WEIGHT}.{NESTED_ABSMAX}"}
-    for item in checkpoint_tensors(held):
+    in_files: list[TensorRef] = []
+    names_in_files = {layers.SCALES: f"{layers.WEIGHT}.{ABSMAX}", layers.NESTED: f"{layers.WEIGHT}.{NESTED_ABSMAX}"}
+    for item in checkpoint_tensors(tensors):
         module: Any = item.slots[0].module
         name = item.slots[0].name
         is_packed = layers.is_in_four_bits(module)
-        if is_packed and name in in_files:
+        if is_packed and name in names_in_files:
             is_raw = name == layers.SCALES and not module.is_nested
             values = _as_floats(item.tensor) if is_raw else item.tensor
-            found.append(_renamed(item, values, item.kind, name, in_files[name]))
+            in_files.append(_rename(item, values, item.kind, name, names_in_files[name]))
         elif not is_packed or name != layers.OFFSET:
-            found.append(item)
+            in_files.append(item)
         if is_packed and name == layers.WEIGHT:
             offset = module.weight_nested_offset.item() if module.is_nested else None
             constants = build_constants(module.packing, (module.out_features, module.in_features), offset)
-            found += [
-                _renamed(item, tensor, TensorKind.PERSISTENT_BUFFER, name, f"{name}.{suffix}")
+            in_files += [
+                _rename(item, tensor, TensorKind.PERSISTENT_BUFFER, name, f"{name}.{suffix}")
                 for suffix, tensor in constants.items()
             ]
-    return found
+    return in_files
 
 
-def checkpoint_tensors(held: Sequence[TensorRef]) -> list[TensorRef]:
+def checkpoint_tensors(tensors: Sequence[TensorRef]) -> list[TensorRef]:
     """Return the tensors with codes of MXFP4 under their names in checkpoints: ``.._blocks``."""
     return [
-        _renamed(item, item.tensor, item.kind, item.slots[0].name, f"{item.slots[0].name}{BLOCKS}")
+        _rename(item, item.tensor, item.kind, item.slots[0].name, f"{item.slots[0].name}{BLOCKS}")
         if _is_mxfp4(item.slots[0].module, item.slots[0].name)
         else item
-        for item in held
+        for item in tensors
     ]
 
 
@@ -91,23 +91,23 @@ def _is_mxfp4(module: nn.Module, stack: str) -> bool:
     )
 
 
-def require_scales(held: Sequence[TensorRef]) -> None:
+def require_scales(tensors: Sequence[TensorRef]) -> None:
     """Raise ConfigError for weights of bitsandbytes' own layers, whose scales are not tensors of the model."""
-    for item in held:
+    for item in tensors:
         kind = type(item.tensor)
         if kind.__module__.partition(".")[0] == "bitsandbytes":
             raise ConfigError(
                 f"{item.fqn} is a {kind.__name__} of bitsandbytes, whose scales are not tensors of the model. "
-                "Save it with its own save_pretrained, or bring it up with quantization=Nf4()"
+                "Save it with its own save_pretrained, or load it with quantization=Nf4()"
             )
 
 
-def require_no_experts(held: Sequence[TensorRef], why: str) -> None:
+def require_no_experts(tensors: Sequence[TensorRef], why: str) -> None:
     """Raise ConfigError, with this reason, if experts are in four bits."""
-    for slot in (item.slots[0] for item in held):
+    for slot in (item.slots[0] for item in tensors):
         if layers.are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
             raise ConfigError(
-                f"{slot.fqn}: its experts are in four bits, and {why}; or leave "
+                f"{slot.fqn}: its experts are in four bits, and {why}, or load "
                 'dequantized experts: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
             )
 
@@ -132,7 +132,7 @@ def build_constants(packing: Packing, shape: Sequence[int], offset: float | None
     return constants | {f"{QUANT_STATE}{form.value}": text}
 
 
-def _renamed(item: TensorRef, tensor: torch.Tensor, kind: TensorKind, old: str, new: str) -> TensorRef:
+def _rename(item: TensorRef, tensor: torch.Tensor, kind: TensorKind, old: str, new: str) -> TensorRef:
     slots = [Slot(slot.module, new, f"{slot.fqn.removesuffix(old)}{new}") for slot in item.slots]
     return TensorRef(tensor, kind, slots)
 
@@ -154,10 +154,10 @@ def _as_floats(raw: torch.Tensor) -> torch.Tensor:
     )
 
 
-def dequantized_layout(layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:
+def dequantized_layout(layout: ModelLayout, tensors: Sequence[TensorRef]) -> ModelLayout:
     """Return the layout with dequantized weights in place of 4-bit ones and their scales. These have no boxes."""
-    slots = {item.fqn: item.slots[0] for item in held}
-    tensors: list[TensorLayout] = []
+    slots = {item.fqn: item.slots[0] for item in tensors}
+    layouts: list[TensorLayout] = []
     for tensor in layout.tensors:
         module, name = slots[tensor.fqn].module, slots[tensor.fqn].name
         packings: Mapping[str, Packing] = {}
@@ -174,30 +174,32 @@ def dequantized_layout(layout: ModelLayout, held: Sequence[TensorRef]) -> ModelL
             if packing.is_transposed:
                 shape = (*shape[:-2], shape[-1], shape[-2])
             tensor = replace(tensor, shape=shape, dtype=from_torch(packing.dtype, tensor.fqn), boxes=())
-        tensors.append(tensor)
-    return ModelLayout(tuple(tensors))
+        layouts.append(tensor)
+    return ModelLayout(tuple(layouts))
 
 
-def with_file_shapes(held: Sequence[TensorRef], outputs: Mapping[str, Output]) -> dict[str, Output]:
+def with_file_shapes(tensors: Sequence[TensorRef], outputs: Mapping[str, Output]) -> dict[str, Output]:
     """Return the outputs with the shapes of files: codes (n, 1) and scales (n,).
 
     Codes of MXFP4 are (experts, out, in / 32, 16). Outputs of other forms are unchanged.
     """
-    slots = {item.fqn: item.slots[0] for item in held}
+    slots = {item.fqn: item.slots[0] for item in tensors}
     scales = f"{layers.WEIGHT}.{ABSMAX}"
     packed = {slot.module for slot in slots.values() if slot.name == scales}
-    found: dict[str, Output] = {}
+    in_files: dict[str, Output] = {}
     for key, output in outputs.items():
-        made = output.expression
-        slot = slots.get(made.key) if isinstance(made, Stored) else None
+        expression = output.expression
+        slot = slots.get(expression.key) if isinstance(expression, Stored) else None
         if slot is not None and slot.module in packed and slot.name in (layers.WEIGHT, scales):
-            shape = (numel(made.shape), 1)[: 2 if slot.name == layers.WEIGHT else 1]
-            output = replace(output, expression=reshape(made, shape))
+            count = numel(expression.shape)
+            shape = [count, 1] if slot.name == layers.WEIGHT else [count]
+            output = replace(output, expression=reshape(expression, shape))
         elif (
             slot is not None
             and slot.name.endswith(BLOCKS)
             and _is_mxfp4(slot.module, slot.name.removesuffix(BLOCKS))
         ):
-            output = replace(output, expression=reshape(made, (*made.shape[:-1], made.shape[-1] // 16, 16)))
-        found[key] = output
-    return found
+            shape = [*expression.shape[:-1], expression.shape[-1] // 16, 16]
+            output = replace(output, expression=reshape(expression, shape))
+        in_files[key] = output
+    return in_files

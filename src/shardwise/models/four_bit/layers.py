@@ -86,15 +86,15 @@ class FourBitLinear:
         scales = self.get_scales(self.weight_scales, 0)
         return self.packing.dequantize(self.weight, scales, dtype or self.packing.dtype)
 
-    def get_scales(self, kept: torch.Tensor, row: int) -> torch.Tensor:
+    def get_scales(self, stored: torch.Tensor, row: int) -> torch.Tensor:
         """Return the float32 scales of rows of ``weight_scales``, beginning with the ``row``-th of the weight."""
         start = row * (self.in_features // self.packing.block_size)
-        return self._local_scales(kept).floats(self.packing.form, start)
+        return self._local_scales(stored).floats(self.packing.form, start)
 
-    def _local_scales(self, kept: torch.Tensor) -> LocalScales:
+    def _local_scales(self, stored: torch.Tensor) -> LocalScales:
         if not self.is_nested:
-            return LocalScales(kept)
-        return LocalScales(kept, self.weight_nested_scales, self.weight_nested_offset)
+            return LocalScales(stored)
+        return LocalScales(stored, self.weight_nested_scales, self.weight_nested_offset)
 
     @property
     def is_nested(self) -> bool:
@@ -126,11 +126,13 @@ class FourBitLinear:
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - as torch has it
         """Move all tensors to a device. Casts to another dtype skip codes and scales."""
-        own: Any = self
-        floats = {name: own._buffers.pop(name) for name in (NESTED, OFFSET) if name in own._buffers}
+        layer: Any = self
+        # Module.half() and .to(dtype) cast all float tensors, but nested scales have to stay float32. So they leave
+        # the registry, and are moved as bytes.
+        floats = {name: layer._buffers.pop(name) for name in (NESTED, OFFSET) if name in layer._buffers}
         super()._apply(function, recurse)  # type: ignore[misc]
         for name, buffer in floats.items():
-            own._buffers[name] = function(buffer.view(torch.uint8)).view(buffer.dtype)
+            layer._buffers[name] = function(buffer.view(torch.uint8)).view(buffer.dtype)
         return self
 
     _save_to_state_dict = nn.Module._save_to_state_dict
@@ -160,14 +162,16 @@ def is_in_four_bits(module: nn.Module) -> TypeGuard[Any]:
 def skip_reason(dtype: torch.dtype, columns: int, quantization: KeptForm) -> str | None:
     """Return the reason why a weight of these columns cannot be kept in 4 bits, or None."""
     if dtype not in COMPUTED_IN:
-        return f"is of {dtype}, of which nothing is packed"
+        return f"is of {dtype}, which cannot be quantized to 4 bits"
     if columns % quantization.block_size:
-        return f"has {columns} columns, no multiple of the block of {quantization.block_size}"
+        return f"has {columns} columns, not a multiple of block_size={quantization.block_size}"
     return None
 
 
 def convert_to_four_bits(module: nn.Linear, quantization: KeptForm) -> None:
     """Convert a linear layer on meta to 4 bits, in place, so that hooks and names stay."""
+    # For example Linear(128, 64) in blocks of 64: codes (64, 64), two elements in a byte, and two scales for each
+    # row, as bytes of float32 (64, 8). Nested, these are codes (64, 2), and each 256 of them have one float32.
     form, block, dtype = quantization.form, quantization.block_size, module.weight.dtype
     rows, columns = module.weight.shape
     is_nested = quantization.double_quant
@@ -266,44 +270,44 @@ class _ExpertWeight:
     def __torch_function__(
         cls, function: Any, _types: Any, args: tuple[Any, ...] = (), keywords: Mapping[str, Any] | None = None
     ) -> torch.Tensor:
-        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(keywords or {})
-        weight = given.get("weight")
+        arguments = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(keywords or {})
+        weight = arguments.get("weight")
         if isinstance(weight, cls) and function in (_MATMUL if weight.packing.is_transposed else (F.linear,)):
-            return weight.product(given["input"], given.get("bias"))
+            return weight.product(arguments["input"], arguments.get("bias"))
         raise TypeError(
-            f"weights of experts in four bits are multiplied as their class does it, not by {function.__name__}(). "
-            'Leave them as they are: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
+            f"4-bit expert weights support only the matmul of their own class; {function.__name__}() was called. "
+            'Pass quantization=Nf4(skip_modules=("experts",)) or "dequantize"'
         )
 
     def product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``rows (.., in) @ weight (out, in).T + bias``, in the dtype of ``rows``."""
         dtype = self.compute_dtype or rows.dtype
-        own_bias = None if bias is None else bias.to(dtype)
-        own = rows.to(dtype)
-        found = product(own, self.packed, self.scales, own_bias, self.packing)
-        for first, second in self.deltas:
-            found = found + own @ first.to(dtype) @ second.to(dtype)
-        return found.to(rows.dtype)
+        bias_in_dtype = None if bias is None else bias.to(dtype)
+        inputs = rows.to(dtype)
+        outputs = product(inputs, self.packed, self.scales, bias_in_dtype, self.packing)
+        for first, second in self.deltas:  # (in, r) and (r, out), scaled
+            outputs = outputs + inputs @ first.to(dtype) @ second.to(dtype)
+        return outputs.to(rows.dtype)
 
 
 _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
 @contextlib.contextmanager
-def patched_shapes(model: nn.Module) -> Iterator[None]:
+def patch_shapes(model: nn.Module) -> Iterator[None]:
     """Show PEFT stacks in four bits of a model on meta as tensors of the weights' shape and dtype."""
-    kept: list[tuple[Any, str, nn.Parameter]] = []
+    stacks: list[tuple[Any, str, nn.Parameter]] = []
     try:
         for module in filter(are_experts_in_four_bits, model.modules()):
             for name, packing in module.packings.items():
                 stack, registry = module.get_parameter(name), get_parameters(module)
                 shape = (*stack.shape[:-1], 2 * stack.shape[-1])
                 weights = torch.empty(shape, dtype=packing.dtype, device="meta")
-                kept.append((registry, name, stack))
+                stacks.append((registry, name, stack))
                 registry[name] = nn.Parameter(weights.mT if packing.is_transposed else weights, requires_grad=False)
         yield
     finally:
-        for registry, name, stack in kept:
+        for registry, name, stack in stacks:
             registry[name] = stack
 
 
@@ -341,11 +345,11 @@ def experts_skip_reason(
     ``is_stored`` is True if the checkpoint has it in this form.
     """
     if not are_fused_experts(module):
-        return "belongs to experts that are not computed one after the other in a way that is known"
+        return "belongs to an experts implementation that shardwise does not support"
     if module.is_transposed and not is_stored:
-        return "is stored with what comes in before what comes out, so that no row is whole blocks"
-    if are_parted_experts(module):
-        return "belongs to experts that are on ranks of their own"
+        return "is stored transposed, as (experts, in, out), so quantization blocks would cross rows"
+    if are_expert_parallel(module):
+        return "is sharded by expert parallelism"
     return skip_reason(stack.dtype, 0 if is_stored else stack.shape[-1], quantization)
 
 
@@ -358,7 +362,7 @@ def convert_experts_to_four_bits(module: nn.Module, names: Mapping[str, KeptForm
     for name, quantization in names.items():
         stack: nn.Parameter = getattr(module, name)
         is_transposed = bool(module.is_transposed)
-        *outer, columns = stack.mT.shape if is_transposed else stack.shape
+        *outer, columns = stack.mT.shape if is_transposed else stack.shape  # (experts, out, in)
         packing = Packing(quantization.form, quantization.block_size, stack.dtype, is_transposed)
         packings[name] = packing
         delattr(module, name)
@@ -383,23 +387,23 @@ def _experts_class(kind: Any) -> type[nn.Module]:
 
 def are_fused_experts(module: nn.Module) -> bool:
     """Return whether a module has transformers' fused experts: stacked weights and one gating function."""
-    facts = [getattr(module, fact, None) for fact in ("has_gate", "has_bias", "is_transposed")]
-    return None not in facts and hasattr(module, "_apply_gate")
+    attributes = [getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed")]
+    return None not in attributes and hasattr(module, "_apply_gate")
 
 
 def eager_experts(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
     """Return the forward function of fused experts that computes expert by expert, regardless of the config."""
     forward: Any = kind.forward
-    found: Callable[..., torch.Tensor] = getattr(forward, "__wrapped__", forward)  # use_experts_implementation
-    return found
+    function: Callable[..., torch.Tensor] = getattr(forward, "__wrapped__", forward)  # use_experts_implementation
+    return function
 
 
-def are_parted_experts(module: nn.Module) -> bool:
+def are_expert_parallel(module: nn.Module) -> bool:
     """Return whether the experts are distributed over ranks (expert parallelism)."""
     return bool(getattr(module, "_is_expert_parallel", False))
 
 
-def activated(experts: Any, hidden: torch.Tensor) -> torch.Tensor:
+def apply_activation(experts: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Apply the activation of fused experts to (tokens, 2 * width) or (tokens, width). Return (tokens, width)."""
-    found: torch.Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-    return found
+    result: torch.Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    return result

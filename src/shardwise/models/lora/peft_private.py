@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import ConfigError, find_private, private, require_private
 from shardwise.core.untrusted import Pattern
+from shardwise.fsdp.named_tensors import local_tensor
 from shardwise.fsdp.torch_private import original_class
 from shardwise.models import pretrained
-from shardwise.models.four_bit.layers import is_in_four_bits, patched_shapes
+from shardwise.models.four_bit.layers import is_in_four_bits, patch_shapes
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -150,7 +151,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
     is_explicit = not is_new and bool(explicit) and all(name in names for name in explicit)
     quiet = warnings.catch_warnings()
     unconverted = _without_conversion() if is_explicit else nullcontext()
-    with quiet, unconverted, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), patched_shapes(base):
+    with quiet, unconverted, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), patch_shapes(base):
         warnings.simplefilter("ignore")  # rejected before, or in the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
@@ -315,15 +316,13 @@ def find_changes(model: PeftModel, adapter: str) -> list[list[bool]]:
     """
     changes = [[getattr(model.peft_config[adapter], "bias", "none") != "none"]]
     for _, layer in layers(model):
-        changes.append([bool(_local(getattr(*factor)).any()) for factor in matrices(layer, adapter)] or [False])
+        changes.append(
+            [bool(local_tensor(getattr(*factor)).any()) for factor in matrices(layer, adapter)] or [False]
+        )
     for original, copied in copies(model, adapter):
         for before, after in zip(original.parameters(), copied.parameters(), strict=True):
-            changes.append([not torch.equal(_local(before), _local(after).to(before.dtype))])
+            changes.append([not torch.equal(local_tensor(before), local_tensor(after).to(before.dtype))])
     return changes
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
