@@ -227,15 +227,13 @@ class RestoreReport(RankReport):
 
 @dataclass(frozen=True)
 class TrainerReport(Report):
-    """Report of a restored training: its position, and the restored and skipped components.
+    """Report of a checkpoint of the Trainer: its model, its step, and the components that are not restored.
 
     Attributes:
         checkpoint: the folder.
         step: optimizer steps done.
         epoch: done so far, in fractions.
         model: report of the model's state.
-        optimizer: report of the optimizer's state, or None if it was not restored.
-        restored: restored components: "model", "optimizer", "scheduler", "random numbers".
         not_restored: all else that the folder holds or a run needs, with the reason.
         trainer_state: numbers and texts in ``trainer_state.json`` (best_metric, max_steps, ...).
     """
@@ -244,14 +242,11 @@ class TrainerReport(Report):
     step: int
     epoch: float
     model: StateReport | LoadReport
-    optimizer: StateReport | None
-    restored: tuple[str, ...] = hidden()
     not_restored: Mapping[str, str] = hidden()
     trainer_state: Mapping[str, Any] = hidden()
 
     def headline(self) -> Iterator[str]:
         yield f"{self.checkpoint}: step {self.step}, epoch {self.epoch:g}"
-        yield f"  restored: {', '.join(self.restored)}"
         for name, reason in self.not_restored.items():
             yield f"  not restored: {name}: {reason}"
 

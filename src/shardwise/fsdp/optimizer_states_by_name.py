@@ -7,13 +7,13 @@ The layout is that of ``torch.distributed.checkpoint.state_dict``: ``{"state": {
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.core.errors import ConfigError, KeyMismatchError
+from shardwise.core.errors import ConfigError
 from shardwise.fsdp.named_tensors import abbreviate, canonical
 from shardwise.fsdp.rebind import Bound, Key, Scalar, label
 
@@ -104,81 +104,26 @@ def read(
     return given
 
 
-ParameterOrder: TypeAlias = Literal["name", "position"]
-"""How parameters of a state dict are found: by name, or by their number in ``optimizer.state_dict()``.
-
-By position, sizes of groups and shapes of values are checked. Parameters of equal shape must be in the same order.
-"""
-
-
-def with_names(
-    state: Mapping[str, Any],
-    groups: Sequence[Sequence[str]],
-    shapes: Mapping[str, torch.Size],
-    order: ParameterOrder,
-) -> dict[str | int, str]:
+def names_by_index(state: Mapping[str, Any]) -> dict[str | int, str]:
     """Return the names of parameters that a state dict has indices for. Empty if it has names.
 
-    ``groups`` and ``shapes`` are those of the present parameters.
-
     Raises:
-        ConfigError: it has another layout, or the indices have no names, and their order is unknown.
-        KeyMismatchError: groups or shapes are not those of the present parameters.
+        ConfigError: it has another layout, or indices without names (``param_names``).
     """
     require_state_dict(state)
-    given = state["param_groups"]
-    indices = [list(group["params"]) for group in given]
-    if not any(isinstance(number, int) for members in indices for number in members):
-        return {}
-    names = _names_in_order(given, indices, groups, order)
-    found = {
-        number: name
-        for members, own in zip(indices, names, strict=True)
-        for number, name in zip(members, own, strict=True)
-    }
-    _require_shapes(state, found, shapes)
-    return found
-
-
-def _names_in_order(
-    given: Sequence[Mapping[str, Any]],
-    indices: Sequence[Sequence[str | int]],
-    groups: Sequence[Sequence[str]],
-    order: ParameterOrder,
-) -> list[list[str]]:
-    """Return the names of the parameters of each group, in the order of their indices."""
-    named = [group.get("param_names") for group in given]
-    if all(isinstance(names, list) and len(names) == len(own) for names, own in zip(named, indices, strict=True)):
-        return [[canonical(str(name)) for name in group or ()] for group in named]
-    if order != "position":
-        raise ConfigError(
-            "the state has indices in place of parameters' names, as optimizer.state_dict() makes it, and does not "
-            "say which parameters they are. If the optimizer was created just as this one, pass order='position'. "
-            "Optimizers created from model.named_parameters() keep the names"
-        )
-    sizes, wanted = [len(members) for members in indices], [len(members) for members in groups]
-    if sizes != wanted:
-        raise KeyMismatchError(
-            f"the state has groups of {sizes} parameters, by number, and the optimizer of {wanted}. Make the "
-            "optimizer as it was made when the state was saved"
-        )
-    return [list(members) for members in groups]
-
-
-def _require_shapes(
-    state: Mapping[str, Any], names: Mapping[str | int, str], shapes: Mapping[str, torch.Size]
-) -> None:
-    """Raise KeyMismatchError for values of another shape than the parameter that their number stands for."""
-    for number, entries in state.get("state", {}).items():
-        name = names.get(int(number) if str(number).isdecimal() else number, "")
-        for entry, value in entries.items():
-            is_tensor = isinstance(value, torch.Tensor) and value.numel() != 1
-            if is_tensor and name in shapes and value.shape != shapes[name]:
-                raise KeyMismatchError(
-                    f"{entry} of parameter {number} has shape {tuple(value.shape)} in the state, and {name}, which "
-                    f"is in its place, {tuple(shapes[name])}. Create the optimizer as it was created when the "
-                    "state was saved"
-                )
+    names: dict[str | int, str] = {}
+    for group in state["param_groups"]:
+        indices, group_names = group["params"], group.get("param_names")
+        if not any(isinstance(index, int) for index in indices):
+            continue
+        if not isinstance(group_names, list) or len(group_names) != len(indices):
+            raise ConfigError(
+                "the state has indices in place of parameters' names, as optimizer.state_dict() makes it, so "
+                "values could be set to the wrong parameters. Create optimizers from model.named_parameters(), or save "
+                "get_optimizer_state_dict(model, optimizer)"
+            )
+        names |= {index: canonical(str(name)) for index, name in zip(indices, group_names, strict=True)}
+    return names
 
 
 def require_state_dict(whole: object) -> None:

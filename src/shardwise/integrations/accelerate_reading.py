@@ -19,7 +19,7 @@ from shardwise.files.join_entries import METADATA
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.fsdp.named_tensors import canonical, collect_tensors, without_compile
-from shardwise.fsdp.optimizer_states_by_name import ParameterOrder, ParsedState, read, with_names
+from shardwise.fsdp.optimizer_states_by_name import ParsedState, names_by_index, read
 from shardwise.fsdp.rebind import label
 from shardwise.integrations.accelerate_writing import agree_on_call, beside_trained
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
@@ -110,7 +110,6 @@ def load_accelerate_optimizer(
     path: str | os.PathLike[str],
     *,
     number: int = 0,
-    order: ParameterOrder = "name",
     on_missing: OnFault = "error",
     on_unexpected: OnFault = "error",
     on_mismatched: OnFault = "error",
@@ -126,14 +125,13 @@ def load_accelerate_optimizer(
         optimizer: needs no state, and takes no step.
         path: the folder that holds models and optimizers, or the optimizer's own file or folder in it.
         number: of the optimizer among those in the folder.
-        order: ``"name"``, or ``"position"`` for a state that identifies parameters by numbers without names.
         on_missing: as of :func:`~shardwise.state.optimizer_states.set_optimizer_state_dict`.
         on_unexpected: likewise.
         on_mismatched: likewise.
         options: budget, process group, timeouts.
 
     Raises:
-        ConfigError: the state has indices instead of names, and ``order`` does not map them.
+        ConfigError: the state has indices instead of names, and no names for them (``param_names``).
     """
     model = without_compile(model)
     clock = Clock()
@@ -141,9 +139,8 @@ def load_accelerate_optimizer(
     source = FilesSource(Path(path), number, Consent(on_missing, on_mismatched, on_unexpected), options)
     with get_world(options, "load_accelerate_optimizer") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            arguments = {"order": order, **consents}
-            agree_on_call(world, load_accelerate_optimizer, source.path, number, arguments, options)
-        return read_optimizer(world, model, optimizer, source, order, clock)
+            agree_on_call(world, load_accelerate_optimizer, source.path, number, consents, options)
+        return read_optimizer(world, model, optimizer, source, clock)
 
 
 def read_model(world: World, model: nn.Module, source: FilesSource, only: Selection, clock: Clock) -> StateReport:
@@ -173,7 +170,7 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
 
 
 def read_optimizer(
-    world: World, model: nn.Module, optimizer: Optimizer, source: FilesSource, order: ParameterOrder, clock: Clock
+    world: World, model: nn.Module, optimizer: Optimizer, source: FilesSource, clock: Clock
 ) -> StateReport:
     """Find an optimizer's files and give an optimizer their state. Collective: yes.
 
@@ -184,7 +181,7 @@ def read_optimizer(
         with clock.phase("agree"):
             found = _found(world, source, accelerate_saves.OPTIMIZER, stack)
             targets = optimizer_targets(world, model, optimizer)
-            given, values = _read_optimizer_state(world, found, targets, order, options, stack)
+            given, values = _read_optimizer_state(world, found, targets, options, stack)
         return set_optimizer_values(
             world, targets, given, values, consent=source.consent, options=options, clock=clock
         )
@@ -215,7 +212,6 @@ def _read_optimizer_state(
     world: World,
     found: accelerate_saves.AccelerateSave,
     targets: OptimizerTargets,
-    order: ParameterOrder,
     options: state_values.StateOptions,
     stack: ExitStack,
 ) -> tuple[ParsedState, state_values.Values]:
@@ -223,14 +219,14 @@ def _read_optimizer_state(
     if isinstance(found, accelerate_saves.FilePerRank):
         state = read_rank_file(world, Path(found.folder), found.files)
         with world.collective("parse the state"):
-            given, _ = _parse(state, targets, order)
+            given, _ = _parse(state, targets)
         return given, state_values.ProvidedValues(given.tensors)
     with world.collective("open the folder"):
         reader = stack.enter_context(LocalReader(found.folder))
     file = found.file if isinstance(found, accelerate_saves.WholeFile) else None
     with world.broadcast("read the values") as exchange:
         if world.rank == 0:
-            exchange.local = _read_tree(reader, file, targets, order, options.budget_bytes)
+            exchange.local = _read_tree(reader, file, targets, options.budget_bytes)
     saved, given, ways = exchange.result
     expressions = stored_tensors(saved.index)
     by_label = {name: expressions[saved.keys[ways[name]]] for name in given.tensors}
@@ -239,12 +235,12 @@ def _read_optimizer_state(
 
 
 def _read_tree(
-    reader: LocalReader, file: str | None, targets: OptimizerTargets, order: ParameterOrder, budget_bytes: int
+    reader: LocalReader, file: str | None, targets: OptimizerTargets, budget_bytes: int
 ) -> tuple[SavedTree, ParsedState, dict[str, Levels]]:
     """Parse a state in one file, or in a folder if ``file`` is None."""
     tree = read_distributed_tree(reader, budget_bytes) if file is None else read_file_tree(reader, file)
     saved = tree.inside("optimizer")
-    return saved, *_parse(saved.tree, targets, order)
+    return saved, *_parse(saved.tree, targets)
 
 
 def _found(
@@ -270,7 +266,7 @@ def _found(
     return save
 
 
-def _parse(state: Any, targets: OptimizerTargets, order: ParameterOrder) -> tuple[ParsedState, dict[str, Levels]]:
+def _parse(state: Any, targets: OptimizerTargets) -> tuple[ParsedState, dict[str, Levels]]:
     """Parse a state. Return also the path of each of its values in the stored tree, by label.
 
     Raises:
@@ -278,7 +274,7 @@ def _parse(state: Any, targets: OptimizerTargets, order: ParameterOrder) -> tupl
     """
     if isinstance(state, Mapping) and "param_groups" in state:
         state = {"state": {}, **state}  # a folder has no room for an empty dict
-        named = with_names(state, targets.groups, targets.shapes, order)
+        named = names_by_index(state)
         groups = [
             {**group, "params": [named.get(name, name) for name in group["params"]]}
             for group in state["param_groups"]

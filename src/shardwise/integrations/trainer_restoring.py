@@ -1,4 +1,4 @@
-"""Restores a training from a folder ``checkpoint-N`` of the Hugging Face Trainer."""
+"""Reads the model and the step of a folder ``checkpoint-N`` of the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -11,26 +11,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.core.consents import Consent
-from shardwise.core.errors import FormatError, KeyMismatchError, StorageError, answer_keywords
+from shardwise.core.errors import FormatError, StorageError, answer_keywords
 from shardwise.core.reports import LoadReport, StateReport
 from shardwise.core.save_reports import TrainerReport
 from shardwise.files.accelerate_saves import MODEL, OPTIMIZER, SavedKind
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.peft_adapter import ADAPTER_WEIGHTS
 from shardwise.fsdp.named_tensors import without_compile
-from shardwise.fsdp.optimizer_states_by_name import ParameterOrder, scheduler_mismatch
-from shardwise.integrations.accelerate_reading import FilesSource, read_model, read_optimizer
+from shardwise.integrations.accelerate_reading import FilesSource, read_model
 from shardwise.loading.load import load_checkpoint
 from shardwise.loading.prepare import LoadOptions
 from shardwise.models.selection import AdapterOnly, has_adapters
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.saving.rename_journal import as_renamed
-from shardwise.saving.torch_saves import load_plain
 from shardwise.state.model_states import exchange_stored_experts, set_model_values, stored_values
 from shardwise.state.state_values import StateOptions, Values, require_same_call
 from shardwise.transfer.matching import OnFault
@@ -38,6 +34,7 @@ from shardwise.transfer.matching import OnFault
 _NOT_READ = {
     "training_args.bin": "a pickle that runs code when it is read. Pass the arguments again",
     "scaler.pt": "the gradient scaler's scale; it starts from its first value",
+    "scheduler.pt": "call scheduler.load_state_dict(torch.load(...)) with this file",
 }
 
 
@@ -47,23 +44,18 @@ def load_trainer_checkpoint(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
     *,
-    optimizer: Optimizer | None = None,
-    scheduler: LRScheduler | None = None,
     adapter: str = "default",
-    order: ParameterOrder = "name",
     on_unexpected: OnFault = "error",
     options: StateOptions = StateOptions(),  # noqa: B008
 ) -> TrainerReport:
-    """Restore model, optimizer and schedule from a ``checkpoint-N`` of the Hugging Face Trainer.
+    """Set a model to the weights in a ``checkpoint-N`` of the Hugging Face Trainer, and return its step.
 
-    The model's weights are read from ``pytorch_model_fsdp*`` if it exists, otherwise from the files of
-    ``save_pretrained``. Those of a PEFT model are its adapter's. The optimizer is ``optimizer.bin``,
-    ``optimizer_0/`` or files of ranks, as
-    :func:`~shardwise.integrations.accelerate_reading.load_accelerate_optimizer` reads them, or ``optimizer.pt``,
-    which has indices for parameters: see ``order``. Every rank reads its own bytes, on any number of ranks (files
-    of ranks need the same number).
+    The weights are read from ``pytorch_model_fsdp*`` if it exists, otherwise from the files of ``save_pretrained``.
+    For a PEFT model, those are the files of its adapter. Every rank reads its own bytes, on any number of ranks
+    (files of ranks need the same number). If the optimizer's state has the names of parameters,
+    :func:`~shardwise.load_accelerate_optimizer` restores it from the same folder.
 
-    Everything but the tensors of the optimizer is checked before anything is changed.
+    Everything is checked before anything is changed.
 
     Collective: yes, over ``options.process_group`` (default: all ranks). Memory: ``options.budget_bytes``. For
     files of ``save_pretrained``, that of a load.
@@ -71,75 +63,55 @@ def load_trainer_checkpoint(
     Args:
         model: any module, sharded or not. Tensors on meta get memory.
         checkpoint: the folder.
-        optimizer: to restore, created as when it was saved. It needs no state.
-        scheduler: to be restored, after the optimizer.
         adapter: of a PEFT model, which one.
-        order: ``"position"`` if ``optimizer.pt`` does not name parameters, and the optimizer was made in the
-            same way.
         on_unexpected: ``Ignore(only=...)`` for tensors of the checkpoint that the model does not have.
         options: budget, process group, timeouts.
 
     Returns:
-        The step to resume from, the restored components, and the others with reasons.
+        The step to resume from, and the components that are not restored, with reasons.
 
     Raises:
-        ConfigError, KeyMismatchError, FormatError, StorageError and others: as in the functions named above, for a
-            schedule of another class, or for a folder without ``trainer_state.json``.
+        ConfigError, KeyMismatchError, FormatError, StorageError and others: as in
+            :func:`~shardwise.load_accelerate_model` and :func:`~shardwise.load`, or for a folder without
+            ``trainer_state.json``.
 
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    restored, set_optimizer = ["model"], None
     with get_world(options, "load_trainer_checkpoint") as world:
         with world.collective("check the options"):
             check_options(get_hints(load_trainer_checkpoint), {"on_unexpected": on_unexpected})
-        require_same_call(world, os.fspath(checkpoint), adapter, order, on_unexpected, options=options)
+        require_same_call(world, os.fspath(checkpoint), adapter, on_unexpected, options=options)
         with torch.device("cpu"):
-            with world.broadcast("open the file") as exchange:
+            with world.broadcast("open the folder") as exchange:
                 if world.rank == 0:
                     exchange.local = TrainerFolder.open(Path(checkpoint))
             folder: TrainerFolder = exchange.result
             is_adapter = has_adapters(model) and not folder.is_fsdp
-            with world.collective("parse the schedule"):
+            with world.collective("find the adapter"):
                 file = folder.adapter_file(adapter) if is_adapter else None
-            left_out = _never_restored(folder, model)
-            with world.collective("read the schedule"):
-                schedule = schedule_in(folder, scheduler, left_out)
-        set_model = _set_model(world, model, folder, file, adapter, on_unexpected, options)
-        if optimizer is None and folder.optimizer is not None:
-            left_out["optimizer"] = "it was not given"
-        elif optimizer is not None and folder.optimizer is None:
-            left_out["optimizer"] = "the checkpoint has none (save_only_model)"
-        elif optimizer is not None and folder.optimizer is not None:
-            files = FilesSource(folder.optimizer, 0, Consent(), options)
-            with torch.device("cpu"):
-                set_optimizer = read_optimizer(world, model, optimizer, files, order, Clock())
-            restored.append("optimizer")
-        if scheduler is not None and schedule is not None:
-            with world.collective("restore the schedule"):
-                restore_schedule(folder, scheduler, schedule)
-            restored.append("scheduler")
+        report = _set_model(world, model, folder, file, adapter, on_unexpected, options)
     return TrainerReport(
         checkpoint=str(folder.path),
         step=folder.step,
         epoch=folder.epoch,
-        model=set_model,
-        optimizer=set_optimizer,
-        restored=tuple(restored),
-        not_restored=left_out,
+        model=report,
+        not_restored=_not_restored(folder, model),
         trainer_state={key: value for key, value in folder.state.items() if isinstance(value, int | float | str)},
     )
 
 
-def _never_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
-    """Return the components that are never restored, with reasons."""
-    found = {name: why for name, why in _NOT_READ.items() if name in folder.names}
-    found["position in the data"] = f"the data are not the model's. Skip the batches of {folder.step} steps"
+def _not_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
+    """Return the components of a training that are not restored, with reasons."""
+    reasons = {name: why for name, why in _NOT_READ.items() if name in folder.names}
+    if folder.has_optimizer:
+        reasons["optimizer"] = "call shardwise.load_accelerate_optimizer(model, optimizer, ...) with this folder"
+    reasons["position in the data"] = f"the data are not the model's. Skip the batches of {folder.step} steps"
     if any(name.startswith("rng_state") for name in folder.names):
-        found["random numbers"] = "they belong to the Trainer's order of data and number of ranks. Seed the ranks"
+        reasons["random numbers"] = "they belong to the Trainer's order of data and number of ranks. Seed the ranks"
     if has_adapters(model):
-        found["base weights"] = "only the adapter was saved; they are as they were"
-    return found
+        reasons["base weights"] = "only the adapter was saved; they are as they were"
+    return reasons
 
 
 def _set_model(
@@ -207,11 +179,9 @@ class TrainerFolder:
         return _has(MODEL, self.names)
 
     @property
-    def optimizer(self) -> Path | None:
-        """Path of the optimizer's state: in accelerate's files or in the Trainer's own."""
-        if _has(OPTIMIZER, self.names):
-            return self.path
-        return self.path / _OPTIMIZER_FILE if _OPTIMIZER_FILE in self.names else None
+    def has_optimizer(self) -> bool:
+        """True if the optimizer's state is in accelerate's files or in the Trainer's own."""
+        return _has(OPTIMIZER, self.names) or _OPTIMIZER_FILE in self.names
 
     def adapter_file(self, adapter: str) -> Path:
         """The file of a PEFT model's adapter.
@@ -269,49 +239,3 @@ def _read_state(folder: Path) -> dict[str, Any]:
     if type(step) is not int or step < 0 or not isinstance(epoch, (int, float)) or not abs(epoch) < _MAX_EPOCH:
         raise FormatError(f"{what}: global_step {step!r} and epoch {epoch!r} are no place in a training")
     return state
-
-
-_SCHEDULER_FILE = "scheduler.pt"
-
-
-def schedule_in(
-    folder: TrainerFolder, scheduler: LRScheduler | None, not_restored: dict[str, str]
-) -> dict[str, Any] | None:
-    """Return the scheduler's state, or None if it is not restored.
-
-    Raises:
-        KeyMismatchError: it is of another.
-        FormatError: it is no state.
-    """
-    if _SCHEDULER_FILE not in folder.names:
-        if scheduler is not None:
-            not_restored["scheduler"] = f"the checkpoint has no {_SCHEDULER_FILE}"
-        return None
-    if scheduler is None:
-        not_restored["scheduler"] = "it was not given"
-        return None
-    file = folder.path / _SCHEDULER_FILE
-    state = load_plain(file)
-    if not isinstance(state, dict):
-        raise FormatError(f"{file}: holds a {type(state).__name__}, not a scheduler's state")
-    if why := scheduler_mismatch(scheduler.state_dict(), state):
-        raise KeyMismatchError(
-            f"{file}: is of another kind of scheduler than {type(scheduler).__name__} ({why}). Make the scheduler "
-            "as it was made when it was saved"
-        )
-    return state
-
-
-def restore_schedule(folder: TrainerFolder, scheduler: LRScheduler, state: dict[str, Any]) -> None:
-    """Set the checked state of a scheduler.
-
-    Raises:
-        KeyMismatchError: the scheduler refuses it.
-    """
-    try:
-        scheduler.load_state_dict(state)
-    except Exception as error:  # of whatever kind of scheduler
-        raise KeyMismatchError(
-            f"{folder.path / _SCHEDULER_FILE}: {type(scheduler).__name__} refuses it ({type(error).__name__}: "
-            f"{error}). Make the scheduler as it was made when it was saved"
-        ) from error

@@ -194,7 +194,7 @@ def read_header(folder: Path) -> TrainerHeader:
             )
         hint = (
             "was not saved by ShardwiseTrainer (by the Trainer itself, or under accelerate's FSDP). "
-            "Load it with shardwise.load_trainer_checkpoint(model, folder, optimizer=...)"
+            "Load its model with shardwise.load_trainer_checkpoint(model, folder)"
             if (folder / STATE_FILE).is_file()
             else f"is not a checkpoint. Pass a folder {PREFIX_CHECKPOINT_DIR}-N"
         )
