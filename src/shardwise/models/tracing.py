@@ -27,7 +27,7 @@ from shardwise.core.expression import (
     reshape,
     slice_dim,
     stack,
-    stored_leaves,
+    iter_stored_leaves,
     substitute,
 )
 from shardwise.core.formatting import few_names
@@ -241,7 +241,7 @@ class Recorded(torch.Tensor):
         handler = _HANDLERS.get(func)
         if handler is None:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
-            names = sorted({leaf.key for tensor in tensors for leaf in stored_leaves(tensor.expression)})
+            names = sorted({leaf.key for tensor in tensors for leaf in iter_stored_leaves(tensor.expression)})
             raise NotStructural(f"{func} of {few_names(names)}")
         return handler(*args, **(kwargs or {}))
 
