@@ -23,11 +23,11 @@ from shardwise.core.expression import (
     Expression,
     Stored,
     concat,
+    iter_stored_leaves,
     permute,
     reshape,
     slice_dim,
     stack,
-    iter_stored_leaves,
     substitute,
 )
 from shardwise.core.formatting import few_names
