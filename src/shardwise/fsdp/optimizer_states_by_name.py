@@ -119,8 +119,8 @@ def names_by_index(state: Mapping[str, Any]) -> dict[str | int, str]:
         if not isinstance(group_names, list) or len(group_names) != len(indices):
             raise ConfigError(
                 "the state has indices in place of parameters' names, as optimizer.state_dict() makes it, so "
-                "its values could be set to the wrong parameters. Create optimizers from model.named_parameters(), or "
-                "save get_optimizer_state_dict(model, optimizer)"
+                "its values could be set to the wrong parameters. Create optimizers from model.named_parameters(), "
+                "or save get_optimizer_state_dict(model, optimizer)"
             )
         names |= {index: canonical(str(name)) for index, name in zip(indices, group_names, strict=True)}
     return names
