@@ -39,7 +39,8 @@ except ConfigError:  # its Trainer does not support sharded models
     collect_ignore_glob = [
         "cli/test_train.py",
         "integrations/test_larger_meshes.py",
-        "tenants/test_tenant_*.py",
+        "training/test_adapters_*.py",
+        "training/test_train_adapters.py",
         "training/test_chat_masks.py",
         "training/test_commands.py",
         "training/test_tra*.py",
