@@ -239,7 +239,9 @@ def _compose(values: TensorEntry, companions: _Companions, texts: Mapping[str, b
     if scales is None:
         raise FormatError("it has no absmax")
     if numel(scales.shape) != blocks:
-        raise FormatError(f"its absmax has {numel(scales.shape)} scales, and {shape} in blocks of {block} {blocks}")
+        raise FormatError(
+            f"its absmax has {numel(scales.shape)} scales, and {shape} in blocks of {block} needs {blocks}"
+        )
     # Scales are bytes exactly if they are nested.
     nested = None
     if NESTED_ABSMAX in companions.entries or NESTED_MAP in companions.entries or scales.dtype is DType.U8:
@@ -261,7 +263,7 @@ def _parse_nested(
 ) -> Nested:
     nested_absmax, offset = companions.entries.get(NESTED_ABSMAX), state.get("nested_offset")
     if nested_absmax is None or NESTED_MAP not in companions.entries or scales.dtype is not DType.U8:
-        raise FormatError("its scales are nested, and a part of the nested ones is missing")
+        raise FormatError("its scales are nested, and their nested_absmax, nested_quant_map or bytes are missing")
     if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) <= _MAX_OFFSET:
         raise FormatError(f"its quant_state has the nested_offset {shown(repr(offset))}")
     if state.get("nested_blocksize") != _NESTED_BLOCK:
@@ -274,7 +276,7 @@ def _parse_nested(
         raise FormatError(f"its nested_absmax is {nested_absmax.dtype.label} {nested_absmax.shape}")
     numbers = texts.get(companions.entries[NESTED_MAP].key, b"")
     if companions.entries[NESTED_MAP].dtype is not DType.F32 or len(numbers) != _MAP_BYTES:
-        raise FormatError("its nested_quant_map has not 256 float32")
+        raise FormatError("its nested_quant_map does not have 256 float32 values")
     return Nested(Whole(nested_absmax.key), float(offset), struct.unpack("<256f", numbers))
 
 

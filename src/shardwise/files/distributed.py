@@ -153,7 +153,7 @@ def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> 
     for file, nbytes in sizes.items():
         if ends[file] > nbytes:
             raise FormatError(
-                f"{what}: {shown(file)} ends after {nbytes} bytes, and a chunk in it at {ends[file]}. Copy it again"
+                f"{what}: {shown(file)} has {nbytes} bytes, and a chunk ends at {ends[file]}. Copy it again"
             )
     return sizes
 
@@ -200,7 +200,7 @@ class _Parser:
 
     def fields(self, value: object, name: str) -> dict[object, object]:
         if not isinstance(value, Record) or value.name != name:
-            self.refuse(f"it has no {name} where one belongs")
+            self.refuse(f"an object of class {name} is missing")
         return self.mapping(value.state, name)
 
     def mapping(self, value: object, name: str) -> dict[object, object]:
@@ -241,15 +241,15 @@ class _Parser:
     def place(self, key: str, info: dict[object, object]) -> ChunkPlace:
         file, start, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(file, str):
-            self.refuse(f"{shown(key)} is in no file")
+            self.refuse(f"{shown(key)} has no file")
         if (fault := unsafe_name_reason(file)) is not None:
             self.refuse(f"{shown(key)} is in the file {shown(file)}, which is refused: {fault}")
         if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0 or start + nbytes >= 2**63:
-            self.refuse(f"{shown(key)} has no range of bytes in {shown(file)}")
+            self.refuse(f"{shown(key)} has an invalid byte range in {shown(file)}")
         if info.get("transform_descriptors"):
             raise FormatError(
                 f"{self.what}: {shown(key)} was saved through a transform (compression, encryption), and cannot be "
-                "read in parts. Load it with torch.distributed.checkpoint and save it without"
+                "read in parts. Load it by torch.distributed.checkpoint and save it without transforms"
             )
         return ChunkPlace(f"{self.folder}{file}", ByteRange(start, start + nbytes))
 
@@ -339,11 +339,11 @@ class _DistributedFolders(CheckpointFormat):
         top = [name for name in chunks if "/" not in name]
         there = f"there are {len(top)}" if top else f"{checkpoint_index.listed(map(shown, folders))}: there are"
         text = (
-            f"{reader.root}: {there} {SUFFIX} files, but no {METADATA}, which says what is in them and is "
+            f"{reader.root}: {there} {SUFFIX} files, but no {METADATA}, which describes them and is "
             "written last, by rank 0"
         )
         remedy = (
-            f"copy {METADATA} {'here' if top else 'there'} from the machine of rank 0, or take a save that "
+            f"copy {METADATA} {'here' if top else 'there'} from the machine of rank 0, or use a save that "
             "was completed"
         )
         raise FormatError(f"{text}\n{join_entries.where_models_are(reader, names, only_models=True) or remedy}")

@@ -147,8 +147,8 @@ class LocalWriter(storage.StorageWriter):
         with self._using(file) as opened:
             if not 0 <= start <= stop <= opened.nbytes:
                 raise StorageError(
-                    f"{shown(file)} in {self._root}: bytes {start}..{stop} are to be written, but it was created "
-                    f"with {opened.nbytes} bytes. Create it with the size it will have"
+                    f"{shown(file)} in {self._root}: bytes {start}..{stop} are out of range, it was created "
+                    f"with {opened.nbytes} bytes. Create it with its final size"
                 )
             if not self._is_direct:
                 self._write_all(file, opened, pending, start)
@@ -185,7 +185,7 @@ class LocalWriter(storage.StorageWriter):
             self._require_writable(file)
             if file in self._files:
                 raise StorageError(
-                    f"{shown(file)} in {self._root}: is to become {shown(name)}, but was not synced. Sync it first"
+                    f"{shown(file)} in {self._root}: must be synced before it is renamed to {shown(name)}"
                 )
         with self._failures(file, f"renaming it to {shown(name)}"):
             os.rename(source, target)
@@ -335,7 +335,7 @@ class LocalWriter(storage.StorageWriter):
     def _require_regular(self, file: str, descriptor: int) -> os.stat_result:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise StorageError(f"{shown(file)} in {self._root}: not a regular file. Take another folder")
+            raise StorageError(f"{shown(file)} in {self._root}: not a regular file. Use another folder")
         return status
 
     @contextmanager

@@ -292,13 +292,13 @@ class ObjectWriter(StorageWriter):
             self._require_complete(file, stream)
             if not 0 <= start <= stop <= stream.nbytes:
                 raise StorageError(
-                    f"{self._files.label(file)}: bytes {start}..{stop} are to be written, but it was created with "
-                    f"{stream.nbytes} bytes. Create it with the size it will have"
+                    f"{self._files.label(file)}: bytes {start}..{stop} are out of range, it was created with "
+                    f"{stream.nbytes} bytes. Create it with its final size"
                 )
             if start != stream.position:
                 raise StorageError(
-                    f"{self._files.label(file)}: is written from its first byte to its last, and byte {start} does "
-                    f"not follow byte {stream.position}. Write in order"
+                    f"{self._files.label(file)}: bytes must be written in order, and byte {start} does not follow "
+                    f"byte {stream.position}. Write from the first byte to the last"
                 )
             stream.is_broken = True
             # Obstore keeps what it is given until the part is sent, and the buffers may change before that.

@@ -226,8 +226,8 @@ def get_training_file(adapter: FileHeader) -> str | None:
     name = adapter.metadata.get(TRAINING_KEY)
     if name is not None and not is_training_file(name):
         raise FormatError(
-            f"{shown(adapter.file)}: its header names {shown(name)} as the state of its training, which is not a "
-            "valid name. The file is corrupt. Save the adapter again"
+            f"{shown(adapter.file)}: its header names {shown(name)} as its training state, which is not a valid "
+            "name. The file is damaged: save the adapter again"
         )
     return name
 
@@ -242,7 +242,7 @@ def find_training_file(reader: StorageReader, adapter: str) -> str | None:
     name = get_training_file(read_header(reader, adapter)) if adapter.endswith(".safetensors") else None
     if name is not None and name not in reader.list():
         raise FormatError(
-            f"{name} is not in {reader.root}, and {shown(adapter)} names it as the state of its training. Copy it "
-            "there, too, or load the matrices alone (into a bank: load(..., training_state=False))"
+            f"{name}: the training state of {shown(adapter)} is missing in {reader.root}. Copy it there, or load "
+            "the matrices alone (into a bank: load(..., training_state=False))"
         )
     return name

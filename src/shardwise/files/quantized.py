@@ -110,7 +110,7 @@ class _Forms:
             if key in used:
                 continue
             if _is_scale(key):
-                faults.add(_FAULTS, f"{shown(key)} is a scale of nothing that is stored")
+                faults.add(_FAULTS, f"{shown(key)}: the weights of this scale are not stored")
             elif _OFFSETS.fullmatch(key):
                 # A reader that ignores them gets other values.
                 faults.add(_FAULTS, f"{shown(key)} is not supported for weights in this form")
@@ -358,12 +358,12 @@ class _Pairing:
         return None
 
     def _require_elements(self, key: str, entry: TensorEntry) -> None:
-        stored = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and"
+        stored = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, not as"
         match self.form.kind:
             case "words" if entry.dtype is not DType.U8 or not entry.shape:
-                raise FormatError(f"{stored} I32 (or its bytes) with columns is expected")
+                raise FormatError(f"{stored} I32 (or its bytes) with columns")
             case "mxfp4" if entry.shape[-1:] != (_MX_BYTES,):
-                raise FormatError(f"{stored} blocks of {_MX_BYTES} bytes in the last dimension are expected")
+                raise FormatError(f"{stored} blocks of {_MX_BYTES} bytes in the last dimension")
             case "float8" | "bytes":
                 names = checkpoint_index.companion_names(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
                 scales = [name for name in names if name in self.entries]
@@ -371,7 +371,7 @@ class _Pairing:
                     raise FormatError(f"{shown(key)} has several scales: {', '.join(map(shown, scales))}")
         if key != entry.key and key in self.entries:
             raise FormatError(
-                f"{shown(key)} is stored as well as {shown(entry.key)}, and one of the two is expected"
+                f"{shown(key)} is stored twice, as numbers and as {shown(entry.key)}. Keep one of the two"
             )
 
     def compose(self, pairs: _Pairs) -> Composed:
@@ -397,9 +397,7 @@ class _Pairing:
                 f"{blocks}, needs {counts}"
             )
         if overall is not None and numel(overall[0].shape) != 1:
-            raise FormatError(
-                f"{shown(overall[0].key)} has the shape {overall[0].shape}, and one number is expected"
-            )
+            raise FormatError(f"{shown(overall[0].key)} has the shape {overall[0].shape}, and must be one number")
         self._check_columns(key, values, shape, unit)
         composition = Scaled(
             Whole(values.key),
@@ -423,7 +421,7 @@ class _Pairing:
             return None
         companion = self.entries.get(f"{key}_{name}")
         if companion is None and name in self.form.needs:
-            raise FormatError(f"{shown(key)} has no {shown(key)}_{name}, which quantization_config says there is")
+            raise FormatError(f"{shown(key)}: {shown(key)}_{name} is missing, and quantization_config requires it")
         return companion
 
     def _zeros(self, key: str, shape: tuple[int, ...], counts: tuple[int, ...]) -> Zeros | None:
@@ -471,7 +469,9 @@ class _Pairing:
                 f"{shown(key)}_shape says {shape}, and {shown(values.key)} has {values.shape} in bytes"
             )
         if shape[-1] * self.form.bits % 8 and self.form.block:
-            raise FormatError(f"{shown(key)} has {shape[-1]} columns in groups of {unit[-1]}, which is not known")
+            raise FormatError(
+                f"{shown(key)} has {shape[-1]} columns in groups of {unit[-1]}, which is not supported"
+            )
 
     def _code(self, values: TensorEntry) -> Code:
         match self.form.kind:
@@ -528,7 +528,7 @@ def _read_stored_shapes(reader: StorageReader, index: CheckpointIndex) -> dict[s
     for entry in shape_entries.values():
         if entry.dtype not in _INTEGERS or len(entry.shape) != 1 or entry.nbytes > _MAX_SHAPE_BYTES:
             raise FormatError(
-                f"{index.root}: {shown(entry.key)} is {entry.dtype.label} {entry.shape}, and a shape is expected"
+                f"{index.root}: {shown(entry.key)} is {entry.dtype.label} {entry.shape}, not the sizes of a tensor"
             )
     texts = checkpoint_index.contents(reader, list(shape_entries.values()))
     shapes: dict[str, tuple[int, ...]] = {}

@@ -317,7 +317,7 @@ class RemoteReader(StorageReader):
             is_whole = fill(flat, self._files.fetch(file, start, stop, state))
         if not is_whole:
             raise StorageError(
-                f"{self._files.label(file)}: {doing} failed, the answer is of another size. Check the server"
+                f"{self._files.label(file)}: {doing} failed, the response has a wrong size. Check the server"
             )
         with self._lock:
             self.reads += 1

@@ -170,7 +170,7 @@ def _check_numbering(files: Sequence[str], faults: FormatFaults) -> None:
         if absent:
             faults.add(
                 "incomplete sets of numbered files",
-                f"{shown(stem)}-*-of-{total:05d}{_WEIGHTS}: {len(numbers)} of {total} are there, "
+                f"{shown(stem)}-*-of-{total:05d}{_WEIGHTS}: {len(numbers)} of {total} exist, "
                 f"missing are the numbers {checkpoint_index.listed(str(number) for number in absent)}",
             )
 

@@ -274,7 +274,7 @@ class TorchArchive(Archive):
             self.refuse("it is a TorchScript program", remedy="Save the model's state dict with torch.save")
         order = f"{self._folder}byteorder"
         if order in self.members and self.content(order, max_nbytes=16) != b"little":
-            self.refuse("its numbers are not little-endian", remedy="Save it again on a machine that is")
+            self.refuse("its numbers are not little-endian", remedy="Save it again on a little-endian machine")
         pickle = self.content(name, max_nbytes=MAX_PICKLE_BYTES)
         self.pickle_nbytes = len(pickle)
         if pickle not in known:
@@ -289,7 +289,7 @@ class TorchArchive(Archive):
         """Return a tensor as a view of its own bytes if they are contiguous, otherwise of its storage."""
         nbytes = tensor.storage.nbytes
         if nbytes != place.nbytes:
-            self.refuse(f"{shown(name)}: its storage has {place.nbytes} bytes, and should have {nbytes}")
+            self.refuse(f"{shown(name)}: its storage has {place.nbytes} bytes, not {nbytes}")
         strided, itemsize = tensor.strided, tensor.dtype.itemsize
         fault = join_entries.find_strided_obstacle(strided, place.nbytes // itemsize)
         if fault is not None:
