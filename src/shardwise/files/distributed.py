@@ -107,12 +107,13 @@ def _add_chosen(
             )
         return Chunk(box.offsets, view)
 
+    # All chunks of all tensors at once, because a remote storage reads them concurrently.
     jobs = [(tensor, box, place) for tensor in chosen.values() for box, place in tensor.chunks]
-    chunks = iter(checkpoint_index.each(reader, read, jobs))
-    tensors = [
-        FoundTensor(path, tensor.dtype, tensor.shape, tuple(next(chunks) for _ in tensor.chunks))
-        for path, tensor in chosen.items()
-    ]
+    chunks = iter(checkpoint_index.each(reader, read, jobs))  # in the order of the jobs
+    tensors: list[FoundTensor] = []
+    for path, tensor in chosen.items():
+        chunks_of_tensor = tuple(next(chunks) for _ in tensor.chunks)
+        tensors.append(FoundTensor(path, tensor.dtype, tensor.shape, chunks_of_tensor))
     join_entries.add_tensors(tensors, choice, index, faults)
 
 
@@ -182,6 +183,7 @@ class _Parser:
             path = self.path(key, recorded)
             if item.name == "TensorStorageMetadata":
                 tensor = self.tensor(key, item, places)
+                # Tied tensors are saved once, under two names with the same chunks. The first name counts.
                 place = tensor.dtype, tensor.shape, tensor.chunks
                 if tensor.chunks and place in places_seen:
                     continue
@@ -321,18 +323,14 @@ class _DistributedFolders(CheckpointFormat):
     ) -> FileSelection | None:
         if METADATA in names:
             return FileSelection(LAYOUT, [])
-        models = [
-            folder
-            for folder in join_entries.find_distributed_folders(names)
-            if any(fnmatchcase(folder, pattern) for pattern in _MODEL_FOLDERS)
-        ]
+        complete = join_entries.find_distributed_folders(names)
+        models = [name for name in complete if any(fnmatchcase(name, pattern) for pattern in _MODEL_FOLDERS)]
         if len(models) == 1:
             return FileSelection(LAYOUT, [], folder=f"{models[0]}/")
         chunks = [name for name in names if name.endswith(SUFFIX) and name.count("/") <= 1]
-        if not chunks and not join_entries.find_distributed_folders(names):
+        if not chunks and not complete:
             return None
-        complete = {*join_entries.find_distributed_folders(names)}
-        folders = sorted({name.rpartition("/")[0] for name in chunks} - complete)
+        folders = sorted({name.rpartition("/")[0] for name in chunks}.difference(complete))
         if not folders:
             text = f"{reader.root}: no weights found, but folders of torch.distributed.checkpoint"
             raise FormatError(f"{text}\n{join_entries.where_models_are(reader, names)}")
@@ -374,11 +372,7 @@ def open_state(
     Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read unless passed. Raises as
     :func:`~shardwise.files.open_checkpoint.open_checkpoint`.
     """
-    faults, index, everything = (
-        FormatFaults(reader.root),
-        IndexSoFar(),
-        WrapperChoice(),
-    )
+    faults, index, everything = FormatFaults(reader.root), IndexSoFar(), WrapperChoice()
     if file is not None:
         saved = read_torch_file(reader, file)
         index.files[saved.file] = saved.file_nbytes

@@ -164,13 +164,16 @@ class LocalWriter(storage.StorageWriter):
             opened = self._files.get(file)
             if opened is None:
                 return
+            # Writes that begin from here on are not part of this sync: they change ``writes``.
             writes, deferred, opened.deferred = opened.writes, opened.deferred, []
             is_idle = not opened.users  # otherwise a write may end after the sync, and needs another one
         try:
+            # Deferred bytes first, since fdatasync covers only what has been written before.
             self._write_deferred(file, opened, deferred)
             with self._failures(file, "syncing it"):
                 os.fdatasync(opened.descriptor)
         except StorageError:
+            # The kernel reports this once. See [Note: A descriptor lives from the first write to the sync].
             with self._lock:
                 self._failed.add(file)
                 self._files.pop(file, None)
@@ -189,6 +192,7 @@ class LocalWriter(storage.StorageWriter):
                 )
         with self._failures(file, f"renaming it to {shown(name)}"):
             os.rename(source, target)
+            # The rename is durable with its folders, of which there may be two.
             for folder in {os.path.dirname(source), os.path.dirname(target)}:
                 _sync_folder(folder)
 
@@ -201,7 +205,7 @@ class LocalWriter(storage.StorageWriter):
                 with os.fdopen(_create(fresh), "wb") as opened:
                     opened.write(content)
                     opened.flush()
-                    os.fsync(opened.fileno())
+                    os.fsync(opened.fileno())  # before the rename, or a crash may leave an empty file of this name
                 os.rename(fresh, os.path.join(folder, name))
             except OSError:
                 with contextlib.suppress(OSError):
@@ -265,9 +269,11 @@ class LocalWriter(storage.StorageWriter):
                 self._is_direct = opened.direct is not None
             buffer = self._buffers.pop() if self._buffers else new_buffer()
         for position, chunk in assemble(buffers, start, buffer):
+            # A first chunk ends at a block boundary, and is smaller than a block if it does not begin at one.
             whole = 0 if position % BLOCK_BYTES else chunk.nbytes // BLOCK_BYTES * BLOCK_BYTES
             if whole:
                 count = self._write_blocks(file, opened, chunk[:whole], position)
+                # The rest of a short write, or all if the file system does not support it.
                 self._write_all(file, opened, [chunk[count:whole]], position + count)
             if whole < chunk.nbytes:
                 self._defer(file, opened, [(position + whole, bytes(chunk[whole:]))])

@@ -300,6 +300,7 @@ class ObjectWriter(StorageWriter):
                     f"{self._files.label(file)}: bytes must be written in order, and byte {start} does not follow "
                     f"byte {stream.position}. Write from the first byte to the last"
                 )
+            # Broken until the write returns: after an error nobody knows how many bytes were sent.
             stream.is_broken = True
             # Obstore keeps what it is given until the part is sent, and the buffers may change before that.
             stream.upload.write(b"".join(flat))
@@ -334,6 +335,7 @@ class ObjectWriter(StorageWriter):
     def publish(self, file: str, name: str) -> None:
         source, target = self._path(file), self._path(name)
         with self._files.failures(file, f"giving it the name {shown(name)}"):
+            # The copy is the commit. If deleting fails, the source remains, which readers ignore.
             self._files.store.copy(source, target)
             self._files.store.delete(source)
 

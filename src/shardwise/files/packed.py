@@ -119,6 +119,7 @@ def find_stored_rows(weights: Expression) -> StoredRows | None:
             ):
                 return StoredRows(Code.E2M1, block, *weights.sources)
         return None
+    # A movement of elements: codes and scales are moved in the same way, if all sources have one form.
     matrices = [find_stored_rows(source) for source in weights.sources]
     rows_of_sources = [rows for rows in matrices if rows is not None]
     if (
@@ -204,6 +205,7 @@ def dequantize_packed_rows(
         )
     if numel(scales.shape) != -(-numel(shape) // block_size):
         raise ValueError(f"{scales} has {scales.shape}, and {shape} in blocks of {block_size} needs other shapes")
+    # (8, 128) in blocks of 64 is computed as it is, and (8, 96) as (768,), in which blocks cross rows.
     *outer, columns = shape if shape[-1] % block_size == 0 else (numel(shape),)
     computed = (*outer, columns)
     sources = tuple(
@@ -319,6 +321,7 @@ class QuantizeRows:
     label: str = "quantizing"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        # Boxes of both outputs, of different widths, are rows of the weight: quantized once, they fill both.
         width = self.shape[-1]
         rows = [_with_width(box, width) for boxes in wanted.values() for box in boxes]
         unit = (*(1 for _ in self.shape[:-1]), width)
@@ -366,10 +369,9 @@ class QuantizeRows:
         none = cast(values[0].new_empty(0), DType.U8)
         codes, scales = (none.new_empty(block.outputs[name].sizes) for name in (_CODES, _SCALES))
         weights, spare = cast(values[0], self.dtype), max(0, most_bytes - block.nbytes)
-        at_once = (
-            four_bit_blocks.CHUNK
-            + spare // four_bit_blocks.scratch_bytes(1) // four_bit_blocks.CHUNK * four_bit_blocks.CHUNK
-        )
+        # Spare memory allows more chunks at once, and so fewer kernels.
+        chunks = 1 + spare // four_bit_blocks.scratch_bytes(1) // four_bit_blocks.CHUNK
+        at_once = chunks * four_bit_blocks.CHUNK
         is_finite = four_bit_blocks.quantize_rows_on_device(
             weights, self.block, self.form, codes, four_bit_blocks.scales_in(scales), at_once
         )

@@ -51,6 +51,7 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
     text = header.metadata.get(_CHUNKS)
     if text is None:
         return {}
+    # By key {"saved_offsets": [row, column, ...]}, as torch's HuggingFaceStorageWriter writes it
     stored = checkpoint_index.parse_object(text.encode(), what=f"{shown(header.file)}: {_CHUNKS}")
     offsets_by_key: dict[str, tuple[int, ...]] = {}
     for entry in header.entries:
@@ -94,7 +95,8 @@ def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], TensorEntry]]) -> 
         Chunk(offsets, StoredView(entry.file, entry.range, entry.dtype, Strided.contiguous(entry.shape)))
         for offsets, entry in chunks
     )
-    return FoundTensor((key,), first.dtype, tuple(map(max, zip(*ends, strict=True))), pieces)
+    shape = tuple(map(max, zip(*ends, strict=True)))  # the end of the last chunk in each dimension
+    return FoundTensor((key,), first.dtype, shape, pieces)
 
 
 _USUAL_INDEX: Final = "model.safetensors.index.json"
@@ -180,6 +182,7 @@ def _add_headers(headers: Iterable[FileHeader], index: IndexSoFar, faults: Forma
     for header in headers:
         index.files[header.file] = header.file_nbytes
         index.keys[header.file] = {entry.key for entry in header.entries}
+        # Of one name in several files, the first file's value counts.
         metadata = {name: text for name, text in header.metadata.items() if name != _CHUNKS}
         index.metadata = {**metadata, **index.metadata}
         try:
@@ -201,6 +204,7 @@ def _add_headers(headers: Iterable[FileHeader], index: IndexSoFar, faults: Forma
                     f"{shown(entry.key)}: in {shown(first.file)} and in {shown(entry.file)}. "
                     "Remove the file that does not belong",
                 )
+    # Only now, when all files have been seen: chunks of a tensor are in the files of different ranks.
     for key, pieces in chunks.items():
         if key in index.entries:
             whole = shown(index.entries[key].file)
@@ -245,6 +249,7 @@ def read_header(reader: StorageReader, file: str) -> FileHeader:
         raise checkpoint_index.invalid_file(
             shown(file), f"the file {what}, a safetensors file has at least {_LENGTH_BYTES}"
         )
+    # The length is unknown yet. Nearly all headers are in this first part, so that a remote file takes one request.
     first = reader.read(file, 0, min(file_nbytes, _FIRST_READ_BYTES))
     header_nbytes = int.from_bytes(first[:_LENGTH_BYTES], "little")
     _check_header_length(file, file_nbytes, header_nbytes)
@@ -390,6 +395,7 @@ def lay_out(
             raise FormatError(f"{shown(key)}: {dtype.label} elements cannot be saved to a safetensors file")
         if key == "__metadata__":
             raise FormatError("a tensor cannot be named __metadata__ in a safetensors file. Rename it")
+    # The library's order, so that a file of the same tensors has the same bytes.
     items.sort(key=lambda item: (_RANK[item[1]], item[0].encode()))
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
@@ -404,6 +410,7 @@ def lay_out(
             f"{shown(name)}: a header of {len(text)} bytes would be needed, {MAX_HEADER_BYTES} is the limit. Save "
             "to more files by a smaller max_shard_size"
         )
+    # Offsets in the header count from its end, those of entries from the start of the file.
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     entries: list[TensorEntry] = []
     place = len(header)

@@ -165,9 +165,8 @@ class Archive:
             self.refuse(f"its member {shown(name)} overlaps the next one")
         local = self._window.read_range(member.header_offset, stop)
         signature, _, flags, method, *_, name_length, extra_length = _LOCAL.unpack_from(local)
-        if (signature, method, flags & _ENCRYPTED, name_length) != (b"PK\3\4", 0, 0, len(encoded)) or local[
-            _LOCAL.size :
-        ] != encoded:
+        is_sound = (signature, method, flags & _ENCRYPTED, name_length) == (b"PK\3\4", 0, 0, len(encoded))
+        if not is_sound or local[_LOCAL.size :] != encoded:
             self.refuse(f"its directory and its member {shown(name)} contradict each other")
         start = stop + extra_length
         if start + member.file_size > end:
@@ -195,6 +194,7 @@ class Archive:
         if not members:
             self.refuse("it has no members")
         members.sort(key=attrgetter("header_offset"))
+        # Members must not reach into the next one. The directory itself does not say where a member ends.
         for member, following in zip(members, [*(item.header_offset for item in members[1:]), end], strict=True):
             if not 0 <= member.header_offset < end:
                 self.refuse(f"its member {shown(member.filename)} is not before the directory")
@@ -235,11 +235,10 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
     tensors, others = _walk(archive.value, archive.pickle_nbytes, what)
     names = list(dict.fromkeys(tensor.storage.name for _, tensor in tensors))
     places = dict(zip(names, each(reader, archive.storage_range, names), strict=True))
-    located = [
-        FoundTensor(path, tensor.dtype, view.shape, (Chunk((0,) * len(view.shape), view),))
-        for path, tensor in tensors
-        for view in (archive.tensor_view(tensor, places[tensor.storage.name], ".".join(path)),)
-    ]
+    located: list[FoundTensor] = []
+    for path, tensor in tensors:
+        view = archive.tensor_view(tensor, places[tensor.storage.name], ".".join(path))
+        located.append(FoundTensor(path, tensor.dtype, view.shape, (Chunk((0,) * len(view.shape), view),)))
     return TorchFileContents(file, file_nbytes, tuple(located), tuple(others))
 
 
@@ -295,6 +294,7 @@ class TorchArchive(Archive):
         if fault is not None:
             self.refuse(f"{shown(name)}: {fault}", remedy="Save a contiguous copy of it (tensor.clone())")
         if strided.numel == 0 or strided.is_contiguous:
+            # The offset of an empty tensor may be anywhere, also behind its storage.
             start = place.start + (strided.offset * itemsize if strided.numel else 0)
             bytes_of_view = ByteRange(start, start + strided.numel * itemsize)
             return StoredView(self._file, bytes_of_view, tensor.dtype, Strided.contiguous(strided.sizes))
@@ -356,10 +356,14 @@ def _holds_tensors(items: Sequence[object]) -> bool:
 
 
 def _component(key: object) -> str:
-    return key if isinstance(key, str) else str(key) if isinstance(key, int) else f"<{_kind(key)}>"
+    if isinstance(key, str | int):
+        return str(key)
+    return f"<{_kind(key)}>"
 
 
 def _kind(value: object) -> str:
     if isinstance(value, Other):
         return value.kind
-    return "object" if isinstance(value, Record) else "dict" if isinstance(value, dict) else type(value).__name__
+    if isinstance(value, Record):
+        return "object"
+    return "dict" if isinstance(value, dict) else type(value).__name__
