@@ -215,17 +215,19 @@ class _Parser:
             self.refuse(f"{name} is not a tuple of sizes")
         return value
 
-    def places(self, stored: dict[object, object]) -> dict[tuple[str, tuple[int, ...]], ChunkPlace]:
+    def places(self, storage_data: dict[object, object]) -> dict[tuple[str, tuple[int, ...]], ChunkPlace]:
         """Return the places of chunks by key and offsets."""
         places: dict[tuple[str, tuple[int, ...]], ChunkPlace] = {}
         by_file: dict[str, list[tuple[ByteRange, str, tuple[int, ...]]]] = defaultdict(list)
-        for index, info in stored.items():
-            where = self.fields(index, "MetadataIndex")
-            key, offsets = where.get("fqn"), where.get("offset")
+        for index, info in storage_data.items():
+            index_fields = self.fields(index, "MetadataIndex")
+            key, offsets = index_fields.get("fqn"), index_fields.get("offset")
             if not isinstance(key, str):
                 self.refuse("storage_data has an entry without a key")
             place = self.place(key, self.fields(info, "_StorageInfo"))
-            chunk = key, () if offsets is None else self.sizes(offsets, f"the offset of {shown(key)}")
+            chunk: tuple[str, tuple[int, ...]] = (key, ())
+            if offsets is not None:
+                chunk = key, self.sizes(offsets, f"the offset of {shown(key)}")
             by_file[place.file].append((place.bytes, *chunk))
             if offsets is None:  # bytes
                 self.objects[key] = place
@@ -261,11 +263,11 @@ class _Parser:
         fields = self.fields(item, "TensorStorageMetadata")
         shape = self.sizes(fields.get("size"), f"the size of {shown(key)}")
         dtype = self.dtype(key, fields.get("properties"))
-        stored = fields.get("chunks")
-        if not isinstance(stored, list):
+        described_chunks = fields.get("chunks")
+        if not isinstance(described_chunks, list):
             self.refuse(f"{shown(key)} has no list of chunks")
         chunks: dict[Box, ChunkPlace] = {}
-        for chunk in stored:
+        for chunk in described_chunks:
             facts = self.fields(chunk, "ChunkStorageMetadata")
             offsets = self.sizes(facts.get("offsets"), f"the offsets of a chunk of {shown(key)}")
             sizes = self.sizes(facts.get("sizes"), f"the sizes of a chunk of {shown(key)}")

@@ -324,7 +324,9 @@ def _pairs(form: FourBitForm) -> NDArray[np.uint64]:
     """Return the two float32 values of each byte, as one integer."""
     numbers = np.array(form.codebook, np.float32)
     halves = [np.repeat(numbers, 16), np.tile(numbers, 16)]
-    return np.stack(halves[::-1] if isinstance(form, Code) else halves, axis=1).view(np.uint64).reshape(-1)
+    if isinstance(form, Code):  # the first of two codes is in the lower half of a byte, not in the upper
+        halves.reverse()
+    return np.stack(halves, axis=1).view(np.uint64).reshape(-1)
 
 
 NESTED_BLOCK = 256

@@ -48,6 +48,7 @@ def pack(
     """
     stored = find_stored_rows(weights)
     if stored is not None and (stored.form, stored.block_size) == (form, block_size):
+        # Scales of MXFP4 are bytes already.
         return stored.values, stored.scales if isinstance(form, Code) else as_bytes(stored.scales)
     if isinstance(form, Code):
         raise ValueError("weights are not quantized to MXFP4, which is only kept as it is stored")
@@ -67,9 +68,9 @@ class AsBytes:
     itemsize: int
     label: str = "reinterpreting"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         unit = (*(1 for _ in self.shape[:-1]), self.itemsize)
-        for box in split_aligned(wanted[_BYTES], self.shape, unit, max(self.itemsize, most_bytes // 2)):
+        for box in split_aligned(requested[_BYTES], self.shape, unit, max(self.itemsize, most_bytes // 2)):
             yield ComputedBlock((every_nth(box, self.itemsize),), {_BYTES: box}, 2 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
@@ -169,8 +170,8 @@ class DequantizeScales:
     codebook: tuple[float, ...]
     label: str = "dequantizing scales"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in split_aligned(wanted[_VALUES], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 10)):
+    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        for box in split_aligned(requested[_VALUES], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 10)):
             yield ComputedBlock((box, every_nth(box, NESTED_BLOCK)), {_VALUES: box}, 10 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
@@ -232,9 +233,9 @@ class DequantizeRows:
     dtype: DType
     label: str = "dequantizing"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         unit = (*(1 for _ in self.shape[:-1]), self.block_size)
-        for box in split_aligned(wanted[_VALUES], self.shape, unit, max(1, most_bytes // _BYTES_PER_NUMBER)):
+        for box in split_aligned(requested[_VALUES], self.shape, unit, max(1, most_bytes // _BYTES_PER_NUMBER)):
             inputs = every_nth(box, 2), every_nth(box, self.block_size)
             yield ComputedBlock(inputs, {_VALUES: box}, _BYTES_PER_NUMBER * box.numel)
 
@@ -281,8 +282,8 @@ class Constant:
     number: float
     label: str = "a constant"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
-        if any(wanted.values()):
+    def blocks(self, requested: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
+        if any(requested.values()):
             one = Box((0,), (1,))
             yield ComputedBlock((one,), {_VALUES: one}, 8)
 
@@ -320,10 +321,10 @@ class QuantizeRows:
     dtype: DType
     label: str = "quantizing"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         # Boxes of both outputs, of different widths, are rows of the weight: quantized once, they fill both.
         width = self.shape[-1]
-        rows = [_with_width(box, width) for boxes in wanted.values() for box in boxes]
+        rows = [_with_width(box, width) for boxes in requested.values() for box in boxes]
         unit = (*(1 for _ in self.shape[:-1]), width)
         for box in split_aligned(rows, self.shape, unit, self._max_elements(most_bytes)):
             outputs = {

@@ -243,7 +243,8 @@ def _parse_targets(targets: Any) -> list[str]:
     target: str
     try:
         for target in targets:
-            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+            if target.startswith("re:"):
+                re.compile(target.removeprefix("re:"))
     except (re.error, RecursionError, OverflowError) as error:
         raise checkpoint_index.unknown_form(f"compressed-tensors with the target {shown(repr(target))}") from error
     return targets
@@ -384,7 +385,8 @@ class _Pairing:
         self._require_elements(key, values)
         if scales is None:
             raise FormatError(f"{shown(values.key)} is stored as {values.dtype.label}, and has no scale")
-        if scales.dtype not in ((DType.F8_E4M3,) if self.form.kind == "nvfp4" else _SCALE_DTYPES):
+        dtypes = (DType.F8_E4M3,) if self.form.kind == "nvfp4" else _SCALE_DTYPES
+        if scales.dtype not in dtypes:
             raise FormatError(f"{shown(scales.key)}: scales of {scales.dtype.label} are not supported")
         shape, unit = self._shape_and_unit(key, values, scales)
         # Blocks in each dimension: (2, 2) for an FP8 weight (130, 132) in blocks of (128, 128). modelopt stores

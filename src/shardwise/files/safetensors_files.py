@@ -52,12 +52,12 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
     if text is None:
         return {}
     # By key {"saved_offsets": [row, column, ...]}, as torch's HuggingFaceStorageWriter writes it
-    stored = checkpoint_index.parse_object(text.encode(), what=f"{shown(header.file)}: {_CHUNKS}")
+    described = checkpoint_index.parse_object(text.encode(), what=f"{shown(header.file)}: {_CHUNKS}")
     offsets_by_key: dict[str, tuple[int, ...]] = {}
     for entry in header.entries:
-        if entry.key not in stored:
+        if entry.key not in described:
             continue
-        value = stored[entry.key]
+        value = described[entry.key]
         offsets = value.get(_OFFSETS) if isinstance(value, dict) else None
         if (
             not isinstance(offsets, list)
@@ -307,25 +307,25 @@ def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int
     kind, shape, offsets = (field.get(item) for item in ("dtype", "shape", "data_offsets"))
     dtype = find_dtype(kind) if isinstance(kind, str) else None
     if dtype is None:
-        known = ", ".join(dtype.label for dtype in DType)
-        raise ValueError(f"{name} has the unknown dtype {_shown_value(kind)}. Known are {known}")
+        labels = ", ".join(dtype.label for dtype in DType)
+        raise ValueError(f"{name} has the unknown dtype {_shown_value(kind)}. Known are {labels}")
     if not _are_sizes(shape):
         raise ValueError(f"{name} has the shape {_shown_value(shape)}, not a list of integers 0..{_MAX_SIZE}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         value = _shown_value(offsets)
         raise ValueError(f"{name} has the data_offsets {value}, not [start, stop] with 0 <= start <= stop")
     start, stop = offsets
-    named = f"{name} of {dtype.label} {_shown_value(shape)}"
+    described = f"{name} of {dtype.label} {_shown_value(shape)}"
     # Multiplied step by step with a bound: a shape of a million large sizes must not become a huge integer.
     bits = dtype.bits
     for size in shape:
         bits *= size
         if bits > _MAX_BITS:
-            raise ValueError(f"{named} has more than 2**64 bits")
+            raise ValueError(f"{described} has more than 2**64 bits")
     if bits % 8:
-        raise ValueError(f"{named} does not end at a byte")
+        raise ValueError(f"{described} does not end at a byte")
     if bits // 8 != stop - start:
-        raise ValueError(f"{named} takes {bits // 8} bytes, but its data_offsets span {stop - start}")
+        raise ValueError(f"{described} takes {bits // 8} bytes, but its data_offsets span {stop - start}")
     if data_start + stop > file_nbytes:
         raise ValueError(
             f"{name} reaches to byte {data_start + stop}, but the file ends after {file_nbytes} bytes: "

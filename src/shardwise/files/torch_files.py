@@ -159,7 +159,8 @@ class Archive:
                 remedy="Write it with torch.save, which does not compress",
             )
         # Only the local header has its size: its extra field may differ from that in the directory.
-        encoded = member.orig_filename.encode("utf-8" if member.flag_bits & _UTF_8 else "cp437")
+        encoding = "utf-8" if member.flag_bits & _UTF_8 else "cp437"
+        encoded = member.orig_filename.encode(encoding)
         stop, end = member.header_offset + _LOCAL.size + len(encoded), self._ends[name]
         if stop > end:
             self.refuse(f"its member {shown(name)} overlaps the next one")
@@ -243,13 +244,13 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
 
 
 def read_torch_tensor(
-    reader: StorageReader, file: str, where: ByteRange, known: dict[bytes, object], *, what: str
+    reader: StorageReader, file: str, location: ByteRange, cache: dict[bytes, object], *, what: str
 ) -> StoredView:
     """Return the tensor that was saved by itself in a range of a file.
 
-    ``known`` caches pickles that have been read, because chunks of equal shapes have equal ones.
+    ``cache`` has pickles that have been read, because chunks of equal shapes have equal ones.
     """
-    archive = TorchArchive(FileWindow(reader, file, where.start, where.stop), what, known)
+    archive = TorchArchive(FileWindow(reader, file, location.start, location.stop), what, cache)
     tensor = archive.value
     if not isinstance(tensor, PickledTensor):
         archive.refuse(f"it holds a {_kind(tensor)}, not a tensor")
@@ -259,10 +260,10 @@ def read_torch_tensor(
 class TorchArchive(Archive):
     """An archive of ``torch.save``.
 
-    ``value`` is the saved object, which is also cached in ``known``.
+    ``value`` is the saved object, which is also put into ``cache``.
     """
 
-    def __init__(self, window: FileWindow, what: str, known: dict[bytes, object]) -> None:
+    def __init__(self, window: FileWindow, what: str, cache: dict[bytes, object]) -> None:
         super().__init__(window, what)
         self._file = window.file
         name = next((name for name in self.members if name.endswith("/data.pkl") and name.count("/") == 1), None)
@@ -276,9 +277,9 @@ class TorchArchive(Archive):
             self.refuse("its numbers are not little-endian", remedy="Save it again on a little-endian machine")
         pickle = self.content(name, max_nbytes=MAX_PICKLE_BYTES)
         self.pickle_nbytes = len(pickle)
-        if pickle not in known:
-            known[pickle] = read_pickle(pickle, what=f"{what}: {name}")
-        self.value = known[pickle]
+        if pickle not in cache:
+            cache[pickle] = read_pickle(pickle, what=f"{what}: {name}")
+        self.value = cache[pickle]
 
     def storage_range(self, name: str) -> ByteRange:
         """Return the byte range of a storage."""
@@ -294,8 +295,9 @@ class TorchArchive(Archive):
         if fault is not None:
             self.refuse(f"{shown(name)}: {fault}", remedy="Save a contiguous copy of it (tensor.clone())")
         if strided.numel == 0 or strided.is_contiguous:
-            # The offset of an empty tensor may be anywhere, also behind its storage.
-            start = place.start + (strided.offset * itemsize if strided.numel else 0)
+            start = place.start
+            if strided.numel:  # the offset of an empty tensor may be anywhere, also behind its storage
+                start += strided.offset * itemsize
             bytes_of_view = ByteRange(start, start + strided.numel * itemsize)
             return StoredView(self._file, bytes_of_view, tensor.dtype, Strided.contiguous(strided.sizes))
         whole = place.nbytes // itemsize * itemsize
