@@ -24,13 +24,13 @@ def test_axes_have_a_fixed_order():
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"shards": 8}, "no axis 'shards'. There are replicate and shard"),
+        ({"shards": 8}, "no axis 'shards'. Use replicate and shard"),
         ({"replicate": 2}, "needs an axis shard"),
         ({}, "needs an axis shard"),
         ({"replicate": 0, "shard": 8}, "a rank or more in every axis"),
         ({"shard": -8}, "a rank or more in every axis"),
-        ({"replicate": 2, "shard": 8}, "of 16 ranks, not of 8"),
-        ({"shard": 6}, "of 6 ranks, not of 8"),
+        ({"replicate": 2, "shard": 8}, "has 16 ranks, not 8"),
+        ({"shard": 6}, "has 6 ranks, not 8"),
     ],
 )
 def test_axes_that_make_no_mesh_of_eight_ranks(axes, message):

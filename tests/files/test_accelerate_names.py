@@ -46,11 +46,11 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no such file or folder"):
         find_saved(tmp_path / "x", MODEL, 0)
     empty = made(tmp_path / "empty", "kept.txt")
-    words = "(?s)no model 1 of accelerate's.*fsdp_1.bin.*_1_rank0.bin.*there is: kept"
+    words = "(?s)no model 1 saved by accelerate.*fsdp_1.bin.*_1_rank0.bin.*files there: kept"
     with pytest.raises(FormatError, match=words):
         find_saved(empty, MODEL, 1)
     (tmp_path / "bare").mkdir()
-    with pytest.raises(FormatError, match="there is: nothing"):
+    with pytest.raises(FormatError, match="files there: nothing"):
         find_saved(tmp_path / "bare", MODEL, 0)
     begun = made(tmp_path / "begun", f"{MODEL.folder(0)}/__0_0.distcp")
     with pytest.raises(FormatError, match=r"begun/pytorch_model_fsdp_0: has no \.metadata"):
@@ -65,10 +65,10 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 def test_files_of_ranks_are_all_there_once(tmp_path: Path) -> None:
     gaps = made(tmp_path / "gaps", MODEL.rank_file(0, 0), MODEL.rank_file(0, 3))
-    with pytest.raises(FormatError, match="there are 2 files of ranks, and none of rank 1, 2."):
+    with pytest.raises(FormatError, match="has files of 2 ranks, and none of rank 1, 2."):
         find_saved(gaps, MODEL, 0)
     far = made(tmp_path / "far", MODEL.rank_file(0, 999_999_999))
-    words = "there are 1 files of ranks, and none of rank 0, 1, 2, 3, 4, 5, 6, 7, 8."
+    words = "has files of 1 ranks, and none of rank 0, 1, 2, 3, 4, 5, 6, 7, 8."
     with pytest.raises(FormatError, match=words):
         find_saved(far, MODEL, 0)
     twice = made(tmp_path / "twice", "optimizer_rank0.bin", "optimizer_0_rank0.bin")

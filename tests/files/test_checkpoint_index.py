@@ -268,11 +268,11 @@ def test_a_key_in_two_files_names_both() -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["m-00001-of-00003", "m-00003-of-00003"], "2 of 3 are there, missing are the numbers 2"),
-        (["m-00001-of-00003", "m-00002-of-00003"], "2 of 3 are there, missing are the numbers 3"),
-        (["m-00002-of-00003", "m-00003-of-00003"], "2 of 3 are there, missing are the numbers 1"),
-        (["m-00000-of-00003", "m-00002-of-00003"], "2 of 3 are there, missing are the numbers 1"),
-        (["m-00001-of-999999999"], "1 of 999999999 are there, missing are the numbers 2, 3"),
+        (["m-00001-of-00003", "m-00003-of-00003"], "2 of 3 exist, missing are the numbers 2"),
+        (["m-00001-of-00003", "m-00002-of-00003"], "2 of 3 exist, missing are the numbers 3"),
+        (["m-00002-of-00003", "m-00003-of-00003"], "2 of 3 exist, missing are the numbers 1"),
+        (["m-00000-of-00003", "m-00002-of-00003"], "2 of 3 exist, missing are the numbers 1"),
+        (["m-00001-of-999999999"], "1 of 999999999 exist, missing are the numbers 2, 3"),
     ],
 )
 def test_a_numbered_file_that_is_missing_where_no_index_would_tell(names: list[str], words: str) -> None:

@@ -301,15 +301,15 @@ def test_paths_that_climb_out(file: str) -> None:
     [
         (lambda made: made.storage_data.pop(SECOND), "g has no file for the chunk at (3, 0)"),
         (place(info(nbytes=10**9)), "overlap in __0_0.distcp"),
-        (place(info(start=-1)), "g has no range of bytes"),
-        (place(info(nbytes=-1)), "g has no range of bytes"),
-        (place(info(start=2**63)), "g has no range of bytes"),
-        (place(info(start=0.5)), "g has no range of bytes"),
-        (place(info(nbytes=None)), "g has no range of bytes"),
-        (place(info(start=10**8)), "ends after"),
+        (place(info(start=-1)), "g has an invalid byte range"),
+        (place(info(nbytes=-1)), "g has an invalid byte range"),
+        (place(info(start=2**63)), "g has an invalid byte range"),
+        (place(info(start=0.5)), "g has an invalid byte range"),
+        (place(info(nbytes=None)), "g has an invalid byte range"),
+        (place(info(start=10**8)), "a chunk ends at"),
         (place(info(nbytes=0)), "does not end in the directory of a zip archive"),
         (place(info("absent")), "1 of 2 files are missing: absent"),
-        (place(info(3)), "g is in no file"),
+        (place(info(3)), "g has no file"),
         (lambda made: place(made.storage_data[SECOND])(made), "overlap"),
         (place(info(transform_descriptors=["zstd"])), "was saved through a transform"),
         (lambda it: it.state_dict_metadata["g"].chunks.pop(), "overlap or leave gaps: 1\n    g of shape (6, 8)"),
@@ -327,7 +327,7 @@ def test_paths_that_climb_out(file: str) -> None:
         (whole(storage_data=None), "storage_data is not a dict"),
         (whole(state_dict_metadata=[1]), "state_dict_metadata is not a dict"),
         (lambda made: made.state_dict_metadata.update({3: BytesStorageMetadata()}), "is not by key"),
-        (lambda made: made.storage_data.update({"g": info()}), "it has no MetadataIndex where one belongs"),
+        (lambda made: made.storage_data.update({"g": info()}), "an object of class MetadataIndex is missing"),
     ],
 )
 def test_metadata_that_contradict_themselves(change: Callable[[Metadata], object], words: str) -> None:
@@ -406,7 +406,7 @@ def test_a_program_in_the_metadata_is_not_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [Metadata, {"g": 1}, info()], ids=["class", "dict", "place"])
 def test_metadata_of_another_kind(value: object) -> None:
-    with pytest.raises(FormatError, match="it has no Metadata where one belongs"):
+    with pytest.raises(FormatError, match="an object of class Metadata is missing"):
         open_checkpoint(MemoryReader({".metadata": pickle.dumps(value), "__0_0.distcp": b""}))
 
 

@@ -336,7 +336,7 @@ def test_writes_during_a_sync_are_synced_by_the_next(tmp_path: Path, monkeypatch
 def test_files_are_synced_before_they_are_renamed(tmp_path: Path) -> None:
     with LocalWriter(tmp_path) as writer:
         writer.create("a", 1)
-        with pytest.raises(StorageError, match="a in .*become b, but was not synced"):
+        with pytest.raises(StorageError, match="a in .*must be synced before it is renamed to b"):
             writer.rename("a", "b")
 
 

@@ -69,8 +69,8 @@ WHOLE = {
 @pytest.mark.parametrize(
     ("changes", "weights", "told"),
     [
-        ({}, {"symmetric": False}, "m.weight has no m.weight_zero_point, which quantization_config says"),
-        ({}, {"actorder": "group"}, "m.weight has no m.weight_g_idx, which quantization_config says"),
+        ({}, {"symmetric": False}, "m.weight: m.weight_zero_point is missing, and quantization_config requires it"),
+        ({}, {"actorder": "group"}, "m.weight: m.weight_g_idx is missing, and quantization_config requires it"),
         ({"weight_zero_point": torch.ones(2, 3, dtype=torch.int32)}, {}, r"needs \(1, 12\)"),
         ({"weight_zero_point": torch.ones(3, 3, dtype=torch.int8)}, {}, r"m.weight needs \(2, 3\)"),
         ({"weight_g_idx": torch.ones(11, dtype=torch.int32)}, {}, "an integer for each of 12 columns"),
@@ -78,9 +78,9 @@ WHOLE = {
         ({"weight_g_idx": torch.full((12,), -1)}, {}, "m.weight_g_idx: .*groups are -1 to -1"),
         ({"weight_shape": torch.tensor((2, 17))}, {}, r"m.weight_shape says \(2, 17\)|needs \(2, 5\)"),
         ({"weight_shape": torch.tensor((2, -12))}, {}, "m.weight_scale has the shape"),
-        ({"weight_shape": torch.tensor(())}, {}, "a shape is expected|m.weight_scale has the shape"),
-        ({"weight_shape": torch.ones(3)}, {}, "m.weight_shape is F32 .3,., and a shape is expected"),
-        ({"weight": torch.ones(2, 12)}, {}, "m.weight is stored as well as m.weight_packed, and one of the two"),
+        ({"weight_shape": torch.tensor(())}, {}, "not the sizes of a tensor|m.weight_scale has the shape"),
+        ({"weight_shape": torch.ones(3)}, {}, "m.weight_shape is F32 .3,., not the sizes of a tensor"),
+        ({"weight": torch.ones(2, 12)}, {}, "m.weight is stored twice, as numbers and as m.weight_packed"),
         ({}, {"actorder": "other"}, "is quantized in a way that is not supported .*actorder"),
     ],
 )
@@ -119,7 +119,7 @@ def test_two_in_a_byte_that_has_a_sign(tmp_path):
         ("weight_scale", torch.full((2, 2), torch.nan).to(torch.float8_e4m3fn), "m.weight_scale: .*a scale is NaN"),
         ("weight_global_scale", torch.zeros(1), "m.weight_global_scale: .*the scale of the whole tensor is 0.0"),
         ("weight_global_scale", torch.full((1,), torch.inf), "m.weight_global_scale: .*whole tensor is inf"),
-        ("weight", torch.ones(2, 32), "m.weight is stored as well as m.weight_packed"),
+        ("weight", torch.ones(2, 32), "m.weight is stored twice, as numbers and as m.weight_packed"),
     ],
 )
 def test_scales_that_are_none(tmp_path, key, value, told):

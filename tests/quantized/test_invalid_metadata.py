@@ -33,7 +33,7 @@ def packed(**weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [DType.F32, DType.I64, DType.F16, DType.I8])
 def test_integers_are_packed_into_words_of_32_bits_and_nothing_else(dtype: DType) -> None:
     index = index_of(("m.weight_packed", dtype, (8, 8)), ("m.weight_scale", DType.F32, (8, 1)))
-    with pytest.raises(FormatError, match=rf"m.weight_packed is stored as {dtype.label} .8, 8., and I32"):
+    with pytest.raises(FormatError, match=rf"m.weight_packed is stored as {dtype.label} .8, 8., not as I32"):
         find_form(packed()).dequantize(NOTHING, index)
 
 
@@ -63,7 +63,7 @@ def test_blocks_of_microscaling_floats_are_of_32_numbers(dtype: DType) -> None:
     found = find_form({"quant_method": "mxfp4"}).dequantize(NOTHING, of(16))
     assert found.composed["m.down_proj"].shape == (2, 96, 6)
     for nbytes in (15, 17):
-        with pytest.raises(FormatError, match="m.down_proj_blocks is stored as .*, and blocks of 16 bytes"):
+        with pytest.raises(FormatError, match="m.down_proj_blocks is stored as .*, not as blocks of 16 bytes"):
             find_form({"quant_method": "mxfp4"}).dequantize(NOTHING, of(nbytes))
 
 

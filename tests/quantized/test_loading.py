@@ -174,7 +174,7 @@ def test_another_quantizer(quantized, tmp_path, config, told):
     ("lost", "told"),
     [
         ("q_proj.weight_scale_inv", r"q_proj.weight is stored as F8_E4M3, and has no scale"),
-        ("q_proj.weight", r"q_proj.weight_scale_inv is a scale of nothing that is stored"),
+        ("q_proj.weight", r"q_proj.weight_scale_inv: the weights of this scale are not stored"),
     ],
 )
 def test_a_half_of_a_pair(quantized, tmp_path, lost, told):

@@ -65,8 +65,8 @@ class Operation(Hashable, Protocol):
     @property
     def label(self) -> str: ...
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        """Yield blocks that together compute the wanted boxes of each output, each element once.
+    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        """Yield blocks that together compute the requested boxes of each output, each element once.
 
         They may compute more. Each block needs at most ``most_bytes``, if the operation can be divided so far.
         """
@@ -128,8 +128,8 @@ class FullOperation(ABC):
     outputs: Mapping[str, Shape]
     nbytes: int
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
-        if any(wanted.values()):
+    def blocks(self, requested: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
+        if any(requested.values()):
             outputs = {name: Box.whole(shape) for name, shape in self.outputs.items()}
             yield ComputedBlock(tuple(map(Box.whole, self.inputs)), outputs, self.nbytes)
 
@@ -187,11 +187,11 @@ def compute_tasks(items: Iterable[tuple[int, Computed, Region]], most_bytes: int
     for item in items:
         groups.setdefault((item[1].operation, item[1].sources), []).append(item)
     for (operation, inputs), group in groups.items():
-        wanted: dict[str, list[Box]] = {}
+        requested: dict[str, list[Box]] = {}
         for _, leaf, region in group:
-            wanted.setdefault(leaf.output, []).append(region.bounds)
+            requested.setdefault(leaf.output, []).append(region.bounds)
         # Overlapping boxes would be computed twice, and one of the results would be lost.
-        disjoint = {name: merge_overlapping(boxes) for name, boxes in wanted.items()}
+        disjoint = {name: merge_overlapping(boxes) for name, boxes in requested.items()}
         fits_devices = _fits_devices(operation, inputs)
         for block in operation.blocks(disjoint, most_bytes):
             # A block may exceed the requested regions, because it consists of whole units: only its common

@@ -89,9 +89,14 @@ class TrainingEstimate:
         lines = [f"{size} on each rank; {states}", f"peak {in_bytes(worst.bytes_on(device))} in {worst.phase}"]
         width = max(len(phase.phase) for phase in self.phases)
         for phase in self.phases:
-            host = f"; host {in_bytes(phase.bytes_on('cpu'))}" if device != "cpu" and phase.host else ""
-            terms = _terms(phase.host if device == "cpu" else phase.device)
-            lines.append(f"{phase.phase:<{width}} {in_bytes(phase.bytes_on(device)):>11}  {terms}{host}")
+            host, terms = "", phase.device
+            if device == "cpu":
+                terms = phase.host
+            elif phase.host:
+                host = f"; host {in_bytes(phase.bytes_on('cpu'))}"
+            lines.append(
+                f"{phase.phase:<{width}} {in_bytes(phase.bytes_on(device)):>11}  {_format_terms(terms)}{host}"
+            )
         return lines
 
 
@@ -174,8 +179,11 @@ class Estimate(Report):
         """Return whether a rank with ``memory_bytes`` suffices, as text."""
         word = "fits" if self.peak_bytes <= memory_bytes else "does not fit"
         most = None if self.training is None else self.training.largest_batch
-        fits_any = bool(most) and self._load_bytes <= memory_bytes
-        batch = "" if most is None else f", largest batch {most}" if fits_any else ", no batch fits"
+        batch = ""
+        if most is not None:
+            # The load comes before the training, and takes its memory whatever the batch is.
+            fits_any = most > 0 and self._load_bytes <= memory_bytes
+            batch = f", largest batch {most}" if fits_any else ", no batch fits"
         return f"{word}: {in_bytes(self.peak_bytes)} of {in_bytes(memory_bytes)} on a rank{batch}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -217,7 +225,7 @@ class Estimate(Report):
         return "\n".join(lines)
 
 
-def _terms(terms: Mapping[str, int]) -> str:
+def _format_terms(terms: Mapping[str, int]) -> str:
     """Terms that are not zero, the largest first."""
     nonzero = sorted(((nbytes, term) for term, nbytes in terms.items() if nbytes), reverse=True)
     return ", ".join(f"{term} {in_bytes(nbytes)}" for nbytes, term in nonzero)

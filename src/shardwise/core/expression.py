@@ -190,8 +190,8 @@ class Slice(_Rearranged):
     def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         dim, step = self.dim, self.step
         axes = tuple(replace(a, step=a.step * step) if a.dim == dim else a for a in region.axes)
-        moved = region.with_origin(dim, self.start + step * region.origin[dim])
-        yield self.source, replace(moved, axes=axes)
+        shifted = region.with_origin(dim, self.start + step * region.origin[dim])
+        yield self.source, replace(shifted, axes=axes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def locate_box(box: Box, boxes: Sequence[LocalBox]) -> Strided:
             steps = zip(box.offsets, piece.box.offsets, strides, strict=True)
             start = piece.local.offset + sum((offset - first) * stride for offset, first, stride in steps)
             return Strided(start, box.sizes, strides)
-    raise ValueError(f"{box} is not held")
+    raise ValueError(f"{box} is not within {[piece.box for piece in boxes]}")
 
 
 def first_rows(boxes: Iterable[LocalBox], count: int) -> list[LocalBox]:
@@ -184,12 +184,12 @@ class MeshShape:
             ConfigError: an axis is neither ``replicate`` nor ``shard``, or the axes do not make ``ranks``.
         """
         if unknown := [name for name in axes if name not in _AXES]:
-            raise ConfigError(f"a mesh has no axis {unknown[0]!r}. There are {' and '.join(_AXES)}")
+            raise ConfigError(f"mesh={dict(axes)}: a mesh has no axis {unknown[0]!r}. Use {' and '.join(_AXES)}")
         if "shard" not in axes or min(axes.values()) < 1:
             raise ConfigError(f"mesh={dict(axes)}: a mesh needs an axis shard, and a rank or more in every axis")
         mesh = cls(*zip(*((name, axes[name]) for name in _AXES if name in axes), strict=True))
         if mesh.ranks != ranks:
-            raise ConfigError(f"the mesh {mesh} is of {mesh.ranks} ranks, not of {ranks}. Change one of them")
+            raise ConfigError(f"the mesh {mesh} has {mesh.ranks} ranks, not {ranks}. Change one of them")
         return mesh
 
     @property

@@ -100,8 +100,8 @@ class Region:
         axes = tuple(other for other in self.axes if other is not axis)
         if count > 1:
             axes = (*axes, Axis(count, axis.stride, axis.dim, axis.step))
-        moved = self.with_origin(axis.dim, self.origin[axis.dim] + axis.step * first)
-        return Region(moved.origin, self.target + axis.stride * first, axes)
+        shifted = self.with_origin(axis.dim, self.origin[axis.dim] + axis.step * first)
+        return Region(shifted.origin, self.target + axis.stride * first, axes)
 
 
 def find_overlapped_ranges(region: Region, dim: int, starts: Sequence[int]) -> range:

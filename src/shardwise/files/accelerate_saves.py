@@ -163,7 +163,7 @@ def _find_rank_files(folder: Path, kind: SavedKind, number: int) -> FilePerRank:
     absent = [rank for rank in range(min(max(by_rank) + 1, len(by_rank) + 8)) if rank not in by_rank]
     if absent:
         raise FormatError(
-            f"{folder}: of {kind.what} {number} there are {len(by_rank)} files of ranks, and none of rank "
+            f"{folder}: {kind.what} {number} has files of {len(by_rank)} ranks, and none of rank "
             f"{listed(map(str, absent))}. Every machine wrote its own: copy them all into one folder"
         )
     return FilePerRank(str(folder), tuple(by_rank[rank] for rank in sorted(by_rank)))
@@ -183,10 +183,10 @@ def _nothing(place: Path, names: list[str], kind: SavedKind, number: int) -> For
     if kind.folder(number) in names or any(name.endswith(".distcp") for name in names):
         inner = kind.folder(number) if kind.folder(number) in names else "."
         return FormatError(
-            f"{place / inner}: has no {METADATA}, which is written last. Take a save that was completed"
+            f"{place / inner}: has no {METADATA}, which is written last. Use a save that was completed"
         )
     looked_for = f"{kind.file(number)}, {kind.folder(number)}/, {kind.rank_file(number, 0)}"
     return FormatError(
-        f"{place}: no {kind.what} {number} of accelerate's\n  looked for: {looked_for}\n"
-        f"  there is: {listed(map(shown, names)) or 'nothing'}\nCheck the path, and the number"
+        f"{place}: no {kind.what} {number} saved by accelerate\n  looked for: {looked_for}\n"
+        f"  files there: {listed(map(shown, names)) or 'nothing'}\nCheck the path, and the number"
     )

@@ -375,12 +375,11 @@ class CheckpointIndex:
             for key, entry in self.entries.items()
             if key not in composing and key not in self.extra
         ]
-        return simple + [
-            StoredTensor(
-                key, item.dtype, item.shape, tuple(self.entries[name] for name in iter_entry_keys(item.composition))
-            )
-            for key, item in self.composed.items()
-        ]
+        composed: list[StoredTensor] = []
+        for key, item in self.composed.items():
+            entries = tuple(self.entries[name] for name in iter_entry_keys(item.composition))
+            composed.append(StoredTensor(key, item.dtype, item.shape, entries))
+        return simple + composed
 
 
 def iter_entry_keys(composition: object) -> Iterator[str]:

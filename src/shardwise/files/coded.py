@@ -175,31 +175,29 @@ class _PackedFourBits:
     is_kept: bool = True
 
     def dequantize(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-        faults, composed, used = (
-            FormatFaults(index.root),
-            dict[str, Composed](),
-            set[str](),
-        )
+        faults = FormatFaults(index.root)
+        composed: dict[str, Composed] = {}
+        used: set[str] = set()
         companions_by_key = {
             key: parts for key in index.entries if (parts := _Companions.find(index, key)) is not None
         }
-        texts = checkpoint_index.contents(
-            reader, [entry for parts in companions_by_key.values() for entry in parts.small]
-        )
+        # All at once, because a remote storage reads them concurrently.
+        small = [entry for parts in companions_by_key.values() for entry in parts.small]
+        texts = checkpoint_index.contents(reader, small)
         for key, companions in companions_by_key.items():
             used |= {companions.state.key, *(entry.key for entry in companions.entries.values())}
             try:
-                composed[key] = _composed(index.entries[key], companions, texts)
+                composed[key] = _compose(index.entries[key], companions, texts)
             except FormatError as error:
                 faults.add(_FOUR_BIT_FAULTS, f"{shown(key)}: {error}")
         for key in index.entries:
             if key not in used and (key.endswith(_ENDS) or QUANT_STATE in key):
                 faults.add(_FOUR_BIT_FAULTS, f"{shown(key)} belongs to packed bytes that are missing or incomplete")
         faults.raise_if_any()
-        scale_keys = {
-            entry for item in composed.values() for entry in checkpoint_index.iter_entry_keys(item.composition)
-        }
-        entries = {key: entry for key, entry in index.entries.items() if key not in used or key in scale_keys}
+        # States and maps have been read, and are dropped. Scales stay, because they are read with the codes.
+        for item in composed.values():
+            used.difference_update(checkpoint_index.iter_entry_keys(item.composition))
+        entries = {key: entry for key, entry in index.entries.items() if key not in used}
         # Bytes, whatever dtype they are stored under (``bnb_4bit_quant_storage``).
         flat = {key: replace(entries[key], dtype=DType.U8, shape=(entries[key].nbytes,)) for key in composed}
         return replace(index, entries=entries | flat, composed={**index.composed, **composed})
@@ -216,7 +214,7 @@ def bitsandbytes(config: Mapping[str, Any]) -> QuantizedForm:
     raise checkpoint_index.unknown_form(f"quant_method {shown(repr(config.get('quant_method')))}")
 
 
-def _composed(values: TensorEntry, companions: _Companions, texts: Mapping[str, bytes]) -> Composed:
+def _compose(values: TensorEntry, companions: _Companions, texts: Mapping[str, bytes]) -> Composed:
     """Return the tensor of packed bytes.
 
     Raises:
@@ -236,15 +234,18 @@ def _composed(values: TensorEntry, companions: _Companions, texts: Mapping[str, 
         raise FormatError(f"it has {values.nbytes} bytes, and its quant_state the shape {shape}")
     numbers = struct.pack(f"<{len(companions.form.codebook)}f", *companions.form.codebook)
     if QUANT_MAP not in companions.entries or texts.get(companions.entries[QUANT_MAP].key) != numbers:
-        raise FormatError("its quant_map is missing, or not that of bitsandbytes, so that values would be others")
+        raise FormatError("its quant_map is missing, or differs from that of bitsandbytes")
     scales, blocks = companions.entries.get(ABSMAX), -(-numel(shape) // block)
     if scales is None:
         raise FormatError("it has no absmax")
     if numel(scales.shape) != blocks:
-        raise FormatError(f"its absmax has {numel(scales.shape)} scales, and {shape} in blocks of {block} {blocks}")
+        raise FormatError(
+            f"its absmax has {numel(scales.shape)} scales, and {shape} in blocks of {block} needs {blocks}"
+        )
+    # Scales are bytes exactly if they are nested.
     nested = None
     if NESTED_ABSMAX in companions.entries or NESTED_MAP in companions.entries or scales.dtype is DType.U8:
-        nested = _nested(companions, texts, state, scales)
+        nested = _parse_nested(companions, texts, state, scales)
     elif scales.dtype is not DType.F32:
         raise FormatError(f"its absmax is {scales.dtype.label}, and not F32")
     dtype = _DTYPES.get(str(state.get("dtype")))
@@ -254,7 +255,7 @@ def _composed(values: TensorEntry, companions: _Companions, texts: Mapping[str, 
     return Composed(dtype, shape, FourBits(*whole, shape, block, companions.form, dtype, nested))
 
 
-def _nested(
+def _parse_nested(
     companions: _Companions,
     texts: Mapping[str, bytes],
     state: Mapping[str, object],
@@ -262,7 +263,7 @@ def _nested(
 ) -> Nested:
     nested_absmax, offset = companions.entries.get(NESTED_ABSMAX), state.get("nested_offset")
     if nested_absmax is None or NESTED_MAP not in companions.entries or scales.dtype is not DType.U8:
-        raise FormatError("its scales are nested, and a part of the nested ones is missing")
+        raise FormatError("its scales are nested, and their nested_absmax, nested_quant_map or bytes are missing")
     if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) <= _MAX_OFFSET:
         raise FormatError(f"its quant_state has the nested_offset {shown(repr(offset))}")
     if state.get("nested_blocksize") != _NESTED_BLOCK:
@@ -275,7 +276,7 @@ def _nested(
         raise FormatError(f"its nested_absmax is {nested_absmax.dtype.label} {nested_absmax.shape}")
     numbers = texts.get(companions.entries[NESTED_MAP].key, b"")
     if companions.entries[NESTED_MAP].dtype is not DType.F32 or len(numbers) != _MAP_BYTES:
-        raise FormatError("its nested_quant_map has not 256 float32")
+        raise FormatError("its nested_quant_map does not have 256 float32 values")
     return Nested(Whole(nested_absmax.key), float(offset), struct.unpack("<256f", numbers))
 
 

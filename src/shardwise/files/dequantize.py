@@ -60,8 +60,8 @@ class Dequantize:
     has_zeros: bool = False
     label: str = "dequantizing"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in split_aligned(wanted[_OUT], self.shape, self._byte_aligned, self._max_elements(most_bytes)):
+    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        for box in split_aligned(requested[_OUT], self.shape, self._byte_aligned, self._max_elements(most_bytes)):
             # In the order of the operation's sources: codes, scales, scale of the whole tensor, zero points.
             inputs = [every_nth(box, self.code.per_byte)]
             if self.unit:
@@ -132,11 +132,11 @@ class Dequantize:
 
     def _write(self, box: Box, values: Sequence[Any], out: Any, strip_elements: int) -> Sequence[_Check]:
         """Write the values of a box, strip by strip. Return checks of the inputs."""
-        stored, factors, zeros, checks = self._inputs(values)
+        packed, factors, zeros, checks = self._inputs(values)
         # (256, 1), or (256, 2) for two codes in a byte
-        table = table_for(_values_by_byte(self.code), DType.F32, stored).view(256, self.code.per_byte)
+        table = table_for(_values_by_byte(self.code), DType.F32, packed).view(256, self.code.per_byte)
         for strip in split_aligned([box], self.shape, self._byte_aligned, strip_elements):
-            codes = _slice(stored, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
+            codes = _slice(packed, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
             result = table.index_select(0, codes.int().view(-1)).view(strip.sizes)
             # The difference of two small integers is exact. Only the product is rounded.
             if zeros is not None:
@@ -150,24 +150,24 @@ class Dequantize:
 
     def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Sequence[_Check]]:
         """Return the codes, scales and zero points (float32 or None), and checks."""
-        stored, *rest = values
+        codes, *others = values
         if not self.unit:
-            return stored, None, None, ()
-        scales, *rest = rest
+            return codes, None, None, ()
+        scales, *others = others
         factors = scales.float()
         if self.has_exponents and not scales.is_floating_point():
             factors = table_for(POWERS, DType.F32, scales)[scales.int()]
         checks: list[_Check] = [(factors.isfinite().all(), 1, "a scale is NaN or infinite")]
         if self.overall:
-            whole = rest.pop(0).float()
+            whole = others.pop(0).float()
             factors = factors * whole if self.overall > 0 else factors / whole
             is_usable = whole.isfinite().all() & whole.all() & factors.isfinite().all()
             fault = "the scale of the whole tensor is {}, with which scales are 0 or not finite"
             checks.append((is_usable, 2, fault))
-        zeros = rest.pop(0).float() if self.has_zeros else None
+        zeros = others.pop(0).float() if self.has_zeros else None
         if zeros is not None:
             checks.append((zeros.isfinite().all(), 2 + bool(self.overall), "a zero point is NaN or infinite"))
-        return stored, factors, zeros, checks
+        return codes, factors, zeros, checks
 
     def _strip_scales(self, scales: Any, strip: Box, box: Box) -> Any:
         return _slice(scales, self._get_scales(strip), self._get_scales(box))
@@ -262,15 +262,17 @@ def dequantize(
     """
     shape, unit = tuple(shape), tuple(unit)
     counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
-    others = [reshape(scales, counts), *([] if zeros is None else [reshape(zeros, counts)])]
+    factors = [reshape(scales, counts)]
+    if zeros is not None:
+        factors.append(reshape(zeros, counts))
     if groups is not None:
-        others = [_expand_by_column(by_block, reshape(groups, shape[-1:])) for by_block in others]
+        factors = [_expand_by_column(by_block, reshape(groups, shape[-1:])) for by_block in factors]
         unit = (*unit[:-1], 1)  # each column has its scale from here on
     if overall is not None:
-        others.insert(1, reshape(overall[0], (1,)))
+        factors.insert(1, reshape(overall[0], (1,)))  # between scales and zero points: see ``blocks``
     power = 0 if overall is None else overall[1]
     operation = Dequantize(shape, unit, code, has_exponents, power, zeros is not None)
-    sources = (_bytes(values, shape, code), *others)
+    sources = (_bytes(values, shape, code), *factors)
     return Computed(operation, _OUT, shape, DType.F32, sources)
 
 
@@ -302,10 +304,10 @@ class GatherRows:
     shape: Shape
     label: str = "choosing rows"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         # A block reads all rows, because their indices are known only when it is evaluated, of a few columns.
         at_once = max(1, most_bytes // (16 * self.count))
-        for whole in split_aligned(wanted[_OUT], self.shape, (1, 1), numel(self.shape)):
+        for whole in split_aligned(requested[_OUT], self.shape, (1, 1), numel(self.shape)):
             (first, start), (count, width) = whole.offsets, whole.sizes
             for column in range(start, start + width, at_once):
                 columns = min(at_once, start + width - column)

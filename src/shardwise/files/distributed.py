@@ -107,12 +107,13 @@ def _add_chosen(
             )
         return Chunk(box.offsets, view)
 
+    # All chunks of all tensors at once, because a remote storage reads them concurrently.
     jobs = [(tensor, box, place) for tensor in chosen.values() for box, place in tensor.chunks]
-    chunks = iter(checkpoint_index.each(reader, read, jobs))
-    tensors = [
-        FoundTensor(path, tensor.dtype, tensor.shape, tuple(next(chunks) for _ in tensor.chunks))
-        for path, tensor in chosen.items()
-    ]
+    chunks = iter(checkpoint_index.each(reader, read, jobs))  # in the order of the jobs
+    tensors: list[FoundTensor] = []
+    for path, tensor in chosen.items():
+        chunks_of_tensor = tuple(next(chunks) for _ in tensor.chunks)
+        tensors.append(FoundTensor(path, tensor.dtype, tensor.shape, chunks_of_tensor))
     join_entries.add_tensors(tensors, choice, index, faults)
 
 
@@ -153,7 +154,7 @@ def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> 
     for file, nbytes in sizes.items():
         if ends[file] > nbytes:
             raise FormatError(
-                f"{what}: {shown(file)} ends after {nbytes} bytes, and a chunk in it at {ends[file]}. Copy it again"
+                f"{what}: {shown(file)} has {nbytes} bytes, and a chunk ends at {ends[file]}. Copy it again"
             )
     return sizes
 
@@ -182,6 +183,7 @@ class _Parser:
             path = self.path(key, recorded)
             if item.name == "TensorStorageMetadata":
                 tensor = self.tensor(key, item, places)
+                # Tied tensors are saved once, under two names with the same chunks. The first name counts.
                 place = tensor.dtype, tensor.shape, tensor.chunks
                 if tensor.chunks and place in places_seen:
                     continue
@@ -200,7 +202,7 @@ class _Parser:
 
     def fields(self, value: object, name: str) -> dict[object, object]:
         if not isinstance(value, Record) or value.name != name:
-            self.refuse(f"it has no {name} where one belongs")
+            self.refuse(f"an object of class {name} is missing")
         return self.mapping(value.state, name)
 
     def mapping(self, value: object, name: str) -> dict[object, object]:
@@ -213,17 +215,19 @@ class _Parser:
             self.refuse(f"{name} is not a tuple of sizes")
         return value
 
-    def places(self, stored: dict[object, object]) -> dict[tuple[str, tuple[int, ...]], ChunkPlace]:
+    def places(self, storage_data: dict[object, object]) -> dict[tuple[str, tuple[int, ...]], ChunkPlace]:
         """Return the places of chunks by key and offsets."""
         places: dict[tuple[str, tuple[int, ...]], ChunkPlace] = {}
         by_file: dict[str, list[tuple[ByteRange, str, tuple[int, ...]]]] = defaultdict(list)
-        for index, info in stored.items():
-            where = self.fields(index, "MetadataIndex")
-            key, offsets = where.get("fqn"), where.get("offset")
+        for index, info in storage_data.items():
+            index_fields = self.fields(index, "MetadataIndex")
+            key, offsets = index_fields.get("fqn"), index_fields.get("offset")
             if not isinstance(key, str):
                 self.refuse("storage_data has an entry without a key")
             place = self.place(key, self.fields(info, "_StorageInfo"))
-            chunk = key, () if offsets is None else self.sizes(offsets, f"the offset of {shown(key)}")
+            chunk: tuple[str, tuple[int, ...]] = (key, ())
+            if offsets is not None:
+                chunk = key, self.sizes(offsets, f"the offset of {shown(key)}")
             by_file[place.file].append((place.bytes, *chunk))
             if offsets is None:  # bytes
                 self.objects[key] = place
@@ -241,15 +245,15 @@ class _Parser:
     def place(self, key: str, info: dict[object, object]) -> ChunkPlace:
         file, start, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(file, str):
-            self.refuse(f"{shown(key)} is in no file")
+            self.refuse(f"{shown(key)} has no file")
         if (fault := unsafe_name_reason(file)) is not None:
             self.refuse(f"{shown(key)} is in the file {shown(file)}, which is refused: {fault}")
         if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0 or start + nbytes >= 2**63:
-            self.refuse(f"{shown(key)} has no range of bytes in {shown(file)}")
+            self.refuse(f"{shown(key)} has an invalid byte range in {shown(file)}")
         if info.get("transform_descriptors"):
             raise FormatError(
                 f"{self.what}: {shown(key)} was saved through a transform (compression, encryption), and cannot be "
-                "read in parts. Load it with torch.distributed.checkpoint and save it without"
+                "read in parts. Load it by torch.distributed.checkpoint and save it without transforms"
             )
         return ChunkPlace(f"{self.folder}{file}", ByteRange(start, start + nbytes))
 
@@ -259,11 +263,11 @@ class _Parser:
         fields = self.fields(item, "TensorStorageMetadata")
         shape = self.sizes(fields.get("size"), f"the size of {shown(key)}")
         dtype = self.dtype(key, fields.get("properties"))
-        stored = fields.get("chunks")
-        if not isinstance(stored, list):
+        described_chunks = fields.get("chunks")
+        if not isinstance(described_chunks, list):
             self.refuse(f"{shown(key)} has no list of chunks")
         chunks: dict[Box, ChunkPlace] = {}
-        for chunk in stored:
+        for chunk in described_chunks:
             facts = self.fields(chunk, "ChunkStorageMetadata")
             offsets = self.sizes(facts.get("offsets"), f"the offsets of a chunk of {shown(key)}")
             sizes = self.sizes(facts.get("sizes"), f"the sizes of a chunk of {shown(key)}")
@@ -321,29 +325,25 @@ class _DistributedFolders(CheckpointFormat):
     ) -> FileSelection | None:
         if METADATA in names:
             return FileSelection(LAYOUT, [])
-        models = [
-            folder
-            for folder in join_entries.find_distributed_folders(names)
-            if any(fnmatchcase(folder, pattern) for pattern in _MODEL_FOLDERS)
-        ]
+        complete = join_entries.find_distributed_folders(names)
+        models = [name for name in complete if any(fnmatchcase(name, pattern) for pattern in _MODEL_FOLDERS)]
         if len(models) == 1:
             return FileSelection(LAYOUT, [], folder=f"{models[0]}/")
         chunks = [name for name in names if name.endswith(SUFFIX) and name.count("/") <= 1]
-        if not chunks and not join_entries.find_distributed_folders(names):
+        if not chunks and not complete:
             return None
-        complete = {*join_entries.find_distributed_folders(names)}
-        folders = sorted({name.rpartition("/")[0] for name in chunks} - complete)
+        folders = sorted({name.rpartition("/")[0] for name in chunks}.difference(complete))
         if not folders:
             text = f"{reader.root}: no weights found, but folders of torch.distributed.checkpoint"
             raise FormatError(f"{text}\n{join_entries.where_models_are(reader, names)}")
         top = [name for name in chunks if "/" not in name]
         there = f"there are {len(top)}" if top else f"{checkpoint_index.listed(map(shown, folders))}: there are"
         text = (
-            f"{reader.root}: {there} {SUFFIX} files, but no {METADATA}, which says what is in them and is "
+            f"{reader.root}: {there} {SUFFIX} files, but no {METADATA}, which describes them and is "
             "written last, by rank 0"
         )
         remedy = (
-            f"copy {METADATA} {'here' if top else 'there'} from the machine of rank 0, or take a save that "
+            f"copy {METADATA} {'here' if top else 'there'} from the machine of rank 0, or use a save that "
             "was completed"
         )
         raise FormatError(f"{text}\n{join_entries.where_models_are(reader, names, only_models=True) or remedy}")
@@ -374,11 +374,7 @@ def open_state(
     Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read unless passed. Raises as
     :func:`~shardwise.files.open_checkpoint.open_checkpoint`.
     """
-    faults, index, everything = (
-        FormatFaults(reader.root),
-        IndexSoFar(),
-        WrapperChoice(),
-    )
+    faults, index, everything = FormatFaults(reader.root), IndexSoFar(), WrapperChoice()
     if file is not None:
         saved = read_torch_file(reader, file)
         index.files[saved.file] = saved.file_nbytes

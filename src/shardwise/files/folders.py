@@ -25,6 +25,7 @@ def remove_files(writer: LocalWriter, names: Collection[str]) -> None:
     try:
         for name in names:
             writer.remove(name)
+        # Links are not listed as files. Subfolders come before their parents, which must be empty to be removed.
         for inner in ("", *reversed(writer.folders)):
             with suppress(FileNotFoundError):
                 for entry in os.scandir(os.path.join(writer.root, inner)):

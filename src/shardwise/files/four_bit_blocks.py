@@ -115,6 +115,7 @@ def quantize_rows(values: Any, block: int, form: Form4, packed_out: Any, absmax_
     """
     _check(values, block, packed_out, absmax_out)
     dtype = _get_dtype(values)
+    # (8, 128) in blocks of 64: 1024 values, 512 packed bytes, 16 scales, all flat, since no block crosses a row
     flat, packed = values.detach().view(-1), packed_out.detach().view(-1).numpy()
     absmax = absmax_out.detach().view(-1).numpy()
     stored = _view_bits(flat, dtype)
@@ -146,10 +147,11 @@ def quantize_rows_on_device(
     numbers_of_order = table_for(tuple(order.tolist()), DType.U8, values)
     flat, packed, absmax = values.view(-1), packed_out.view(-1), absmax_out.view(-1)
     for start in range(0, flat.numel(), at_once):
-        part = flat[start : start + at_once].view(-1, block)
+        part = flat[start : start + at_once].view(-1, block)  # (blocks, block)
         scales = absmax[start // block :][: part.shape[0]]
         scales.copy_(part.abs().amax(1))
         numbers = part.float() * scales.clamp(min=float(_SMALLEST)).reciprocal().unsqueeze(1)
+        # The number of bounds below each value, by 15 comparisons, which are exact on any device.
         codes = cast(numbers > float(bounds[0]), DType.U8)
         for bound in bounds[1:].tolist():
             codes.add_(numbers > bound)
@@ -179,13 +181,16 @@ class _Scratch:
         """Quantize at most a chunk of ``values``, whole blocks. ``stored`` are their bits."""
         count = stored.size
         magnitudes, numbers, factors = self.magnitudes[:count], self.numbers[:count], self.factors[: absmax.size]
+        # The largest magnitude of each block: the sign is masked, and integers are compared in place of floats.
         bits, mask = _BITS[self.dtype]
         np.bitwise_and(stored, mask, out=magnitudes.numpy().view(bits))
         _widen(magnitudes.view(-1, self.block).amax(1).numpy().view(bits), self.dtype, absmax)
+        # Multiplied by the reciprocal, as bitsandbytes does. A division would round differently.
         reciprocals = factors.numpy()
         np.divide(np.float32(1), np.maximum(absmax, _SMALLEST), out=reciprocals)
         numbers.copy_(values)
         numbers.view(-1, self.block).mul_(factors.unsqueeze(1))
+        # From here on ``indices`` are the bits of the same memory: see [Note: Four bits].
         numbers.add_(_SHIFT)
         indices = self.indices[:count].bitwise_and_(_INDICES - 1)
         codes = self.codes.index_select(0, indices).numpy()
@@ -227,12 +232,12 @@ def _code_table(form: Form4, none: Any) -> Any:
     """Return the code of each index, or :data:`_AMBIGUOUS`, as uint8. ``none`` is any CPU tensor."""
     if form not in _tables:
         bounds, order = bounds_and_order(form)
-        of_bounds = (bounds + np.float32(_SHIFT)).view(np.int32) - _SHIFT_BITS
+        of_bounds = (bounds + np.float32(_SHIFT)).view(np.int32) - _SHIFT_BITS  # the index of each bound
         signed = np.arange(-_INDICES // 2, _INDICES // 2)
         codes = order[np.searchsorted(of_bounds, signed)]
         codes[np.isin(signed, of_bounds)] = _AMBIGUOUS
         table = np.empty_like(codes)
-        table[signed % _INDICES] = codes
+        table[signed % _INDICES] = codes  # the lower 16 bits of a negative index
         _tables[form] = none.byte().new_tensor(table.tolist())
     return _tables[form]
 
@@ -266,6 +271,7 @@ def dequantize_rows(packed: Any, absmax: Any, block: int, form: FourBitForm, out
     for start in range(0, flat.numel(), CHUNK):
         stop = min(start + CHUNK, flat.numel())
         chunk = products[: stop - start]
+        # One look-up of 8 bytes for each packed byte: two float32
         np.take(_pairs(form), keys[start // 2 : stop // 2], out=chunk.view(np.uint64), mode="clip")
         by_block = chunk.reshape(-1, block)
         with np.errstate(all="ignore"):  # overflow is infinite
@@ -300,7 +306,7 @@ def _get_dtype(values: Any) -> DType:
 def _view_bits(values: Any, dtype: DType) -> NDArray[Any]:
     """Return the bits of a contiguous tensor as a flat view, because numpy has no bfloat16."""
     none = values.new_empty(0)
-    integers = none.int() if dtype is DType.F32 else none.short()
+    integers = none.int() if dtype is DType.F32 else none.short()  # integers of the same width
     bits: NDArray[Any] = values.detach().view(-1).view(integers.dtype).numpy().view(_BITS[dtype][0])
     return bits
 
@@ -318,7 +324,9 @@ def _pairs(form: FourBitForm) -> NDArray[np.uint64]:
     """Return the two float32 values of each byte, as one integer."""
     numbers = np.array(form.codebook, np.float32)
     halves = [np.repeat(numbers, 16), np.tile(numbers, 16)]
-    return np.stack(halves[::-1] if isinstance(form, Code) else halves, axis=1).view(np.uint64).reshape(-1)
+    if isinstance(form, Code):  # the first of two codes is in the lower half of a byte, not in the upper
+        halves.reverse()
+    return np.stack(halves, axis=1).view(np.uint64).reshape(-1)
 
 
 NESTED_BLOCK = 256
@@ -362,6 +370,7 @@ def compute_nested_codes(absmax: Any, start: int, nested: Any, offset: Any) -> A
     """
     _check_scales(absmax)
     centered = (absmax.detach().reshape(-1) - offset).numpy()
+    # Blocks are counted from the first scale of the full weight, of which these are a part.
     greatest = nested.detach().numpy()[np.arange(start, start + centered.size) // NESTED_BLOCK]
     with np.errstate(all="ignore"):  # the reciprocal of a subnormal may be infinite
         values = np.clip(centered * (np.float32(1) / greatest), np.float32(-1), np.float32(1))

@@ -87,13 +87,14 @@ def add_tensors(
 
 def add_tensor(key: str, tensor: FoundTensor, index: IndexSoFar, faults: FormatFaults) -> None:
     """Add a tensor with its entries."""
-    if not numel(tensor.shape) and tensor.chunks:
+    if not numel(tensor.shape) and tensor.chunks:  # an entry of no bytes, wherever its first chunk is
         first = tensor.chunks[0].view
         empty = ByteRange(first.range.start, first.range.start)
         _add_view(key, StoredView(first.file, empty, tensor.dtype, Strided.contiguous(tensor.shape)), index, faults)
         return
     chunks = [chunk for chunk in tensor.chunks if numel(chunk.view.shape)]  # some ranks may have had none of it
     boxes = [Box(chunk.offsets, chunk.view.shape) for chunk in chunks]
+    # One chunk is the tensor itself: its entry has the tensor's key, unless it is a view of a larger storage.
     if boxes == [Box.whole(tensor.shape)]:
         composition = _add_view(key, chunks[0].view, index, faults)
         if not isinstance(composition, Whole):
@@ -136,20 +137,13 @@ def merge_indexes(first: CheckpointIndex, second: CheckpointIndex, folder: str) 
     """Merge two indexes. Files and keys of the second get names that begin with ``folder`` and a slash."""
     prefix = f"{folder}/"
     files = {prefix + file: nbytes for file, nbytes in second.files.items()}
-    entries = {
-        prefix + key: replace(entry, key=prefix + key, file=prefix + entry.file)
-        for key, entry in second.entries.items()
-    }
-    composed = {
-        prefix + key: replace(item, composition=checkpoint_index.add_prefix(item.composition, prefix))
-        for key, item in second.composed.items()
-    }
-    return replace(
-        first,
-        files={**first.files, **files},
-        entries={**first.entries, **entries},
-        composed={**first.composed, **composed},
-    )
+    entries, composed = dict(first.entries), dict(first.composed)
+    for key, entry in second.entries.items():
+        entries[prefix + key] = replace(entry, key=prefix + key, file=prefix + entry.file)
+    for key, item in second.composed.items():
+        composition = checkpoint_index.add_prefix(item.composition, prefix)
+        composed[prefix + key] = replace(item, composition=composition)
+    return replace(first, files={**first.files, **files}, entries=entries, composed=composed)
 
 
 MAX_INDEX_BYTES = 100_000_000
@@ -228,6 +222,9 @@ def choose_model(paths: Collection[KeyPath]) -> WrapperChoice | None:
 
     A dict is entered if it holds everything except optimizers. If there are several, none is entered, and all
     tensors keep their full paths as keys.
+
+    ``{"model": {"a": tensor}, "optimizer": {...}}`` is entered, and ``a`` is a key. In ``{"model": {...}, "ema":
+    {...}}``, keys are ``model.a`` and ``ema.a``.
     """
     wrapper: KeyPath = ()
     others: list[KeyPath] = []
@@ -301,6 +298,7 @@ def find_strided_obstacle(strided: Strided, available: int) -> str | None:
         return None
     if strided.stop > available:
         return f"it reaches to element {strided.stop} of a storage of {available}"
+    # Ascending strides: each must exceed the reach of all smaller ones, or two indices are one element.
     reach = 0
     for stride, size in sorted(zip(strided.strides, strided.sizes, strict=True)):
         if size > 1:
@@ -316,6 +314,7 @@ def tiling(shape: Sequence[int], boxes: Sequence[Tile]) -> Composition | None:
     The boxes must form a grid, or a grid in a box of a grid, and so on, so that some cut through the whole leaves
     each box on one side. Sharding one dimension after the other gives such boxes. At most 32 cuts are nested.
     """
+    # A first check that is cheap: a tiling has as many elements as the tensor. The cuts find all other faults.
     if len(shape) > MAX_DIMS or sum(box.numel for box, _ in boxes) != numel(shape):
         return None
     return _tiling(Box.whole(shape), list(boxes), _MAX_CUTS)
@@ -331,22 +330,29 @@ def _tiling(whole: Box, boxes: list[Tile], cuts: int) -> Composition | None:
         if groups is None:
             return None
         if len(groups) > 1:
-            pieces = tuple(
-                piece for box, members in groups if (piece := _tiling(box, members, cuts - 1)) is not None
-            )
-            return Joined(pieces, dim) if len(pieces) == len(groups) else None
+            # The first dimension with a cut suffices: other cuts remain within the groups.
+            pieces: list[Composition] = []
+            for box, members in groups:
+                piece = _tiling(box, members, cuts - 1)
+                if piece is None:
+                    return None
+                pieces.append(piece)
+            return Joined(tuple(pieces), dim)
     return None
 
 
 def _cut(whole: Box, dim: int, boxes: list[Tile]) -> list[tuple[Box, list[Tile]]] | None:
-    """Return the boxes in groups along ``dim``, divided wherever no box is split, or None if there is a gap."""
+    """Return the boxes in groups along ``dim``, divided wherever no box is split, or None if there is a gap.
+
+    Rows 0 to 2, 2 to 4 (two boxes side by side), and 4 to 6 are three groups of one, two and one box.
+    """
     ordered = sorted(boxes, key=lambda item: item[0].offsets[dim])
     groups: list[tuple[Box, list[Tile]]] = []
     start = stop = whole.offsets[dim]
     members: list[Tile] = []
     for box, composition in ordered:
         first = box.offsets[dim]
-        if first >= stop and members:
+        if first >= stop and members:  # all boxes before end here: a cut
             groups.append((_slab(whole, dim, start, stop), members))
             start, members = stop, []
         if first > stop:

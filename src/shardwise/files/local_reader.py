@@ -96,7 +96,7 @@ class LocalReader(StorageReader):
         return sorted(names)
 
     def size(self, file: str) -> int:
-        opened = self._opened(file)  # kept, or another thread may close it
+        opened = self._get_open_file(file)  # a reference, or another thread may close the descriptor
         return os.fstat(opened.descriptor).st_size
 
     def identity(self, file: str) -> str:
@@ -120,7 +120,7 @@ class LocalReader(StorageReader):
         pending, nbytes = as_bytes(buffers)
         position, stop = start, start + nbytes
         first = 0
-        opened = self._opened(file)
+        opened = self._get_open_file(file)
         while first < len(pending):
             try:
                 count = os.preadv(opened.descriptor, one_call(pending, first), position)
@@ -160,7 +160,7 @@ class LocalReader(StorageReader):
             raise self._not_regular(file)
         return opened, named
 
-    def _opened(self, file: str) -> _Descriptor:
+    def _get_open_file(self, file: str) -> _Descriptor:
         """Return the open file, which stays open as long as the caller keeps a reference."""
         path = self._path(file)
         with self._lock:
@@ -173,8 +173,10 @@ class LocalReader(StorageReader):
         with self._lock:
             if self._closed:
                 raise self._is_closed(file)
+            # Another thread may have opened it meanwhile: its descriptor counts, and ``new`` is closed.
             opened = self._open_files.setdefault(file, new)
             self.files_opened += opened is new
+            # Descriptors that are in use are only dropped here, and closed after the last read.
             while len(self._open_files) > self._max_open_files:
                 self._open_files.popitem(last=False)
             return opened

@@ -181,8 +181,8 @@ class LocalWriter(storage.StorageWriter):
         with self._using(file) as opened:
             if not 0 <= start <= stop <= opened.nbytes:
                 raise StorageError(
-                    f"{shown(file)} in {self._root}: bytes {start}..{stop} are to be written, but it was created "
-                    f"with {opened.nbytes} bytes. Create it with the size it will have"
+                    f"{shown(file)} in {self._root}: bytes {start}..{stop} are out of range, it was created "
+                    f"with {opened.nbytes} bytes. Create it with its final size"
                 )
             if not self._is_direct:
                 self._write_all(file, opened, pending, start)
@@ -198,13 +198,16 @@ class LocalWriter(storage.StorageWriter):
             opened = self._files.get(file)
             if opened is None:
                 return
+            # Writes that begin from here on are not part of this sync: they change ``writes``.
             writes, deferred, opened.deferred = opened.writes, opened.deferred, []
             is_idle = not opened.users  # otherwise a write may end after the sync, and needs another one
         try:
+            # Deferred bytes first, since fdatasync covers only what has been written before.
             self._write_deferred(file, opened, deferred)
             with self._failures(file, "syncing it"):
                 os.fdatasync(opened.descriptor)
         except StorageError:
+            # The kernel reports this once. See [Note: A descriptor lives from the first write to the sync].
             with self._lock:
                 self._failed.add(file)
                 self._files.pop(file, None)
@@ -219,10 +222,11 @@ class LocalWriter(storage.StorageWriter):
             self._require_writable(file)
             if file in self._files:
                 raise StorageError(
-                    f"{shown(file)} in {self._root}: is to become {shown(name)}, but was not synced. Sync it first"
+                    f"{shown(file)} in {self._root}: must be synced before it is renamed to {shown(name)}"
                 )
         with self._failures(file, f"renaming it to {shown(name)}"):
             os.rename(source, target)
+            # The rename is durable with its folders, of which there may be two.
             for folder in {os.path.dirname(source), os.path.dirname(target)}:
                 _sync_folder(folder)
 
@@ -235,7 +239,7 @@ class LocalWriter(storage.StorageWriter):
                 with os.fdopen(_create(fresh), "wb") as opened:
                     opened.write(content)
                     opened.flush()
-                    os.fsync(opened.fileno())
+                    os.fsync(opened.fileno())  # before the rename, or a crash may leave an empty file of this name
                 os.rename(fresh, os.path.join(folder, name))
             except OSError:
                 with contextlib.suppress(OSError):
@@ -299,9 +303,11 @@ class LocalWriter(storage.StorageWriter):
                 self._is_direct = opened.direct is not None
             buffer = self._buffers.pop() if self._buffers else new_buffer()
         for position, chunk in assemble(buffers, start, buffer):
+            # A first chunk ends at a block boundary, and is smaller than a block if it does not begin at one.
             whole = 0 if position % BLOCK_BYTES else chunk.nbytes // BLOCK_BYTES * BLOCK_BYTES
             if whole:
                 count = self._write_blocks(file, opened, chunk[:whole], position)
+                # The rest of a short write, or all if the file system does not support it.
                 self._write_all(file, opened, [chunk[count:whole]], position + count)
             if whole < chunk.nbytes:
                 self._defer(file, opened, [(position + whole, bytes(chunk[whole:]))])
@@ -370,7 +376,7 @@ class LocalWriter(storage.StorageWriter):
     def _require_regular(self, file: str, descriptor: int) -> os.stat_result:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise StorageError(f"{shown(file)} in {self._root}: not a regular file. Take another folder")
+            raise StorageError(f"{shown(file)} in {self._root}: not a regular file. Use another folder")
         return status
 
     @contextmanager

@@ -88,6 +88,7 @@ def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence
     extras = [name for name in extra_files if _may_be_read(reader, name)]
     safetensors: CheckpointFormat = import_object(_SAFETENSORS)
     index = IndexSoFar()
+    # ``extras`` are safetensors files in any case, whatever the format of the weights.
     if chosen is safetensors:  # together, so that keys in both are found
         chosen.read(reader, replace(selection, files=[*extras, *selection.files]), index, faults)
     else:

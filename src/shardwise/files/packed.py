@@ -48,6 +48,7 @@ def pack(
     """
     stored = find_stored_rows(weights)
     if stored is not None and (stored.form, stored.block_size) == (form, block_size):
+        # Scales of MXFP4 are bytes already.
         return stored.values, stored.scales if isinstance(form, Code) else as_bytes(stored.scales)
     if isinstance(form, Code):
         raise ValueError("weights are not quantized to MXFP4, which is only kept as it is stored")
@@ -67,9 +68,9 @@ class AsBytes:
     itemsize: int
     label: str = "reinterpreting"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         unit = (*(1 for _ in self.shape[:-1]), self.itemsize)
-        for box in split_aligned(wanted[_BYTES], self.shape, unit, max(self.itemsize, most_bytes // 2)):
+        for box in split_aligned(requested[_BYTES], self.shape, unit, max(self.itemsize, most_bytes // 2)):
             yield ComputedBlock((every_nth(box, self.itemsize),), {_BYTES: box}, 2 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
@@ -119,6 +120,7 @@ def find_stored_rows(weights: Expression) -> StoredRows | None:
             ):
                 return StoredRows(Code.E2M1, block, *weights.sources)
         return None
+    # A movement of elements: codes and scales are moved in the same way, if all sources have one form.
     matrices = [find_stored_rows(source) for source in weights.sources]
     rows_of_sources = [rows for rows in matrices if rows is not None]
     if (
@@ -168,8 +170,8 @@ class DequantizeScales:
     codebook: tuple[float, ...]
     label: str = "dequantizing scales"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in split_aligned(wanted[_VALUES], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 10)):
+    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        for box in split_aligned(requested[_VALUES], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 10)):
             yield ComputedBlock((box, every_nth(box, NESTED_BLOCK)), {_VALUES: box}, 10 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
@@ -204,6 +206,7 @@ def dequantize_packed_rows(
         )
     if numel(scales.shape) != -(-numel(shape) // block_size):
         raise ValueError(f"{scales} has {scales.shape}, and {shape} in blocks of {block_size} needs other shapes")
+    # (8, 128) in blocks of 64 is computed as it is, and (8, 96) as (768,), in which blocks cross rows.
     *outer, columns = shape if shape[-1] % block_size == 0 else (numel(shape),)
     computed = (*outer, columns)
     sources = tuple(
@@ -230,9 +233,9 @@ class DequantizeRows:
     dtype: DType
     label: str = "dequantizing"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         unit = (*(1 for _ in self.shape[:-1]), self.block_size)
-        for box in split_aligned(wanted[_VALUES], self.shape, unit, max(1, most_bytes // _BYTES_PER_NUMBER)):
+        for box in split_aligned(requested[_VALUES], self.shape, unit, max(1, most_bytes // _BYTES_PER_NUMBER)):
             inputs = every_nth(box, 2), every_nth(box, self.block_size)
             yield ComputedBlock(inputs, {_VALUES: box}, _BYTES_PER_NUMBER * box.numel)
 
@@ -279,8 +282,8 @@ class Constant:
     number: float
     label: str = "a constant"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
-        if any(wanted.values()):
+    def blocks(self, requested: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
+        if any(requested.values()):
             one = Box((0,), (1,))
             yield ComputedBlock((one,), {_VALUES: one}, 8)
 
@@ -318,9 +321,10 @@ class QuantizeRows:
     dtype: DType
     label: str = "quantizing"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        # Boxes of both outputs, of different widths, are rows of the weight: quantized once, they fill both.
         width = self.shape[-1]
-        rows = [_with_width(box, width) for boxes in wanted.values() for box in boxes]
+        rows = [_with_width(box, width) for boxes in requested.values() for box in boxes]
         unit = (*(1 for _ in self.shape[:-1]), width)
         for box in split_aligned(rows, self.shape, unit, self._max_elements(most_bytes)):
             outputs = {
@@ -366,10 +370,9 @@ class QuantizeRows:
         none = cast(values[0].new_empty(0), DType.U8)
         codes, scales = (none.new_empty(block.outputs[name].sizes) for name in (_CODES, _SCALES))
         weights, spare = cast(values[0], self.dtype), max(0, most_bytes - block.nbytes)
-        at_once = (
-            four_bit_blocks.CHUNK
-            + spare // four_bit_blocks.scratch_bytes(1) // four_bit_blocks.CHUNK * four_bit_blocks.CHUNK
-        )
+        # Spare memory allows more chunks at once, and so fewer kernels.
+        chunks = 1 + spare // four_bit_blocks.scratch_bytes(1) // four_bit_blocks.CHUNK
+        at_once = chunks * four_bit_blocks.CHUNK
         is_finite = four_bit_blocks.quantize_rows_on_device(
             weights, self.block, self.form, codes, four_bit_blocks.scales_in(scales), at_once
         )

@@ -103,17 +103,18 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
             "so that the adapter does not fit the base as it is stored. Save it as a plain LoRA first (PEFT's "
             "save_pretrained with path_initial_model_for_weight_conversion)"
         )
-    faults = [
-        f"{name} is {shown(repr(content[name]))}, not {expected}"
-        for name, (is_sound, expected) in _FIELDS.items()
-        if name in content and not (content[name] is None and name in _OPTIONAL) and not is_sound(content[name])
-    ]
+    faults: list[str] = []
+    for name, (is_sound, expected) in _FIELDS.items():
+        is_default = name not in content or (content[name] is None and name in _OPTIONAL)
+        if not is_default and not is_sound(content[name]):
+            faults.append(f"{name} is {shown(repr(content[name]))}, not {expected}")
     if faults:
         raise FormatError(f"{what}: {'; '.join(faults)}. Save the adapter again")
     fields: dict[str, Any] = {name: content.pop(name) for name in _FIELDS if content.get(name) is not None}
     for name in _OPTIONAL[:2]:
         fields[name] = tuple(fields.get(name, ()))
     config = LoraConfig(**{"r": 8, "lora_alpha": 8, **fields})
+    # What is left in ``content`` is not used here: it must have no effect on merged weights.
     unknown = [name for name, value in content.items() if name not in _WITHOUT_EFFECT and value not in _UNUSED]
     if unknown:
         raise ConfigError(
@@ -225,8 +226,8 @@ def get_training_file(adapter: FileHeader) -> str | None:
     name = adapter.metadata.get(TRAINING_KEY)
     if name is not None and not is_training_file(name):
         raise FormatError(
-            f"{shown(adapter.file)}: its header names {shown(name)} as the state of its training, which is not a "
-            "valid name. The file is corrupt. Save the adapter again"
+            f"{shown(adapter.file)}: its header names {shown(name)} as its training state, which is not a valid "
+            "name. The file is damaged: save the adapter again"
         )
     return name
 
@@ -241,7 +242,7 @@ def find_training_file(reader: StorageReader, adapter: str) -> str | None:
     name = get_training_file(read_header(reader, adapter)) if adapter.endswith(".safetensors") else None
     if name is not None and name not in reader.list():
         raise FormatError(
-            f"{name} is not in {reader.root}, and {shown(adapter)} names it as the state of its training. Copy it "
-            "there, too, or load the matrices alone (into a bank: load(..., training_state=False))"
+            f"{name}: the training state of {shown(adapter)} is missing in {reader.root}. Copy it there, or load "
+            "the matrices alone (into a bank: load(..., training_state=False))"
         )
     return name

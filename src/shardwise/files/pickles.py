@@ -120,13 +120,13 @@ class _Unpickler(pickle._Unpickler):
         match pid:
             case ("storage", DType() as dtype, str(name), _, int(count)) if 0 <= count < 2**63:
                 return Storage(name, dtype, count * dtype.itemsize)
-        raise ValueError("a persistent id is not that of a storage")
+        raise ValueError("a persistent id does not describe a storage")
 
     def load_reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         # Only functions of this module are callable. Python's own error for others would show them, however nested.
         if not isinstance(arguments, tuple) or not callable(function):
-            raise ValueError("it calls what cannot be called")
+            raise ValueError("it calls an object that is not a function")
         self.append(function(*arguments))
 
     load_newobj = load_reduce
@@ -136,7 +136,7 @@ class _Unpickler(pickle._Unpickler):
         if isinstance(target, Record):
             target.state = state
         elif not isinstance(target, dict):  # attributes of an OrderedDict, such as a state dict's versions
-            raise ValueError("it gives a state to an object that has none")
+            raise ValueError("it sets the state of an object that has none")
 
     def load_empty_dictionary(self) -> None:
         self.append(_Dict())
@@ -174,11 +174,11 @@ def _rebuild_tensor(
         kind = dtype.kind if isinstance(dtype, Other) else type(dtype).__name__
         raise ValueError(f"a tensor has the dtype {kind}, which cannot be loaded")
     if metadata:
-        raise ValueError("a tensor is conjugated or negated, which only its reader would do")
+        raise ValueError("a tensor is conjugated or negated lazily, which is not supported")
     if not (type(offset) is int and are_sizes((offset,)) and are_sizes(sizes) and are_sizes(strides)):
-        raise ValueError("a tensor has an offset, a shape or strides that cannot be")
+        raise ValueError("a tensor has an invalid offset, shape or strides")
     if len(sizes) != len(strides):
-        raise ValueError("a tensor has another number of strides than of dimensions")
+        raise ValueError(f"a tensor has {len(strides)} strides for {len(sizes)} dimensions")
     return PickledTensor(storage, dtype, Strided(offset, sizes, strides))
 
 
@@ -192,7 +192,7 @@ def _rebuild_of_storage(*arguments: Any) -> PickledTensor:
 def _rebuild_from_type(function: object, _type: object, arguments: object, _state: object) -> PickledTensor:
     """Return a tensor that has attributes, without them."""
     if function not in (_rebuild_tensor, _rebuild_of_storage) or not isinstance(arguments, tuple):
-        raise ValueError("a tensor with attributes is not made of a tensor")
+        raise ValueError("a tensor with attributes is not rebuilt from a tensor")
     return function(*arguments)
 
 

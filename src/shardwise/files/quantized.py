@@ -82,19 +82,17 @@ class _Forms:
         entries = {key: entry for key, entry in index.entries.items() if key not in activation_keys}
         shapes: Mapping[str, tuple[int, ...]] = {}
         if any(form.kind == "words" for form in self.targets):
-            entries = {
-                key: words_as_bytes(entry) if key.endswith(("_packed", f"_{_ZERO_POINT}")) else entry
-                for key, entry in entries.items()
-            }
-            shapes = _stored_shapes(reader, index)
+            for key, entry in entries.items():
+                if key.endswith(("_packed", f"_{_ZERO_POINT}")):
+                    entries[key] = words_as_bytes(entry)
+            shapes = _read_stored_shapes(reader, index)
         pairings = [_Pairing(entries, form, shapes) for form in self.targets]
-        faults, composed, used = (
-            FormatFaults(index.root),
-            dict[str, Composed](),
-            set[str](),
-        )
+        faults = FormatFaults(index.root)
+        composed: dict[str, Composed] = {}
+        used: set[str] = set()
         for entry in entries.values():
             candidates = {pairing: pairs for pairing in pairings if (pairs := pairing.find(entry)) is not None}
+            # Also those of forms that are not chosen: a scale is then no scale of nothing.
             for pairs in candidates.values():
                 used |= pairs.keys
             try:
@@ -103,17 +101,25 @@ class _Forms:
                     used.update(checkpoint_index.iter_entry_keys(composed[pairs.key].composition))
             except FormatError as error:
                 faults.add(_FAULTS, str(error))
+                # One fault for a weight: its other companions are not faults of their own.
+                used.update(
+                    f"{pairs.key}_{name}" for pairs in candidates.values() for name in (_ZERO_POINT, _GROUPS)
+                )
+        # Only now, because companions may be stored before and after their weights.
         for key in entries:
             if key in used:
                 continue
             if _is_scale(key):
-                faults.add(_FAULTS, f"{shown(key)} is a scale of nothing that is stored")
+                faults.add(_FAULTS, f"{shown(key)}: the weights of this scale are not stored")
             elif _OFFSETS.fullmatch(key):
                 # A reader that ignores them gets other values.
                 faults.add(_FAULTS, f"{shown(key)} is not supported for weights in this form")
         faults.raise_if_any()
-        read = {item.composition.values.key for item in composed.values() if isinstance(item.composition, Scaled)}
-        entries = {key: replace(entry, dtype=DType.U8) if key in read else entry for key, entry in entries.items()}
+        # Nodes look codes up by byte, whatever dtype (I8, F8_E4M3) they are stored under.
+        for item in composed.values():
+            if isinstance(item.composition, Scaled):
+                key = item.composition.values.key
+                entries[key] = replace(entries[key], dtype=DType.U8)
         return replace(
             index,
             entries={key: entries.get(key, entry) for key, entry in index.entries.items()},
@@ -136,6 +142,7 @@ class _Forms:
         closest = {pairing: candidates[pairing] for pairing in candidates if ranks[pairing] == max(ranks.values())}
         if len(closest) < 2:
             return closest
+        # Nothing in the config decides: the shapes do, if scales of only one form fit.
         fitting = {}
         for pairing, pairs in closest.items():
             with contextlib.suppress(FormatError):
@@ -236,7 +243,8 @@ def _parse_targets(targets: Any) -> list[str]:
     target: str
     try:
         for target in targets:
-            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+            if target.startswith("re:"):
+                re.compile(target.removeprefix("re:"))
     except (re.error, RecursionError, OverflowError) as error:
         raise checkpoint_index.unknown_form(f"compressed-tensors with the target {shown(repr(target))}") from error
     return targets
@@ -351,12 +359,12 @@ class _Pairing:
         return None
 
     def _require_elements(self, key: str, entry: TensorEntry) -> None:
-        stored = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and"
+        stored = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, not as"
         match self.form.kind:
             case "words" if entry.dtype is not DType.U8 or not entry.shape:
-                raise FormatError(f"{stored} I32 (or its bytes) with columns is expected")
+                raise FormatError(f"{stored} I32 (or its bytes) with columns")
             case "mxfp4" if entry.shape[-1:] != (_MX_BYTES,):
-                raise FormatError(f"{stored} blocks of {_MX_BYTES} bytes in the last dimension are expected")
+                raise FormatError(f"{stored} blocks of {_MX_BYTES} bytes in the last dimension")
             case "float8" | "bytes":
                 names = checkpoint_index.companion_names(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
                 scales = [name for name in names if name in self.entries]
@@ -364,7 +372,7 @@ class _Pairing:
                     raise FormatError(f"{shown(key)} has several scales: {', '.join(map(shown, scales))}")
         if key != entry.key and key in self.entries:
             raise FormatError(
-                f"{shown(key)} is stored as well as {shown(entry.key)}, and one of the two is expected"
+                f"{shown(key)} is stored twice, as numbers and as {shown(entry.key)}. Keep one of the two"
             )
 
     def compose(self, pairs: _Pairs) -> Composed:
@@ -377,38 +385,37 @@ class _Pairing:
         self._require_elements(key, values)
         if scales is None:
             raise FormatError(f"{shown(values.key)} is stored as {values.dtype.label}, and has no scale")
-        if scales.dtype not in ((DType.F8_E4M3,) if self.form.kind == "nvfp4" else _SCALE_DTYPES):
+        dtypes = (DType.F8_E4M3,) if self.form.kind == "nvfp4" else _SCALE_DTYPES
+        if scales.dtype not in dtypes:
             raise FormatError(f"{shown(scales.key)}: scales of {scales.dtype.label} are not supported")
         shape, unit = self._shape_and_unit(key, values, scales)
+        # Blocks in each dimension: (2, 2) for an FP8 weight (130, 132) in blocks of (128, 128). modelopt stores
+        # these scales as (2, 1, 2, 1), so sizes of 1 are ignored.
         counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
-        if not shape or numel(counts) != numel(scales.shape) or _squeezed(counts) != _squeezed(scales.shape):
+        if not shape or numel(counts) != numel(scales.shape) or _squeeze(counts) != _squeeze(scales.shape):
             blocks = " x ".join(map(str, unit))
             raise FormatError(
                 f"{shown(scales.key)} has the shape {scales.shape}, and {shown(key)}, {shape} in blocks of "
                 f"{blocks}, needs {counts}"
             )
         if overall is not None and numel(overall[0].shape) != 1:
-            raise FormatError(
-                f"{shown(overall[0].key)} has the shape {overall[0].shape}, and one number is expected"
-            )
+            raise FormatError(f"{shown(overall[0].key)} has the shape {overall[0].shape}, and must be one number")
         self._check_columns(key, values, shape, unit)
-        swaps = self.form.kind == "mxfp4"
-        return Composed(
-            DType.F32,
-            (*shape[:-2], shape[-1], shape[-2]) if swaps else shape,
-            Scaled(
-                Whole(values.key),
-                Whole(scales.key),
-                shape,
-                unit,
-                self._code(values),
-                scales.dtype is DType.U8,
-                None if overall is None else (Whole(overall[0].key), overall[1]),
-                swaps,
-                self._zeros(key, shape, counts),
-                self._groups(key, shape),
-            ),
+        composition = Scaled(
+            Whole(values.key),
+            Whole(scales.key),
+            shape,
+            unit,
+            self._code(values),
+            has_exponents=scales.dtype is DType.U8,
+            overall=None if overall is None else (Whole(overall[0].key), overall[1]),
+            swaps=self.form.kind == "mxfp4",
+            zeros=self._zeros(key, shape, counts),
+            groups=self._groups(key, shape),
         )
+        if composition.swaps:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        return Composed(DType.F32, shape, composition)
 
     def _companion(self, key: str, name: str) -> TensorEntry | None:
         """Return the zero points or groups of elements, or None. Only integers and 8-bit floats have them."""
@@ -416,7 +423,7 @@ class _Pairing:
             return None
         companion = self.entries.get(f"{key}_{name}")
         if companion is None and name in self.form.needs:
-            raise FormatError(f"{shown(key)} has no {shown(key)}_{name}, which quantization_config says there is")
+            raise FormatError(f"{shown(key)}: {shown(key)}_{name} is missing, and quantization_config requires it")
         return companion
 
     def _zeros(self, key: str, shape: tuple[int, ...], counts: tuple[int, ...]) -> Zeros | None:
@@ -424,12 +431,13 @@ class _Pairing:
         if entry is None:
             return None
         if entry.dtype is not DType.U8 or self.form.kind != "words":
-            if _squeezed(entry.shape) != _squeezed(counts) or entry.dtype is DType.BOOL:
+            if _squeeze(entry.shape) != _squeeze(counts) or entry.dtype is DType.BOOL:
                 raise FormatError(
                     f"{shown(entry.key)} has {entry.dtype.label} {entry.shape}, and {shown(key)} needs {counts}"
                 )
             return Zeros(Whole(entry.key))
         in_a_word = _WORD_BITS // self.form.bits
+        # In contrast to codes, zero points are packed along the rows: (out, groups) are words (out / 8, groups).
         words = (*counts[:-2], -(-shape[-2] // in_a_word), 4 * counts[-1]) if len(shape) > 1 else ()
         if entry.shape != words or counts[-2:-1] != shape[-2:-1]:
             raise FormatError(
@@ -463,7 +471,9 @@ class _Pairing:
                 f"{shown(key)}_shape says {shape}, and {shown(values.key)} has {values.shape} in bytes"
             )
         if shape[-1] * self.form.bits % 8 and self.form.block:
-            raise FormatError(f"{shown(key)} has {shape[-1]} columns in groups of {unit[-1]}, which is not known")
+            raise FormatError(
+                f"{shown(key)} has {shape[-1]} columns in groups of {unit[-1]}, which is not supported"
+            )
 
     def _code(self, values: TensorEntry) -> Code:
         match self.form.kind:
@@ -490,7 +500,8 @@ class _Pairing:
             return shape, (*(1 for _ in shape[: -len(block)]), *block)
         if numel(scales.shape) == 1:
             return shape, tuple(max(1, size) for size in shape)
-        # One for each row (of each expert): sizes of 1 follow.
+        # One scale for each row, (out, 1), or for each row of each expert, (experts, out, 1): a dimension in which
+        # scales have the full size has blocks of 1.
         unit = [max(1, size) for size in shape]
         for dim, count in enumerate(scales.shape[: len(shape)]):
             if count == shape[dim]:
@@ -498,7 +509,7 @@ class _Pairing:
         return shape, tuple(unit)
 
 
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _squeeze(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
@@ -509,20 +520,21 @@ def _is_scale(key: str) -> bool:
     return _OF_WEIGHTS.fullmatch(key) is not None
 
 
-def _stored_shapes(reader: StorageReader, index: CheckpointIndex) -> dict[str, tuple[int, ...]]:
+def _read_stored_shapes(reader: StorageReader, index: CheckpointIndex) -> dict[str, tuple[int, ...]]:
     """Return the unpacked shapes of packed elements by key, if shapes are stored."""
-    shape_entries = {
-        key.removesuffix("_shape"): entry
-        for key, entry in index.entries.items()
-        if key.endswith("_shape") and f"{key.removesuffix('_shape')}_packed" in index.entries
-    }
+    shape_entries: dict[str, TensorEntry] = {}
+    for name, entry in index.entries.items():
+        key = name.removesuffix("_shape")
+        if key != name and f"{key}_packed" in index.entries:
+            shape_entries[key] = entry
     for entry in shape_entries.values():
         if entry.dtype not in _INTEGERS or len(entry.shape) != 1 or entry.nbytes > _MAX_SHAPE_BYTES:
             raise FormatError(
-                f"{index.root}: {shown(entry.key)} is {entry.dtype.label} {entry.shape}, and a shape is expected"
+                f"{index.root}: {shown(entry.key)} is {entry.dtype.label} {entry.shape}, not the sizes of a tensor"
             )
-    texts, kinds = checkpoint_index.contents(reader, list(shape_entries.values())), {DType.I64: "q", DType.I32: "i"}
-    return {
-        key: struct.unpack(f"<{entry.shape[0]}{kinds[entry.dtype]}", texts[entry.key])
-        for key, entry in shape_entries.items()
-    }
+    texts = checkpoint_index.contents(reader, list(shape_entries.values()))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, entry in shape_entries.items():
+        kind = "q" if entry.dtype is DType.I64 else "i"
+        shapes[key] = struct.unpack(f"<{entry.shape[0]}{kind}", texts[entry.key])
+    return shapes

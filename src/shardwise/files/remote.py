@@ -110,7 +110,7 @@ def resolve(
     prefix = f"{options.subfolder.strip('/')}/" if options.subfolder else ""
     listing = _listing(repo_id, options if download else replace(options, local_files_only=True))
     if listing is None:
-        folder = _cached(repo_id, options) / prefix
+        folder = _find_cached(repo_id, options) / prefix
     else:
         commit, files = listing
         pinned = replace(options, revision=commit)
@@ -139,7 +139,7 @@ def resolve_commit(repo_id: str, options: HubOptions) -> str:
     if options.revision and _COMMIT.fullmatch(options.revision):
         return options.revision
     listing = _listing(repo_id, options)
-    return _cached(repo_id, options).name if listing is None else listing[0]
+    return _find_cached(repo_id, options).name if listing is None else listing[0]
 
 
 def record_commit(repo_id: str, options: HubOptions, commit: str) -> None:
@@ -167,13 +167,13 @@ def _listing(repo_id: str, options: HubOptions) -> tuple[str, list[str]] | None:
             raise
         except Exception:
             with contextlib.suppress(StorageError):
-                _cached(repo_id, options)
+                _find_cached(repo_id, options)
                 return None
             raise
     return str(info.sha), [file.rfilename for file in getattr(info, "siblings", None) or ()]
 
 
-def _cached(repo_id: str, options: HubOptions) -> Path:
+def _find_cached(repo_id: str, options: HubOptions) -> Path:
     """Return the folder of the revision in the cache."""
     from huggingface_hub import snapshot_download
 
@@ -317,7 +317,7 @@ class RemoteReader(StorageReader):
             is_whole = fill(flat, self._files.fetch(file, start, stop, state))
         if not is_whole:
             raise StorageError(
-                f"{self._files.label(file)}: {doing} failed, the answer is of another size. Check the server"
+                f"{self._files.label(file)}: {doing} failed, the response has a wrong size. Check the server"
             )
         with self._lock:
             self.reads += 1

@@ -51,12 +51,13 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
     text = header.metadata.get(_CHUNKS)
     if text is None:
         return {}
-    stored = checkpoint_index.parse_object(text.encode(), what=f"{shown(header.file)}: {_CHUNKS}")
+    # By key {"saved_offsets": [row, column, ...]}, as torch's HuggingFaceStorageWriter writes it
+    described = checkpoint_index.parse_object(text.encode(), what=f"{shown(header.file)}: {_CHUNKS}")
     offsets_by_key: dict[str, tuple[int, ...]] = {}
     for entry in header.entries:
-        if entry.key not in stored:
+        if entry.key not in described:
             continue
-        value = stored[entry.key]
+        value = described[entry.key]
         offsets = value.get(_OFFSETS) if isinstance(value, dict) else None
         if (
             not isinstance(offsets, list)
@@ -94,7 +95,8 @@ def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], TensorEntry]]) -> 
         Chunk(offsets, StoredView(entry.file, entry.range, entry.dtype, Strided.contiguous(entry.shape)))
         for offsets, entry in chunks
     )
-    return FoundTensor((key,), first.dtype, tuple(map(max, zip(*ends, strict=True))), pieces)
+    shape = tuple(map(max, zip(*ends, strict=True)))  # the end of the last chunk in each dimension
+    return FoundTensor((key,), first.dtype, shape, pieces)
 
 
 _USUAL_INDEX: Final = "model.safetensors.index.json"
@@ -170,7 +172,7 @@ def _check_numbering(files: Sequence[str], faults: FormatFaults) -> None:
         if absent:
             faults.add(
                 "incomplete sets of numbered files",
-                f"{shown(stem)}-*-of-{total:05d}{_WEIGHTS}: {len(numbers)} of {total} are there, "
+                f"{shown(stem)}-*-of-{total:05d}{_WEIGHTS}: {len(numbers)} of {total} exist, "
                 f"missing are the numbers {checkpoint_index.listed(str(number) for number in absent)}",
             )
 
@@ -180,6 +182,7 @@ def _add_headers(headers: Iterable[FileHeader], index: IndexSoFar, faults: Forma
     for header in headers:
         index.files[header.file] = header.file_nbytes
         index.keys[header.file] = {entry.key for entry in header.entries}
+        # Of one name in several files, the first file's value counts.
         metadata = {name: text for name, text in header.metadata.items() if name != _CHUNKS}
         index.metadata = {**metadata, **index.metadata}
         try:
@@ -201,6 +204,7 @@ def _add_headers(headers: Iterable[FileHeader], index: IndexSoFar, faults: Forma
                     f"{shown(entry.key)}: in {shown(first.file)} and in {shown(entry.file)}. "
                     "Remove the file that does not belong",
                 )
+    # Only now, when all files have been seen: chunks of a tensor are in the files of different ranks.
     for key, pieces in chunks.items():
         if key in index.entries:
             whole = shown(index.entries[key].file)
@@ -245,6 +249,7 @@ def read_header(reader: StorageReader, file: str) -> FileHeader:
         raise checkpoint_index.invalid_file(
             shown(file), f"the file {what}, a safetensors file has at least {_LENGTH_BYTES}"
         )
+    # The length is unknown yet. Nearly all headers are in this first part, so that a remote file takes one request.
     first = reader.read(file, 0, min(file_nbytes, _FIRST_READ_BYTES))
     header_nbytes = int.from_bytes(first[:_LENGTH_BYTES], "little")
     _check_header_length(file, file_nbytes, header_nbytes)
@@ -302,25 +307,25 @@ def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int
     kind, shape, offsets = (field.get(item) for item in ("dtype", "shape", "data_offsets"))
     dtype = find_dtype(kind) if isinstance(kind, str) else None
     if dtype is None:
-        known = ", ".join(dtype.label for dtype in DType)
-        raise ValueError(f"{name} has the unknown dtype {_shown_value(kind)}. Known are {known}")
+        labels = ", ".join(dtype.label for dtype in DType)
+        raise ValueError(f"{name} has the unknown dtype {_shown_value(kind)}. Known are {labels}")
     if not _are_sizes(shape):
         raise ValueError(f"{name} has the shape {_shown_value(shape)}, not a list of integers 0..{_MAX_SIZE}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         value = _shown_value(offsets)
         raise ValueError(f"{name} has the data_offsets {value}, not [start, stop] with 0 <= start <= stop")
     start, stop = offsets
-    named = f"{name} of {dtype.label} {_shown_value(shape)}"
+    described = f"{name} of {dtype.label} {_shown_value(shape)}"
     # Multiplied step by step with a bound: a shape of a million large sizes must not become a huge integer.
     bits = dtype.bits
     for size in shape:
         bits *= size
         if bits > _MAX_BITS:
-            raise ValueError(f"{named} has more than 2**64 bits")
+            raise ValueError(f"{described} has more than 2**64 bits")
     if bits % 8:
-        raise ValueError(f"{named} does not end at a byte")
+        raise ValueError(f"{described} does not end at a byte")
     if bits // 8 != stop - start:
-        raise ValueError(f"{named} takes {bits // 8} bytes, but its data_offsets span {stop - start}")
+        raise ValueError(f"{described} takes {bits // 8} bytes, but its data_offsets span {stop - start}")
     if data_start + stop > file_nbytes:
         raise ValueError(
             f"{name} reaches to byte {data_start + stop}, but the file ends after {file_nbytes} bytes: "
@@ -390,6 +395,7 @@ def lay_out(
             raise FormatError(f"{shown(key)}: {dtype.label} elements cannot be saved to a safetensors file")
         if key == "__metadata__":
             raise FormatError("a tensor cannot be named __metadata__ in a safetensors file. Rename it")
+    # The library's order, so that a file of the same tensors has the same bytes.
     items.sort(key=lambda item: (_RANK[item[1]], item[0].encode()))
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
@@ -404,6 +410,7 @@ def lay_out(
             f"{shown(name)}: a header of {len(text)} bytes would be needed, {MAX_HEADER_BYTES} is the limit. Save "
             "to more files by a smaller max_shard_size"
         )
+    # Offsets in the header count from its end, those of entries from the start of the file.
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     entries: list[TensorEntry] = []
     place = len(header)

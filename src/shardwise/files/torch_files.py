@@ -159,15 +159,15 @@ class Archive:
                 remedy="Write it with torch.save, which does not compress",
             )
         # Only the local header has its size: its extra field may differ from that in the directory.
-        encoded = member.orig_filename.encode("utf-8" if member.flag_bits & _UTF_8 else "cp437")
+        encoding = "utf-8" if member.flag_bits & _UTF_8 else "cp437"
+        encoded = member.orig_filename.encode(encoding)
         stop, end = member.header_offset + _LOCAL.size + len(encoded), self._ends[name]
         if stop > end:
             self.refuse(f"its member {shown(name)} overlaps the next one")
         local = self._window.read_range(member.header_offset, stop)
         signature, _, flags, method, *_, name_length, extra_length = _LOCAL.unpack_from(local)
-        if (signature, method, flags & _ENCRYPTED, name_length) != (b"PK\3\4", 0, 0, len(encoded)) or local[
-            _LOCAL.size :
-        ] != encoded:
+        is_sound = (signature, method, flags & _ENCRYPTED, name_length) == (b"PK\3\4", 0, 0, len(encoded))
+        if not is_sound or local[_LOCAL.size :] != encoded:
             self.refuse(f"its directory and its member {shown(name)} contradict each other")
         start = stop + extra_length
         if start + member.file_size > end:
@@ -195,6 +195,7 @@ class Archive:
         if not members:
             self.refuse("it has no members")
         members.sort(key=attrgetter("header_offset"))
+        # Members must not reach into the next one. The directory itself does not say where a member ends.
         for member, following in zip(members, [*(item.header_offset for item in members[1:]), end], strict=True):
             if not 0 <= member.header_offset < end:
                 self.refuse(f"its member {shown(member.filename)} is not before the directory")
@@ -235,22 +236,21 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
     tensors, others = _walk(archive.value, archive.pickle_nbytes, what)
     names = list(dict.fromkeys(tensor.storage.name for _, tensor in tensors))
     places = dict(zip(names, each(reader, archive.storage_range, names), strict=True))
-    located = [
-        FoundTensor(path, tensor.dtype, view.shape, (Chunk((0,) * len(view.shape), view),))
-        for path, tensor in tensors
-        for view in (archive.tensor_view(tensor, places[tensor.storage.name], ".".join(path)),)
-    ]
+    located: list[FoundTensor] = []
+    for path, tensor in tensors:
+        view = archive.tensor_view(tensor, places[tensor.storage.name], ".".join(path))
+        located.append(FoundTensor(path, tensor.dtype, view.shape, (Chunk((0,) * len(view.shape), view),)))
     return TorchFileContents(file, file_nbytes, tuple(located), tuple(others))
 
 
 def read_torch_tensor(
-    reader: StorageReader, file: str, where: ByteRange, known: dict[bytes, object], *, what: str
+    reader: StorageReader, file: str, location: ByteRange, cache: dict[bytes, object], *, what: str
 ) -> StoredView:
     """Return the tensor that was saved by itself in a range of a file.
 
-    ``known`` caches pickles that have been read, because chunks of equal shapes have equal ones.
+    ``cache`` has pickles that have been read, because chunks of equal shapes have equal ones.
     """
-    archive = TorchArchive(FileWindow(reader, file, where.start, where.stop), what, known)
+    archive = TorchArchive(FileWindow(reader, file, location.start, location.stop), what, cache)
     tensor = archive.value
     if not isinstance(tensor, PickledTensor):
         archive.refuse(f"it holds a {_kind(tensor)}, not a tensor")
@@ -260,10 +260,10 @@ def read_torch_tensor(
 class TorchArchive(Archive):
     """An archive of ``torch.save``.
 
-    ``value`` is the saved object, which is also cached in ``known``.
+    ``value`` is the saved object, which is also put into ``cache``.
     """
 
-    def __init__(self, window: FileWindow, what: str, known: dict[bytes, object]) -> None:
+    def __init__(self, window: FileWindow, what: str, cache: dict[bytes, object]) -> None:
         super().__init__(window, what)
         self._file = window.file
         name = next((name for name in self.members if name.endswith("/data.pkl") and name.count("/") == 1), None)
@@ -274,12 +274,12 @@ class TorchArchive(Archive):
             self.refuse("it is a TorchScript program", remedy="Save the model's state dict with torch.save")
         order = f"{self._folder}byteorder"
         if order in self.members and self.content(order, max_nbytes=16) != b"little":
-            self.refuse("its numbers are not little-endian", remedy="Save it again on a machine that is")
+            self.refuse("its numbers are not little-endian", remedy="Save it again on a little-endian machine")
         pickle = self.content(name, max_nbytes=MAX_PICKLE_BYTES)
         self.pickle_nbytes = len(pickle)
-        if pickle not in known:
-            known[pickle] = read_pickle(pickle, what=f"{what}: {name}")
-        self.value = known[pickle]
+        if pickle not in cache:
+            cache[pickle] = read_pickle(pickle, what=f"{what}: {name}")
+        self.value = cache[pickle]
 
     def storage_range(self, name: str) -> ByteRange:
         """Return the byte range of a storage."""
@@ -289,13 +289,15 @@ class TorchArchive(Archive):
         """Return a tensor as a view of its own bytes if they are contiguous, otherwise of its storage."""
         nbytes = tensor.storage.nbytes
         if nbytes != place.nbytes:
-            self.refuse(f"{shown(name)}: its storage has {place.nbytes} bytes, and should have {nbytes}")
+            self.refuse(f"{shown(name)}: its storage has {place.nbytes} bytes, not {nbytes}")
         strided, itemsize = tensor.strided, tensor.dtype.itemsize
         fault = join_entries.find_strided_obstacle(strided, place.nbytes // itemsize)
         if fault is not None:
             self.refuse(f"{shown(name)}: {fault}", remedy="Save a contiguous copy of it (tensor.clone())")
         if strided.numel == 0 or strided.is_contiguous:
-            start = place.start + (strided.offset * itemsize if strided.numel else 0)
+            start = place.start
+            if strided.numel:  # the offset of an empty tensor may be anywhere, also behind its storage
+                start += strided.offset * itemsize
             bytes_of_view = ByteRange(start, start + strided.numel * itemsize)
             return StoredView(self._file, bytes_of_view, tensor.dtype, Strided.contiguous(strided.sizes))
         whole = place.nbytes // itemsize * itemsize
@@ -356,10 +358,14 @@ def _holds_tensors(items: Sequence[object]) -> bool:
 
 
 def _component(key: object) -> str:
-    return key if isinstance(key, str) else str(key) if isinstance(key, int) else f"<{_kind(key)}>"
+    if isinstance(key, str | int):
+        return str(key)
+    return f"<{_kind(key)}>"
 
 
 def _kind(value: object) -> str:
     if isinstance(value, Other):
         return value.kind
-    return "object" if isinstance(value, Record) else "dict" if isinstance(value, dict) else type(value).__name__
+    if isinstance(value, Record):
+        return "object"
+    return "dict" if isinstance(value, dict) else type(value).__name__

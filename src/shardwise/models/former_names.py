@@ -183,8 +183,8 @@ class _ZeroBlocks:
     dtype: DType
     label: str = "zeros"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in wanted["zeros"]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
+        for box in requested["zeros"]:
             yield ComputedBlock((), {"zeros": box}, box.numel * self.dtype.itemsize)
 
     def evaluate(self, block: ComputedBlock, _values: Sequence[Any]) -> Mapping[str, Any]:

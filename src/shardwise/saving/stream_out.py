@@ -190,9 +190,9 @@ class _Merge:
     changed: set[str]
     label: str = "a merge"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         unit = (1,) * len(self.shape)
-        for box in split_aligned(wanted["merged"], self.shape, unit, most_bytes // _ELEMENT_BYTES):
+        for box in split_aligned(requested["merged"], self.shape, unit, most_bytes // _ELEMENT_BYTES):
             needs = [box]
             for edit in self.edits:
                 needs += _needed_boxes(edit, box, self.shape)
@@ -240,11 +240,11 @@ class _Norms:
     computing: torch.dtype
     label: str = "norms of a merge"
 
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         kept = _kept(self.edits[-1])
         others = numel([size for dim, size in enumerate(self.shape) if dim != kept])
         for rows in split_aligned(
-            wanted["norms"], (self.shape[kept],), (1,), most_bytes // (_ELEMENT_BYTES * others)
+            requested["norms"], (self.shape[kept],), (1,), most_bytes // (_ELEMENT_BYTES * others)
         ):
             offsets = [rows.offsets[0] if dim == kept else 0 for dim in range(len(self.shape))]
             sizes = [rows.sizes[0] if dim == kept else size for dim, size in enumerate(self.shape)]
