@@ -17,7 +17,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -219,7 +219,8 @@ def computing(policy: ReadPolicy, processors: int) -> int:
 class WorkerPool(Generic[Task, Buffer]):
     """Threads, each with a buffer of its own, that take tasks in their order.
 
-    The threads are daemons: one that hangs in a read of a dead file system does not keep the process alive.
+    The threads are daemons, unlike those of :class:`concurrent.futures.ThreadPoolExecutor`, which the interpreter
+    joins at its end: one that hangs in a read of a dead file system does not keep the process alive.
 
     Args:
         function: function of a task and a buffer, run on the thread of the buffer.
@@ -288,18 +289,8 @@ class WorkerPool(Generic[Task, Buffer]):
 @contextmanager
 def in_background(function: Callable[P, object], *args: P.args, **keywords: P.kwargs) -> Iterator[None]:
     """Run a function on another thread during the block. The block ends after it, with its error if it raised."""
-    outcome: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function(*args, **keywords))
-        except BaseException as error:
-            outcome.set_exception(error)
-
     renew_thread_pool()
-    threading.Thread(target=run, name="shardwise-background", daemon=True).start()
-    try:
+    with ThreadPoolExecutor(1, "shardwise-background") as pool:
+        outcome = pool.submit(function, *args, **keywords)
         yield
-    finally:
-        wait([outcome])
-    outcome.result()
+    outcome.result()  # not reached if the block raised: its error counts
