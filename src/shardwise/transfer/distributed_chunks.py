@@ -29,7 +29,7 @@ from shardwise.fsdp.torch_private import copy_all, save_without_data, stored_at
 from shardwise.transfer.memory import gc_disabled, in_background
 from shardwise.transfer.move_plan import Boxes, first_holder_shares, shares_by_rank
 from shardwise.transfer.staging import HostStaging, as_memoryview, pinned_bytes, row_slices
-from shardwise.transfer.tensor_metadata import TensorMetadata, held_by_rank
+from shardwise.transfer.tensor_metadata import TensorMetadata, collect_boxes
 
 StatePath: TypeAlias = tuple[str | int, ...]
 """The keys that lead to a value, as in ``("optimizer", "state", FQN, "step")``. Numbers are indices of lists."""
@@ -138,7 +138,7 @@ def plan_tensors(
         RankMismatchError: the ranks have different tensors.
         ShardingError: together they do not hold all of one.
     """
-    held = held_by_rank(metadata, global_ranks)
+    held = collect_boxes(metadata, global_ranks)
     ends = [0] * len(metadata)
     files: list[list[ArchivedChunk]] = [[] for _ in metadata]
     planned: dict[str, tuple[StatePath, tuple[int, ...], torch.dtype]] = {}

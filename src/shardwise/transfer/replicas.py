@@ -26,11 +26,11 @@ from shardwise.models.selection import Factors
 from shardwise.ranks.world import World, repr_digest
 from shardwise.transfer.checksums import checksums
 from shardwise.transfer.move import LocalTensor, Transfer, transfer
-from shardwise.transfer.move_plan import Boxes, Common, first_holder_shares, in_common, shares_by_rank
+from shardwise.transfer.move_plan import Boxes, SharedBoxes, find_shared_boxes, first_holder_shares, shares_by_rank
 from shardwise.transfer.tensor_metadata import (
     TensorMetadata,
+    collect_boxes,
     get_boxes,
-    held_by_rank,
     metadata_by_name,
     require_same_tensors,
 )
@@ -55,7 +55,7 @@ class Replicas:
 
     @classmethod
     def among(
-        cls, tensors: Mapping[str, torch.Tensor], common: Mapping[str, Common], buffers: Collection[str]
+        cls, tensors: Mapping[str, torch.Tensor], common: Mapping[str, SharedBoxes], buffers: Collection[str]
     ) -> Replicas:
         """Return the replicated tensors among these, in one order on all ranks.
 
@@ -252,8 +252,8 @@ def _compare_tensors(
     ``metadata`` are those of all ranks. Collective: yes.
     """
     with world.collective("compare the ranks' tensors"):
-        boxes = held_by_rank(metadata, world.global_ranks)
-        replicas = Replicas.among(tensors, in_common(boxes, world.rank), buffers)
+        boxes = collect_boxes(metadata, world.global_ranks)
+        replicas = Replicas.among(tensors, find_shared_boxes(boxes, world.rank), buffers)
     return boxes, compare_replicas(world, replicas, on_differing_buffers)
 
 

@@ -101,7 +101,7 @@ def require_same_tensors(
         )
 
 
-def held_by_rank(
+def collect_boxes(
     metadata: Sequence[Mapping[str, TensorMetadata]], global_ranks: Sequence[int] = ALL_RANKS
 ) -> dict[str, tuple[Boxes, ...]]:
     """Return the nonempty boxes of every tensor by rank: one object for all tensors with the same layout.
