@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shardwise.checkpoints.base_identity import BaseIdentity, BaseSamples, Fingerprints
 from shardwise.core.errors import RankMismatchError
 from shardwise.ranks.world import World
-from shardwise.transfer.replicas import ReplicaGroup, mismatched_groups
+from shardwise.transfer.replicas import ReplicaGroup, find_mismatched_groups
 
 
 @dataclass(slots=True)
@@ -79,4 +79,4 @@ def compare_summaries(world: World, samples: BaseSamples | None, summaries: Sequ
         raise RankMismatchError("some ranks have a position in the data and others none. Give all ranks theirs")
     base = samples.identity([item.base for item in summaries]) if samples else None
     digests = [item.replicas for item in summaries if item.replicas is not None]
-    return Agreement(alike, data, base, mismatched_groups(digests) if len(digests) == len(summaries) else None)
+    return Agreement(alike, data, base, find_mismatched_groups(digests) if len(digests) == len(summaries) else None)
