@@ -76,12 +76,12 @@ def test_a_transformers_model_on_meta_gets_its_computed_buffers(worlds):
 FAULTS = {
     "missing": ("KeyMismatchError", "missing 2        blocks.0.norm.bias\n  {17}blocks.1.linear.weight"),
     "unexpected": ("KeyMismatchError", "unexpected 1     blocks.2.linear.weight"),
-    "shape": ("KeyMismatchError", "blocks.1.linear.weight: provided (5, 5) BF16 by rank 0, wanted (5, 6) BF16"),
-    "kind": ("KeyMismatchError", "blocks.0.codes: provided (9, 2) F32 by rank 0, wanted (9, 2) I32"),
+    "shape": ("KeyMismatchError", "blocks.1.linear.weight: (5, 5) BF16 on rank 0, expected (5, 6) BF16"),
+    "kind": ("KeyMismatchError", "blocks.0.codes: (9, 2) F32 on rank 0, expected (9, 2) I32"),
     "absent on rank 1": ("RankMismatchError", "blocks.1.linear.weight is not on rank 1"),
     "shape on rank 1": (
         "KeyMismatchError",
-        "blocks.1.linear.weight: provided (4, 6) BF16 by rank 1, wanted (5, 6)",
+        "blocks.1.linear.weight: (4, 6) BF16 on rank 1, expected (5, 6)",
     ),
     "ties": ("KeyMismatchError", "embed.weight and head.weight are one tensor in the model"),
     "ties on rank 1": ("KeyMismatchError", "rank 1: embed.weight and head.weight are one tensor"),
