@@ -31,7 +31,7 @@ from shardwise.transfer.read_items import (
     ComputingShare,
     FileRequest,
     Segment,
-    aligned,
+    align,
     iter_segments,
     max_staged_bytes,
     plan_requests,
@@ -268,7 +268,7 @@ class ReadExecutor:
             if gap:
                 assert staging is not None
                 views.append(staging[used : used + gap])
-                used += aligned(gap)
+                used += align(gap)
             if segment.is_direct:
                 # In bytes. The target's offset is in elements of the tensor's memory.
                 start = segment.copy.target.offset * targets.tensors[segment.target].element_size()
@@ -277,7 +277,7 @@ class ReadExecutor:
                 assert staging is not None
                 views.append(staging[used : used + segment.bytes.nbytes])
                 staged.append((segment, used))
-                used += aligned(segment.bytes.nbytes)
+                used += align(segment.bytes.nbytes)
         self.reader.read_vectored(request.file, request.bytes.start, views)
         # Direct segments are in place already.
         for segment, start in staged:
