@@ -126,7 +126,7 @@ def test_other_arguments_are_an_error_on_every_rank(worlds):
 
 def test_half_of_a_mesh_is_refused(worlds):
     errors = worlds(4).run(stating.on_half_of_the_mesh)[:2]
-    require_same_error(errors, "ShardingError", "do not hold, together, each element of")
+    require_same_error(errors, "ShardingError", "together do not have each element of")
 
 
 @pytest.mark.parametrize("form", ["first_rank", "local", None])

@@ -88,8 +88,8 @@ def copies_by_run(copy: Copy, *, max_gap: int) -> Iterator[Copy]:
     """Yield the copy in pieces, cut at every gap of more than ``max_gap`` elements in the leaf."""
     source = copy.source
     # Axes of a copy are sorted, widest stride first. `run` is what the inner axes span, in elements. Example: 3
-    # rows of 4 elements out of rows of 10 (sizes (3, 4), strides (10, 1)) have gaps of 6. With max_gap=5 that is one
-    # run of 4 for each row, with max_gap=6 one run of 24.
+    # rows of 4 elements out of rows of 10 (sizes (3, 4), strides (10, 1)) have gaps of 6. With max_gap=5 that is
+    # one run of 4 for each row, with max_gap=6 one run of 24.
     run, num_outer = 1, len(source.sizes)
     for axis in range(len(source.sizes) - 1, -1, -1):
         if source.strides[axis] - run > max_gap:

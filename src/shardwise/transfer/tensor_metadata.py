@@ -108,17 +108,17 @@ def collect_boxes(
 
     Raises:
         RankMismatchError: ranks have different tensors.
-        ShardingError: ranks do not have, together, all of a tensor.
+        ShardingError: the ranks together do not have each element of a tensor.
     """
     require_same_tensors(metadata, global_ranks)
-    known: dict[tuple[Boxes, ...], tuple[Boxes, ...]] = {}
-    held: dict[str, tuple[Boxes, ...]] = {}
+    cache: dict[tuple[Boxes, ...], tuple[Boxes, ...]] = {}
+    boxes: dict[str, tuple[Boxes, ...]] = {}
     for name in metadata[0]:
-        boxes = tuple(tuple(box for box in found[name].boxes if box.numel) for found in metadata)
-        held[name] = known.setdefault(boxes, boxes)
-    if lacking := [name for name, item in metadata[0].items() if not move_plan.covers(item.shape, held[name])]:
+        by_rank = tuple(tuple(box for box in local[name].boxes if box.numel) for local in metadata)
+        boxes[name] = cache.setdefault(by_rank, by_rank)
+    if incomplete := [name for name, item in metadata[0].items() if not move_plan.covers(item.shape, boxes[name])]:
         raise ShardingError(
-            f"the ranks do not hold, together, each element of {few_names(lacking)}. Pass a process_group that has "
-            "all ranks of the tensors' meshes"
+            f"the ranks together do not have each element of {few_names(incomplete)}. Pass a process_group with all "
+            "ranks of the tensors' meshes"
         )
-    return held
+    return boxes
