@@ -284,7 +284,9 @@ def select_sources(
         leader = select_leader(sources, counts)
         chosen.append(tuple(rank if rank in sources else leader for rank in range(len(live))))
     if on_meta:
-        lines = [f"{who}: {pattern}" for who, found in on_meta.items() for pattern, _ in collapse(found)[:_SHOWN]]
+        lines = [
+            f"{who}: {pattern}" for who, tensors in on_meta.items() for pattern, _ in collapse(tensors)[:_SHOWN]
+        ]
         shown = "\n  ".join(lines)
         raise RankMismatchError(
             f"values_from={values_from!r} requires values of tensors that are on meta on some ranks:\n  {shown}\n"

@@ -89,11 +89,13 @@ def require_same_tensors(
         if list(other.items()) == list(first.items()):
             continue
         here, there = f"rank {global_ranks[rank]}", f"rank {global_ranks[0]}"
-        lines = [
-            f"{name} is {other.get(name, 'absent')} on {here}, {first.get(name, 'absent')} on {there}"
-            for name in dict.fromkeys([*first, *other])
-            if first.get(name) != other.get(name)
-        ] or [f"the order of the tensors on {here} is not that on {there}"]
+        lines: list[str] = []
+        for name in dict.fromkeys([*first, *other]):
+            if first.get(name) != other.get(name):
+                descriptions = f"{other.get(name, 'absent')} on {here}, {first.get(name, 'absent')} on {there}"
+                lines.append(f"{name} is {descriptions}")
+        if not lines:
+            lines.append(f"the order of the tensors on {here} is not that on {there}")
         shown = "\n  ".join(pattern for pattern, _ in collapse(lines)[:_MAX_SHOWN])
         raise RankMismatchError(
             f"the ranks have different tensors:\n  {shown}\nBuild the model and its optimizers from one "
@@ -118,7 +120,7 @@ def collect_boxes(
         boxes[name] = cache.setdefault(by_rank, by_rank)
     if incomplete := [name for name, item in metadata[0].items() if not move_plan.covers(item.shape, boxes[name])]:
         raise ShardingError(
-            f"the ranks together do not have each element of {few_names(incomplete)}. Pass a process_group with all "
-            "ranks of the tensors' meshes"
+            f"the ranks together do not have each element of {few_names(incomplete)}. Pass a process_group with "
+            "all ranks of the tensors' meshes"
         )
     return boxes
