@@ -73,7 +73,7 @@ def test_values_that_torch_does_not_load_are_refused(value):
 def test_ranks_that_do_not_hold_all_of_it(worlds, tmp_path):
     for kind, text in worlds(4).run(on_ranks.only_some, str(tmp_path)):
         assert kind == "ShardingError"
-        assert "do not hold, together, each element of" in text
+        assert "together do not have each element of" in text
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

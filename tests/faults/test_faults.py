@@ -121,7 +121,7 @@ def test_the_store_may_die_with_rank_0(kind, told, qwen3):
     assert sorted(outcome.ends) == [1, 2]
     ((error, text),) = set(outcome.errors().values())
     assert error == "RankLostError"
-    assert f"the store through which the ranks meet {told}" in text
+    assert f"the store of the process group {told}" in text
     assert "rank 0" in text
 
 

@@ -138,4 +138,4 @@ def test_a_rank_that_fails_as_the_store_ends_raises_its_own_error(first):
         assert outcome.errors() == dict.fromkeys(range(3), own)
     else:
         assert outcome.errors()[2][0] == "RankLostError"
-        assert "the store through which the ranks meet is gone" in outcome.errors()[2][1]
+        assert "the store of the process group is gone" in outcome.errors()[2][1]

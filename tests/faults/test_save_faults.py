@@ -136,7 +136,7 @@ def test_the_store_may_die_with_rank_0(tmp_path):
         outcome = world.run(saving.save, str(tmp_path), NEW, SEVERAL_FILES, PATIENT, blow)
         assert sorted(outcome.ends) == [1, 2]
         ((error, text),) = set(outcome.errors().values())
-        assert (error, "the store through which the ranks meet is gone" in text) == ("RankLostError", True)
+        assert (error, "the store of the process group is gone" in text) == ("RankLostError", True)
         assert is_model(tmp_path, OLD)
         shardwise.save(saving.Blocks(NEXT), tmp_path)
     assert litter(tmp_path) == set()

@@ -63,8 +63,8 @@ def test_numbers_keep_their_kind(worlds, tmp_path):
     for cast, errors in worlds(2).run(refusing_files.dtypes, str(tmp_path)):
         assert cast == dict.fromkeys(["one.weight", "one.bias", "two.weight"], ("F32", "BF16"))
         assert [kind for kind, _ in errors] == ["KeyMismatchError"] * 4
-        assert "two.weight: provided (4, 6) F8_E4M3 by rank 0, wanted (4, 6) BF16" in errors[0][1]
-        assert "codes: provided (3,) I32" in errors[2][1]
+        assert "two.weight: (4, 6) F8_E4M3 on rank 0, expected (4, 6) BF16" in errors[0][1]
+        assert "codes: (3,) I32" in errors[2][1]
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -22,7 +22,7 @@ from shardwise.ranks.call_arguments import comparing_arguments
 from shardwise.ranks.collective_errors import translate_collective_errors
 from shardwise.ranks.world import Clock, World
 from shardwise.transfer.replicas import require_alike_models
-from shardwise.transfer.tensor_metadata import held_by_rank, metadata_by_name
+from shardwise.transfer.tensor_metadata import collect_boxes, metadata_by_name
 
 
 def raise_on(ranks: tuple[int, ...], same: bool) -> tuple[str, str]:
@@ -190,7 +190,7 @@ def subgroup_errors() -> list[str]:
             (world.require_equal, odd, "the number"),
             (with_arguments, world, {"dtype": odd}),
             (require_same_settings, world, {"size": odd}),
-            (in_block, world, held_by_rank, exchange.result, world.global_ranks),
+            (in_block, world, collect_boxes, exchange.result, world.global_ranks),
             (require_alike_models, world, collect_tensors(model), ()),
             (require_equal_buffers, world, collect_tensors(first_only)),
             (require_equal_buffers, world, collect_tensors(last_only)),

@@ -318,7 +318,7 @@ def test_a_rank_at_work_finds_out_without_the_store_that_it_is_cut_off(monkeypat
     assert "rank 1 (host" in str(lines[0].loss())
     assert lines[1].loss() is None
     clock.put_forward(0.2 * QUICK.heartbeat_timeout_s, lines[0])
-    assert "the store through which the ranks meet has not answered" in str(lines[1].loss())
+    assert "the store of the process group has not answered" in str(lines[1].loss())
     store.link.set()
     for line in lines:
         line.close()

@@ -14,7 +14,7 @@ from shardwise.core.tensors import Box, DType, Strided, row_blocks
 from shardwise.files.storage import WritePolicy
 from shardwise.saving.plan import arrange_writes, plan_save
 from shardwise.saving.stream_out import plan_blocks
-from shardwise.transfer.read_items import aligned
+from shardwise.transfer.read_items import align
 
 DTYPES = (DType.U8, DType.BF16, DType.F32)
 
@@ -137,7 +137,7 @@ def test_the_writes_of_all_ranks_make_the_files(seed, request, staging, is_stage
                     files[item.file][segment.bytes.start : at] = values.reshape(-1).view(np.uint8)
                     times[item.file][segment.bytes.start : at] += 1
                     assert not (segment.is_direct and is_staged)
-                    room += 0 if segment.is_direct else aligned(segment.bytes.nbytes)
+                    room += 0 if segment.is_direct else align(segment.bytes.nbytes)
                 assert at == item.bytes.stop
                 assert room <= staging
     for key, entry in plan.entries.items():

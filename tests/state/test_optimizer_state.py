@@ -55,7 +55,7 @@ FAULTS = {
     "unexpected": ("KeyMismatchError", "unexpected 1     blocks.9.weight\nPass on_unexpected=Ignore"),
     "twice": ("KeyMismatchError", "twice 1          embed.weight"),
     "lost moment": ("KeyMismatchError", "missing 1        blocks.0.0.weight: exp_avg"),
-    "shape": ("KeyMismatchError", "blocks.0.0.weight: exp_avg: provided (4, 5) F32 by rank 0, wanted (7, 5) F32"),
+    "shape": ("KeyMismatchError", "blocks.0.0.weight: exp_avg: (4, 5) F32 on rank 0, expected (7, 5) F32"),
     "numbers": ("ConfigError", "indices in place of parameters' names"),
     "layout": ("ConfigError", "the state of optimizers is {'state'"),
     "object": ("ConfigError", "blocks.0.0.weight: exp_avg in the state is a list"),

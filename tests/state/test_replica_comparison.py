@@ -289,7 +289,7 @@ def test_all_ranks_ask_for_the_same(worlds, tmp_path):
 @pytest.mark.parametrize(
     ("function", "ways", "names"),
     [
-        (added_after_sharding, 10, ["added.weight", "added.bias", "adapter or a module that was added"]),
+        (added_after_sharding, 10, ["added.weight", "added.bias", "modules added after fully_shard"]),
         (state_of_an_optimizer, 8, ["added", "exp_avg", "exp_avg_sq"]),
         (counts_of_steps, 4, ["first.weight", "step"]),
         (adapter_added_after_sharding, 14, ["layers.{0..1}.self_attn.q_proj.lora_A.", "down_proj"]),
@@ -309,7 +309,7 @@ def test_replicas_of_a_shard_that_differ_by_one_bit_are_refused(worlds, tmp_path
     assert len(found) == 10
     for error in found.values():
         assert error.startswith("RankMismatchError: one tensor has other values on rank 3 than on the first rank")
-        assert "first.weight, and a save" in error
+        assert "first.weight, so a save" in error
     assert agreed(worlds(4), replicas_alike, tmp_path / "alike") == {}
 
 
@@ -318,7 +318,7 @@ def test_replicas_that_drift_apart_between_checkpoints_are_refused(worlds, tmp_p
     for mode in ("sync", "async"):
         assert found[f"{mode}, 0"] == found[f"{mode}, 2"] == ": "
         assert found[f"{mode}, 1"].startswith("RankMismatchError: one tensor has other values on rank 1")
-        assert "model.added, and a save" in found[f"{mode}, 1"]
+        assert "model.added, so a save" in found[f"{mode}, 1"]
         assert found[f"{mode}, steps"] == "[0, 2]"
 
 

@@ -77,11 +77,11 @@ def test_a_transformers_model_on_meta_gets_its_computed_buffers(worlds):
 FAULTS = {
     "missing": ("KeyMismatchError", "missing 2        blocks.0.norm.bias\n  {17}blocks.1.linear.weight"),
     "unexpected": ("KeyMismatchError", "unexpected 1     blocks.2.linear.weight"),
-    "shape": ("KeyMismatchError", "blocks.1.linear.weight: provided (5, 5) BF16 by rank 0, wanted (5, 6) BF16"),
+    "shape": ("KeyMismatchError", "blocks.1.linear.weight: (5, 5) BF16 on rank 0, expected (5, 6) BF16"),
     "absent on rank 1": ("RankMismatchError", "blocks.1.linear.weight is not on rank 1"),
     "shape on rank 1": (
         "KeyMismatchError",
-        "blocks.1.linear.weight: provided (4, 6) BF16 by rank 1, wanted (5, 6)",
+        "blocks.1.linear.weight: (4, 6) BF16 on rank 1, expected (5, 6)",
     ),
     "ties": ("KeyMismatchError", "embed.weight and head.weight are one tensor in the model"),
     "ties on rank 1": ("KeyMismatchError", "rank 1: embed.weight and head.weight are one tensor"),
@@ -93,7 +93,7 @@ FAULTS = {
     "parts of several": ("RankMismatchError", "do not provide each element once"),
 }
 if SHARDS_PACKED:
-    FAULTS["kind"] = ("KeyMismatchError", "blocks.0.codes: provided (9, 2) F32 by rank 0, wanted (9, 2) I32")
+    FAULTS["kind"] = ("KeyMismatchError", "blocks.0.codes: (9, 2) F32 on rank 0, expected (9, 2) I32")
 
 
 def test_mismatches_are_one_error_and_change_nothing(worlds):
@@ -128,7 +128,7 @@ def test_other_arguments_are_an_error_on_every_rank(worlds):
 
 def test_half_of_a_mesh_is_refused(worlds):
     errors = worlds(4).run(stating.on_half_of_the_mesh)[:2]
-    require_same_error(errors, "ShardingError", "do not hold, together, each element of")
+    require_same_error(errors, "ShardingError", "together do not have each element of")
 
 
 @pytest.mark.parametrize("form", ["first_rank", "local", None])

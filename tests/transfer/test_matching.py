@@ -5,9 +5,9 @@ import pytest
 from shardwise.core.consents import Consent, Ignore
 from shardwise.core.errors import KeyMismatchError, RankMismatchError
 from shardwise.core.tensors import Box, DType
-from shardwise.transfer.matching import Provided, StateSlot, match, match_groups
+from shardwise.transfer.matching import SourceTensor, StateSlot, match, match_groups
 
-WHOLE = Provided((4, 2), DType.F32, (Box.whole((4, 2)),))
+WHOLE = SourceTensor((4, 2), DType.F32, (Box.whole((4, 2)),))
 
 STRICT = Consent()
 
@@ -17,15 +17,15 @@ def place(*names, shape=(4, 2), dtype=DType.F32):
 
 
 def test_a_tensor_is_found_under_any_of_its_names():
-    (taken,) = match([place("a", "b")], [{"b": WHOLE}, {}], STRICT).taken
+    (taken,) = match([place("a", "b")], [{"b": WHOLE}, {}], STRICT).tensors
     assert (taken.name, taken.place.names[0]) == ("b", "a")
-    assert taken.held == ((Box.whole((4, 2)),), ())
+    assert taken.source_boxes == ((Box.whole((4, 2)),), ())
 
 
 def test_ranks_of_a_subgroup_are_shown_as_global_ranks():
     with pytest.raises(RankMismatchError, match="ranks 4 and 6 provide different states:\n  a is not on rank 6"):
         match([], [{"a": WHOLE}, {"b": WHOLE}], STRICT, (4, 6))
-    with pytest.raises(KeyMismatchError, match="by rank 6, wanted"):
+    with pytest.raises(KeyMismatchError, match="on rank 6, expected"):
         match([place("a", shape=(3, 2))], [{}, {"a": WHOLE}], STRICT, (4, 6))
 
 
@@ -36,8 +36,8 @@ def test_all_faults_are_in_one_error():
     *lines, ways = str(caught.value).splitlines()
     assert lines == [
         "the state does not fit:",
-        "  mismatched 2     c: provided (4, 2) F32 by rank 0, wanted (3, 2) F32",
-        "                   d: provided (4, 2) F32 by rank 0, wanted (4, 2) I32",
+        "  mismatched 2     c: (4, 2) F32 on rank 0, expected (3, 2) F32",
+        "                   d: (4, 2) F32 on rank 0, expected (4, 2) I32",
         "  missing 1        b",
         "  unexpected 1     e",
     ]
@@ -45,8 +45,8 @@ def test_all_faults_are_in_one_error():
 
 
 def test_a_tied_name_with_another_shape_is_a_fault_of_its_own():
-    other = Provided((2, 2), DType.F32, (Box.whole((2, 2)),))
-    with pytest.raises(KeyMismatchError, match=r"b: provided \(2, 2\)"):
+    other = SourceTensor((2, 2), DType.F32, (Box.whole((2, 2)),))
+    with pytest.raises(KeyMismatchError, match=r"b: \(2, 2\)"):
         match([place("a", "b")], [{"a": WHOLE, "b": other}], STRICT)
 
 

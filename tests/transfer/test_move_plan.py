@@ -54,7 +54,7 @@ class Simulated:
             for block in blocks:
                 memory = np.full(block.box.numel, -7)
                 written = np.zeros(block.box.numel, int)
-                for rank, parts in block.given:
+                for rank, parts in block.pieces_by_rank:
                     for piece in parts:
                         values = view(self.share(block.leaves[piece.leaf], rank, piece.share), piece.source)
                         view(memory, piece.target)[...] = values
@@ -67,7 +67,7 @@ class Simulated:
 
 
 def staged(blocks, rank):
-    return sum(block.costs()[rank] for block in blocks)
+    return sum(block.count_staged_bytes()[rank] for block in blocks)
 
 
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 4), bucket=st.integers(16, 400), to_all=st.booleans())
@@ -101,7 +101,7 @@ def test_blocks_make_the_tensors_within_the_bucket(seed, size, bucket, to_all):
 def test_tensors_that_stay_on_a_rank_are_within_the_bucket():
     shares = {name: ((Box((0,), (80,)),),) for name in "abc"}
     rounds = plan_rounds([[move(name, (0,), (80,), size=1) for name in "abc"]], shares, 160)
-    assert [sum(block.kept()[0] for block in blocks) for blocks in rounds] == [160] * 6
+    assert [sum(block.count_local_bytes()[0] for block in blocks) for blocks in rounds] == [160] * 6
 
 
 def halves(*names):

@@ -11,7 +11,7 @@ from shardwise.core.expression import Stored, permute
 from shardwise.core.tensors import Box, DType, Strided
 from shardwise.files.checkpoint_index import TensorEntry
 from shardwise.files.storage import ReadPolicy
-from shardwise.transfer.read_items import aligned, copies_by_run, iter_segments, plan_requests
+from shardwise.transfer.read_items import align, copies_by_run, iter_segments, plan_requests
 
 
 def policy(gap: int = 0, request: int = 1 << 20) -> ReadPolicy:
@@ -121,8 +121,8 @@ def test_requests_hold_every_segment_once_and_keep_to_the_policy(pieces, gap, re
         for segment in item.segments:
             assert segment.bytes.start >= position
             gaps += segment.bytes.start - position
-            staged += aligned(segment.bytes.start - position)
-            staged += 0 if segment.is_direct else aligned(segment.bytes.nbytes)
+            staged += align(segment.bytes.start - position)
+            staged += 0 if segment.is_direct else align(segment.bytes.nbytes)
             position = segment.bytes.stop
         assert position == item.bytes.stop
         assert gaps * 64 <= item.bytes.nbytes

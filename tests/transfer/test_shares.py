@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.core.tensors import Box
 from shardwise.transfer import move_plan as giving
-from shardwise.transfer.move_plan import first_holder_shares, in_common, local_share, shares_by_rank
+from shardwise.transfer.move_plan import find_shared_boxes, first_holder_shares, local_share, shares_by_rank
 
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
 
@@ -66,7 +66,7 @@ def test_ranks_that_hold_the_same_rows_share_them(data):
     assert Counter(index for boxes in of_first for index in indices(boxes)) == Counter(indices([whole]))
     assert not any(of_first[shards:])
     for rank, mine in enumerate(held):
-        with_others = in_common({"w": held}, rank).get("w", ())
+        with_others = find_shared_boxes({"w": held}, rank).get("w", ())
         assert with_others == tuple((box, tuple(range(rank % shards, len(held), shards))) for box in mine) * (
             replicas > 1
         )

@@ -9,7 +9,7 @@ from shardwise.fsdp.named_tensors import local_tensor
 from shardwise.ranks.world import World
 from shardwise.transfer.checksums import as_bytes
 from shardwise.transfer.distributed_chunks import TensorsPlan, Views, chunk_views, plan_tensors
-from shardwise.transfer.move_plan import Common, in_common
+from shardwise.transfer.move_plan import SharedBoxes, find_shared_boxes
 from shardwise.transfer.replicas import Replicas
 from shardwise.transfer.tensor_metadata import metadata_by_name
 
@@ -33,7 +33,7 @@ class CheckpointPlan:
     ranks: tuple[int, ...]
     tensors: TensorsPlan
     chunks: Views
-    common: Mapping[str, Common]
+    common: Mapping[str, SharedBoxes]
     replicated: Replicas
 
     def is_for(self, world: World, collected: CollectedState) -> bool:
@@ -66,7 +66,7 @@ def plan_checkpoint(world: World, collected: CollectedState) -> CheckpointPlan:
     with world.collective("plan the tensors"):
         plan = plan_tensors(collected.tensors, by_rank, collected.buffers, collected.alias_keys, world.global_ranks)
     boxes = {key: tuple(metadata[key].boxes for metadata in by_rank) for key in tensors}
-    common = in_common(boxes, world.rank)
+    common = find_shared_boxes(boxes, world.rank)
     local = {key: local_tensor(tensor) for key, tensor in tensors.items()}
     with world.collective("plan the chunks"):
         chunks = chunk_views(plan.by_rank[world.rank], tensors, local)

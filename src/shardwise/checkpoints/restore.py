@@ -45,7 +45,7 @@ from shardwise.ranks.world import Clock, World
 from shardwise.saving.torch_saves import loaded
 from shardwise.state.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
 from shardwise.state.state_values import StateOptions
-from shardwise.transfer.matching import Provided
+from shardwise.transfer.matching import SourceTensor
 from shardwise.transfer.memory import gc_disabled
 from shardwise.transfer.read import ReadExecutor, ReadItem, plan_reads
 from shardwise.transfer.replicas import require_alike_models
@@ -286,7 +286,7 @@ def _match_optimizers(
     with world.collective("read the optimizer state"):
         parsed = _optimizer_state(opened, executor, optimizers, common)
     stored = {
-        name: Provided(tuple(tensor.shape), in_memory(tensor.dtype), (Box.whole(tuple(tensor.shape)),))
+        name: SourceTensor(tuple(tensor.shape), in_memory(tensor.dtype), (Box.whole(tuple(tensor.shape)),))
         for name, tensor in parsed.tensors.items()
     }
     return match_optimizer_state(world, optimizers, parsed, [stored] + [{}] * (world.size - 1), consent)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shardwise.checkpoints.base_identity import BaseIdentity, BaseSamples, Fingerprints
 from shardwise.core.errors import RankMismatchError
 from shardwise.ranks.world import World
-from shardwise.transfer.replicas import ReplicaGroup, mismatched_groups
+from shardwise.transfer.replicas import ReplicaGroup, find_mismatched_groups
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Agreement(NamedTuple):
 
 def require_same_calls(world: World, summaries: Sequence[StateSummary]) -> None:
     """Raise :class:`RankMismatchError` if ranks passed different arguments."""
-    if odd := world.mismatched([item.call for item in summaries]):
+    if odd := world.find_mismatched([item.call for item in summaries]):
         raise RankMismatchError(
             "the list of arguments (step, keep, mode, only, on_differing_buffers) on rank "
             f"{odd.text} is not that of rank {world.global_ranks[0]}. Make the same call on all ranks"
@@ -64,7 +64,7 @@ def compare_summaries(world: World, samples: BaseSamples | None, summaries: Sequ
     Raises:
         RankMismatchError: optimizers have different settings, or some ranks only have a data position.
     """
-    if odd := world.mismatched([item.settings for item in summaries]):
+    if odd := world.find_mismatched([item.settings for item in summaries]):
         own, first = (", ".join(map(str, summaries[rank].rates[:4])) or "none" for rank in (odd.first, 0))
         raise RankMismatchError(
             f"the settings of the optimizers on rank {odd.text} are not those of rank {world.global_ranks[0]} "
@@ -79,4 +79,4 @@ def compare_summaries(world: World, samples: BaseSamples | None, summaries: Sequ
         raise RankMismatchError("some ranks have a position in the data and others none. Give all ranks theirs")
     base = samples.identity([item.base for item in summaries]) if samples else None
     digests = [item.replicas for item in summaries if item.replicas is not None]
-    return Agreement(alike, data, base, mismatched_groups(digests) if len(digests) == len(summaries) else None)
+    return Agreement(alike, data, base, find_mismatched_groups(digests) if len(digests) == len(summaries) else None)

@@ -291,7 +291,7 @@ class ShardwiseTrainer(_Trainer):
     def _synchronize(self, world: World, value: object = None) -> MismatchedRanks | None:
         """Meet the other ranks. Return those whose value is not the first rank's, None if all are equal."""
         try:
-            return world.all_reduce_object(value, world.mismatched)
+            return world.all_reduce_object(value, world.find_mismatched)
         except (RankLostError, TrainingError) as lost:
             raise type(lost)(f"{self._where()}: {lost}") from lost
 

@@ -52,7 +52,7 @@ def agree_on(
 
 def _check_plans(world: World, ranks: Sequence[RankPlan], *, check_memory: bool) -> MismatchedRanks | int:
     """Compare plans, and require enough memory, of which the ranks of a container share what is free."""
-    if mismatched := world.mismatched([digests for digests, *_ in ranks]):
+    if mismatched := world.find_mismatched([digests for digests, *_ in ranks]):
         return mismatched
     sharers = Counter(container for _, container, *_ in ranks)
     needed: Counter[str] = Counter()
@@ -75,7 +75,7 @@ def require_same_settings(world: World, settings: Mapping[str, str], what: str =
     Raises:
         RankMismatchError: naming the settings that differ.
     """
-    with world.all_reduce("compare the settings", world.mismatched) as exchange:
+    with world.all_reduce("compare the settings", world.find_mismatched) as exchange:
         exchange.local = repr_digest(settings)
     mismatched = exchange.result
     if mismatched is not None:

@@ -72,7 +72,7 @@ def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
         name: (tuple(tensor.shape), tensor.dtype, value)
         for (name, tensor), value in zip(buffers.items(), checksums(list(buffers.values())), strict=True)
     }
-    if world.all_reduce_object(repr_digest(sorted(sums.items())), world.mismatched) is None:
+    if world.all_reduce_object(repr_digest(sorted(sums.items())), world.find_mismatched) is None:
         return
     with world.broadcast("compare buffers") as exchange:
         if world.rank == 0:

@@ -279,7 +279,7 @@ def build_together(
         built = outlines.outline(found.directory, found.config, found.index, keywords, outlines.resizing(keywords))
         exchange.local = built.ties_stored_twice()
     pairs: list[list[tuple[str, str]]] = exchange.result
-    if odd := world.mismatched(pairs):
+    if odd := world.find_mismatched(pairs):
         raise RankMismatchError(
             f"the list of declared ties that are stored twice on rank {odd.text} is not that of rank "
             f"{world.global_ranks[0]}"

@@ -72,7 +72,7 @@ def check_options(hints: Mapping[str, Any], given: Mapping[str, Any], inside: st
         ConfigError: an argument has the wrong type. The message has the expected one.
     """
     for name, value in given.items():
-        kinds, choices = _allowed(hints.get(name, Any))
+        kinds, choices = _get_allowed(hints.get(name, Any))
         where = f"{inside}.{name}" if inside else name
         if isinstance(value, str) and value in choices:
             continue
@@ -129,15 +129,15 @@ def _difference(world: World, settings_by_rank: Sequence[Mapping[str, str]]) -> 
     """Describe the first argument that is not the same on all ranks."""
     first = settings_by_rank[0]
     for name in dict.fromkeys(name for settings in settings_by_rank for name in settings):
-        if odd := [rank for rank, each in enumerate(settings_by_rank) if each.get(name) != first.get(name)]:
-            values = f"{settings_by_rank[odd[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
-            ranks, first_rank = format_ranks(odd, world.global_ranks), world.global_ranks[0]
-            given = f"{name} on rank {ranks} is not that of rank {first_rank} ({values:.500})"
-            return f"{given}. Give every rank the same"
+        ranks = [rank for rank, each in enumerate(settings_by_rank) if each.get(name) != first.get(name)]
+        if ranks:
+            values = f"{settings_by_rank[ranks[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
+            text = f"{name} on rank {format_ranks(ranks, world.global_ranks)} is not that of rank"
+            return f"{text} {world.global_ranks[0]} ({values:.500}). Pass the same on every rank"
     return None
 
 
-def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+def _get_allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """Return the classes and the strings that an annotation allows. No classes if none of them is checked."""
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
@@ -164,8 +164,9 @@ def _is_ours(kind: type) -> bool:
 
 def _type_error(name: str, value: object, kinds: tuple[Any, ...]) -> str:
     names = [kind.__name__ for kind in kinds if kind is not types.NoneType]
-    given = value if isinstance(value, str) else type(value).__name__  # "lora" and a LoraConfig both mean Lora
-    names.sort(key=lambda kind: not given.lower().startswith(kind.lower()))
+    # "lora" and a LoraConfig both mean Lora: the class whose name begins the text comes first.
+    text = value if isinstance(value, str) else type(value).__name__
+    names.sort(key=lambda kind: not text.lower().startswith(kind.lower()))
     meant, last = " or ".join(names), name.rpartition(".")[2]
     if isinstance(value, type):
         return f"{name} is the class {value.__name__}. Pass an object of it: {last}={value.__name__}(...)"

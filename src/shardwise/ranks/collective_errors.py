@@ -74,13 +74,16 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
         raise
     except Exception as error:
         is_out, is_broken = is_out_of_memory(error), is_collective_error(error)
-        slow = describe_wait() if is_broken else ""  # now, because the wait is over
+        # Before await_verdict(): this rank waits no longer, and the next heartbeat forgets for whom it did.
+        slow = describe_wait() if is_broken else ""
         cause = _out_of_memory(error) if is_out else f"{type(error).__name__}: {error}"
         kind = TrainingError if is_out else RankLostError
         if channel is None:
             if is_out:
                 raise TrainingError(f"{where()}: {cause}") from error
             raise
+        # Its own error: the others have to hear of it. One of a collective may be caused by any rank: the detector
+        # decides, and only if it finds nobody lost this rank announces that it leaves.
         if is_out or not is_broken:
             channel.abort(cause, kind)
         try:
@@ -111,7 +114,7 @@ def _watch(
 
 def _out_of_memory(error: BaseException) -> str:
     detail = str(error).partition("\n")[0] or type(error).__name__
-    return f"out of memory ({detail}). Smaller batches, activation checkpointing or more ranks take less"
+    return f"out of memory ({detail}). Use smaller batches, activation checkpointing or more ranks"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -101,13 +101,15 @@ class ControlChannel:
 
     def store_loss(self) -> RankLostError | None:
         """Return the error of a store that is gone, or that does not answer."""
+        # Longer than the timeout of a rank, so that a lost rank is named rather than the store that it holds.
         error, limit_s = self._detector.error, _STORE_FACTOR * self.timeouts.heartbeat_timeout_s
         if error is None and self._detector.unanswered_s < limit_s:
             return None
-        fault = "is gone" if error is not None else f"has not answered for {limit_s:.0f} s"  # equal on all ranks
+        # The limit, not the time that has passed: the text has to be the same on all ranks.
+        fault = "is gone" if error is not None else f"has not answered for {limit_s:.0f} s"
         lost = RankLostError(
-            f"the store through which the ranks meet {fault}. The process that holds it (the launcher, or rank 0) "
-            "has ended, is stopped, or cannot be reached. Check its output"
+            f"the store of the process group {fault}. The process that holds it (the launcher, or rank 0) has "
+            "ended, is stopped, or cannot be reached. Check its output"
         )
         lost.__cause__ = error
         return lost
@@ -120,7 +122,7 @@ class ControlChannel:
         Raises:
             RankLostError: the store is gone, or does not answer.
         """
-        self._run(KeyStore.delete, ())  # every task joins before it begins
+        self._run(KeyStore.delete, ())  # deletes nothing: every task joins before it begins
 
     def gather(self) -> list[bytes]:
         """On the first rank: wait for all ranks. Return the reports of the others.
@@ -159,6 +161,7 @@ class ControlChannel:
         """Announce that this rank leaves the call and will not reach another meeting. The others raise ``kind``."""
         number = self.global_ranks[self.rank]
         text = f"rank {number} ({ProcessId.here()}) has left the call: {cause}"
+        # The error of this rank counts, not one of the store. Ranks that cannot read this miss its heartbeat.
         with contextlib.suppress(Exception):
             self._start(self._announce, kind(text)).result(timeout=self.timeouts.heartbeat_interval_s)
 
@@ -168,6 +171,7 @@ class ControlChannel:
         Raises:
             ShardwiseError: naming the rank, of the kind with which it has left.
         """
+        # A few intervals more than the timeout, because a verdict is published and read with heartbeats.
         deadline = time.monotonic() + self.timeouts.heartbeat_timeout_s + 4 * self.timeouts.heartbeat_interval_s
         while self._verdict is None and self.store_loss() is None and time.monotonic() < deadline:
             time.sleep(_LAST_POLL_S)
@@ -184,7 +188,7 @@ class ControlChannel:
         while True:
             try:
                 return future.result(timeout=self.timeouts.heartbeat_interval_s)
-            except TimeoutError:
+            except TimeoutError:  # the thread may hang in the store for ever
                 if loss := self.store_loss():
                     raise loss from loss.__cause__
 
@@ -212,20 +216,23 @@ class ControlChannel:
         return self._keys
 
     def _join(self) -> KeyStore:
+        # A number of its own for each call of this rank. The n-th call of a rank meets the n-th of the others.
         number = KeyStore(self._store, self._name).add(f"calls/{self.rank}", 1)
         keys = KeyStore(self._store, f"{self._name}/call{number}")
-        self._detector.begun.wait()  # a rank that is here, and has never had a heartbeat, would not be missed
+        # Before "here": a rank that is here, and has never had a heartbeat, would not be missed.
+        self._detector.has_started.wait()
         keys.set(f"here/{self.rank}", b"")
-        own = f"rank {self.global_ranks[self.rank]} is in {self._call}"
-        first = keys.set_default("call", own)
+        local = f"rank {self.global_ranks[self.rank]} is in {self._call}"
+        first = keys.set_default("call", local)  # atomic: all ranks compare with the one that came first
         if first.partition(" is in ")[2] != self._call:
             text = (
-                f"{own}, and {first}: a call was skipped, or made by some ranks alone. Every rank has to make the "
-                "same calls in the same order. The next calls meet again"
+                f"{local}, and {first}: a call was skipped, or made by some ranks alone. Make the same calls in "
+                "the same order on every rank. The next calls meet again"
             )
             self._announce(keys, RankMismatchError(text))
         self._joined_s = time.monotonic()
         self._warn_at = self._joined_s + WARN_S
+        # Last: from here on the detector's thread uses this channel.
         self._detector.add(self, self.timeouts.heartbeat_interval_s)
         return keys
 
@@ -233,11 +240,14 @@ class ControlChannel:
         num_reports, others = 0, range(1, self.size)
         with self._in_meeting(keys, self._step):
             for _ in self._polls(keys):
+                # One counter for both: a poll is one request to the store, whatever the number of ranks.
                 num_reports, num_arrived = divmod(keys.add(f"{self._step}/in", 0), _REPORT)
                 if num_arrived == len(others):
                     break
-        if keys.has("verdict"):  # the others have given this rank up since
+        # After all have come: this rank was late, and they may have given it up in the meantime.
+        if keys.has("verdict"):
             self._raise_verdict(keys)
+        # Reports that are empty are not sent. If only some are not, each rank's key has to be looked for.
         senders: Sequence[int] = others[:num_reports]  # all, or none
         if 0 < num_reports < len(others):
             senders = [rank for rank in others if keys.has(f"{self._step}/{rank}")]
@@ -246,14 +256,17 @@ class ControlChannel:
 
     def _publish(self, keys: KeyStore, result: bytes) -> None:
         step = self._step
+        # Before the result is set: a rank that reads it may enter the next meeting at once, and fail there.
         self._step += 1
         used = [*keys.set(f"{step}/all", result), *(f"{step}/{name}" for name in ("in", "out", "failed"))]
-        keys.delete(self._used)  # all ranks have left the meeting before
+        # Keys of the meeting before, not of this one: all ranks have left that, since they have come to this one.
+        keys.delete(self._used)
         self._used = used
 
     def _report(self, keys: KeyStore, message: bytes) -> bytes:
         step = self._step
         used = keys.set(f"{step}/{self.rank}", message) if message else []
+        # After the report is set: the first rank reads it as soon as the counter says that all have come.
         keys.add(f"{step}/in", 1 + _REPORT * bool(message))
         with self._in_meeting(keys, step):
             for _ in self._polls(keys):
@@ -261,7 +274,8 @@ class ControlChannel:
                     break
         [result] = keys.get([f"{step}/all"])
         self._step += 1
-        keys.delete(used)
+        keys.delete(used)  # the first rank has read it
+        # Last: the first rank may end, and the store with it, once all have done this.
         keys.add(f"{step}/out", 1)
         return result
 
@@ -287,17 +301,19 @@ class ControlChannel:
         """Yield before each poll of the caller, the less often the longer it takes. Raise a verdict."""
         start = time.monotonic()
         while True:
+            # Read before the poll and raised after it: a rank that has left the call may have come to this meeting
+            # before, and then the meeting succeeds.
             verdict = self._verdict
             yield
             if self._is_closed:
                 raise RankLostError(f"rank {self.global_ranks[self.rank]} has left the call")
-            if verdict is not None:  # and polled after it: a rank that has left has met this one before
+            if verdict is not None:
                 self._raise_verdict(keys)
             waited_s = time.monotonic() - start
             time.sleep(min(max(_FIRST_POLL_S, waited_s * _POLL_FRACTION), _LAST_POLL_S))
 
     def _announce(self, keys: KeyStore, error: ShardwiseError) -> Failure:
-        """Publish the verdict, unless another rank has. Return the published one."""
+        """Publish the verdict, unless another rank has. Return the published one, which all ranks raise."""
         kind, _, text = keys.set_default("verdict", f"{type(error).__name__}\n{error}").partition("\n")
         self._verdict = Failure(kind, text)
         return self._verdict
@@ -318,12 +334,13 @@ class ControlChannel:
         """Look for failures and verdicts of other ranks, and for lost ranks."""
         if self._keys is None:
             return
+        # Over the detector's own connection: a thread that waits for a key may hold the other one.
         keys = KeyStore(store, self._keys.prefix)
-        step = self._step
+        step = self._step  # once: the thread of a task may go on to the next meeting in between
         if keys.has(f"{step}/failed"):
             self._failed_step = step
         if self._verdict is None and keys.has("verdict"):
-            self._announce(keys, RankLostError())
+            self._announce(keys, RankLostError())  # reads the one that is there
         watched = self.global_ranks[1:] if self.rank == 0 else self.global_ranks[:1]
         self._detector.update(heartbeat_keys(store), watched)
         heartbeats = self._detector.heartbeats
@@ -332,6 +349,7 @@ class ControlChannel:
             if beat and self._verdict is None and (cause := beat.loss(self.timeouts.heartbeat_timeout_s)):
                 advice = "Check its output, and the kernel log (dmesg) for the OOM killer"
                 self._announce(keys, RankLostError(f"rank {number} ({beat.process}) is lost: {cause}. {advice}"))
+        # Before the first meeting only: who has been in a meeting has joined.
         if self._step == 0 and self._verdict is None:
             self._find_absent(keys, [number for number in watched if number not in heartbeats])
         meeting = self._meeting
@@ -349,12 +367,13 @@ class ControlChannel:
         if now - self._joined_s > self.timeouts.join_timeout_s:
             for rank, number in enumerate(self.global_ranks):
                 if not keys.has(f"here/{rank}"):
-                    waited = f"within {now - self._joined_s:.0f} s. Make the call on every rank"
-                    self._announce(keys, RankLostError(f"rank {number} has not reached {self._call} {waited}"))
+                    text = f"rank {number} has not reached {self._call} within {now - self._joined_s:.0f} s"
+                    self._announce(keys, RankLostError(f"{text}. Make the call on every rank"))
 
 
 def waiting_for(ranks: Sequence[int], size: int, store: Any) -> str:
     """Return a message that names ranks that have not arrived, and the store's host and port, or its file."""
+    # PrefixStores wrap the store that has an address.
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     address = f"{store.host}:{store.port}" if hasattr(store, "port") else getattr(store, "path", "one store")

@@ -47,6 +47,8 @@ class KeyStore:
         """Set a key. Return the names of all keys that were set, the key itself last, for :meth:`delete`."""
         chunks = [value[start : start + _CHUNK_BYTES] for start in range(0, len(value), _CHUNK_BYTES)] or [b""]
         names = [*(f"{key}/{number}" for number in range(1, len(chunks))), key]
+        # The first chunk has the number of the others in its first 4 bytes. It is set last: a reader that finds the
+        # key finds all of them.
         first = (len(chunks) - 1).to_bytes(4) + chunks[0]
         for name, chunk in zip(names, [*chunks[1:], first], strict=True):
             self.store.set(f"{self.prefix}/{name}", chunk)
@@ -62,7 +64,7 @@ class KeyStore:
 
     def _get(self, keys: Sequence[str]) -> list[bytes]:
         names = [f"{self.prefix}/{key}" for key in keys]
-        if names and self.store.has_extended_api():
+        if names and self.store.has_extended_api():  # one request for all
             return [bytes(value) for value in self.store.multi_get(names)]
         return [bytes(self.store.get(name)) for name in names]
 
@@ -103,6 +105,7 @@ class Heartbeat:
     def loss(self, timeout_s: float) -> str | None:
         """Return why the process counts as lost, or None if it does not."""
         silent_s = time.monotonic() - self.since_s
+        # has_ended() and is_running() know only processes of this machine. For others both return False.
         if self.value == _ENDED or self.process.has_ended():
             return "its process has ended"
         if silent_s > timeout_s and not self.process.is_running():
@@ -115,7 +118,7 @@ class Detector:
 
     Attributes:
         answered_s: when the store answered last, by the monotonic clock.
-        begun: set after the first heartbeat, or when there will be none.
+        has_started: set after the first heartbeat, or when there will be none.
         error: the exception that ended the heartbeat thread, if any.
         heartbeats: those of the watched processes, by rank among all that use the store.
         meetings: those in which this rank waits, by their keys.
@@ -126,7 +129,7 @@ class Detector:
     def __init__(self, store: Any, rank: int) -> None:
         self.pid = os.getpid()
         self.answered_s = time.monotonic()
-        self.begun = threading.Event()
+        self.has_started = threading.Event()
         self.error: Exception | None = None
         self.heartbeats: dict[int, Heartbeat] = {}
         self.meetings: dict[str, Meeting] = {}
@@ -134,10 +137,12 @@ class Detector:
         self._warn_at = 0.0
         self._interval_s = _INTERVAL_S
         self._rank = rank
+        # Weak: the thread ends when the process group is destroyed, and must not keep the store open.
         self._store = weakref.ref(store)
         self.watchers: set[Any] = set()
         self._has_ended = False
         self._awake = threading.Event()
+        # Last: the thread uses the attributes above.
         self._thread = threading.Thread(target=self._run, name=f"shardwise-heartbeat-{rank}", daemon=True)
         self._thread.start()
         atexit.register(self.end)
@@ -157,13 +162,14 @@ class Detector:
         """Announce that this process ends."""
         self._has_ended = True
         self._awake.set()
-        if self.pid == os.getpid():
+        if self.pid == os.getpid():  # a forked child has the object, and not its thread
             self._thread.join(timeout=_JOIN_S)
 
     def update(self, keys: KeyStore, ranks: Iterable[int]) -> None:
         """Update the heartbeats of these ranks. A process that was never in a call has none."""
-        known = [rank for rank in ranks if rank in self.heartbeats or keys.has(f"beat/{rank}")]
-        for rank, value in zip(known, keys.get([f"beat/{rank}" for rank in known]), strict=True):
+        # get() would wait for a key that is not set.
+        present = [rank for rank in ranks if rank in self.heartbeats or keys.has(f"beat/{rank}")]
+        for rank, value in zip(present, keys.get([f"beat/{rank}" for rank in present]), strict=True):
             heartbeat = self.heartbeats.get(rank)
             if heartbeat is None:
                 [content] = keys.get([f"process/{rank}"])
@@ -174,18 +180,22 @@ class Detector:
     def _run(self) -> None:
         try:
             store: Any = self._store()
+            # A connection of its own: a thread that waits for a key may hold the other one.
             store = store.clone() if hasattr(store, "clone") else store
             keys, count = heartbeat_keys(store), 0
+            # Before the first heartbeat: whoever sees that reads this.
             keys.set(f"process/{self._rank}", json.dumps(asdict(ProcessId.here())).encode())
             while self._store() is not None and not self._has_ended:
                 count += 1
-                meetings = dict(self.meetings)  # once: other threads come and leave in between
+                meetings = dict(self.meetings)  # once: other threads enter and leave meetings in between
                 status = RankStatus.here(meetings, self.waits_for)
                 keys.set(f"beat/{self._rank}", f"{count} {status.to_json()}".encode())
-                self.begun.set()
+                self.has_started.set()
                 for watcher in tuple(self.watchers):
                     watcher.watch(store)
+                # After the watchers, which have updated the heartbeats of others.
                 self._name_slow_ranks(status, meetings)
+                # Only when all requests of this round have been answered. If one hangs, the time is not renewed.
                 self.answered_s = time.monotonic()
                 self._awake.wait(self._interval_s)
                 self._awake.clear()
@@ -194,12 +204,12 @@ class Detector:
         except Exception as error:  # the store is gone, or a watcher failed
             self.error = error
         finally:
-            self.begun.set()
+            self.has_started.set()
 
-    def _name_slow_ranks(self, own: RankStatus, meetings: Mapping[str, Meeting]) -> None:
+    def _name_slow_ranks(self, local: RankStatus, meetings: Mapping[str, Meeting]) -> None:
         """Log which rank this one has been waiting for, after ten seconds and then every minute."""
         others = {rank: status for rank, beat in self.heartbeats.items() if (status := beat.status) is not None}
-        waited_s, self.waits_for = find_wait(self._rank, own, meetings, others)
+        waited_s, self.waits_for = find_wait(self._rank, local, meetings, others)
         now = time.monotonic()
         if not self.waits_for:
             self._warn_at = 0.0
@@ -221,7 +231,8 @@ def describe_wait() -> str:
 
 def get_detector(store: Any, rank: int) -> Detector:
     """Return the detector of this process, which is ``rank`` among all that use the store. Starts the heartbeat."""
-    own = _detectors.setdefault(store, {})
-    if rank not in own or own[rank].pid != os.getpid():
-        own[rank] = Detector(store, rank)
-    return own[rank]
+    by_rank = _detectors.setdefault(store, {})
+    # A forked child has its parent's detector, whose thread it does not have.
+    if rank not in by_rank or by_rank[rank].pid != os.getpid():
+        by_rank[rank] = Detector(store, rank)
+    return by_rank[rank]

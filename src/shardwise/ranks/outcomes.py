@@ -38,10 +38,11 @@ class Failure:
 
     @classmethod
     def from_error(cls, error: Exception) -> Failure:
-        own = [base for base in type(error).__mro__ if base is Stopped or base.__module__ == errors.__name__]
-        message = str(error) if own else f"{type(error).__name__}: {error}"
+        # The nearest public class: subclasses that other modules define may not exist on the other ranks.
+        public = [base for base in type(error).__mro__ if base is Stopped or base.__module__ == errors.__name__]
+        message = str(error) if public else f"{type(error).__name__}: {error}"
         phase = getattr(error, "phase", "") or current_phases()
-        return cls((own or [CheckpointError])[0].__name__, message, phase, error)
+        return cls((public or [CheckpointError])[0].__name__, message, phase, error)
 
     @classmethod
     def among(cls, values: Sequence[object], count: int, global_ranks: Sequence[int]) -> Failure | None:
@@ -51,9 +52,9 @@ class Failure:
         ignored.
         """
         failures = {rank: value for rank, value in enumerate(values) if isinstance(value, Failure)}
-        own = {rank: failure for rank, failure in failures.items() if not failure.is_stop} or failures
-        for rank, first in own.items():
-            is_common = len(own) == count and set(own.values()) == {first}
+        causes = {rank: failure for rank, failure in failures.items() if not failure.is_stop} or failures
+        for rank, first in causes.items():
+            is_common = len(causes) == count and set(causes.values()) == {first}
             return first if is_common else first.at_rank(global_ranks[rank])
         return None
 

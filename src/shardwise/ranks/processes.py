@@ -80,11 +80,12 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
                     process.kill()
                     process.join()
         outcomes = [
-            _outcome(Path(folder, str(rank)), rank, process.exitcode)
+            _read_outcome(Path(folder, str(rank)), rank, process.exitcode)
             for rank, process in enumerate(context.processes)
         ]
     failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, ShardwiseError)}
-    if failures:  # the others may have been ended because the first one had
+    # The cause, not its consequences: other ranks lost their peer, or were ended because the first one had failed.
+    if failures:
         raise failures[min(failures, key=lambda rank: (_priority(failures[rank]), rank != first))]
     return outcomes
 
@@ -105,7 +106,7 @@ def _join_all(context: Any) -> int | None:
     return None
 
 
-def _outcome(file: Path, rank: int, exit_code: int | None) -> Any:
+def _read_outcome(file: Path, rank: int, exit_code: int | None) -> Any:
     """Return the value or the error of a rank."""
     if not file.exists():
         return RankEndedError(f"rank {rank}: its process ended with exit code {exit_code}")
@@ -132,7 +133,7 @@ def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None
             raise_signal(number)
         if requested_s is None:
             requested_s = time.monotonic()
-            for process in ranks:  # before anything that may fail or block: ranks must hear of it
+            for process in ranks:  # before anything that may fail or block
                 with suppress(OSError, ValueError):
                     if process.pid is not None and process.exitcode is None:
                         os.kill(process.pid, RELAYED)
@@ -160,6 +161,7 @@ def _run_rank(rank: int, size: int, folder: str, function: RankFunction, args: S
     multiprocessing.set_start_method(None, force=True)
     with surviving_console():
         outcome = _call_in_group(rank, size, folder, function, args)
+    # By a rename: the parent process takes a file that exists for a whole outcome.
     Path(folder, f"{rank}.new").write_bytes(encode(outcome))
     os.replace(Path(folder, f"{rank}.new"), Path(folder, str(rank)))
     sys.exit(isinstance(outcome, Failure))
@@ -266,7 +268,9 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
         raise RankLostError(
             f"the ranks could not meet ({cause}). Start every rank, with one MASTER_ADDR and one free MASTER_PORT"
         ) from error
-    set_timeout(dist.default_pg_timeout.total_seconds())  # the time to meet is over
+    # The timeout above was for ranks that start late. Collectives get torch's default.
+    set_timeout(dist.default_pg_timeout.total_seconds())
+    # Before the first collective: a rank that is lost in it is named.
     get_detector(default_store(), dist.get_rank())
     try_collectives()
     values = [function(*args)]
@@ -291,6 +295,7 @@ def _launcher_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
     tcp_store = TCPStore(host, port, size, is_server, _RENDEZVOUS, wait_for_workers=False, multi_tenant=True)
     store = PrefixStore(f"shardwise/attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp_store)
     store.set(f"here/{rank}", "")
+    # Polled, not waited for: torch's wait says nothing of the ranks that are missing.
     end, warn_at = time.monotonic() + _RENDEZVOUS.total_seconds(), time.monotonic() + WARN_S
     while not store.check([f"here/{other}" for other in range(size)]):
         if time.monotonic() > warn_at:

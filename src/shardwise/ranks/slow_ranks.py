@@ -1,8 +1,8 @@
 """Names the rank that others wait for, though it lives.
 
 [Note: Slow ranks] A rank that is lost is an error within seconds. One that lives but takes long is not: it may be
-at the end of a long save. But nobody shall wait without a word. So each heartbeat carries what its rank does. The
-first rank sees all heartbeats and finds out who is missing. The others see the first rank's, which also carries the
+at the end of a long save. But a wait should be explained. So each heartbeat has what its rank does. The first rank
+sees all heartbeats and finds out which ranks are missing. The others see the first rank's, which also has the
 result.
 
 A rank waits in a meeting, whose key its heartbeat has, or in a collective of torch, which says nothing of who is
@@ -88,41 +88,42 @@ class Meeting:
 
 
 def find_wait(
-    rank: int, own: RankStatus, meetings: Mapping[str, Meeting], others: Mapping[int, RankStatus]
+    rank: int, local: RankStatus, meetings: Mapping[str, Meeting], others: Mapping[int, RankStatus]
 ) -> tuple[float, str]:
     """Find out which rank this one has been waiting for for ten seconds or more.
 
     Args:
         rank: this rank.
-        own: its status.
+        local: its status.
         meetings: those of its status.
         others: the statuses that it knows, by rank: the first rank's, or on the first rank those of all.
 
     Returns:
         The seconds of the wait, and a description of the ranks and what they do. 0 and "" if there is no wait.
     """
-    for key, waited_s in own.meetings.items():
+    for key, waited_s in local.meetings.items():
         if waited_s < WARN_S:
             continue
         first, *members = meetings[key].ranks
         if rank == first:
             absent = [member for member in members if member in others and key not in others[member].meetings]
         elif first in others and key in others[first].meetings:
-            wait = others[first].waits_for  # it knows who is missing, and may not know yet that this rank has come
+            # It knows which ranks are missing, and may not know yet that this rank has come.
+            wait = others[first].waits_for
             return waited_s, "" if _names(rank, wait) else wait
         else:
             absent = [first] if first in others else []
         if absent:
             return waited_s, _describe(absent, others)
-    if own.meetings or own.busy or not own.phase or own.phase_s < WARN_S:
+    if local.meetings or local.busy or not local.phase or local.phase_s < WARN_S:
         return 0.0, ""
     # The main thread may be in a collective of torch. If others are busy, it is, or soon will be.
     slow = [other for other, status in others.items() if status.busy and status.phase_s >= WARN_S]
     if slow:
-        return own.phase_s, _describe(slow, others)
-    # What the first rank waits for, unless it is this rank, also in a meeting to which this one has yet to come.
+        return local.phase_s, _describe(slow, others)
+    # What the first rank waits for, unless it is this rank: maybe in a meeting that this one has not reached yet.
     relayed = [status.waits_for for status in others.values() if rank and not status.meetings]
-    return own.phase_s, next((wait for wait in relayed if not _names(rank, wait)), "")
+    return local.phase_s, next((wait for wait in relayed if not _names(rank, wait)), "")
 
 
 def _names(rank: int, wait: str) -> bool:

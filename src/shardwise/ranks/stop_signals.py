@@ -125,6 +125,7 @@ class StopRequest:
     def _make(self, number: int) -> None:
         if self.is_made:
             return
+        # Before the number: the other thread compares the time as soon as the request is made.
         self._made_s = time.monotonic()
         self.number = number
         if number == signal.SIGINT:  # the other signals come from programs
@@ -140,6 +141,7 @@ class StopRequest:
 
     def _end_now(self, number: int) -> None:
         """Raise in the main thread, or else end the process: a collective cannot be interrupted."""
+        # Before the signal, whose handler raises only if this is set.
         self._number_now = number
         main = threading.main_thread().ident
         assert main is not None, "it has been started"
@@ -187,6 +189,7 @@ def stopping_on_signals() -> Iterator[StopRequest]:
     receiver = threading.Thread(target=request.receive, args=(wakeups,), name="shardwise-signals", daemon=True)
     receiver.start()
     handlers = {number: signal.getsignal(number) for number in _RECEIVED}
+    # Before the handlers: a signal that is handled has been seen by the receiver's thread, too.
     fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     for number, handler in handlers.items():
         if handler != signal.SIG_IGN:  # SIGINT of started ranks: the parent process passes Ctrl-C on
@@ -196,6 +199,7 @@ def stopping_on_signals() -> Iterator[StopRequest]:
         yield request
     finally:
         _shielded.remove(request)
+        # First: the thread ends a process whose main thread does not leave the block in time.
         request.leave()
         for number, handler in handlers.items():
             # After a request, signals that are on their way must not end the process before it has reported.

@@ -11,11 +11,11 @@ class Timeouts:
     """Times that ranks wait for each other, in seconds.
 
     Attributes:
-        heartbeat_interval_s: between two signs of life.
-        heartbeat_timeout_s: without a sign of life, after which a rank counts as lost, in a call or since its last
+        heartbeat_interval_s: time between two heartbeats.
+        heartbeat_timeout_s: time without a heartbeat after which a rank counts as lost, in a call or since its last
             one.
-        join_timeout_s: until a rank reaches a call, because it may still be busy.
-        meeting_timeout_s: until a rank that lives reaches the next meeting of a call.
+        join_timeout_s: time until a rank reaches a call. It may still be busy.
+        meeting_timeout_s: time until a rank that is alive reaches the next meeting of a call.
     """
 
     heartbeat_interval_s: float = 1.0
@@ -28,5 +28,5 @@ class Timeouts:
             self.heartbeat_timeout_s
         ):
             raise ConfigError(
-                f"{self}: are not ascending. Pass heartbeat_interval_s < heartbeat_timeout_s <= join_timeout_s"
+                f"{self}: not ascending. Pass heartbeat_interval_s < heartbeat_timeout_s <= join_timeout_s"
             )

@@ -69,9 +69,12 @@ class Exchange:
         try:
             if error is None:
                 self.result = self._world._reduce(self.local, self.reduce_fun, self._num_attempts)
+            # An error that an inner block has raised on all ranks ends this block on all ranks. A second meeting
+            # would be one more than the others expect.
             elif isinstance(error, Exception) and not self._world._is_known_to_all(error):
                 self._world._reduce(Failure.from_error(error), self.reduce_fun, self._num_attempts)
         finally:
+            # After the exchange: a rank that waits in it is still in this phase, for messages.
             self._phase.__exit__(None, None, None)
 
 
@@ -183,7 +186,10 @@ class World:
             # Not raised by a collective (Ctrl-C, or an error between two of them): other ranks do not know of it.
             self.channel.abort(f"{type(error).__name__}: {error}")
         elif not isinstance(error, RankLostError):
+            # The first rank waits here until the others have read the last result. After a lost rank it would wait
+            # for that one, too.
             self.channel.finish()
+        # Last: a closed channel ends every wait.
         self.channel.close()
 
     # Phases
@@ -243,16 +249,16 @@ class World:
             RankMismatchError: a value differs. The message names ``what`` and the ranks whose value is not that of
                 the first rank.
         """
-        if mismatched := self.all_reduce_object(value, self.mismatched):
+        if mismatched := self.all_reduce_object(value, self.find_mismatched):
             raise RankMismatchError(f"{what} on rank {mismatched.text} is not that of rank {self.global_ranks[0]}")
 
-    def mismatched(self, values: Sequence[object]) -> MismatchedRanks | None:
+    def find_mismatched(self, values: Sequence[object]) -> MismatchedRanks | None:
         """Return the ranks whose values, by rank, are not the first rank's. None if all are equal."""
         ranks = [rank for rank, value in enumerate(values) if value != values[0]]
         return MismatchedRanks(ranks[0], format_ranks(ranks, self.global_ranks)) if ranks else None
 
     def is_first_at(self, place: str) -> bool:
-        """Return True on the lowest of the ranks that pass this ``place``. Collective: yes."""
+        """Return True on the lowest rank of those that pass the same ``place``. Collective: yes."""
         return self.all_gather_object(place).index(place) == self.rank
 
     # While working
@@ -277,57 +283,63 @@ class World:
         """Wait for a collective begun with ``async_op=True``, or raise Stopped once another rank has failed."""
         pause = 0.0001
         try:
+            # Not work.wait(), which waits for a rank that has failed as long as the backend's timeout.
             while not work.is_completed():
                 self.check()
                 time.sleep(pause)
                 pause = min(2 * pause, 0.01)
         except Stopped:
+            # The collective is still in progress. Destroying its group would wait for it.
             torch_private.keep_forever(self.group)
             raise
-        work.wait()
+        work.wait()  # raises its error, if it failed
 
-    def _reduce(self, own: T | Failure, reduce_fun: Callable[[list[T]], R], num_attempts: int | None = None) -> R:
+    def _reduce(self, local: T | Failure, reduce_fun: Callable[[list[T]], R], num_attempts: int | None = None) -> R:
         """Return on every rank the result of ``reduce_fun`` on the first rank, for the values of all.
 
         ``num_attempts`` is the number of ranks that could have failed (default: all).
 
         Raises:
-            CheckpointError: (or a subclass) the same on every rank, if ``own`` is a failure on any of them, or
+            CheckpointError: (or a subclass) the same on every rank, if ``local`` is a failure on any of them, or
                 ``reduce_fun`` raises.
         """
-        channel, latest = self.channel, cast(object, own)
+        channel, outcome = self.channel, cast(object, local)
         if channel is None:
-            return self._reduce_alone(own, reduce_fun)
+            return self._reduce_alone(local, reduce_fun)
         if self._end is not None:
-            raise self._shared(self._end.to_error())
-        if isinstance(own, Failure) and not own.is_stop:
-            channel.interrupt()
+            raise self._remember(self._end.to_error())
+        if isinstance(local, Failure) and not local.is_stop:
+            channel.interrupt()  # before the report: ranks that are still at work leave it at once
         try:
             if self.rank:
-                result = decode(channel.report(encode(own)))
+                result = decode(channel.report(encode(local)))
             else:
                 reports = channel.gather()
+                # Equal messages are decoded once: most ranks of a large world report the same.
                 values = {message: decode(message) for message in set(reports)}
-                inputs = [own, *(values[message] for message in reports)]
+                inputs = [local, *(values[message] for message in reports)]
                 failure = Failure.among(inputs, num_attempts or self.size, channel.global_ranks)
-                latest = failure or attempt(reduce_fun, cast(list[T], inputs))
-                message = encode(latest)
+                outcome = failure or attempt(reduce_fun, cast(list[T], inputs))
+                message = encode(outcome)
                 channel.publish(message)
+                # Decoded here, too: the first rank gets what the others get, also if it could not be pickled.
                 result = decode(message)
         except (RankLostError, TrainingError) as error:
             self.end(error)
-            if channel.store_loss() and isinstance(own, Failure) and not own.is_stop:
+            if channel.store_loss() and isinstance(local, Failure) and not local.is_stop:
                 # The first rank has ended, maybe because of this failure, of which this rank has the details.
-                raise self._shared(own.at_rank(channel.global_ranks[self.rank]).to_error()) from own.cause
-            raise self._shared(at_phase(error, current_phases())) from error.__cause__
+                raise self._remember(local.at_rank(channel.global_ranks[self.rank]).to_error()) from local.cause
+            raise self._remember(at_phase(error, current_phases())) from error.__cause__
         if not isinstance(result, Failure):
             return cast(R, result)
-        if self._phase is None:  # else the first rank waits for the others at the end of the block
+        # The caller may end the process now, and the store with it. In a "with world" block, __exit__ waits.
+        if self._phase is None:
             channel.finish()
-        raise self._shared(result.to_error()) from (latest.cause if isinstance(latest, Failure) else None)
+        # The traceback is on the rank that failed: messages carry none.
+        raise self._remember(result.to_error()) from (outcome.cause if isinstance(outcome, Failure) else None)
 
-    def _shared(self, error: ShardwiseError) -> ShardwiseError:
-        """Remember an error that every rank raises now."""
+    def _remember(self, error: ShardwiseError) -> ShardwiseError:
+        """Remember an error that every rank raises now. See :meth:`_is_known_to_all`."""
         self._raised = weakref.ref(error)
         return error
 
@@ -340,14 +352,14 @@ class World:
             return True
         return self.channel is None and isinstance(error, (ShardwiseError, Stopped))
 
-    def _reduce_alone(self, own: T | Failure, reduce_fun: Callable[[list[T]], R]) -> R:
+    def _reduce_alone(self, local: T | Failure, reduce_fun: Callable[[list[T]], R]) -> R:
         """Return the reduction of one value, or raise a failure: shardwise's own errors as they are."""
-        outcome = own if isinstance(own, Failure) else attempt(reduce_fun, [own])
+        outcome = local if isinstance(local, Failure) else attempt(reduce_fun, [local])
         if not isinstance(outcome, Failure):
             return outcome
         if isinstance(outcome.cause, (ShardwiseError, Stopped)):
             raise outcome.cause
-        raise self._shared(outcome.to_error()) from outcome.cause
+        raise self._remember(outcome.to_error()) from outcome.cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +389,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        # _inner is the time of the phases within the innermost one that is open, in seconds.
         start, before, self._inner = time.perf_counter(), self._inner, 0.0
         with phase(name):
             yield

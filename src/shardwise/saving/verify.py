@@ -252,7 +252,7 @@ def _recorded(reader: StorageReader, file: str) -> list[RecordedSave] | None:
     nbytes = reader.size(file)
     if nbytes > fingerprints.MAX_BYTES:
         raise FormatError(f"{file} in {reader.root} has {nbytes} bytes, more than any save writes. Remove it")
-    return fingerprints.parsed(reader.read(file, 0, nbytes))
+    return fingerprints.parse(reader.read(file, 0, nbytes))
 
 
 def _digest(reader: StorageReader, file: str) -> str:

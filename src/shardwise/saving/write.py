@@ -26,7 +26,7 @@ from shardwise.transfer.memory import WorkerPool, in_background
 from shardwise.transfer.move import ShardExchange
 from shardwise.transfer.move_plan import plan_rounds
 from shardwise.transfer.read import storage_bytes
-from shardwise.transfer.read_items import FileRequest, Staging, aligned
+from shardwise.transfer.read_items import FileRequest, Staging, align
 from shardwise.transfer.replicas import ShardSender
 from shardwise.transfer.staging import HostStaging, as_memoryview, as_stored, pinned_bytes
 
@@ -126,7 +126,7 @@ class Emitter:
             else:
                 as_stored(staging.buffer, segment, used).copy_(strided_view(tensor, segment.copy.target))
                 buffers.append(as_memoryview(staging.buffer)[used : used + segment.bytes.nbytes])
-                used += aligned(segment.bytes.nbytes)
+                used += align(segment.bytes.nbytes)
         return buffers
 
     def _add_fingerprints(self, request: FileRequest, buffers: Sequence[memoryview]) -> None:

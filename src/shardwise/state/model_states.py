@@ -144,14 +144,14 @@ def set_model_values(
         of = {place.names[0]: item for place, item in places}
         with world.collective("match tensors"):
             matched = match([place for place, _ in places], provided, consent, world.global_ranks)
-        taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
+        taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.tensors}
         with world.collective("check the tensors"):
             require_plain_tensors(list(taking.values()))
         # Computed while all is on meta, so that a model is filled as by a load.
         initializers = Initializers(model, held)
         with world.collective("plan computed tensors"):
             computed = _computed(initializers, only)
-        values.require_ties(world, [item.place.names for item in matched.taken])
+        values.require_ties(world, [item.place.names for item in matched.tensors])
     with clock.phase("exchange"):
         device = staging_device(held, [item.tensor for item in held])
         awaiting = [*taking.values(), *(item for item, _ in computed)]

@@ -107,7 +107,7 @@ def _match(
     targets: OptimizerTargets,
     agreed: ParsedState,
     groups: matching.GroupMatch,
-    provided_by_rank: Sequence[Mapping[str, matching.Provided]],
+    provided_by_rank: Sequence[Mapping[str, matching.SourceTensor]],
     consent: Consent,
     global_ranks: Sequence[int],
 ) -> matching.Match:
@@ -135,7 +135,7 @@ def _forgotten(agreed: ParsedState) -> set[str]:
 
 
 def _shape_and_dtype(
-    targets: OptimizerTargets, name: str, parameter: str, item: matching.Provided
+    targets: OptimizerTargets, name: str, parameter: str, item: matching.SourceTensor
 ) -> tuple[tuple[int, ...], DType]:
     present = targets.tensor(name)
     if present is not None:
@@ -169,7 +169,7 @@ class OptimizerMatch:
         """Return the target tensors: those that the optimizers already have, otherwise new memory."""
         optimizer_indices = targets.optimizer_indices
         found: dict[Key, torch.Tensor] = {}
-        for item in self.matched.taken:
+        for item in self.matched.tensors:
             parameter, entry = self.agreed.keys[item.name]
             own, dtype = targets.parameters[parameter], to_torch(item.place.dtype)
             target = targets.tensor(item.name)
@@ -205,7 +205,7 @@ def match_optimizer_state(
     world: World,
     targets: OptimizerTargets,
     given: ParsedState,
-    provided_by_rank: Sequence[Mapping[str, matching.Provided]],
+    provided_by_rank: Sequence[Mapping[str, matching.SourceTensor]],
     consent: Consent,
 ) -> OptimizerMatch:
     """Match entries of a state, described by ``provided_by_rank``, with entries of the optimizers.
@@ -226,7 +226,7 @@ def _match_all(
     targets: OptimizerTargets,
     agreed: ParsedState,
     provided_by: tuple[int, ...],
-    provided_by_rank: Sequence[Mapping[str, matching.Provided]],
+    provided_by_rank: Sequence[Mapping[str, matching.SourceTensor]],
     consent: Consent,
     global_ranks: Sequence[int],
 ) -> OptimizerMatch:

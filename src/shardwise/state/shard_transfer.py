@@ -125,7 +125,7 @@ def _scalars(
     chosen: dict[Key, Scalar] = {}
     for key in dict.fromkeys(key for values in gathered for key in values):
         ranks = [rank for rank, values in enumerate(gathered) if key in values]
-        rank = 0 if values_from == "first_rank" else matching.leading(ranks, counts)
+        rank = 0 if values_from == "first_rank" else matching.select_leader(ranks, counts)
         if rank not in ranks:
             raise RankMismatchError(
                 f"{values_from} relies on values that rank {world.global_ranks[rank]} does not have: {key}"

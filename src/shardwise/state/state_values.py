@@ -77,7 +77,7 @@ def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, 
     return by_name
 
 
-def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.Provided]:
+def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.SourceTensor]:
     """Return a description of the tensors that this rank passes.
 
     Raises:
@@ -89,7 +89,7 @@ def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.Provided]
             raise ConfigError(f"{name} in the state is a {type(value).__name__}. Only tensors can be set")
     require_values(tensors, "the state that was given")
     return {
-        name: matching.Provided(
+        name: matching.SourceTensor(
             tuple(tensor.shape), torch_private.in_memory(tensor.dtype), tensor_metadata.get_boxes(tensor, name)
         )
         for name, tensor in tensors.items()
@@ -113,11 +113,11 @@ class ProvidedValues:
 
     tensors: Mapping[str, Any]
 
-    def describe(self, world: World) -> list[dict[str, matching.Provided]]:
+    def describe(self, world: World) -> list[dict[str, matching.SourceTensor]]:
         """Return the description of the state on each rank. Collective: yes. Raises as :func:`describe_tensors`."""
         with world.all_gather("describe tensors") as exchange:
             exchange.local = describe_tensors(self.tensors)
-        result: list[dict[str, matching.Provided]] = exchange.result
+        result: list[dict[str, matching.SourceTensor]] = exchange.result
         return result
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
@@ -156,12 +156,12 @@ class ProvidedValues:
         metadata = exchange.result
         with world.collective("compare the ranks' tensors"):
             tensor_metadata.require_same_tensors(metadata, world.global_ranks)
-            items = [self._transfer(item, targets, metadata) for item in match.taken]
+            items = [self._transfer(item, targets, metadata) for item in match.tensors]
         return move.transfer(world, items, budget_bytes=budget_bytes, device=device)
 
     def _transfer(
         self,
-        item: matching.Taken,
+        item: matching.MatchedTensor,
         targets: Mapping[str, torch.Tensor],
         metadata: Sequence[Mapping[str, tensor_metadata.TensorMetadata]],
     ) -> move.Transfer:
@@ -172,7 +172,7 @@ class ProvidedValues:
         )
         wanted = tuple(found[name].boxes for found in metadata)
         into = move.LocalTensor.from_tensor(target, name)
-        return move.Transfer(name, target.shape, target.dtype, item.held, wanted, source, into)
+        return move.Transfer(name, target.shape, target.dtype, item.source_boxes, wanted, source, into)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -216,7 +216,7 @@ class StoredValues:
     budget_bytes: int
     read_bytes: int = 0
 
-    def describe(self, world: World) -> list[dict[str, matching.Provided]]:
+    def describe(self, world: World) -> list[dict[str, matching.SourceTensor]]:
         """Return a description of all tensors, as if one rank held them whole. Collective: yes.
 
         The ranks' files are compared, see [Note: One checkpoint].
@@ -224,7 +224,7 @@ class StoredValues:
         require_one_checkpoint(world, self.reader, self.index)
         return [
             {
-                name: matching.Provided(item.shape, item.dtype, (Box.whole(item.shape),))
+                name: matching.SourceTensor(item.shape, item.dtype, (Box.whole(item.shape),))
                 for name, item in self.expressions.items()
             }
         ]
@@ -271,7 +271,7 @@ class StoredValues:
     ) -> None:
         executor = self._executor(world)
         items: list[ReadItem] = []
-        for item in match.taken:
+        for item in match.tensors:
             name = item.place.names[0]
             boxes = tuple(piece for piece in local_boxes(targets[name], name) if piece.box.numel)
             local = local_tensor(targets[name])

@@ -65,7 +65,7 @@ def require_same_rows(split: str, dataset: AnyDataset | None) -> None:
         require_same_settings(world, _describe(dataset), what)
         if not isinstance(dataset, datasets.Dataset):
             return  # a stream is compared in its first row, and ranks notice when its rows end in different steps
-        if world.all_reduce_object(dataset._fingerprint, world.mismatched):
+        if world.all_reduce_object(dataset._fingerprint, world.find_mismatched):
             require_same_settings(world, {"rows": _digest(dataset)}, what)
 
 

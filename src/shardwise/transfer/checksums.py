@@ -37,7 +37,8 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """
     sums = [_on_host(tensor) if tensor.device.type == "cpu" else _on_device(tensor) for tensor in tensors]
     on_device = [value for value in sums if isinstance(value, torch.Tensor)]
-    if on_device:  # one copy for all
+    # One copy to the host for all, after the kernels of all have been queued. It waits for the device.
+    if on_device:
         stacked = torch.stack([value.to(on_device[0].device) for value in on_device])
         numbers = iter(HostStaging(stacked.nbytes, is_pinned=True).stage(stacked).tolist())
         sums = [next(numbers) if isinstance(value, torch.Tensor) else value for value in sums]
@@ -54,14 +55,15 @@ def _on_host(tensor: torch.Tensor) -> int:
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:
     """Return a scalar on the tensor's device. Overflow of int64 is arithmetic modulo 2**64."""
-    weights_in_block = _word_weights(tensor.device)
+    weights_in_block = _word_weights(tensor.device)  # (BLOCK_WORDS,)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 0
     for run in _runs(tensor, _CHUNK_BYTES):
+        # A run may begin within a block. Zeros before and after it add nothing to the sum.
         first, head = divmod(start, BLOCK_BYTES)
         padded = torch.nn.functional.pad(run, (head, -(head + run.numel()) % BLOCK_BYTES))
-        words = padded.view(torch.int64).view(-1, BLOCK_WORDS)
-        weights = [_signed(block_weight(first + number)) for number in range(len(words))]
+        words = padded.view(torch.int64).view(-1, BLOCK_WORDS)  # (blocks, words of a block)
+        weights = [_to_signed(block_weight(first + number)) for number in range(len(words))]
         total += ((words * weights_in_block).sum(1) * sent(torch.tensor(weights), words.device)).sum()
         start += run.numel()
     return total
@@ -74,7 +76,7 @@ def _word_weights(device: torch.device) -> torch.Tensor:
     return weights
 
 
-def _signed(weight: int) -> int:
+def _to_signed(weight: int) -> int:
     return weight - MODULUS if weight >= MODULUS // 2 else weight
 
 

@@ -20,14 +20,15 @@ def matches_cpu_bitwise(device: torch.device) -> bool:
     bits = torch.arange(_NUMBERS, dtype=torch.int64, device="cpu") * _SPREAD % (1 << 32) - (1 << 31)
     numbers = bits.to(torch.int32).view(torch.float32)
     expected, staging = _results(numbers), HostStaging(1 << 15, is_pinned=True)
-    found = staging.stage(_results(staging.stage(numbers).to(device)))
-    return torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    results = staging.stage(_results(staging.stage(numbers).to(device)))
+    # As integers, which tell -0.0 from 0.0.
+    return torch.equal(results.view(torch.int32), expected.view(torch.int32))
 
 
 def _results(numbers: torch.Tensor) -> torch.Tensor:
     """Return results of each operation that blocks use, with 0 for NaN."""
     others = numbers.flip(0)
-    results = [
+    results = [  # each (_NUMBERS,), float32
         numbers * others,
         numbers - others,
         numbers / others,
@@ -35,5 +36,5 @@ def _results(numbers: torch.Tensor) -> torch.Tensor:
         numbers.bfloat16().float(),
         numbers.half().float(),
     ]
-    found = torch.stack(results)
-    return torch.where(found.isnan(), 0, found)
+    stacked = torch.stack(results)
+    return torch.where(stacked.isnan(), 0, stacked)

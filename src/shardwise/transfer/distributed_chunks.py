@@ -29,7 +29,7 @@ from shardwise.fsdp.torch_private import copy_all, make_storage_info, save_witho
 from shardwise.transfer.memory import gc_disabled, in_background
 from shardwise.transfer.move_plan import Boxes, first_holder_shares, shares_by_rank
 from shardwise.transfer.staging import HostStaging, as_memoryview, pinned_bytes, row_slices
-from shardwise.transfer.tensor_metadata import TensorMetadata, held_by_rank
+from shardwise.transfer.tensor_metadata import TensorMetadata, collect_boxes
 
 StatePath: TypeAlias = tuple[str | int, ...]
 """The keys that lead to a value, as in ``("optimizer", "state", FQN, "step")``. Numbers are indices of lists."""
@@ -43,7 +43,7 @@ _ALIGNMENT = 64
 """Of archives in a file, and of their tensors in them."""
 
 
-def _aligned(nbytes: int) -> int:
+def _align(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -138,14 +138,14 @@ def plan_tensors(
         RankMismatchError: the ranks have different tensors.
         ShardingError: together they do not hold all of one.
     """
-    held = held_by_rank(metadata, global_ranks)
-    ends = [0] * len(metadata)
+    boxes_by_key = collect_boxes(metadata, global_ranks)
+    ends = [0] * len(metadata)  # of each rank's file, in bytes
     files: list[list[ArchivedChunk]] = [[] for _ in metadata]
     planned: dict[str, tuple[StatePath, tuple[int, ...], torch.dtype]] = {}
     for number, (path, tensor) in enumerate(tensors.items()):
         key, shape, dtype = flat_key(path), tuple(tensor.shape), tensor.dtype
         planned[key] = path, shape, dtype
-        boxes = held[key]
+        boxes = boxes_by_key[key]
         shares = first_holder_shares(boxes) if key in buffers else shares_by_rank(boxes, number, dtype.itemsize)
         if not numel(shape):  # one rank writes the empty tensor
             shares = ((Box.whole(shape),), *((),) * (len(metadata) - 1))
@@ -160,7 +160,7 @@ def _lay_out(
 ) -> None:
     for rank, boxes in enumerate(shares):
         for box in boxes:
-            chunk = ArchivedChunk(key, box, dtype, _aligned(ends[rank]))
+            chunk = ArchivedChunk(key, box, dtype, _align(ends[rank]))
             ends[rank] = chunk.stop
             files[rank].append(chunk)
 
@@ -220,10 +220,13 @@ def chunk_views(
     chunks: Sequence[ArchivedChunk], tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]
 ) -> Views:
     """Return views of each chunk in this rank's memory. ``local`` are the local tensors of ``tensors``."""
-    held = {key: local_boxes(tensors[key], key) for key in dict.fromkeys(chunk.key for chunk in chunks)}
-    nothing = Strided(0, (0,), (1,))
-    places = {chunk: locate_box(chunk.box, held[chunk.key]) if chunk.box.numel else nothing for chunk in chunks}
-    return {chunk: strided_view(local[chunk.key], place) for chunk, place in places.items()}
+    boxes = {key: local_boxes(tensors[key], key) for key in dict.fromkeys(chunk.key for chunk in chunks)}
+    views: dict[ArchivedChunk, torch.Tensor] = {}
+    for chunk in chunks:
+        # One rank writes an empty tensor, which may have no box in its memory.
+        place = locate_box(chunk.box, boxes[chunk.key]) if chunk.box.numel else Strided(0, (0,), (1,))
+        views[chunk] = strided_view(local[chunk.key], place)
+    return views
 
 
 def pack_slabs(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -233,20 +236,23 @@ def pack_slabs(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
 
     Returns:
         The bytes of each slab, and for each block its slab and the byte of it at which the block begins.
+
+    Example: blocks of 5, 3 and 2 bytes are 10 in all. The first slab has 8 bytes, for 5 and 3, the second has 2.
     """
     slabs: list[int] = []
     used: list[int] = []
     places = [(0, 0)] * len(sizes)
-    left = sum(sizes)
+    remaining = sum(sizes)
     for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         size = sizes[number]
         slab = next((slab for slab, nbytes in enumerate(slabs) if nbytes - used[slab] >= size), len(slabs))
         if slab == len(slabs):
-            slabs.append(1 << max((size - 1).bit_length(), left.bit_length() - 1))
+            # Rounded down, so that the rest gets a smaller slab, but large enough for this block.
+            slabs.append(1 << max((size - 1).bit_length(), remaining.bit_length() - 1))
             used.append(0)
         places[number] = slab, used[slab]
         used[slab] += size
-        left -= size
+        remaining -= size
     return slabs, places
 
 
@@ -265,18 +271,18 @@ class ChunkStaging:
         """
         devices = {view.device for view in views.values() if view.device.type != "cpu"}
         if views is not self._views:
-            self._views, self._copies = views, self._laid_out(views, is_pinned=bool(devices))
+            self._views, self._copies = views, self._allocate(views, is_pinned=bool(devices))
         copy_all(list(self._copies.values()), list(views.values()))
+        # Copies to pinned memory are queued. The caller may change the tensors, and read the copies, from now on.
         for device in devices:
             torch.get_device_module(device).synchronize(device)
         return self._copies
 
-    def _laid_out(self, views: Views, *, is_pinned: bool) -> Views:
-        sizes, places = pack_slabs([_aligned(view.nbytes) for view in views.values()])
-        if [slab.nbytes for slab in self._slabs] != sizes or any(
-            slab.is_pinned() != is_pinned for slab in self._slabs
-        ):
-            self._slabs, self._copies = [], {}  # freed before more is taken
+    def _allocate(self, views: Views, *, is_pinned: bool) -> Views:
+        sizes, places = pack_slabs([_align(view.nbytes) for view in views.values()])
+        has_other_kind = any(slab.is_pinned() != is_pinned for slab in self._slabs)
+        if has_other_kind or [slab.nbytes for slab in self._slabs] != sizes:
+            self._slabs, self._copies = [], {}  # freed before more is allocated
             self._slabs = [
                 torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned) for size in sizes
             ]
@@ -329,11 +335,11 @@ class ChunkWriter:
             StorageError: bytes could not be written.
         """
         copied = [view for view in views.values() if not _is_plain(view)]
-        nbytes = pinned_bytes(budget_bytes // 2, sum(_aligned(view.nbytes) for view in copied))
+        nbytes = pinned_bytes(budget_bytes // 2, sum(_align(view.nbytes) for view in copied))
         staging = HostStaging(nbytes, is_pinned=any(view.device.type != "cpu" for view in copied))
         for chunk in chunks:
             around = envelope(chunk.box.sizes, chunk.dtype)
-            self._add(bytes(chunk.start - self._end) + around.before)
+            self._add(bytes(chunk.start - self._end) + around.before)  # zeros up to the aligned start
             self._add_tensor(views[chunk], staging)
             self._add(around.after)
         for content in values:
@@ -352,10 +358,11 @@ class ChunkWriter:
             return
         for rows in row_slices(view.shape, staging.nbytes // view.element_size()):
             block = view[rows]
+            # Pending bytes may be in the staging memory: written before it is used again.
             if self._staged_nbytes + block.nbytes > staging.nbytes:
                 self._flush()
             staged = staging.stage(block, self._staged_nbytes)
-            self._staged_nbytes += _aligned(block.nbytes)
+            self._staged_nbytes += _align(block.nbytes)
             self._add_block(staged)
 
     def _add_block(self, block: torch.Tensor) -> None:

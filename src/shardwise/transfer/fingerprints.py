@@ -7,6 +7,10 @@ of earlier versions contain fingerprints of tensors only.
 is the sum of word ``i`` times ``weight(i)``, modulo 2**64. Weights are odd, so any change of one word is detected,
 and mixed (splitmix64), so moved words are detected too. The fingerprint of a tensor is the sum over its parts: a
 rank that holds bytes ``start .. stop`` adds the sum over these. It detects damage, not forgery.
+
+Example: the 12 bytes 01 00 .. 00 02 00 00 00 are the words 1 and 2 (padded), so their fingerprint is
+``weight(0) + 2 * weight(1)``. A rank that has the last 4 bytes only computes ``fingerprint(data, start=8)``, which
+is ``2 * weight(1)``.
 """
 
 import hashlib
@@ -68,26 +72,29 @@ def to_bytes(saves: Sequence[RecordedSave]) -> bytes:
             for save in saves
         ],
     }
-    return json.dumps({**content, "sha256": embedded_digest(content)}, indent=1, sort_keys=True).encode() + b"\n"
+    return json.dumps({**content, "sha256": digest_json(content)}, indent=1, sort_keys=True).encode() + b"\n"
 
 
-def embedded_digest(content: object) -> str:
+def digest_json(content: object) -> str:
     """Return the digest of a JSON document that is stored together with it."""
     return digest(json.dumps(content, sort_keys=True).encode())
 
 
 def from_bytes(content: bytes | None) -> list[RecordedSave]:
     """Parse the records of saves, or return an empty list if the file is missing, damaged or of another format."""
-    return parsed(content or b"") or []
+    return parse(content or b"") or []
 
 
-def parsed(content: bytes) -> list[RecordedSave] | None:
+def parse(content: bytes) -> list[RecordedSave] | None:
     """Parse the records of saves, or return None if the file is damaged or of another format."""
     try:
-        found = json.loads(content)
-        own = found.pop("sha256", None)
-        is_sound = own == embedded_digest(found) if own is not None else found.keys() == {"format", "saves"}
-        if found["format"] != _FORMAT or not is_sound:
+        document = json.loads(content)
+        recorded = document.pop("sha256", None)
+        if recorded is None:  # of an earlier version
+            is_sound = document.keys() == {"format", "saves"}
+        else:
+            is_sound = recorded == digest_json(document)
+        if document["format"] != _FORMAT or not is_sound:
             return None
         return [
             RecordedSave(
@@ -96,7 +103,7 @@ def parsed(content: bytes) -> list[RecordedSave] | None:
                 {str(name): str(value) for name, value in save.get("beside", {}).items()},
                 {str(name): str(value) for name, value in save.get("headers", {}).items()},
             )
-            for save in found["saves"]
+            for save in document["saves"]
         ]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
@@ -120,20 +127,22 @@ def fingerprint(data: memoryview, start: int = 0) -> int:
     total = at = 0
     while at < len(flat):
         block, head = divmod(start + at, BLOCK_BYTES)
+        # All whole blocks at once, or a part of one block: up to its end, or to the end of the data.
         count = 0 if head else (len(flat) - at) // BLOCK_BYTES
         chunk = flat[at : at + (count * BLOCK_BYTES or BLOCK_BYTES - head)]
-        words = chunk
-        if not count:  # the beginning or the end of a block, with zeros around it
-            words = np.zeros(-(-(head + len(chunk)) // _WORD) * _WORD, dtype=np.uint8)
-            words[head : head + len(chunk)] = chunk
-        rows = words.view("<u8").reshape(max(count, 1), -1)
-        sums = np.einsum("ij,j->i", rows, word_weights()[: rows.shape[1]]).tolist()
-        total += sum(block_weight(block + number) * found for number, found in enumerate(sums))
+        padded = chunk
+        if not count:
+            padded = np.zeros(-(-(head + len(chunk)) // _WORD) * _WORD, dtype=np.uint8)
+            padded[head : head + len(chunk)] = chunk
+        words = padded.view("<u8").reshape(max(count, 1), -1)  # (blocks, words of a block)
+        # uint64 wraps around, which is arithmetic modulo 2**64.
+        sums = np.einsum("ij,j->i", words, word_weights()[: words.shape[1]]).tolist()
+        total += sum(block_weight(block + number) * value for number, value in enumerate(sums))
         at += len(chunk)
     return total % MODULUS
 
 
-def _mixed(number: Any) -> Any:
+def _mix(number: Any) -> Any:
     """Apply the finalizer of splitmix64."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(number, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
@@ -148,10 +157,10 @@ def word_weights() -> Any:
 
     ``weight(i)`` is the word weight at ``i``'s position in its block, times the block's :func:`block_weight`.
     """
-    return _mixed(np.arange(BLOCK_WORDS, dtype=np.uint64)) | np.uint64(1)
+    return _mix(np.arange(BLOCK_WORDS, dtype=np.uint64)) | np.uint64(1)
 
 
 @cache
 def block_weight(block: int) -> int:
     """Return the weight of the block with this index."""
-    return int(_mixed(BLOCK_WORDS + block)) | 1
+    return int(_mix(BLOCK_WORDS + block)) | 1

@@ -1,4 +1,4 @@
-"""Pure matching of the tensors and parameter groups of a state with a model, collecting all faults in one error.
+"""Pure matching of the tensors and parameter groups of a state with a model, collecting all errors in one.
 
 A rank provides either all names of the state or none. A tensor is described by name, shape, dtype and boxes: a full
 tensor is one box, and a sharded one is several. The result is the same on every rank.
@@ -24,7 +24,7 @@ OnFault: TypeAlias = OnUnexpected
 
 
 @dataclass(frozen=True, slots=True)
-class Provided:
+class SourceTensor:
     """A tensor as provided by one rank. ``boxes`` are the boxes of its elements on that rank."""
 
     shape: tuple[int, ...]
@@ -48,21 +48,21 @@ class StateSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class MatchedTensor:
     """A tensor to fill, with the name, dtype and boxes of its source in the state."""
 
     place: StateSlot
     name: str
     dtype: DType
-    held: tuple[tuple[Box, ...], ...]
+    source_boxes: tuple[tuple[Box, ...], ...]
     """By rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The tensors that are filled, and the ignored faults."""
+    """The tensors that are filled, and the differences that are ignored."""
 
-    taken: tuple[Taken, ...]
+    tensors: tuple[MatchedTensor, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]
@@ -72,14 +72,14 @@ class Match:
         """First names of slots mapped to (dtype in the state, dtype of the slot), for those that differ."""
         return {
             item.place.names[0]: (item.dtype.label, item.place.dtype.label)
-            for item in self.taken
+            for item in self.tensors
             if item.dtype is not item.place.dtype
         }
 
 
 def match(
     places: Sequence[StateSlot],
-    provided_by_rank: Sequence[Mapping[str, Provided]],
+    provided_by_rank: Sequence[Mapping[str, SourceTensor]],
     consent: Consent,
     global_ranks: Sequence[int] = ALL_RANKS,
 ) -> Match:
@@ -93,15 +93,15 @@ def match(
     providers = {rank: provided for rank, provided in zip(global_ranks, provided_by_rank, strict=False) if provided}
     _require_same_names(providers)
     first = next(iter(providers.values()), {})
-    known = {name for place in places for name in place.names}
-    unexpected = [name for name in first if name not in known]
+    names = {name for place in places for name in place.names}
+    unexpected = [name for name in first if name not in names]
     faults: dict[str, list[str]] = {
         "mismatched": [],
         "missing": [],
         "unexpected": [name for name in unexpected if not allows(consent.unexpected, name)],
     }
     incomplete: list[str] = []
-    taken: list[Taken] = []
+    matched: list[MatchedTensor] = []
     missing: list[str] = []
     mismatched: list[str] = []
     for place in places:
@@ -111,50 +111,52 @@ def match(
             if not any(allows(consent.missing, name) for name in place.names):
                 faults["missing"].append(place.names[0])
             continue
-        wrong = _misfit(place, present, providers)
-        if wrong is not None:
-            name, sentence = wrong
+        mismatch = _find_mismatch(place, present, providers)
+        if mismatch is not None:
+            name, text = mismatch
             mismatched.append(name)
             if not allows(consent.mismatched, name):
-                faults["mismatched"].append(sentence)
+                faults["mismatched"].append(text)
             continue
+        # A state may have a tied tensor under several names. They have been compared, so any of them will do.
         name = present[0]
-        held = tuple(provided[name].boxes if provided else () for provided in provided_by_rank)
-        if not covers(place.shape, held):
+        source_boxes = tuple(provided[name].boxes if provided else () for provided in provided_by_rank)
+        if not covers(place.shape, source_boxes):
             incomplete.append(name)
-        taken.append(Taken(place, name, first[name].dtype, held))
+        matched.append(MatchedTensor(place, name, first[name].dtype, source_boxes))
     if any(faults.values()):
         raise KeyMismatchError(describe_faults("the state does not fit:", faults, STATE_REMEDIES))
     if incomplete:
         shown = "\n  ".join(abbreviate(incomplete))
         raise RankMismatchError(
-            f"the ranks together do not provide each element once:\n  {shown}\nPass whole tensors, or on every "
+            f"the ranks together do not provide each element once:\n  {shown}\nPass full tensors, or on every "
             "rank its own shards of one sharding"
         )
-    return Match(tuple(taken), tuple(missing), tuple(unexpected), tuple(mismatched))
+    return Match(tuple(matched), tuple(missing), tuple(unexpected), tuple(mismatched))
 
 
-def _require_same_names(providers: Mapping[int, Mapping[str, Provided]]) -> None:
-    for other, mine in providers.items():
-        one, first = next(iter(providers.items()))
-        lines = [f"{name} is not on rank {other}" for name in first if name not in mine]
-        lines += [f"{name} is not on rank {one}" for name in mine if name not in first]
+def _require_same_names(providers: Mapping[int, Mapping[str, SourceTensor]]) -> None:
+    for rank, names in providers.items():
+        first_rank, first = next(iter(providers.items()))
+        lines = [f"{name} is not on rank {rank}" for name in first if name not in names]
+        lines += [f"{name} is not on rank {first_rank}" for name in names if name not in first]
         if lines:
             shown = "\n  ".join(abbreviate(lines))
             raise RankMismatchError(
-                f"ranks {one} and {other} provide different states:\n  {shown}\nPass the same on every "
-                "rank, or all of it on some and None on the others"
+                f"ranks {first_rank} and {rank} provide different states:\n  {shown}\nPass the same state on every "
+                "rank, or all of it on some ranks and None on the others"
             )
 
 
-def _misfit(
-    place: StateSlot, present: Sequence[str], providers: Mapping[int, Mapping[str, Provided]]
+def _find_mismatch(
+    place: StateSlot, present: Sequence[str], providers: Mapping[int, Mapping[str, SourceTensor]]
 ) -> tuple[str, str] | None:
+    """Return the first name of a slot whose tensor does not fit, and a description. None if all fit."""
     for name in present:
         for rank, provided in providers.items():
-            found = provided[name]
-            if found.shape != place.shape or not follows(found.dtype, place.dtype):
-                return name, f"{name}: provided {found} by rank {rank}, wanted {place}"
+            tensor = provided[name]
+            if tensor.shape != place.shape or not follows(tensor.dtype, place.dtype):
+                return name, f"{name}: {tensor} on rank {rank}, expected {place}"
     return None
 
 
@@ -179,9 +181,9 @@ class GroupMatch:
 
 
 def match_groups(
-    present: Sequence[Sequence[str]], given: Sequence[Sequence[str]], stateful: Sequence[str], consent: Consent
+    present: Sequence[Sequence[str]], source: Sequence[Sequence[str]], stateful: Sequence[str], consent: Consent
 ) -> GroupMatch:
-    """Find the state's group with the same parameters for each present group, pairing empty groups in order.
+    """Find the group of the state with the same parameters for each present group, pairing empty groups in order.
 
     ``stateful`` are parameters with optimizer state in the state, in a group or not.
 
@@ -191,21 +193,22 @@ def match_groups(
         KeyMismatchError: parameters are missing, unexpected or in two groups, or a group has no counterpart. The
             error lists them.
     """
+    # Groups are matched by their parameters, not by position.
     here = {name for names in present for name in names}
-    there = {name for names in given for name in names}
+    there = {name for names in source for name in names}
     missing = [name for names in present for name in names if name not in there]
-    unexpected = [name for name in dict.fromkeys([*itertools.chain(*given), *stateful]) if name not in here]
+    unexpected = [name for name in dict.fromkeys([*itertools.chain(*source), *stateful]) if name not in here]
     faults = {
         "missing": [name for name in missing if not allows(consent.missing, name)],
         "unexpected": [name for name in unexpected if not allows(consent.unexpected, name)],
-        "twice": [name for name, count in Counter(itertools.chain(*given)).items() if count > 1],
+        "twice": [name for name, count in Counter(itertools.chain(*source)).items() if count > 1],
     }
     if any(faults.values()):
         raise KeyMismatchError(
             describe_faults("the parameter groups of the state do not fit:", faults, STATE_REMEDIES)
         )
     positions: dict[frozenset[str], list[int]] = {}
-    for position, names in enumerate(given):
+    for position, names in enumerate(source):
         common = frozenset(names) & here
         if common or not names:
             positions.setdefault(common, []).append(position)
@@ -213,15 +216,16 @@ def match_groups(
     for number, names in enumerate(present):
         common = frozenset(names) & there
         if common in positions and (common or not names):
-            found = positions[common]
-            source_groups.append(found.pop(0) if len(found) > 1 else found[0])
+            # Several groups have the same names only if they are empty: they are paired in order.
+            candidates = positions[common]
+            source_groups.append(candidates.pop(0) if len(candidates) > 1 else candidates[0])
         elif common:
-            others = [position for position, group in enumerate(given) if common & frozenset(group)]
+            others = [position for position, group in enumerate(source) if common & frozenset(group)]
             raise KeyMismatchError(
                 f"no group of the state has the parameters of group {number} "
                 f"({', '.join(abbreviate(sorted(common)))}); there they are in group "
-                f"{' and '.join(map(str, others))}, with others or fewer. Make the groups "
-                "as they were made before"
+                f"{' and '.join(map(str, others))}, with others or fewer. Create the optimizer with the "
+                "parameter groups that it had when the state was saved"
             )
         else:
             source_groups.append(None)
@@ -264,65 +268,70 @@ def select_sources(
     Raises:
         RankMismatchError: ranks that ``values_from`` requires have no values.
     """
-    most = [sum(live) for live in live_by_rank]
-    lacking: dict[str, list[str]] = {}
+    counts = [sum(live) for live in live_by_rank]
+    on_meta: dict[str, list[str]] = {}  # names, by the ranks that should have values
     chosen: list[tuple[int, ...]] = []
     for name, live in zip(names, zip(*live_by_rank, strict=True), strict=True):
-        having = [rank for rank, has in enumerate(live) if has]
-        if having and (
-            (values_from == "first_rank" and not live[0]) or (values_from == "all_ranks" and not all(live))
-        ):
-            absent = [rank for rank, has in enumerate(live) if not has]
-            lacking.setdefault(_who(absent, global_ranks), []).append(name)
-        having = having[:1] if values_from == "first_rank" else having
-        leader = leading(having, most) if having else 0
-        chosen.append(
-            tuple(rank if rank in having else leader for rank in range(len(live))) if having else NO_SOURCES
-        )
-    if lacking:
-        lines = [f"{who}: {pattern}" for who, found in lacking.items() for pattern, _ in collapse(found)[:_SHOWN]]
+        sources = [rank for rank, has_values in enumerate(live) if has_values]
+        if not sources:
+            chosen.append(NO_SOURCES)
+            continue
+        if (values_from == "first_rank" and not live[0]) or (values_from == "all_ranks" and not all(live)):
+            absent = [rank for rank, has_values in enumerate(live) if not has_values]
+            on_meta.setdefault(_name_ranks(absent, global_ranks), []).append(name)
+        if values_from == "first_rank":
+            sources = sources[:1]
+        leader = select_leader(sources, counts)
+        chosen.append(tuple(rank if rank in sources else leader for rank in range(len(live))))
+    if on_meta:
+        lines = [
+            f"{who}: {pattern}" for who, tensors in on_meta.items() for pattern, _ in collapse(tensors)[:_SHOWN]
+        ]
+        shown = "\n  ".join(lines)
         raise RankMismatchError(
-            f"{values_from} relies on values that ranks do not have:\n  "
-            + "\n  ".join(lines)
-            + "\n'any' takes them "
-            "from the ranks that have them"
+            f"values_from={values_from!r} requires values of tensors that are on meta on some ranks:\n  {shown}\n"
+            "Use values_from='any' to take them from the ranks that have values"
         )
     return chosen
 
 
-def leading(ranks: Sequence[int], most: Sequence[int]) -> int:
-    """Return the rank whose values are used if ranks differ: the one with the most of the model, or the lowest."""
-    return min(ranks, key=lambda rank: (-most[rank], rank))
+def select_leader(ranks: Sequence[int], counts: Sequence[int]) -> int:
+    """Return the rank whose values are used if ranks differ: the one with the most of the model, or the lowest.
+
+    ``counts`` are the tensors with values on each rank.
+    """
+    return min(ranks, key=lambda rank: (-counts[rank], rank))
 
 
 def resolve_differences(
     names: Sequence[str],
     chosen: Sequence[tuple[int, ...]],
     sums_by_rank: Sequence[Mapping[str, int]],
-    most: Sequence[int],
+    counts: Sequence[int],
     values_from: ValuesFrom,
 ) -> tuple[list[tuple[int, ...]], dict[str, int]]:
     """Return the sources with one single rank for each tensor whose values differ, and that rank by name.
 
-    ``sums_by_rank`` contains each rank's checksums of the tensors that it shares with other sources.
+    ``sums_by_rank`` contains each rank's checksums of the tensors that it shares with other sources. ``counts`` are
+    the tensors with values on each rank.
 
     Raises:
         RankMismatchError: values differ, but ``values_from`` requires them to be equal.
     """
-    settled: list[tuple[int, ...]] = []
-    taken: dict[str, int] = {}
+    resolved: list[tuple[int, ...]] = []
+    differing: dict[str, int] = {}
     for name, source_ranks in zip(names, chosen, strict=True):
         sources = sorted(set(source_ranks))
         if len(sources) > 1 and len({sums_by_rank[rank][name] for rank in sources}) > 1:
-            taken[name] = leading(sources, most)
-            source_ranks = (taken[name],) * len(source_ranks)
-        settled.append(source_ranks)
-    if taken and values_from != "any":
+            differing[name] = select_leader(sources, counts)
+            source_ranks = (differing[name],) * len(source_ranks)
+        resolved.append(source_ranks)
+    if differing and values_from != "any":
         raise RankMismatchError(
-            f"{len(taken)} tensors have other values on some ranks than on others: {few_names(taken)}. Seed the "
-            "ranks alike, or pass values_from='first_rank' for those of the first"
+            f"{len(differing)} tensors have other values on some ranks than on others: {few_names(differing)}. Use "
+            "the same seed on every rank, or values_from='first_rank' for the first rank's values"
         )
-    return settled, taken
+    return resolved, differing
 
 
 def select_dtypes(
@@ -339,28 +348,27 @@ def select_dtypes(
     Raises:
         RankMismatchError: ranks have a tensor in dtypes for which there is no common choice.
     """
-    settled: list[str] = []
-    faults: list[str] = []
+    selected: list[str] = []
+    errors: list[str] = []
     for index, (name, source_ranks) in enumerate(zip(names, chosen, strict=True)):
-        found = [dtypes[index] for dtypes in dtypes_by_rank]
-        sources = set(source_ranks) or set(range(len(found)))
-        stored = {found[rank] for rank in sources}
-        wanted = {found[rank] for rank in range(len(found)) if rank not in sources} or stored
-        if len(stored) == 1 and (is_exact(*stored) or stored == wanted):
-            settled.append(*stored)
-        elif len(stored) == 1 and len(wanted) == 1 and not is_exact(*wanted):
-            settled.append(*wanted)
+        by_rank = [dtypes[index] for dtypes in dtypes_by_rank]
+        sources = set(source_ranks) or set(range(len(by_rank)))
+        stored = {by_rank[rank] for rank in sources}
+        received = {by_rank[rank] for rank in range(len(by_rank)) if rank not in sources} or stored
+        if len(stored) == 1 and (is_exact(*stored) or stored == received):
+            selected.append(*stored)
+        elif len(stored) == 1 and len(received) == 1 and not is_exact(*received):
+            selected.append(*received)
         else:
-            faults.append(
-                f"{name} is "
-                + ", ".join(
-                    f"{dtype} on {_who(_ranks(found, dtype), global_ranks)}" for dtype in sorted(set(found))
-                )
-            )
-    if faults:
-        shown = "\n  ".join(pattern for pattern, _ in collapse(faults)[:_SHOWN])
-        raise RankMismatchError(f"the ranks hold tensors in different dtypes:\n  {shown}\nBuild them in one dtype")
-    return settled
+            texts: list[str] = []
+            for dtype in sorted(set(by_rank)):
+                ranks = [rank for rank, other in enumerate(by_rank) if other == dtype]
+                texts.append(f"{dtype} on {_name_ranks(ranks, global_ranks)}")
+            errors.append(f"{name} is {', '.join(texts)}")
+    if errors:
+        shown = "\n  ".join(pattern for pattern, _ in collapse(errors)[:_SHOWN])
+        raise RankMismatchError(f"the ranks have tensors in different dtypes:\n  {shown}\nBuild them in one dtype")
+    return selected
 
 
 def is_exact(dtype: str) -> bool:
@@ -368,9 +376,5 @@ def is_exact(dtype: str) -> bool:
     return dtype.startswith(("float8", "float4")) or not dtype.startswith(("float", "bfloat", "complex"))
 
 
-def _ranks(found: Sequence[str], dtype: str) -> list[int]:
-    return [rank for rank, other in enumerate(found) if other == dtype]
-
-
-def _who(ranks: Sequence[int], global_ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int], global_ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks, global_ranks)}"

@@ -17,7 +17,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -102,11 +102,11 @@ def _allocate(item: TensorRef, fsdp_params: FsdpParams, device: torch.device) ->
         size, pins = torch_private.padded_size(fsdp_param), torch_private.pins_memory(fsdp_param)
         padded = torch.empty(size, dtype=tensor.dtype, device=device, pin_memory=pins)
         local = torch_private.zero_padding(fsdp_param, padded)
-    made = torch_private.make_dtensor_like(tensor, local) if isinstance(tensor, DTensor) else local
+    new = torch_private.make_dtensor_like(tensor, local) if isinstance(tensor, DTensor) else local
     if not isinstance(tensor, nn.Parameter):
-        item.install(made)
+        item.install(new)
         return local
-    parameter = made if isinstance(made, nn.Parameter) else nn.Parameter(made, requires_grad=tensor.requires_grad)
+    parameter = new if isinstance(new, nn.Parameter) else nn.Parameter(new, requires_grad=tensor.requires_grad)
     copy_attributes(parameter, tensor)
     item.install(parameter)
     # After install(): FSDP2 takes the parameter that is set on its modules.
@@ -116,7 +116,7 @@ def _allocate(item: TensorRef, fsdp_params: FsdpParams, device: torch.device) ->
 
 
 def offloads_shards(fsdp_params: FsdpParams) -> bool:
-    """Return whether sharded parameters live on the CPU although the mesh is of another device."""
+    """Return whether sharded parameters are on the CPU although the mesh is of another device."""
     return any(torch_private.is_offloaded(fsdp_param) for fsdp_param in fsdp_params.values())
 
 
@@ -134,12 +134,13 @@ def available_memory(device: torch.device) -> Available:
 
 def host_memory(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> int | None:
     """Return free bytes of the machine, or of a control group that limits this process further. None if unknown."""
-    found = [_free_bytes(group) for group in control_groups(own_group, groups)]
+    # Each enclosing group may be the one that is nearly full, and so may the machine.
+    free_bytes = [_free_bytes(group) for group in control_groups(own_group, groups)]
     for line in read_text(meminfo).splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            found.append(int(value.split()[0]) * 1024)
-    return min((free for free in found if free is not None), default=None)
+            free_bytes.append(int(value.split()[0]) * 1024)  # in KiB
+    return min((free for free in free_bytes if free is not None), default=None)
 
 
 def _free_bytes(group: Path) -> int | None:
@@ -148,7 +149,7 @@ def _free_bytes(group: Path) -> int | None:
         return None
     statistics = dict(line.split() for line in read_text(group / "memory.stat").splitlines())
     cache = sum(int(statistics.get(name, 0)) for name in ("inactive_file", "active_file"))
-    return max(0, most - used + cache)  # the page cache is reclaimed
+    return max(0, most - used + cache)  # usage counts the page cache, which is reclaimed before memory runs out
 
 
 _PAGE_BYTES: Final = 4096
@@ -163,7 +164,7 @@ def require_budget(budget_bytes: int) -> None:
     if not isinstance(budget_bytes, (int, float)):
         raise ConfigError(f"budget_bytes={budget_bytes!r} is not a number of bytes. Pass one, as in 1 << 30")
     if budget_bytes < _PAGE_BYTES:
-        raise ConfigError(f"budget_bytes={budget_bytes} is less than a page ({_PAGE_BYTES})")
+        raise ConfigError(f"budget_bytes={budget_bytes}: is less than a page. Pass at least {_PAGE_BYTES}")
 
 
 @contextmanager
@@ -210,7 +211,7 @@ P = ParamSpec("P")
 _CHECK_INTERVAL_S = 0.1
 
 
-def computing(policy: ReadPolicy, processors: int) -> int:
+def count_computing_workers(policy: ReadPolicy, processors: int) -> int:
     """Return the number of workers that compute at once: as many as read if reads cross a network."""
     return policy.concurrency if policy.is_remote else max(1, min(policy.concurrency, processors))
 
@@ -219,7 +220,8 @@ def computing(policy: ReadPolicy, processors: int) -> int:
 class WorkerPool(Generic[Task, Buffer]):
     """Threads, each with a buffer of its own, that take tasks in their order.
 
-    The threads are daemons: one that hangs in a read of a dead file system does not keep the process alive.
+    The threads are daemons, unlike those of :class:`concurrent.futures.ThreadPoolExecutor`, which the interpreter
+    joins at its end: one that hangs in a read of a dead file system does not keep the process alive.
 
     Args:
         function: function of a task and a buffer, run on the thread of the buffer.
@@ -243,7 +245,7 @@ class WorkerPool(Generic[Task, Buffer]):
 
         When ``check`` raises, the workers are not waited for.
         """
-        renew_thread_pool()
+        renew_thread_pool()  # before the threads, which may compute with torch
         pending = iter(tasks)
         buffers = self.buffers[: max(1, min(len(self.buffers), len(tasks)))]
         self._at_work = len(buffers)
@@ -258,6 +260,7 @@ class WorkerPool(Generic[Task, Buffer]):
         try:
             with self._finished:
                 while self._at_work:
+                    # With a timeout: check() runs, and Ctrl-C is raised, also while a worker hangs in a read.
                     self._finished.wait(_CHECK_INTERVAL_S)
                     if self.check is not None:
                         self.check()
@@ -278,7 +281,7 @@ class WorkerPool(Generic[Task, Buffer]):
                 self.function(task, buffer)
         except BaseException as error:
             with self._lock:
-                self._failure = self._failure or error
+                self._failure = self._failure or error  # the first one counts
                 self._stop = True
         with self._finished:
             self._at_work -= 1
@@ -288,18 +291,8 @@ class WorkerPool(Generic[Task, Buffer]):
 @contextmanager
 def in_background(function: Callable[P, object], *args: P.args, **keywords: P.kwargs) -> Iterator[None]:
     """Run a function on another thread during the block. The block ends after it, with its error if it raised."""
-    outcome: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function(*args, **keywords))
-        except BaseException as error:
-            outcome.set_exception(error)
-
     renew_thread_pool()
-    threading.Thread(target=run, name="shardwise-background", daemon=True).start()
-    try:
+    with ThreadPoolExecutor(1, "shardwise-background") as pool:
+        outcome = pool.submit(function, *args, **keywords)
         yield
-    finally:
-        wait([outcome])
-    outcome.result()
+    outcome.result()  # not reached if the block raised: its error counts

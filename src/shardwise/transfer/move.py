@@ -1,10 +1,10 @@
 """Movement of tensors between ranks: gather, scatter, resharding, and assembly of a checkpoint's tensors.
 
-[Note: Rounds] All ranks execute the same rounds (``move_plan``). A rank packs the data that it
-sends, all ranks synchronize (see [Note: No rank waits in a collective] in
-:mod:`shardwise.ranks.control_channel`), and one all-to-all moves the bytes. Packing and unpacking, which can
-fail on one rank alone, precede a synchronization, so a failed rank never misses a collective that others have
-entered. The all-to-all of a round overlaps with the caller's work on the previous round.
+[Note: Rounds] All ranks execute the same rounds (``move_plan``). A rank packs the data that it sends, all ranks
+synchronize (see [Note: No rank waits in a collective] in :mod:`shardwise.ranks.control_channel`), and one
+all-to-all moves the bytes. Packing and unpacking, which can fail on one rank alone, precede a synchronization, so a
+failed rank never misses a collective that others have entered. The all-to-all of a round overlaps with the caller's
+work on the previous round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.transfer import move_plan
 from shardwise.transfer.memory import trim_heap
 from shardwise.transfer.move_plan import Block, Boxes, Piece, Round, StateForm
 from shardwise.transfer.staging import DeviceStaging, HostStaging, StagingBuffer, pinned_bytes
-from shardwise.transfer.tensor_metadata import held_by_rank, metadata_by_name
+from shardwise.transfer.tensor_metadata import collect_boxes, metadata_by_name
 
 GetShare: TypeAlias = Callable[[str, int], torch.Tensor]
 """Returns a share of a tensor that this rank sends, by name and number, as a row-major tensor."""
@@ -54,9 +54,14 @@ class Traffic:
 
 @dataclass
 class _LocalRound:
-    """One rank's part of a round: the blocks that it keeps, sends and receives, and the bytes by other rank.
+    """One rank's part of a round.
 
-    Sent blocks have their offset in the data for each target, received blocks that in the data from their source.
+    Attributes:
+        sent: bytes that it sends to each rank, by rank.
+        received: bytes that it receives from each rank, by rank.
+        keeps: blocks whose pieces it copies from its own shares.
+        sends: blocks and pieces, and their byte offset in the data for each target, by rank of the target.
+        receives: blocks and pieces, their source, and their byte offset in the data from that source.
     """
 
     sent: list[int]
@@ -68,8 +73,9 @@ class _LocalRound:
     @classmethod
     def from_blocks(cls, blocks: Round, rank: int, size: int) -> _LocalRound:
         local = cls([0] * size, [0] * size)
+        # Sender and receiver walk over the same blocks in the same order, so their offsets agree without messages.
         for block in blocks:
-            for source, pieces in block.given:
+            for source, pieces in block.pieces_by_rank:
                 nbytes = block.staged_bytes(pieces)
                 if source == rank:
                     if rank in block.targets:
@@ -125,44 +131,50 @@ class ShardExchange:
             RankLostError: a rank has been lost, or has left.
         """
         local = [_LocalRound.from_blocks(blocks, self.world.rank, self.world.size) for blocks in self.rounds]
-        self.traffic.staging_bytes = max((sum(own.sent) + sum(own.received) for own in local), default=0)
+        self.traffic.staging_bytes = max((sum(part.sent) + sum(part.received) for part in local), default=0)
         arriving: _LocalRound | None = None
         try:
             for number, leaving in enumerate([*local, None]):
+                # All that can fail on one rank alone is in this block. At its end all ranks know whether it did, so
+                # either all of them start the next all-to-all or none does.
                 with self.world.collective("copy into staging memory"):
                     self._step(arriving, leaving)
+                # The condition is of the whole round, not of this rank's part: all ranks enter or none does.
                 if leaving is not None and any(_is_sent(block) for block in self.rounds[number]):
                     self._send(leaving)
+                # After the start of the next all-to-all, so that it runs while the caller uses this round.
                 if arriving is not None:
                     yield self.rounds[number - 1]
                 arriving = leaving
         finally:
-            # The memory of an all-to-all in progress is in use. The next synchronization, if any, reports an error.
+            # An all-to-all in progress uses the staging memory, which is freed next. Its error, if any, is reported
+            # by the next synchronization.
             with contextlib.suppress(Exception):
                 self._wait()
 
     @torch.no_grad()
     def _step(self, arriving: _LocalRound | None, leaving: _LocalRound | None) -> None:
         """Unpack the round that has arrived and pack the next, without communication."""
+        # Staging memory of a round, in bytes: what is sent, by target, then what is received, by source.
         if arriving is not None:
+            # Local copies first, while the all-to-all may still be running.
             for block, pieces in arriving.keeps:
                 self._put(block, pieces, self._source_values(block, pieces))
                 self.traffic.kept_bytes += _nbytes(block, pieces)
             self._wait()
             for block, pieces, source, start in arriving.receives:
                 offset = sum(arriving.sent) + sum(arriving.received[:source]) + start
-                self._put(block, pieces, self._staged(block, pieces, offset))
+                self._put(block, pieces, self._staging_views(block, pieces, offset))
                 self.traffic.received_bytes += _nbytes(block, pieces)
+        # Only now: both rounds use the same staging memory, and the arriving one has been unpacked.
         if leaving is not None:
             if self._staging.numel() < self.traffic.staging_bytes:
                 self._staging = torch.empty(self.traffic.staging_bytes, dtype=torch.uint8, device=self.device)
             for block, pieces, starts in leaving.sends:
                 offsets = [sum(leaving.sent[:target]) + start for target, start in starts.items()]
-                for values, *copies in zip(
-                    self._source_values(block, pieces),
-                    *(self._staged(block, pieces, offset) for offset in offsets),
-                    strict=True,
-                ):
+                by_target = [self._staging_views(block, pieces, offset) for offset in offsets]
+                # Piece by piece, so that a source that computes its values does so once for all targets.
+                for values, *copies in zip(self._source_values(block, pieces), *by_target, strict=True):
                     for copy in copies:
                         self.staging.copy(values, copy)
                 self.traffic.sent_bytes += _nbytes(block, pieces) * len(offsets)
@@ -185,22 +197,22 @@ class ShardExchange:
             self.received[key, box] = torch.empty(box.numel, dtype=self.dtypes[key], device=self.device)
         return self.received[key, box]
 
-    def _staged(self, block: Block, pieces: Sequence[Piece], start: int) -> Iterator[torch.Tensor]:
-        """Yield the pieces in staging memory, which are at byte ``start`` of it."""
+    def _staging_views(self, block: Block, pieces: Sequence[Piece], start: int) -> Iterator[torch.Tensor]:
+        """Yield the memory of each piece, from byte ``start`` of the staging memory on."""
         flat = self._staging[start : start + _nbytes(block, pieces)].view(self.dtypes[block.key])
         for piece in pieces:
             yield flat[: piece.target.numel].view(piece.target.sizes)
             flat = flat[piece.target.numel :]
 
-    def _send(self, own: _LocalRound) -> None:
+    def _send(self, local: _LocalRound) -> None:
         """Start the all-to-all of a round that all ranks have packed. Its errors are raised by :meth:`_wait`."""
-        sent = sum(own.sent)
+        sent = sum(local.sent)
         try:
             self._work = dist.all_to_all_single(
-                self._staging[sent : sent + sum(own.received)],
+                self._staging[sent : sent + sum(local.received)],
                 self._staging[:sent],
-                output_split_sizes=own.received,
-                input_split_sizes=own.sent,
+                output_split_sizes=local.received,
+                input_split_sizes=local.sent,
                 group=self.world.group,
                 async_op=True,
             )
@@ -217,7 +229,7 @@ class ShardExchange:
 
 def _is_sent(block: Block) -> bool:
     """Return whether any rank sends pieces of a block to another."""
-    return any(set(block.targets) - {source} for source, _ in block.given)
+    return any(set(block.targets) - {source} for source, _ in block.pieces_by_rank)
 
 
 def _nbytes(block: Block, pieces: Sequence[Piece]) -> int:
@@ -260,8 +272,8 @@ class Transfer:
         name: unique among the transfers.
         shape: of the full tensor.
         dtype: in which it is sent and received.
-        held: boxes by rank that hold the tensor, equal or without overlap.
-        wanted: boxes by rank that need the tensor. A rank that holds its box uses its own values.
+        source_boxes: boxes of the ranks that have the tensor, by rank. They are equal or do not overlap.
+        target_boxes: boxes of the ranks that need the tensor, by rank. A rank that has its box uses its own values.
         source: source memory on this rank, or None.
         target: target memory on this rank, or None.
     """
@@ -269,8 +281,8 @@ class Transfer:
     name: str
     shape: Sequence[int]
     dtype: torch.dtype
-    held: tuple[Boxes, ...]
-    wanted: tuple[Boxes, ...]
+    source_boxes: tuple[Boxes, ...]
+    target_boxes: tuple[Boxes, ...]
     source: LocalTensor | None
     target: LocalTensor | None
 
@@ -281,27 +293,27 @@ class Transfer:
 
     def move(self) -> move_plan.Move:
         """Return the elements to receive from other ranks, counted regardless of their dtype."""
-        lacking = tuple(
-            tuple(box for box in wanted if not _is_local(box, held))
-            for wanted, held in zip(self.wanted, self.held, strict=True)
+        missing = tuple(
+            tuple(box for box in targets if not _is_local(box, sources))
+            for targets, sources in zip(self.target_boxes, self.source_boxes, strict=True)
         )
-        return move_plan.Move(
-            self.name, Stored(self.name, tuple(self.shape), DType.U8), self.dtype.itemsize, lacking
-        )
+        expression = Stored(self.name, tuple(self.shape), DType.U8)
+        return move_plan.Move(self.name, expression, self.dtype.itemsize, missing)
 
     def copy_local(self, rank: int, staging: StagingBuffer) -> int:
         """Copy this rank's own values. Return their bytes."""
-        own = [box for box in self.wanted[rank] if box.numel and _is_local(box, self.held[rank])]
-        for box in own:
-            staging.copy(_present(self.source).view(box), _present(self.target).view(box))
-        return sum(box.numel for box in own) * self.dtype.itemsize
+        local = [box for box in self.target_boxes[rank] if box.numel and _is_local(box, self.source_boxes[rank])]
+        for box in local:
+            staging.copy(_require_memory(self.source).view(box), _require_memory(self.target).view(box))
+        return sum(box.numel for box in local) * self.dtype.itemsize
 
 
-def _is_local(box: Box, held: Boxes) -> bool:
-    return any(own.intersect(box) == box for own in held)
+def _is_local(box: Box, boxes: Boxes) -> bool:
+    """Return whether a box lies within one of a rank's boxes."""
+    return any(local.intersect(box) == box for local in boxes)
 
 
-def _present(local: LocalTensor | None) -> LocalTensor:
+def _require_memory(local: LocalTensor | None) -> LocalTensor:
     assert local is not None, "the plan has this rank send or receive a tensor of which it has no memory"
     return local
 
@@ -317,28 +329,27 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
     """
     by_name = {item.name: item for item in items}
     shares = {
-        item.name: move_plan.shares_by_rank(item.held, number % world.size, item.dtype.itemsize)
+        item.name: move_plan.shares_by_rank(item.source_boxes, number % world.size, item.dtype.itemsize)
         for number, item in enumerate(items)
     }
-    last: dict[tuple[str, int], torch.Tensor] = {}
+    last: dict[tuple[str, int], torch.Tensor] = {}  # at most one: consecutive pieces are parts of the same share
 
     def get_share(name: str, number: int) -> torch.Tensor:
         if (name, number) not in last:
-            last.clear()
-            last[name, number] = _present(by_name[name].source).view(shares[name][world.rank][number]).contiguous()
+            last.clear()  # freed before the next is made contiguous
+            source = _require_memory(by_name[name].source)
+            last[name, number] = source.view(shares[name][world.rank][number]).contiguous()
         return last[name, number]
 
     with world.collective("plan the moves"):
-        rounds, staging = (
-            move_plan.plan_rounds([[item.move() for item in items]], shares, budget_bytes),
-            _staging_of(items, budget_bytes),
-        )
+        rounds = move_plan.plan_rounds([[item.move() for item in items]], shares, budget_bytes)
+        staging = _allocate_staging(items, budget_bytes)
     exchange = ShardExchange(
         world, rounds, get_share, None, {item.name: item.dtype for item in items}, device, staging
     )
     for _ in exchange.run():
         for (name, box), values in exchange.received.items():
-            staging.copy(values.view(box.sizes), _present(by_name[name].target).view(box))
+            staging.copy(values.view(box.sizes), _require_memory(by_name[name].target).view(box))
         exchange.received.clear()
     with world.collective("copy what stays on this rank"):
         for item in items:
@@ -346,10 +357,10 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
     return exchange.traffic
 
 
-def _staging_of(items: Sequence[Transfer], budget_bytes: int) -> StagingBuffer:
+def _allocate_staging(items: Sequence[Transfer], budget_bytes: int) -> StagingBuffer:
     """Return a buffer for copies between this rank's host memory and its accelerator, if it has tensors there."""
-    places = [place.local.device for item in items for place in (item.source, item.target) if place is not None]
-    device = next((place for place in places if place.type != "cpu"), None)
+    memories = [memory for item in items for memory in (item.source, item.target) if memory is not None]
+    device = next((memory.local.device for memory in memories if memory.local.device.type != "cpu"), None)
     if device is None:
         return HostStaging(0)
     largest = max(item.nbytes for item in items)
@@ -369,7 +380,7 @@ def distribute(
     emptied, so that a source can free each tensor that it has sent.
     """
     traffic = Traffic()
-    items.reverse()
+    items.reverse()  # popped from the end, in the order of the caller
     while items:
         batch, used = [items.pop()], 0
         while items and (used := used + batch[-1].nbytes) + items[-1].nbytes <= budget_bytes:
@@ -405,7 +416,7 @@ def gather(
         exchange.local = metadata_by_name(tensors)
     metadata = exchange.result
     with world.collective("compare the ranks' tensors"):
-        held = held_by_rank(metadata, world.global_ranks)
+        boxes = collect_boxes(metadata, world.global_ranks)
     ranks = move_plan.receivers(form, world.size)
     gathered: dict[str, torch.Tensor] = {}
     items: list[Transfer] = []
@@ -416,8 +427,8 @@ def gather(
             if world.rank in ranks:
                 gathered[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                 target = LocalTensor.full(gathered[name])
-            wanted = move_plan.full_on_ranks(ranks, tuple(tensor.shape), world.size)
+            target_boxes = move_plan.full_on_ranks(ranks, tuple(tensor.shape), world.size)
             source = LocalTensor.from_tensor(tensor, name)
-            items.append(Transfer(name, tensor.shape, tensor.dtype, held[name], wanted, source, target))
+            items.append(Transfer(name, tensor.shape, tensor.dtype, boxes[name], target_boxes, source, target))
     transfer(world, items, budget_bytes=budget_bytes, device=device)
     return gathered

@@ -25,12 +25,15 @@ ALIGNMENT_BYTES = 16
 Boxes: TypeAlias = tuple[Box, ...]
 """Boxes of one tensor, without overlap."""
 
-Common: TypeAlias = tuple[tuple[Box, tuple[int, ...]], ...]
+SharedBoxes: TypeAlias = tuple[tuple[Box, tuple[int, ...]], ...]
 """Boxes that a rank holds together with others, each with all ranks that hold it, in order."""
 
 
 def even_shares(box: Box, count: int) -> Iterator[Box]:
-    """Yield about ``count`` boxes of nearly the same number of elements that make up a box, in row-major order."""
+    """Yield about ``count`` boxes of nearly the same number of elements that make up a box, in row-major order.
+
+    Example: (3, 4) in two shares is (1, 4) and (2, 4). (2, 3) in four is (1, 1), (1, 2) of each row.
+    """
     rows = box.sizes[0] if box.sizes else 1
     if rows >= count:
         for index in range(count):
@@ -74,53 +77,58 @@ def local_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int)
 
 def find_holders(boxes: Sequence[Boxes]) -> dict[Box, list[int]]:
     """Return the ranks that hold each box with elements, from the boxes by rank."""
-    found: dict[Box, list[int]] = {}
-    for rank, items in enumerate(boxes):
-        for box in items:
+    holders: dict[Box, list[int]] = {}
+    for rank, local in enumerate(boxes):
+        for box in local:
             if box.numel:
-                found.setdefault(box, []).append(rank)
-    return found
+                holders.setdefault(box, []).append(rank)
+    return holders
 
 
-def covers(shape: Sequence[int], held: Sequence[Boxes]) -> bool:
+def covers(shape: Sequence[int], boxes: Sequence[Boxes]) -> bool:
     """Check if boxes by rank, either equal or disjoint, cover a tensor of this shape."""
-    return sum(box.numel for box in find_holders(held)) == numel(shape)
+    # Each box counts once. Equal or disjoint boxes cannot overlap in part, so the sum is exact.
+    return sum(box.numel for box in find_holders(boxes)) == numel(shape)
 
 
-def shares_by_rank(held: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Boxes, ...]:
+def shares_by_rank(boxes: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Boxes, ...]:
     """Return each rank's share of a tensor from the boxes that the ranks hold.
 
     Ranks hold either the same box or boxes that do not overlap, as on a mesh.
     """
-    given: list[list[Box]] = [[] for _ in held]
-    for box, ranks in find_holders(held).items():
+    shares: list[list[Box]] = [[] for _ in boxes]
+    for box, ranks in find_holders(boxes).items():
         for replica, rank in enumerate(ranks):
-            given[rank] += local_share(box, replica, len(ranks), turn, itemsize)
-    return tuple(map(tuple, given))
+            shares[rank] += local_share(box, replica, len(ranks), turn, itemsize)
+    return tuple(map(tuple, shares))
 
 
-def first_holder_shares(held: Sequence[Boxes]) -> tuple[Boxes, ...]:
+def first_holder_shares(boxes: Sequence[Boxes]) -> tuple[Boxes, ...]:
     """Return the share of each rank if the first rank that holds a box sends all of it."""
     seen: set[Box] = set()
-    given: list[Boxes] = []
-    for boxes in held:
-        given.append(tuple(box for box in boxes if box not in seen))
-        seen.update(boxes)
-    return tuple(given)
+    shares: list[Boxes] = []
+    for local in boxes:
+        shares.append(tuple(box for box in local if box not in seen))
+        seen.update(local)
+    return tuple(shares)
 
 
-def in_common(held: Mapping[str, Sequence[Boxes]], rank: int) -> dict[str, Common]:
+def find_shared_boxes(boxes: Mapping[str, Sequence[Boxes]], rank: int) -> dict[str, SharedBoxes]:
     """Return the boxes, by tensor name, that a rank holds together with others.
 
-    ``held`` contains the boxes of each rank.
+    ``boxes`` are those of all ranks, by name and rank.
     """
-    known: dict[int, Common] = {}
-    for boxes_by_rank in held.values():  # one value for all tensors with equal boxes
-        if id(boxes_by_rank) not in known:
-            holders = find_holders(boxes_by_rank)
-            mine = (box for box in boxes_by_rank[rank] if len(holders.get(box, ())) > 1)
-            known[id(boxes_by_rank)] = tuple((box, tuple(holders[box])) for box in mine)
-    return {name: found for name, boxes_by_rank in held.items() if (found := known[id(boxes_by_rank)])}
+    # By identity: tensors with equal boxes have one object (tensor_metadata.collect_boxes), and models have many.
+    cache: dict[int, SharedBoxes] = {}
+    shared: dict[str, SharedBoxes] = {}
+    for name, by_rank in boxes.items():
+        if id(by_rank) not in cache:
+            holders = find_holders(by_rank)
+            local = (box for box in by_rank[rank] if len(holders.get(box, ())) > 1)
+            cache[id(by_rank)] = tuple((box, tuple(holders[box])) for box in local)
+        if cache[id(by_rank)]:
+            shared[name] = cache[id(by_rank)]
+    return shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +139,13 @@ class Move:
         key: the tensor's name.
         expression: an expression over tensors that ranks hold.
         itemsize: bytes of an element as it is sent and received.
-        wanted: the boxes that each rank receives, by rank.
+        target_boxes: the boxes that each rank receives, by rank.
     """
 
     key: str
     expression: Expression
     itemsize: int
-    wanted: Sequence[Boxes]
+    target_boxes: Sequence[Boxes]
 
 
 StateForm: TypeAlias = Literal["full", "full_on_all_ranks", "sharded"]
@@ -174,34 +182,47 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A box of a tensor, the ranks that receive it, and the pieces of it that ranks send, by rank."""
+    """A box of a tensor that ranks receive.
+
+    Attributes:
+        key: the tensor's name.
+        box: the box.
+        targets: the ranks that receive it.
+        itemsize: bytes of an element.
+        leaves: names of the tensors that the pieces are parts of.
+        pieces_by_rank: the pieces that each source sends, with its rank. Together they make up the box.
+    """
 
     key: str
     box: Box
     targets: tuple[int, ...]
     itemsize: int
     leaves: tuple[str, ...]
-    given: tuple[tuple[int, tuple[Piece, ...]], ...]
+    pieces_by_rank: tuple[tuple[int, tuple[Piece, ...]], ...]
 
-    def staged_bytes(self, given: Sequence[Piece]) -> int:
+    def staged_bytes(self, pieces: Sequence[Piece]) -> int:
         """Return the bytes of one copy of a rank's pieces in staging memory."""
-        nbytes = sum(piece.target.numel for piece in given) * self.itemsize
+        nbytes = sum(piece.target.numel for piece in pieces) * self.itemsize
         return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
-    def costs(self) -> Counter[int]:
-        """Return the bytes of staging memory by rank for the pieces that it sends and receives."""
-        costs: Counter[int] = Counter()
-        for source, given in self.given:
-            nbytes = self.staged_bytes(given)
+    def count_staged_bytes(self) -> Counter[int]:
+        """Return the bytes of staging memory of each rank, for the pieces that it sends and receives."""
+        counts: Counter[int] = Counter()
+        for source, pieces in self.pieces_by_rank:
+            nbytes = self.staged_bytes(pieces)
             for target in self.targets:
                 if target != source:
-                    costs[source] += nbytes
-                    costs[target] += nbytes
-        return costs
+                    counts[source] += nbytes
+                    counts[target] += nbytes
+        return counts
 
-    def kept(self) -> Counter[int]:
-        """Return the bytes by rank of the pieces that it keeps."""
-        return Counter({rank: self.staged_bytes(given) for rank, given in self.given if rank in self.targets})
+    def count_local_bytes(self) -> Counter[int]:
+        """Return the bytes of each rank's pieces that it uses itself."""
+        counts: Counter[int] = Counter()
+        for rank, pieces in self.pieces_by_rank:
+            if rank in self.targets:
+                counts[rank] = self.staged_bytes(pieces)
+        return counts
 
 
 Round: TypeAlias = tuple[Block, ...]
@@ -221,21 +242,23 @@ def plan_rounds(
     """
     cutter = _Cutter(shares)
     rounds: list[list[Block]] = [[]]
-    staged: Counter[int] = Counter()
-    kept: Counter[int] = Counter()
+    staged: Counter[int] = Counter()  # bytes of the last round, by rank
+    local: Counter[int] = Counter()
     for blocks in zip_longest(*(cutter.blocks(stream, bucket_bytes) for stream in streams)):
         for block in blocks:
-            if block is None:
+            if block is None:  # of a stream that has ended
                 continue
-            costs, own = block.costs(), block.kept()
-            is_full = any(staged[rank] + nbytes > bucket_bytes for rank, nbytes in costs.items())
-            if rounds[-1] and (is_full or any(kept[rank] + nbytes > bucket_bytes for rank, nbytes in own.items())):
+            more_staged, more_local = block.count_staged_bytes(), block.count_local_bytes()
+            is_full = any(staged[rank] + nbytes > bucket_bytes for rank, nbytes in more_staged.items())
+            is_full = is_full or any(local[rank] + nbytes > bucket_bytes for rank, nbytes in more_local.items())
+            # A block that is too large by itself gets a round of its own.
+            if rounds[-1] and is_full:
                 rounds.append([])
                 staged.clear()
-                kept.clear()
+                local.clear()
             rounds[-1].append(block)
-            staged.update(costs)
-            kept.update(own)
+            staged.update(more_staged)
+            local.update(more_local)
     return [tuple(blocks) for blocks in rounds if blocks]
 
 
@@ -244,38 +267,46 @@ class _Cutter:
 
     def __init__(self, shares: Mapping[str, Sequence[Boxes]]) -> None:
         self._shares = shares
-        self._made: dict[Hashable, tuple[tuple[int, tuple[Piece, ...]], ...]] = {}
+        self._cache: dict[Hashable, tuple[tuple[int, tuple[Piece, ...]], ...]] = {}
 
     def blocks(self, stream: Sequence[Move], bucket_bytes: int) -> Iterator[Block]:
         for move in stream:
             bare, leaves = structure(move.expression)
+            # By identity: equal shares of many tensors are one object (replicas._shares_by_name).
             form = bare, tuple(id(self._shares[leaf]) for leaf in leaves)
-            for whole, ranks in find_holders(move.wanted).items():
-                most = bucket_bytes // (move.itemsize * max(2, len(ranks)))
-                for box in cut(whole, max(1, most)):
-                    if (form, box) not in self._made:
-                        self._made[form, box] = self._given(move.expression, leaves, box)
-                    yield Block(move.key, box, tuple(ranks), move.itemsize, leaves, self._made[form, box])
+            for whole, ranks in find_holders(move.target_boxes).items():
+                # A rank that sends the block to all others stages it once for each. At least two: one that sends
+                # and receives stages both.
+                max_numel = bucket_bytes // (move.itemsize * max(2, len(ranks)))
+                for box in cut(whole, max(1, max_numel)):
+                    if (form, box) not in self._cache:
+                        self._cache[form, box] = self._find_pieces(move.expression, leaves, box)
+                    yield Block(move.key, box, tuple(ranks), move.itemsize, leaves, self._cache[form, box])
 
-    def _given(
+    def _find_pieces(
         self, expression: Expression, leaves: Sequence[str], box: Box
     ) -> tuple[tuple[int, tuple[Piece, ...]], ...]:
-        """Find the pieces of all ranks at once, with their shares placed one after the other in one memory."""
-        held: dict[str, list[tuple[Box, Strided]]] = {leaf: [] for leaf in leaves}
-        owners: list[tuple[int, int, int]] = []
-        starts: list[int] = []
-        used = 0
+        """Find the pieces of a box, by the rank that sends them.
+
+        The shares of all ranks are placed one after the other in one imaginary memory, so that one call finds the
+        copies from all of them. The offset of a copy then tells its share. Example: shares of 6 and 4 elements
+        start at 0 and 6, and a copy from offset 7 is from element 1 of the second.
+        """
+        placed: dict[str, list[tuple[Box, Strided]]] = {leaf: [] for leaf in leaves}
+        owners: list[tuple[int, int, int]] = []  # (rank, leaf, share)
+        starts: list[int] = []  # in elements, ascending
+        end = 0
         for number, leaf in enumerate(leaves):
             for rank, boxes in enumerate(self._shares[leaf]):
-                for share, own in enumerate(boxes):
-                    held[leaf].append((own, Strided.contiguous(own.sizes, used)))
+                for share, local in enumerate(boxes):
+                    placed[leaf].append((local, Strided.contiguous(local.sizes, end)))
                     owners.append((rank, number, share))
-                    starts.append(used)
-                    used += own.numel
-        given: dict[int, list[Piece]] = {}
-        for copy in copies_from_shards(expression, held, box):
+                    starts.append(end)
+                    end += local.numel
+        pieces: dict[int, list[Piece]] = {}
+        for copy in copies_from_shards(expression, placed, box):
             index = bisect_right(starts, copy.source.offset) - 1
             rank, number, share = owners[index]
             source = Strided(copy.source.offset - starts[index], copy.source.sizes, copy.source.strides)
-            given.setdefault(rank, []).append(Piece(number, share, source, copy.target))
-        return tuple((rank, tuple(found)) for rank, found in sorted(given.items()))
+            pieces.setdefault(rank, []).append(Piece(number, share, source, copy.target))
+        return tuple((rank, tuple(local)) for rank, local in sorted(pieces.items()))

@@ -25,13 +25,13 @@ from shardwise.fsdp.named_tensors import strided_view
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.ranks.world import World
 from shardwise.transfer.device_computing import matches_cpu_bitwise
-from shardwise.transfer.memory import WorkerPool, computing
+from shardwise.transfer.memory import WorkerPool, count_computing_workers
 from shardwise.transfer.read_items import (
     SEGMENT_ALIGNMENT,
     ComputingShare,
     FileRequest,
     Segment,
-    aligned,
+    align,
     iter_segments,
     max_staged_bytes,
     plan_requests,
@@ -39,8 +39,8 @@ from shardwise.transfer.read_items import (
 )
 from shardwise.transfer.staging import DeviceStaging, HostStaging, StagingBuffer, as_memoryview, staging_buffers
 
-Wanted: TypeAlias = tuple[Expression, Box, torch.dtype]
-"""A box of an expression, and the dtype in which its values are wanted."""
+ExpressionBox: TypeAlias = tuple[Expression, Box, torch.dtype]
+"""A box of an expression, and the dtype that its values are returned in."""
 
 _CPU = torch.device("cpu")
 
@@ -97,11 +97,12 @@ def plan_reads(
     files = sorted({index.entries[leaf.key].file for leaf in leaves})
     computed: list[tuple[int, Computed, Region]] = []
     copied: dict[torch.device, list[tuple[int, Copy]]] = {item.device: [] for item in items}
+    # Everything is a copy of stored values or computed from them. Copies are by device, which decides the staging.
     for number, item in enumerate(items):
         for piece in item.boxes:
             copies, regions = copies_and_computed(item.expression, piece.box, piece.local)
             copied[item.device] += ((number, copy) for copy in copies)
-            computed += ((number, found.leaf, found.region) for found in regions)
+            computed += ((number, region.leaf, region.region) for region in regions)
     batches: list[tuple[torch.device, tuple[FileRequest, ...]]] = []
     for device, device_copies in copied.items():
         is_on_host = device.type == "cpu"
@@ -110,17 +111,11 @@ def plan_reads(
         segments: list[tuple[str, Segment]] = []
         for number, copy in device_copies:
             entry = index.entries[copy.leaf.key]
-            segments += (
-                (entry.file, segment)
-                for segment in iter_segments(
-                    copy,
-                    number,
-                    entry,
-                    needs_staging=not is_on_host or items[number].dtype != to_torch(copy.leaf.dtype),
-                    policy=policy,
-                    block_bytes=nbytes,
-                )
-            )
+            needs_staging = not is_on_host or items[number].dtype != to_torch(copy.leaf.dtype)
+            for segment in iter_segments(
+                copy, number, entry, needs_staging=needs_staging, policy=policy, block_bytes=nbytes
+            ):
+                segments.append((entry.file, segment))
         start = start_at if policy.is_remote else 0.0
         requests = plan_requests(segments, policy, staging_bytes=nbytes, start_at=start)
         batches.append((device, tuple(requests)))
@@ -170,12 +165,13 @@ class ReadExecutor:
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
         """
+        # Before the read, against the identities at the time of the headers. After it, against those before it.
         before = read_identities(self.reader, plan.files, self.world.check)
         self._require_same(self.identities, before)
         try:
             self._fill(plan, tensors, self.budget_bytes)
         finally:
-            self._last = None
+            self._last = None  # frees the memory of the last block
         self._require_same(before, read_identities(self.reader, plan.files, self.world.check))
 
     def _require_same(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -189,6 +185,7 @@ class ReadExecutor:
 
     def _fill(self, plan: ReadPlan, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
         targets = TargetTensors(tensors, [item.fqn for item in plan.items])
+        # Freed before the reads, unless this plan uses it.
         if self._last is not None and all(task.key != self._last[0] for task in plan.computed):
             self._last = None
         for device, requests in plan.batches:
@@ -217,16 +214,16 @@ class ReadExecutor:
         """Return a box of an expression as a new contiguous CPU tensor."""
         return self.read_values([(expression, box, dtype)])[0]
 
-    def read_values(self, wanted: Sequence[Wanted], budget_bytes: int | None = None) -> list[torch.Tensor]:
+    def read_values(self, boxes: Sequence[ExpressionBox], budget_bytes: int | None = None) -> list[torch.Tensor]:
         """Return boxes of expressions as new contiguous CPU tensors, read together."""
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
-        plan, values = self._planned_values(wanted, budget)
+        plan, values = self._plan_values(boxes, budget)
         self._fill(plan, values, budget)
         return values
 
-    def _planned_values(
+    def _plan_values(
         self,
-        wanted: Sequence[Wanted],
+        boxes: Sequence[ExpressionBox],
         budget_bytes: int,
         device: torch.device = _CPU,
         staged_bytes: int | None = None,
@@ -234,11 +231,11 @@ class ReadExecutor:
         """Return the reads of boxes of expressions, and uninitialized memory for them."""
         items = [
             ReadItem("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, device)
-            for expression, box, dtype in wanted
+            for expression, box, dtype in boxes
         ]
         start_at = self.world.rank / self.world.size
         plan = plan_reads(items, self.index, self.reader.policy, budget_bytes, start_at, staged_bytes)
-        return plan, [torch.empty(box.sizes, dtype=dtype, device=device) for _, box, dtype in wanted]
+        return plan, [torch.empty(box.sizes, dtype=dtype, device=device) for _, box, dtype in boxes]
 
     def count(self, fqn: str, numel: int) -> None:
         """Add to the number of elements of a tensor that have been written."""
@@ -268,7 +265,7 @@ class ReadExecutor:
             if gap:
                 assert staging is not None
                 views.append(staging[used : used + gap])
-                used += aligned(gap)
+                used += align(gap)
             if segment.is_direct:
                 # In bytes. The target's offset is in elements of the tensor's memory.
                 start = segment.copy.target.offset * targets.tensors[segment.target].element_size()
@@ -277,9 +274,9 @@ class ReadExecutor:
                 assert staging is not None
                 views.append(staging[used : used + segment.bytes.nbytes])
                 staged.append((segment, used))
-                used += aligned(segment.bytes.nbytes)
+                used += align(segment.bytes.nbytes)
+        # One call: direct segments are in place afterwards, the others in staging memory.
         self.reader.read_vectored(request.file, request.bytes.start, views)
-        # Direct segments are in place already.
         for segment, start in staged:
             buffer.put(segment, start, targets.tensors[segment.target])
         if staging is not None:
@@ -297,15 +294,17 @@ class ReadExecutor:
         if not tasks:
             return
         device = targets.device
+        # On an accelerator the outputs need staging, too.
         staging_bytes = share.staging_bytes if device.type == "cpu" else share.staging_bytes // 2
         most_bytes = max(task.block.nbytes for task in tasks)
         outputs = staging_buffers(staging_bytes, policy.concurrency, device, most_bytes)
         small = [task for task in tasks if task.block.nbytes <= share.most_bytes]
         alone = [task for task in tasks if task.block.nbytes > share.most_bytes]
         try:
+            # Small blocks first, each on one worker. Then large ones, each read by all workers.
             if len(small) > 1:
                 inputs = staging_buffers(staging_bytes, policy.concurrency, _CPU)
-                pairs = list(zip(inputs, outputs, strict=False))[: computing(policy, self.processors)]
+                pairs = list(zip(inputs, outputs, strict=False))[: count_computing_workers(policy, self.processors)]
                 compute = partial(self._compute_block, targets, staging_bytes)
                 WorkerPool(compute, pairs, self.world.check).run(small)
             else:
@@ -322,7 +321,7 @@ class ReadExecutor:
 
     def _compute_alone(self, task: ComputeTask, budget_bytes: int) -> Mapping[str, torch.Tensor]:
         values = self.read_values(get_inputs(task), budget_bytes)
-        self._last = None  # a block that the inputs were computed from
+        self._last = None  # read_values() has set it, if the inputs were computed from a block
         return evaluate(task, values)
 
     def _compute_block(
@@ -333,7 +332,7 @@ class ReadExecutor:
         buffers: tuple[StagingBuffer, StagingBuffer],
     ) -> None:
         """Compute one block on a worker thread. ``budget_bytes`` bounds the inputs of all workers together."""
-        plan, values = self._planned_values(get_inputs(task), budget_bytes)
+        plan, values = self._plan_values(get_inputs(task), budget_bytes)
         inputs = TargetTensors(values, [""] * len(values))
         for _, requests in plan.batches:
             for request in requests:
@@ -356,31 +355,34 @@ class ReadExecutor:
         device = targets.device
         if device.type == "cpu" or not matches_cpu_bitwise(device):
             return tasks
-        fitting: list[ComputeTask] = []
-        left: list[ComputeTask] = []
+        on_device: list[ComputeTask] = []
+        on_host: list[ComputeTask] = []
         for task in tasks:
-            is_on_device = all(targets.tensors[move.target].device == device for move in task.moves)
-            fits = task.fits_devices and is_on_device and task.block.nbytes <= share.most_bytes
-            (fitting if fits else left).append(task)
-        if not fitting:
-            return left
-        is_bad = torch.zeros(len(fitting), dtype=torch.bool, device=device)
-        input_bytes = max(sum(box.numel * dtype.itemsize for _, box, dtype in get_inputs(task)) for task in fitting)
-        most_bytes = max(SEGMENT_ALIGNMENT, input_bytes)
+            is_target = all(targets.tensors[move.target].device == device for move in task.moves)
+            if task.fits_devices and is_target and task.block.nbytes <= share.most_bytes:
+                on_device.append(task)
+            else:
+                on_host.append(task)
+        if not on_device:
+            return on_host
+        is_bad = torch.zeros(len(on_device), dtype=torch.bool, device=device)
+        input_bytes = [sum(box.numel * dtype.itemsize for _, box, dtype in get_inputs(task)) for task in on_device]
+        most_bytes = max(SEGMENT_ALIGNMENT, *input_bytes)
         buffers = staging_buffers(share.staging_bytes, self.reader.policy.concurrency, device, most_bytes)
         try:
             compute = partial(self._compute_block_on_device, targets, share, is_bad)
-            WorkerPool(compute, buffers, self.world.check).run(list(enumerate(fitting)))
-        finally:
+            WorkerPool(compute, buffers, self.world.check).run(list(enumerate(on_device)))
+        finally:  # also after an error: work in progress uses memory that is freed next
             for buffer in buffers:
                 buffer.finish()
-        found: list[bool] = HostStaging(len(fitting), is_pinned=True).stage(is_bad).tolist()
-        for task, is_left in zip(fitting, found, strict=True):
-            if is_left:
-                left.append(task)
+        # One copy to the host for all blocks, after the streams of all workers have finished.
+        bad: list[bool] = HostStaging(len(on_device), is_pinned=True).stage(is_bad).tolist()
+        for task, needs_host in zip(on_device, bad, strict=True):
+            if needs_host:
+                on_host.append(task)
             else:
                 self._count_outputs(task, targets)
-        return left
+        return on_host
 
     def _compute_block_on_device(
         self,
@@ -403,18 +405,19 @@ class ReadExecutor:
         buffer: DeviceStaging,
     ) -> torch.Tensor:
         """Read the inputs of a block and evaluate it. Return whether the CPU has to, as a tensor of the device."""
-        plan, values = self._planned_values(get_inputs(task), share.staging_bytes, buffer.device, buffer.nbytes)
+        plan, values = self._plan_values(get_inputs(task), share.staging_bytes, buffer.device, buffer.nbytes)
         inputs = TargetTensors(values, [""] * len(values))
         for _, requests in plan.batches:
             for request in requests:
                 self._read(inputs, request, buffer)
         inner = ComputingShare.from_budget(share.staging_bytes, self.reader.policy.concurrency)
-        found = [self._queue_block(each, inputs, inner, buffer) for each in plan.computed]
+        # Inputs that are themselves computed come first, on the same stream.
+        inner_bad = [self._queue_block(each, inputs, inner, buffer) for each in plan.computed]
         outputs, is_bad = evaluate_on_device(task, values, share.most_bytes)
         for move in task.moves:
             computed = strided_view(outputs[move.output].contiguous(), move.source)
             strided_view(targets.tensors[move.target], move.place).copy_(computed)
-        return torch.stack([is_bad, *found]).any()
+        return torch.stack([is_bad, *inner_bad]).any()
 
     def _copy_outputs(
         self, task: ComputeTask, outputs: Mapping[str, torch.Tensor], targets: TargetTensors, buffer: StagingBuffer
@@ -446,7 +449,7 @@ def evaluate(task: ComputeTask, values: Sequence[torch.Tensor]) -> Mapping[str, 
     return task.evaluate(values)
 
 
-def get_inputs(task: ComputeTask) -> list[Wanted]:
+def get_inputs(task: ComputeTask) -> list[ExpressionBox]:
     """Return the boxes that a block is computed from."""
     return [
         (source, box, to_torch(source.dtype)) for source, box in zip(task.inputs, task.block.inputs, strict=True)
@@ -460,13 +463,13 @@ def read_identities(
 
     ``check`` is called while the requests run.
     """
-    found: dict[str, str] = {}
+    identities: dict[str, str] = {}
 
     def identify(file: str, _: None) -> None:
-        found[file] = reader.identity(file)
+        identities[file] = reader.identity(file)
 
     WorkerPool(identify, [None] * reader.policy.concurrency, check).run(files)
-    return found
+    return identities
 
 
 @dataclass

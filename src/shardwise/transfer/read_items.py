@@ -1,7 +1,7 @@
 """Pure planning of the requests of a storage: ranges of files that a worker reads or writes at once.
 
-The copies of a plan and the policy of a storage determine a list of requests, which the execution layer carries
-out. A request (:class:`FileRequest`) consists of segments (:class:`Segment`), each of one copy.
+The copies of a plan and the policy of a storage determine a list of requests, which ``read.py`` carries out. A
+request (:class:`FileRequest`) consists of segments (:class:`Segment`), each of one copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEGMENT_ALIGNMENT = 64
 """Segments begin at multiples of this in a staging buffer."""
 
 
-def aligned(nbytes: int) -> int:
+def align(nbytes: int) -> int:
     """Round ``nbytes`` up to the alignment of segments in a staging buffer."""
     return -(-nbytes // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 
@@ -87,7 +87,9 @@ def iter_segments(
 def copies_by_run(copy: Copy, *, max_gap: int) -> Iterator[Copy]:
     """Yield the copy in pieces, cut at every gap of more than ``max_gap`` elements in the leaf."""
     source = copy.source
-    # Axes of a copy are sorted, widest stride first. `run` is what the inner axes span.
+    # Axes of a copy are sorted, widest stride first. `run` is what the inner axes span, in elements. Example: 3
+    # rows of 4 elements out of rows of 10 (sizes (3, 4), strides (10, 1)) have gaps of 6. With max_gap=5 that is
+    # one run of 4 for each row, with max_gap=6 one run of 24.
     run, num_outer = 1, len(source.sizes)
     for axis in range(len(source.sizes) - 1, -1, -1):
         if source.strides[axis] - run > max_gap:
@@ -127,8 +129,8 @@ def plan_requests(
     last, used, gaps = ("", False), 0, 0
     for file, segment in ordered:
         begin, stop = (joined[0].bytes.start, joined[-1].bytes.stop) if joined else (0, 0)
-        gap, staged = segment.bytes.start - stop, 0 if segment.is_direct else aligned(segment.bytes.nbytes)
-        more = aligned(max(gap, 0)) + staged
+        gap, staged = segment.bytes.start - stop, 0 if segment.is_direct else align(segment.bytes.nbytes)
+        more = align(max(gap, 0)) + staged  # a gap is read into staging memory, too
         if (
             joined
             and last == (file, segment.is_strided)

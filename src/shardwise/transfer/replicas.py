@@ -25,11 +25,11 @@ from shardwise.fsdp.rebind import Bound
 from shardwise.ranks.world import World, repr_digest
 from shardwise.transfer.checksums import checksums
 from shardwise.transfer.move import LocalTensor, Transfer, transfer
-from shardwise.transfer.move_plan import Boxes, Common, first_holder_shares, in_common, shares_by_rank
+from shardwise.transfer.move_plan import Boxes, SharedBoxes, find_shared_boxes, first_holder_shares, shares_by_rank
 from shardwise.transfer.tensor_metadata import (
     TensorMetadata,
+    collect_boxes,
     get_boxes,
-    held_by_rank,
     metadata_by_name,
     require_same_tensors,
 )
@@ -54,27 +54,29 @@ class Replicas:
 
     @classmethod
     def among(
-        cls, tensors: Mapping[str, torch.Tensor], common: Mapping[str, Common], buffers: Collection[str]
+        cls, tensors: Mapping[str, torch.Tensor], common: Mapping[str, SharedBoxes], buffers: Collection[str]
     ) -> Replicas:
         """Return the replicated tensors among these, in one order on all ranks.
 
         ``common`` has the boxes that this rank holds together with others, by name.
         """
         by_group: dict[ReplicaGroup, dict[str, list[torch.Tensor]]] = {}
+        # In the order of the names, which is that of the tensors on all ranks: digests depend on it.
         for name, boxes in common.items():
-            local, places = local_tensor(tensors[name]), local_boxes(tensors[name], name)
+            local, boxes_in_memory = local_tensor(tensors[name]), local_boxes(tensors[name], name)
             for box, holders in boxes:
                 group = ReplicaGroup(len(holders), name in buffers, repr_digest(holders))
-                view = strided_view(local, locate_box(box, places))
+                view = strided_view(local, locate_box(box, boxes_in_memory))
                 by_group.setdefault(group, {}).setdefault(name, []).append(view)
         return cls(by_group)
 
     def digests(self) -> dict[ReplicaGroup, bytes]:
         """Return a digest for each group, equal on its ranks if the values are."""
-        return {
-            group: repr_digest(checksums(_stack_numbers(view for views in tensors.values() for view in views)))
-            for group, tensors in self.by_group.items()
-        }
+        digests: dict[ReplicaGroup, bytes] = {}
+        for group, tensors in self.by_group.items():
+            views = _stack_numbers(view for views in tensors.values() for view in views)
+            digests[group] = repr_digest(checksums(views))
+        return digests
 
     def checksums(self, groups: Collection[ReplicaGroup]) -> dict[ReplicaGroup, dict[str, list[int]]]:
         """Return the checksums of each tensor of these groups."""
@@ -90,7 +92,10 @@ def _stack_numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     numbers: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     others: list[torch.Tensor] = []
     for tensor in tensors:
-        (others if tensor.ndim else numbers.setdefault((tensor.dtype, tensor.device), [])).append(tensor)
+        if tensor.ndim:
+            others.append(tensor)
+        else:
+            numbers.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return [*others, *map(torch.stack, numbers.values())]
 
 
@@ -112,28 +117,22 @@ def compare_replicas(
         RankMismatchError: parameters or optimizer state differ, or buffers that must not. The message names them.
     """
     if mismatched is None:
-        with world.all_reduce("compute digests", _mismatched_in_one_mode) as exchange:
-            exchange.local = _mode_and_digests(replicas, on_differing_buffers)
+        with world.all_reduce("compute digests", _find_mismatched_in_one_mode) as exchange:
+            if on_differing_buffers not in ("first_rank", "error"):
+                raise ConfigError(f"on_differing_buffers={on_differing_buffers!r}: pass 'first_rank' or 'error'")
+            exchange.local = on_differing_buffers, replicas.digests()
         mismatched = exchange.result
+    # All ranks have the same result, so all of them leave here or none does.
     if not mismatched:
         return ()
-    with world.all_reduce(
-        "compute checksums", partial(_find_differing_buffers, world, on_differing_buffers=on_differing_buffers)
-    ) as exchange:
+    find_differing = partial(_find_differing_buffers, world, on_differing_buffers=on_differing_buffers)
+    with world.all_reduce("compute checksums", find_differing) as exchange:
         exchange.local = replicas.checksums(mismatched)
     differing: tuple[str, ...] = exchange.result
     return differing
 
 
-def _mode_and_digests(
-    replicas: Replicas, on_differing_buffers: OnDiffering
-) -> tuple[str, dict[ReplicaGroup, bytes]]:
-    if on_differing_buffers not in ("first_rank", "error"):
-        raise ConfigError(f"on_differing_buffers={on_differing_buffers!r}: pass 'first_rank' or 'error'")
-    return on_differing_buffers, replicas.digests()
-
-
-def _mismatched_in_one_mode(
+def _find_mismatched_in_one_mode(
     gathered: Sequence[tuple[str, Mapping[ReplicaGroup, bytes]]],
 ) -> frozenset[ReplicaGroup]:
     """Return the groups whose ranks have different values.
@@ -143,23 +142,24 @@ def _mismatched_in_one_mode(
     """
     if len({mode for mode, _ in gathered}) > 1:
         raise RankMismatchError("on_differing_buffers is not the same on all ranks. Pass one value on every rank")
-    return mismatched_groups([digests for _, digests in gathered])
+    return find_mismatched_groups([digests for _, digests in gathered])
 
 
-def mismatched_groups(gathered: Sequence[Mapping[ReplicaGroup, bytes]]) -> frozenset[ReplicaGroup]:
+def find_mismatched_groups(gathered: Sequence[Mapping[ReplicaGroup, bytes]]) -> frozenset[ReplicaGroup]:
     """Return the groups whose ranks have different values, from the digests of all ranks."""
-    return frozenset(
-        group
-        for group, by_rank in _by_group(gathered).items()
-        if len(by_rank) != group.size or len(set(by_rank.values())) > 1
-    )
+    mismatched: set[ReplicaGroup] = set()
+    for group, by_rank in _by_group(gathered).items():
+        # Fewer ranks than the group has: on the others, the tensors are of another kind.
+        if len(by_rank) != group.size or len(set(by_rank.values())) > 1:
+            mismatched.add(group)
+    return frozenset(mismatched)
 
 
 def _by_group(gathered: Sequence[Mapping[ReplicaGroup, T]]) -> dict[ReplicaGroup, dict[int, T]]:
     """Return the values of each group by rank."""
     groups: dict[ReplicaGroup, dict[int, T]] = {}
-    for rank, found in enumerate(gathered):
-        for group, value in found.items():
+    for rank, values in enumerate(gathered):
+        for group, value in values.items():
             groups.setdefault(group, {})[rank] = value
     return groups
 
@@ -174,21 +174,21 @@ def _find_differing_buffers(
     buffers: dict[str, set[int]] = {}
     for group, by_rank in sorted(_by_group(gathered).items(), key=lambda item: sorted(item[1])):
         first, *others = sorted(by_rank)
+        by_name = buffers if group.has_buffers else parameters
         for name in dict.fromkeys(name for sums in by_rank.values() for name in sums):
             if differing := {rank for rank in others if by_rank[rank].get(name) != by_rank[first].get(name)}:
-                (buffers if group.has_buffers else parameters).setdefault(name, set()).update(differing)
+                by_name.setdefault(name, set()).update(differing)
     if parameters:
         raise RankMismatchError(
-            f"{_describe_differing(world, parameters)}, and a save would mix them. Parameters "
-            "stay equal if every rank begins with the same values and gradients are averaged. An adapter or a "
-            "module that was added after sharding is not averaged: add it before (tuning=..., or before "
-            "fully_shard), or give all ranks one rank's values (torch.distributed.broadcast) and average its "
-            "gradients. If replicas have drifted apart, resume from the last checkpoint"
+            f"{_describe_differing(world, parameters)}, so a save would mix them. Replicas stay equal if every "
+            "rank starts with the same values and gradients are averaged. FSDP2 does not average the gradients of "
+            "modules added after fully_shard: add adapters before it (tuning=...), or broadcast their values and "
+            "all-reduce their gradients. If replicas have drifted apart, resume from the last checkpoint"
         )
     if buffers and on_differing_buffers == "error":
         raise RankMismatchError(
-            f"{_describe_differing(world, buffers)}. These are buffers, such as running statistics: average them "
-            "over the ranks, or pass on_differing_buffers='first_rank' for those of the first rank"
+            f"{_describe_differing(world, buffers)}. They are buffers, such as running statistics: average them "
+            "over the ranks, or pass on_differing_buffers='first_rank' to use the first rank's"
         )
     return tuple(buffers)
 
@@ -196,7 +196,7 @@ def _find_differing_buffers(
 def _describe_differing(world: World, differing: Mapping[str, set[int]]) -> str:
     names, ranks = few_names(differing), format_ranks([*set().union(*differing.values())], world.global_ranks)
     count = f"{len(differing)} tensors have" if len(differing) > 1 else "one tensor has"
-    return f"{count} other values on rank {ranks} than on the first rank that holds the same: {names}"
+    return f"{count} other values on rank {ranks} than on the first rank with a replica: {names}"
 
 
 def equal_on_all(
@@ -220,7 +220,6 @@ def equal_on_all(
         exchange.local = metadata_by_name(tensors)
     boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers, on_differing_buffers)
     copies = {name: torch.empty_like(tensors[name]) for name in differing}
-
     if differing:
         with world.collective("plan the copies"):
             transfers = [
@@ -251,8 +250,8 @@ def _compare_tensors(
     ``metadata`` are those of all ranks. Collective: yes.
     """
     with world.collective("compare the ranks' tensors"):
-        boxes = held_by_rank(metadata, world.global_ranks)
-        replicas = Replicas.among(tensors, in_common(boxes, world.rank), buffers)
+        boxes = collect_boxes(metadata, world.global_ranks)
+        replicas = Replicas.among(tensors, find_shared_boxes(boxes, world.rank), buffers)
     return boxes, compare_replicas(world, replicas, on_differing_buffers)
 
 
@@ -315,19 +314,20 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
 
 
 def _shares_by_name(
-    saved: Sequence[TensorRef], held: Mapping[str, tuple[Boxes, ...]]
+    saved: Sequence[TensorRef], boxes_by_name: Mapping[str, tuple[Boxes, ...]]
 ) -> dict[str, tuple[Boxes, ...]]:
     """Return the shares of each tensor, one value for all tensors with equal ones."""
-    known: dict[tuple[int, int, int], tuple[Boxes, ...]] = {}
+    cache: dict[tuple[int, int, int], tuple[Boxes, ...]] = {}
     shares: dict[str, tuple[Boxes, ...]] = {}
     for number, item in enumerate(saved):
-        boxes, itemsize = held[item.fqn], item.tensor.element_size()
+        boxes, itemsize = boxes_by_name[item.fqn], item.tensor.element_size()
         is_buffer = item.kind is not TensorKind.PARAMETER
+        # Small parameters are sent by the holders in turn. All buffers are sent by the first holder.
         turn = -1 if is_buffer else number % len(boxes)
         key = id(boxes), turn, itemsize
-        if key not in known:
-            known[key] = first_holder_shares(boxes) if is_buffer else shares_by_rank(boxes, turn, itemsize)
-        shares |= dict.fromkeys(item.names, known[key])
+        if key not in cache:
+            cache[key] = first_holder_shares(boxes) if is_buffer else shares_by_rank(boxes, turn, itemsize)
+        shares |= dict.fromkeys(item.names, cache[key])
     return shares
 
 
@@ -349,7 +349,8 @@ class PackedRows:
         """Return a box of the weight (out, in), rounded to the dtype before quantization."""
         first = local_boxes(self.weight.tensor, self.weight.fqn)[0].box.offsets[0]
         start, count = box.offsets[0], box.sizes[0]
-        rows = slice(start - first, start - first + count)
+        rows = slice(start - first, start - first + count)  # in this rank's memory
+        # Whole rows, also for a part of the columns: scales are of blocks along the rows.
         scales = self.layer.get_scales(self.scales.local[rows].contiguous(), start)
         packing = self.layer.packing
         whole: torch.Tensor = packing.dequantize(self.weight.local[rows].contiguous(), scales, packing.dtype)
@@ -376,7 +377,7 @@ class ShardSender:
         Memory: none if it is a view of its tensor, otherwise the share.
         """
         if self._last is None or self._last[0] != (name, number):
-            self._last = None
+            self._last = None  # freed before the next is allocated
             self._last = (name, number), self.values(name, self.shares[name][self.rank][number])
         return self._last[1]
 
@@ -407,7 +408,7 @@ class MergingShardSender(ShardSender):
         if name not in self.factors:
             return values
         factors = self.factors[name]
-        lora_A, lora_B = self.matrices[factors.lora_A], self.matrices[factors.lora_B]
+        lora_A, lora_B = self.matrices[factors.lora_A], self.matrices[factors.lora_B]  # (r, in), (out, r)
         rows, columns = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
         delta = _delta(lora_A[:, columns], lora_B[rows], factors.scaling)
         return values.add(delta.to(values.device)).to(values.dtype)

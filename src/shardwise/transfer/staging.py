@@ -74,9 +74,10 @@ class DeviceStaging:
         self._stream = current = self._module.current_stream(device)
         if is_side:
             self._stream = self._module.Stream(device)
+            # The tensors' memory may still be in use on the current stream, on which they were made.
             self._stream.wait_stream(current)
-        self._on_device: list[torch.Tensor] = []
-        self._copied: list[Any] = []
+        self._on_device: list[torch.Tensor] = []  # as large as the pinned buffers, from their first use on
+        self._copied: list[Any] = []  # events: the copies out of each pinned buffer have ended
         self._turn = 0
 
     def begin(self) -> memoryview:
@@ -84,7 +85,7 @@ class DeviceStaging:
         with self._module.device(self.device):  # a new thread's current device is device 0
             if not self._copied:
                 self._copied = [self._module.Event() for _ in self._pinned]
-            # Until the copies out of this buffer, of two requests ago, have ended.
+            # Before the caller writes to this buffer: the copies of two requests ago may still read from it.
             self._copied[self._turn].synchronize()
             return self._pinned[self._turn].begin()
 
@@ -103,6 +104,8 @@ class DeviceStaging:
             if copy.source.is_contiguous and copy.target.is_contiguous and source.dtype == target.dtype:
                 target.copy_(source, non_blocking=True)
                 return
+            # Not target.copy_(source): torch copies strided or cast values from the host through pageable memory,
+            # and waits. On the device, the second copy follows the first in the order of the stream.
             if not self._on_device:
                 self._on_device = [
                     torch.empty(self.nbytes, dtype=torch.uint8, device=self.device) for _ in self._pinned
@@ -113,6 +116,7 @@ class DeviceStaging:
             target.copy_(as_stored(buffer, segment, start))
 
     def end(self) -> None:
+        # After the last copy of the request, so that begin() waits for all of them.
         self._copied[self._turn].record(self._stream)
 
     def finish(self) -> None:
@@ -123,17 +127,20 @@ class DeviceStaging:
 
         Host values are cast to the target's dtype on the host. Values that come to the host have arrived.
         """
-        is_up, is_down = values.device.type == "cpu", target.device.type == "cpu"
-        if is_up == is_down:
+        is_to_device = values.device.type == "cpu"
+        if is_to_device == (target.device.type == "cpu"):  # both on the host, or both on the device
             target.copy_(values)
             return
-        for rows in row_slices(target.shape, self.nbytes // (target if is_up else values).element_size()):
+        # Bytes in the buffer: to the device in the target's dtype, to the host in the dtype of the values.
+        staged = target if is_to_device else values
+        for rows in row_slices(target.shape, self.nbytes // staged.element_size()):
             self.begin()
             with self.queued():
                 pinned = self._pinned[self._turn]
-                if is_up:
+                if is_to_device:
                     target[rows].copy_(pinned.stage(values[rows], dtype=target.dtype), non_blocking=True)
                 else:
+                    # stage() waits for the device, so the values have arrived when the host copies them on.
                     target[rows].copy_(pinned.stage(values[rows]))
             self.end()
 
@@ -152,7 +159,10 @@ def row_slices(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
 
 
 def pinned_bytes(budget_bytes: int, needed_bytes: int) -> int:
-    """Return the size of a pinned buffer, a power of two: at least the needed bytes if the budget allows it."""
+    """Return the size of a pinned buffer, a power of two: at least the needed bytes if the budget allows it.
+
+    Example: 5 needed bytes are 8, or 4 within a budget of 7.
+    """
     return 1 << (min(budget_bytes, max(1, 2 * needed_bytes - 1)).bit_length() - 1)
 
 

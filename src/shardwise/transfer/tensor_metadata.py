@@ -89,11 +89,13 @@ def require_same_tensors(
         if list(other.items()) == list(first.items()):
             continue
         here, there = f"rank {global_ranks[rank]}", f"rank {global_ranks[0]}"
-        lines = [
-            f"{name} is {other.get(name, 'absent')} on {here}, {first.get(name, 'absent')} on {there}"
-            for name in dict.fromkeys([*first, *other])
-            if first.get(name) != other.get(name)
-        ] or [f"the order of the tensors on {here} is not that on {there}"]
+        lines: list[str] = []
+        for name in dict.fromkeys([*first, *other]):
+            if first.get(name) != other.get(name):
+                descriptions = f"{other.get(name, 'absent')} on {here}, {first.get(name, 'absent')} on {there}"
+                lines.append(f"{name} is {descriptions}")
+        if not lines:
+            lines.append(f"the order of the tensors on {here} is not that on {there}")
         shown = "\n  ".join(pattern for pattern, _ in collapse(lines)[:_MAX_SHOWN])
         raise RankMismatchError(
             f"the ranks have different tensors:\n  {shown}\nBuild the model and its optimizers from one "
@@ -101,24 +103,24 @@ def require_same_tensors(
         )
 
 
-def held_by_rank(
+def collect_boxes(
     metadata: Sequence[Mapping[str, TensorMetadata]], global_ranks: Sequence[int] = ALL_RANKS
 ) -> dict[str, tuple[Boxes, ...]]:
     """Return the nonempty boxes of every tensor by rank: one object for all tensors with the same layout.
 
     Raises:
         RankMismatchError: ranks have different tensors.
-        ShardingError: ranks do not have, together, all of a tensor.
+        ShardingError: the ranks together do not have each element of a tensor.
     """
     require_same_tensors(metadata, global_ranks)
-    known: dict[tuple[Boxes, ...], tuple[Boxes, ...]] = {}
-    held: dict[str, tuple[Boxes, ...]] = {}
+    cache: dict[tuple[Boxes, ...], tuple[Boxes, ...]] = {}
+    boxes: dict[str, tuple[Boxes, ...]] = {}
     for name in metadata[0]:
-        boxes = tuple(tuple(box for box in found[name].boxes if box.numel) for found in metadata)
-        held[name] = known.setdefault(boxes, boxes)
-    if lacking := [name for name, item in metadata[0].items() if not move_plan.covers(item.shape, held[name])]:
+        by_rank = tuple(tuple(box for box in local[name].boxes if box.numel) for local in metadata)
+        boxes[name] = cache.setdefault(by_rank, by_rank)
+    if incomplete := [name for name, item in metadata[0].items() if not move_plan.covers(item.shape, boxes[name])]:
         raise ShardingError(
-            f"the ranks do not hold, together, each element of {few_names(lacking)}. Pass a process_group that has "
+            f"the ranks together do not have each element of {few_names(incomplete)}. Pass a process_group with "
             "all ranks of the tensors' meshes"
         )
-    return held
+    return boxes
