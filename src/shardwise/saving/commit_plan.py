@@ -138,10 +138,10 @@ def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, b
     """
     files = {file.name: file.nbytes for file in plan.files}
     final_files = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
-    removed = tuple(obsolete(plan, folder_state))
+    removed = tuple(find_obsolete(plan, folder_state))
     aside: list[Rename] = []
     if plan.single_file in folder_state.files and (bound or plan.index is not None):
-        aside = [Rename(plan.single_file, set_aside(plan))]
+        aside = [Rename(plan.single_file, aside_name(plan))]
     if plan.index is None:
         pending = {name: pending_name(name, plan.save_id) for name in bound}
         steps = [*aside, *(Rename(file, name) for name, file in pending.items())]
@@ -163,12 +163,12 @@ def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, b
     )
 
 
-def set_aside(plan: SavePlan) -> str:
+def aside_name(plan: SavePlan) -> str:
     """Return the name of older weights that are set aside during a commit."""
     return f"{plan.stem}.{plan.save_id}{OLDER}"
 
 
-def obsolete(plan: SavePlan, folder_state: FolderState) -> list[str]:
+def find_obsolete(plan: SavePlan, folder_state: FolderState) -> list[str]:
     """Return the files to remove after the commit: those of the older save, and of uncommitted saves."""
     new = {*plan.names, plan.single_file if plan.index is None else plan.index_file}
     old = {name for name in folder_state.weights if name.endswith(".safetensors")}

@@ -47,7 +47,7 @@ from shardwise.saving.offline import (
     write_templates,
 )
 from shardwise.saving.prepare import MAX_SHARD_SIZE
-from shardwise.saving.stream_out import TensorsToSave, edited
+from shardwise.saving.stream_out import TensorsToSave, apply_edits
 from shardwise.transfer.read import ReadExecutor
 
 ADAPTER = stored_prefix("merged")
@@ -71,7 +71,7 @@ class _AdapterSource:
     notes: Sequence[str]
 
 
-def adapter_folder(given: Path, adapter_name: str) -> Path:
+def find_adapter_folder(given: Path, adapter_name: str) -> Path:
     """The folder itself, or that of the adapter of this name in it, where PEFT puts all but the default one."""
     if not given.is_dir():
         raise FormatError(f"{given}: is a file. Pass the folder with {ADAPTER_CONFIG}")
@@ -107,8 +107,8 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
 
 def find_new_vocab_size(lora: _AdapterSource, built: Outline, adapter_name: str) -> int | None:
     """Return the number of tokens of an adapter that was trained with a resized vocabulary, or None."""
-    by_name, rows, renamed = built.layout.by_name, {}, model_names(built)
-    for key, bare in merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name).items():
+    by_name, rows, renamed = built.layout.by_name, {}, make_renamer(built)
+    for key, bare in merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name).items():
         name = renamed(bare) or bare
         shape, own = lora.tensors[key].shape, by_name[name].shape if name in by_name else ()
         if own and len(shape) == len(own) and shape[1:] == own[1:] and shape[0] not in (0, own[0]):
@@ -126,8 +126,8 @@ def find_class_with_head(lora: _AdapterSource, built: Outline, adapter_name: str
 
     None if it has none. The adapter's config names the task, or the class.
     """
-    renamed = model_names(built)
-    names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name).values()
+    renamed = make_renamer(built)
+    names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name).values()
     if all(renamed(name) is not None for name in names):
         return None
     name = _TASKS.get(lora.config.task_type or "") or lora.config.auto_mapping.get("base_model_class")
@@ -136,7 +136,7 @@ def find_class_with_head(lora: _AdapterSource, built: Outline, adapter_name: str
 
 def find_head(lora: _AdapterSource, built: Outline, adapter_name: str) -> dict[str, str]:
     """Return the adapter's keys of the tensors that the base does not store, by their names in the model."""
-    names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name)
+    names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name)
     ties = pretrained.declared_ties(built.model)
     stored = {*built.bindings.matched, *ties, *ties.values()}
     absent = {name for tensor in built.layout.saved() for name in tensor.names} - stored
@@ -154,7 +154,9 @@ def find_num_labels(lora: _AdapterSource, built: Outline, head: Mapping[str, str
     return rows.pop() if len(rows) == 1 and rows != {expected} else None
 
 
-def config_fields(model: PreTrainedModel, overrides: Collection[str], *, has_new_head: bool) -> dict[str, object]:
+def get_config_fields(
+    model: PreTrainedModel, overrides: Collection[str], *, has_new_head: bool
+) -> dict[str, object]:
     """Return the fields of a model's config that the base's does not have: overrides, class and labels."""
     content = json.loads(model.config.to_json_string(use_diff=False))
     wanted = [*overrides, *(("id2label", "label2id") if has_new_head else ())]
@@ -169,7 +171,7 @@ def require_equal_copies(lora: _AdapterSource, adapter_name: str) -> None:
         KeyMismatchError: they differ. The message has both names.
     """
     stored = stored_tensors(lora.executor.index)
-    for key, other in merge_plan.repeated_copies(lora.tensors, adapter_name=adapter_name).items():
+    for key, other in merge_plan.find_repeated_copies(lora.tensors, adapter_name=adapter_name).items():
         if not are_equal(stored[key], stored[other], lora.tensors[other].dtype, lora.executor, rank=0, size=1):
             raise KeyMismatchError(
                 f"{lora.executor.reader.root}: {shown(key)} and {shown(other)} are the same tensor, and differ. "
@@ -193,17 +195,17 @@ def require_all_rows(source: offline.OfflineModel, plan: merge_plan.MergePlan, w
             )
 
 
-def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> tuple[set[str], dict[str, str]]:
+def find_untied(lora: _AdapterSource, built: Outline, adapter_name: str) -> tuple[set[str], dict[str, str]]:
     """Return the declared ties that are not tied in the output, and those of them that were tied in training.
 
     The latter are targets with their sources. PEFT adapts modules: with a LoRA on one of two tied modules, the
     other one has the tensor without it. An adapter also unties a tensor if it has values for one of its names only,
     or two values. A config can only untie all at once (``tie_word_embeddings``).
     """
-    renamed = model_names(built)
-    names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name)
+    renamed = make_renamer(built)
+    names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name)
     whole = {renamed(name) or name: key for key, name in names.items()}
-    modules = merge_plan.adapted_modules(lora.tensors, adapter_name=adapter_name)
+    modules = merge_plan.group_factor_keys(lora.tensors, adapter_name=adapter_name)
     adapted = {renamed(f"{module}.weight") for module in modules}
     expressions = stored_tensors(lora.executor.index)
     ties = {
@@ -228,7 +230,7 @@ def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> tuple[
     return set(ties), {target: origin for target, origin in ties.items() if target not in separate}
 
 
-def model_names(built: Outline) -> Callable[[str], str | None]:
+def make_renamer(built: Outline) -> Callable[[str], str | None]:
     """Return a function from a tensor's name in a checkpoint to the model's, or to None if the model has none."""
     names = {name: tensor for tensor in built.layout.saved() for name in tensor.names}
     # Transforms record that they are used, which decides how files are written.
@@ -241,14 +243,14 @@ def model_names(built: Outline) -> Callable[[str], str | None]:
     return renamed
 
 
-def merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -> merge_plan.MergeTargets:
+def find_merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -> merge_plan.MergeTargets:
     names = {name: tensor for tensor in source.layout.saved() for name in tensor.names}
     return merge_plan.MergeTargets(
         tensors={name: tensor.shape for name, tensor in names.items() if tensor.fqn in source.expressions},
         keys={key: output.shape for key, output in outputs.items()},
         parameters=parameters_by_module(source.built.model),
         columns=find_transposed_modules(source.built.model),
-        renamed=model_names(source.built),
+        renamed=make_renamer(source.built),
     )
 
 
@@ -266,7 +268,7 @@ def fuse_single_experts(
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
     keys = {
         f"{module}.weight": {key.rpartition(".lora_")[2].partition(".")[0]: key for key in found}
-        for module, found in merge_plan.adapted_modules(lora.tensors, adapter_name=adapter_name).items()
+        for module, found in merge_plan.group_factor_keys(lora.tensors, adapter_name=adapter_name).items()
     }
     plain = [name for name, found in keys.items() if name not in outputs and found.keys() == {"A", "B"}]
     matched = match_former_names(source.built.model, plain, names, source.built.transforms)
@@ -284,7 +286,7 @@ def fuse_single_experts(
     return edits, {key for name in pairs for key in keys[name].values()}
 
 
-def merged_tensors(
+def merge_tensors(
     source: offline.OfflineModel,
     outputs: Mapping[str, Output],
     plan: merge_plan.MergePlan,
@@ -297,14 +299,17 @@ def merged_tensors(
         edits = tuple(edit for name in tensor.names for edit in plan.tensors.get(name, ()))
         if edits and tensor.fqn in source.expressions:
             base = source.expressions[tensor.fqn]
-            merged = edited(
+            merged = apply_edits(
                 tensor.fqn, base, [_with_unique_keys(edit, joined) for edit in edits], tensor.dtype, changed
             )
             expressions |= dict.fromkeys(tensor.names, merged)
-    made = offline.merged_outputs(source, outputs, expressions)
+    made = offline.substitute_outputs(source, outputs, expressions)
     for key, edits in plan.keys.items():
         dtype, base = made[key]
-        made[key] = dtype, edited(key, base, [_with_unique_keys(edit, joined) for edit in edits], dtype, changed)
+        made[key] = (
+            dtype,
+            apply_edits(key, base, [_with_unique_keys(edit, joined) for edit in edits], dtype, changed),
+        )
     return made
 
 
@@ -357,11 +362,11 @@ def merge_adapter(
     options = check_keywords("merge_adapter", options, ModelOptions)
     max_shard_bytes, in_cache = parse_size(max_shard_size), HubOptions(local_files_only=True)
     found = resolve(base, in_cache, download=False)
-    lora_folder = adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
+    lora_folder = find_adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
     folder, out = found if found.is_dir() else found.parent, Path(out).expanduser()
     offline.require_other_folder(out, [found, lora_folder])
     with ExitStack() as stack:
-        merge = _plan(found, folder, lora_folder, adapter_name, options, stack)
+        merge = _plan_edits(found, folder, lora_folder, adapter_name, options, stack)
         source, plan = merge.source, merge.plan
         companions = read_companions(folder, lora_folder)
         companions["config.json"] = merge.config_content(folder, options.get("dtype", "auto"))
@@ -432,7 +437,7 @@ class _PlannedEdits:
             )
 
 
-def _plan(
+def _plan_edits(
     found: Path, folder: Path, lora_folder: Path, adapter_name: str, options: ModelOptions, stack: ExitStack
 ) -> _PlannedEdits:
     """Open both, read headers and configs, and plan the edits."""
@@ -458,15 +463,15 @@ def _plan(
     vocab_size = find_new_vocab_size(lora, built, adapter_name)
     if vocab_size is not None:
         built = outline(folder, config, index, options, ResizeVocab(vocab_size))
-    untied, tied_in_training = untied_by(lora, built, adapter_name)
+    untied, tied_in_training = find_untied(lora, built, adapter_name)
     source = offline.bind_offline(config, index, built, executor, untied, provided=head)
     joined = merged_index(index, lora.executor.index, ADAPTER)
     expressions = stored_tensors(joined)
     source.expressions.update({name: expressions[f"{ADAPTER}/{key}"] for name, key in head.items()})
     pretrained.record_conversions(built.model, built.transforms)
     outputs = source.revert()
-    targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
-    require_quick_patterns(lora.config.patterns(), merge_plan.adapted_names(lora.config, lora.tensors))
+    targets, what = find_merge_targets(source, outputs), f"{lora_folder} and {found}"
+    require_quick_patterns(lora.config.patterns(), merge_plan.find_adapted_names(lora.config, lora.tensors))
     of_experts, used = fuse_single_experts(source, outputs, lora, adapter_name)
     others = {key: leaf for key, leaf in lora.tensors.items() if key not in used}
     plan = merge_plan.plan_merge(lora.config, others, targets, adapter_name=adapter_name, what=what)
@@ -474,7 +479,7 @@ def _plan(
     require_all_rows(source, plan, what)
     both = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed = {edit.module for name in head for edit in plan.tensors[name]}
-    fields = config_fields(built.model, options.get("config_overrides", {}), has_new_head=bool(head))
-    to_save = TensorsToSave(merged_tensors(source, outputs, plan, expressions, changed), both)
+    fields = get_config_fields(built.model, options.get("config_overrides", {}), has_new_head=bool(head))
+    to_save = TensorsToSave(merge_tensors(source, outputs, plan, expressions, changed), both)
     source.notes += lora.notes
     return _PlannedEdits(source, plan, to_save, changed, vocab_size, fields)

@@ -166,23 +166,23 @@ def plan_merge(
     return _MergePlanner(config, stored, targets, adapter_name).plan(what)
 
 
-def adapted_names(config: LoraConfig, stored: Mapping[str, Stored]) -> set[str]:
+def find_adapted_names(config: LoraConfig, stored: Mapping[str, Stored]) -> set[str]:
     """Return names of modules with factors, and of their targeted parameters: the config's patterns match these."""
     factors = [found for key in stored if (found := _FACTOR.fullmatch(key.removeprefix(_PREFIX)))]
-    modules = {_unwrapped(found["module"])[0] for found in factors}
+    modules = {_unwrap(found["module"])[0] for found in factors}
     targets = [item.rpartition(".") for item in config.target_parameters]
     parameters = {f"{module}.{name}" for module in modules for owner, _, name in targets if module.endswith(owner)}
     return modules | parameters
 
 
-def names_of_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
+def find_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
     """Return the model's names of tensors that are not factors, by their keys.
 
     With ``save_embedding_layers``, PEFT stores a copied embedding three times: as ``embed_tokens.weight``, which is
     what it loads, and as ``modules_to_save`` and ``original_module`` of its wrapper, which are left out here.
     """
     whole = [key for key in stored if not _FACTOR.fullmatch(key.removeprefix(_PREFIX))]
-    names = {key: _bare(key, adapter_name) for key in whole}
+    names = {key: _strip_wrappers(key, adapter_name) for key in whole}
     return {
         key: name
         for key, name in names.items()
@@ -190,23 +190,23 @@ def names_of_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -
     }
 
 
-def adapted_modules(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, list[str]]:
+def group_factor_keys(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, list[str]]:
     """Return the keys of the factors of each module, under the adapter's names."""
     keys: dict[str, list[str]] = {}
     for key in stored:
         found = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
         if found and found["adapter"] in (None, adapter_name):
-            keys.setdefault(_unwrapped(found["module"])[0], []).append(key)
+            keys.setdefault(_unwrap(found["module"])[0], []).append(key)
     return keys
 
 
-def repeated_copies(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
+def find_repeated_copies(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
     """Return the keys of trained copies that are left out, with the key of the same tensor that is used."""
-    copies = {key: _PREFIX + _bare(key, adapter_name) for key in stored if _OF_A_COPY[0] in key}
+    copies = {key: _PREFIX + _strip_wrappers(key, adapter_name) for key in stored if _OF_A_COPY[0] in key}
     return {key: other for key, other in copies.items() if other in stored}
 
 
-def _bare(key: str, adapter_name: str) -> str:
+def _strip_wrappers(key: str, adapter_name: str) -> str:
     """Return the name in the model of an adapter tensor that is not a factor."""
     name = key.removeprefix(_PREFIX)
     for wrapper in (f".modules_to_save.{adapter_name}.", *_OF_A_COPY, ".base_layer."):
@@ -231,7 +231,7 @@ class _MergePlanner:
 
     def plan(self, what: str) -> MergePlan:
         factors: dict[str, _Matrices] = {}
-        names = names_of_whole_tensors(self.stored, adapter_name=self.adapter_name)
+        names = find_whole_tensors(self.stored, adapter_name=self.adapter_name)
         for key, leaf in self.stored.items():
             if found := _FACTOR.fullmatch(key.removeprefix(_PREFIX)):
                 self.sort_factor(factors, key, leaf, found)
@@ -306,13 +306,13 @@ class _MergePlanner:
 
     def parameter(self, name: str) -> str | None:
         """Return the parameter that factors under this PEFT name belong to, or None for those of a module."""
-        module, depth = _unwrapped(name)
+        module, depth = _unwrap(name)
         parameters = self.targeted(module)
         return f"{module}.{parameters[-1 - depth]}" if depth < len(parameters) else None
 
     def fold(self, name: str, matrices: _Matrices) -> None:
         """Plan the edits for the factors under this PEFT name."""
-        module, depth = _unwrapped(name)
+        module, depth = _unwrap(name)
         parameter = self.parameter(name)
         if parameter is not None:
             self.fold_low_rank(module, parameter, matrices, is_parameter=True)
@@ -437,7 +437,7 @@ class _MergePlanner:
         return found
 
 
-def _unwrapped(name: str) -> tuple[str, int]:
+def _unwrap(name: str) -> tuple[str, int]:
     """Return a module's name without wrappers, and the number of wrappers."""
     depth = 0
     while name.endswith(".base_layer"):

@@ -42,10 +42,10 @@ from shardwise.saving.commit_plan import WrittenFiles, get_folder_state, tempora
 from shardwise.saving.offline import config_content, read_companions, read_templates, write_templates
 from shardwise.saving.plan import INDEX_FILE, Saved
 from shardwise.saving.prepare import MAX_SHARD_SIZE
-from shardwise.saving.rename_journal import journal_folder, lists_in, locked_and_clean
+from shardwise.saving.rename_journal import journal_folder, lock_and_clean_up, read_rename_lists
 from shardwise.saving.saved_trees import read_objects
 from shardwise.saving.stream_out import TensorsToSave
-from shardwise.saving.torch_saves import Levels, flattened, load_plain, nested
+from shardwise.saving.torch_saves import Levels, flatten_values, load_plain, nest_values
 from shardwise.saving.verify import verify_files
 from shardwise.saving.write import WrittenTensors
 from shardwise.transfer.read import ReadExecutor, storage_bytes
@@ -142,9 +142,9 @@ def merge_weights(
             )
         executor = offline.create_executor(reader, index)
         if is_optimizer:
-            named, file_format = optimizer_outputs(reader, index, executor, (base, dtype, key_mapping)), "bin"
+            named, file_format = name_optimizer_outputs(reader, index, executor, (base, dtype, key_mapping)), "bin"
         else:
-            named = named_outputs(folder, index, executor, base=base, dtype=dtype, key_mapping=key_mapping or {})
+            named = name_outputs(folder, index, executor, base=base, dtype=dtype, key_mapping=key_mapping or {})
         companions = _companions(named, folder, dtype)
         streamed, files = _write(named, companions, file_format, out, limit)
         if named.folder is not None:
@@ -173,7 +173,7 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
     """Open a checkpoint. The last value is True for the state of an optimizer."""
     if not checkpoint.exists():
         raise StorageError(f"{checkpoint}: no such file or folder. Check the path")
-    if lists_in(folder := journal_folder(checkpoint)):
+    if read_rename_lists(folder := journal_folder(checkpoint)):
         raise StorageError(
             f"{folder}: its last save was interrupted between its commit and its renames. Load it with "
             "load_state, load_accelerate_model or load_accelerate_optimizer, and save it again"
@@ -189,7 +189,7 @@ def _companions(named: NamedOutputs, folder: Path, dtype: str | None) -> dict[st
     """Return the small files of the output. Empty if the model is unknown."""
     if named.folder is None:
         return {}
-    config = config_content(named.folder, dtype=offline.written_dtype(named.to_save, dtype), untied=False)
+    config = config_content(named.folder, dtype=offline.choose_config_dtype(named.to_save, dtype), untied=False)
     return {**read_companions(named.folder, folder), "config.json": config}
 
 
@@ -230,7 +230,7 @@ def _write_torch_file(
     written = WrittenTensors(bytes_by_file={named.torch_file: nbytes})
     with (
         progress_bar("Merging", nbytes, enabled=True) as bar,
-        locked_and_clean(World(0, 1), writer.root) as saving,
+        lock_and_clean_up(World(0, 1), writer.root) as saving,
     ):
         file = temporary_name(named.torch_file, saving.save_id)
         contents = _write_around_tensors(writer, file, named)
@@ -260,7 +260,7 @@ def _write_around_tensors(writer: LocalWriter, file: str, named: NamedOutputs) -
     with tempfile.TemporaryDirectory() as folder:
         sparse = Path(folder, named.torch_file)
         with torch.serialization.skip_data():
-            torch.save(nested({**empty, **named.objects}), sparse)
+            torch.save(nest_values({**empty, **named.objects}), sparse)
         with LocalReader(folder) as reader:
             contents = read_torch_file(reader, named.torch_file)
         writer.create(file, contents.file_nbytes)
@@ -309,7 +309,7 @@ def _read_back(out: Path, streamed: WrittenTensors, named: NamedOutputs, file_fo
         StorageError: bytes differ from those written. The message names the tensor.
     """
     if file_format == "bin":
-        damaged = _damaged_in(out / named.torch_file, streamed, named)
+        damaged = _find_damaged(out / named.torch_file, streamed, named)
         compared = len(streamed.fingerprints)
     else:
         report = verify_files(out)
@@ -321,10 +321,10 @@ def _read_back(out: Path, streamed: WrittenTensors, named: NamedOutputs, file_fo
         )
 
 
-def _damaged_in(file: Path, streamed: WrittenTensors, named: NamedOutputs) -> list[str]:
+def _find_damaged(file: Path, streamed: WrittenTensors, named: NamedOutputs) -> list[str]:
     """Return the keys of tensors in a file of ``torch.save`` that differ from what was written."""
     try:
-        tree = dict(flattened(load_plain(file)))
+        tree = dict(flatten_values(load_plain(file)))
     except FormatError:
         return list(streamed.fingerprints)
     read = WrittenTensors()
@@ -334,7 +334,7 @@ def _damaged_in(file: Path, streamed: WrittenTensors, named: NamedOutputs) -> li
     return [key for key, value in streamed.fingerprints.items() if read.fingerprints.get(key) != value]
 
 
-def named_outputs(
+def name_outputs(
     folder: Path,
     index: CheckpointIndex,
     executor: ReadExecutor,
@@ -348,18 +348,18 @@ def named_outputs(
     config_folder = _config_folder(folder, base)
     if config_folder is None:
         why = f"no config.json in or above {folder}. Name the base (--base, base=) for the hub's"
-        return _as_named(*_with_plain_keys(index, key_mapping), executor, dtype, why)
+        return _keep_names(*_rename_keys(index, key_mapping), executor, dtype, why)
     try:
         config = load_config(config_folder, options)
         get_model_class(config_folder, config, options)
     except ConfigError as error:
         if base is not None:
             raise
-        return _as_named(*_with_plain_keys(index, key_mapping), executor, dtype, str(error))
-    return _as_on_hub(config_folder, config, index, executor, has_base=base is not None, options=options)
+        return _keep_names(*_rename_keys(index, key_mapping), executor, dtype, str(error))
+    return _name_as_on_hub(config_folder, config, index, executor, has_base=base is not None, options=options)
 
 
-def _with_plain_keys(index: CheckpointIndex, key_mapping: Mapping[str, str]) -> tuple[CheckpointIndex, list[str]]:
+def _rename_keys(index: CheckpointIndex, key_mapping: Mapping[str, str]) -> tuple[CheckpointIndex, list[str]]:
     """Return a checkpoint of an unknown model with renamed keys, and notes."""
     if key_mapping:
         keys = rename_keys((item.key for item in index.tensors()), key_mapping)
@@ -382,7 +382,7 @@ def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | 
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def _as_named(
+def _keep_names(
     index: CheckpointIndex, notes: list[str], executor: ReadExecutor, dtype: str | None, why: str
 ) -> NamedOutputs:
     """Return every tensor unchanged, under its own name."""
@@ -400,7 +400,7 @@ def _as_named(
     return NamedOutputs(to_save, f"the checkpoint's own ({why})", notes=tuple(notes))
 
 
-def optimizer_outputs(
+def name_optimizer_outputs(
     reader: StorageReader, index: CheckpointIndex, executor: ReadExecutor, others: tuple[object, ...]
 ) -> NamedOutputs:
     """Return the state of an optimizer in dicts and lists, as it was saved.
@@ -416,7 +416,7 @@ def optimizer_outputs(
     skipped = 1 if _is_wrapped(metadata.levels.values()) else 0
     nest = {".".join(path): metadata.levels[path][skipped:] for path in metadata.tensors}
     objects = {way[skipped:]: value for way, value in read_objects(reader, metadata).items()}
-    named = _as_named(index, [], executor, None, "an optimizer's state")
+    named = _keep_names(index, [], executor, None, "an optimizer's state")
     return replace(named, torch_file=OPTIMIZER_FILE, nest=nest, objects=objects)
 
 
@@ -436,7 +436,7 @@ def _options(dtype: str | None, key_mapping: Mapping[str, str]) -> ModelOptions:
     return options if dtype is None else ModelOptions(**options, dtype=dtype)
 
 
-def _as_on_hub(
+def _name_as_on_hub(
     folder: Path,
     config: PreTrainedConfig,
     index: CheckpointIndex,
@@ -451,17 +451,17 @@ def _as_on_hub(
     if "dtype" not in options:
         source = source.as_stored()
     of_model = built.transforms[len(options["key_mapping"]) :]  # renames by the caller are not undone
-    if has_base and (transforms := _used_for(folder, config, source)):
+    if has_base and (transforms := _find_conversions(folder, config, source)):
         pretrained.record_conversions(source.built.model, transforms)
     elif any(item.was_used() for item in of_model):
         pretrained.record_conversions(source.built.model, of_model)
     outputs = source.revert()
     parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
-    to_save = TensorsToSave(offline.merged_outputs(source, outputs, source.by_every_name()), executor)
+    to_save = TensorsToSave(offline.substitute_outputs(source, outputs, source.by_every_name()), executor)
     return NamedOutputs(to_save, f"the hub's, by {folder / 'config.json'}", folder, parameters, tuple(source.notes))
 
 
-def _used_for(folder: Path, config: PreTrainedConfig, source: offline.OfflineModel) -> list[Any]:
+def _find_conversions(folder: Path, config: PreTrainedConfig, source: offline.OfflineModel) -> list[Any]:
     """Return the conversions used for the base's own weights. Empty if it has no weights under such names."""
     try:
         with LocalReader(folder) as reader:

@@ -37,7 +37,7 @@ from shardwise.models.pretrained import progress_bar
 from shardwise.models.revert import Output, revert
 from shardwise.ranks.world import World
 from shardwise.saving.plan import plan_save
-from shardwise.saving.prepare import main_dtype
+from shardwise.saving.prepare import find_main_dtype
 from shardwise.saving.stream_out import TensorsToSave, stream_out
 from shardwise.saving.write import WrittenTensors
 from shardwise.transfer.read import ReadExecutor
@@ -211,7 +211,7 @@ def read_index(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex
     return dequantized_index(opened.reader, index)
 
 
-def merged_outputs(
+def substitute_outputs(
     source: OfflineModel, outputs: Mapping[str, Output], expressions: Mapping[str, Expression]
 ) -> dict[str, tuple[DType, Expression]]:
     """Return a save's tensors: the model's, with ``expressions`` substituted by name, and those carried along."""
@@ -249,19 +249,19 @@ def read_companions(base: Path, own: Path | None = None) -> dict[str, bytes]:
 
     If the folder ``own`` has a tokenizer, its tokenizer files replace the base's.
     """
-    found, code = _files(base, _COMPANIONS), _read_code(base)
-    if own is not None and _files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
+    found, code = _read_files(base, _COMPANIONS), _read_code(base)
+    if own is not None and _read_files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
         found = {name: content for name, content in found.items() if not _is_any(name, _TOKENIZER)}
-        found |= _files(own, _TOKENIZER)
+        found |= _read_files(own, _TOKENIZER)
         code |= _read_code(own)
     return found | code
 
 
 def _read_code(folder: Path) -> dict[str, bytes]:
     """Return the Python files of a folder if its model, tokenizer or processor has code of its own."""
-    configs = _files(folder, (_CONFIG, "tokenizer_config.json", "*processor_config.json"))
+    configs = _read_files(folder, (_CONFIG, "tokenizer_config.json", "*processor_config.json"))
     refers_to_code = any(b'"auto_map"' in content for content in configs.values())
-    return _files(folder, ("*.py",)) if refers_to_code else {}
+    return _read_files(folder, ("*.py",)) if refers_to_code else {}
 
 
 def config_content(
@@ -276,7 +276,7 @@ def config_content(
 
     It has ``fields`` in place of the folder's, and names no other files of weights (``transformers_weights``).
     """
-    content = _parsed_config(folder) | dict(fields)
+    content = _parse_config(folder) | dict(fields)
     content.pop("transformers_weights", None)
     sections = [content, *(value for value in content.values() if isinstance(value, dict))]
     for section in sections:
@@ -302,7 +302,7 @@ def config_content(
 def read_templates(folders: Sequence[Path]) -> dict[str, bytes]:
     """Return additional chat templates, from the first folder that has any."""
     for folder in folders:
-        found = _files(folder / _TEMPLATES, ("*.jinja",))
+        found = _read_files(folder / _TEMPLATES, ("*.jinja",))
         if found:
             return found
     return {}
@@ -316,8 +316,8 @@ def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
                 writer.replace(name, content)
 
 
-def _parsed_config(folder: Path) -> dict[str, object]:
-    content = _files(folder, (_CONFIG,)).get(_CONFIG)
+def _parse_config(folder: Path) -> dict[str, object]:
+    content = _read_files(folder, (_CONFIG,)).get(_CONFIG)
     return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}")
 
 
@@ -325,7 +325,7 @@ def _is_any(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
+def _read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     """Return the content of files in a folder with matching names. Links are followed, as in the hub's cache."""
     if not folder.is_dir():
         return {}
@@ -343,15 +343,15 @@ def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
 
 def read_config_file(path: Path) -> bytes:
     """Return the content of a small file, such as a config."""
-    found = _files(path.parent, (path.name,))
+    found = _read_files(path.parent, (path.name,))
     if path.name not in found:
         raise StorageError(f"{path}: no such file. Check the path")
     return found[path.name]
 
 
-def written_dtype(to_save: TensorsToSave, dtype: str | None) -> str | None:
+def choose_config_dtype(to_save: TensorsToSave, dtype: str | None) -> str | None:
     """Return the dtype for the config: the requested one, otherwise that of most floating-point elements."""
     if dtype is not None:
         return dtype.removeprefix("torch.")
-    found = main_dtype(to_save.tensors())
+    found = find_main_dtype(to_save.tensors())
     return None if found is None else str(to_torch(found)).removeprefix("torch.")

@@ -92,7 +92,7 @@ def plan_save(
     Raises:
         FormatError: a tensor cannot be stored in a safetensors file.
     """
-    groups = _grouped(tensors, max_shard_bytes)
+    groups = _group_by_file(tensors, max_shard_bytes)
     metadata = {"format": "pt"}
     if len(groups) == 1:
         files: tuple[NewFile, ...] = ()
@@ -111,7 +111,7 @@ def plan_save(
     return SavePlan(save_id, files, tuple(names), index, stem)
 
 
-def _grouped(tensors: Sequence[Saved], max_shard_bytes: int) -> list[list[Saved]]:
+def _group_by_file(tensors: Sequence[Saved], max_shard_bytes: int) -> list[list[Saved]]:
     """Group tensors like huggingface_hub's ``split_state_dict_into_shards_factory``, assuming no shared storage."""
     groups: list[list[Saved]] = []
     current: list[Saved] = []
@@ -201,7 +201,7 @@ def assign_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
     return tuple(owners)
 
 
-def moves_to_owners(
+def plan_moves_to_owners(
     files: Sequence[NewFile], owners: Sequence[int], expressions: Mapping[str, Expression], size: int
 ) -> list[list[Move]]:
     """Return for every rank the tensors of its files, in file order."""

@@ -95,7 +95,7 @@ class PreparedSave:
     digest: str
 
 
-def tensors_to_save(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping[str, str]]:
+def collect_tensors_to_save(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping[str, str]]:
     """Return the tensors to save, and for an adapter a map of names in its file to names in the model.
 
     The tensors of an adapter are those that belong to it, followed by the state of its training. Collective: yes.
@@ -160,7 +160,7 @@ def prepare(
         parameters=parameters,
         save_id=save_id,
         stem=request.stem,
-        training=_saved_training(request, beside),
+        training=_describe_training(request, beside),
     )
     is_on_host = all(item.local.device.type == "cpu" for item in held)
     staging = plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
@@ -186,7 +186,7 @@ def prepare(
     return PreparedSave(request, held, shares, layout, outputs, parameters, plan, requests, staging, cast, digest)
 
 
-def _saved_training(request: SaveRequest, beside: Mapping[str, Output]) -> SavedTraining | None:
+def _describe_training(request: SaveRequest, beside: Mapping[str, Output]) -> SavedTraining | None:
     if request.training is None:
         return None
     tensors = [(key, output.dtype, output.shape) for key, output in beside.items()]
@@ -206,10 +206,10 @@ def build_outputs(request: SaveRequest, layout: ModelLayout, places: Mapping[str
     """Return the tensors of the files, and their expressions."""
     if isinstance(request.names, AdapterOnly):
         return {key: Output.unchanged(key, layout.by_name[name]) for key, name in places.items()}
-    return reverted(request.model, layout, request.names)
+    return revert_moves(request.model, layout, request.names)
 
 
-def reverted(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
+def revert_moves(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
     """Return the tensors of a checkpoint as expressions over those of a model.
 
     Raises:
@@ -240,7 +240,7 @@ def _is_staged(item: TensorRef, dtype: torch.dtype | None) -> bool:
     return item.local.device.type != "cpu" or (stored is not None and saved_dtype(stored, dtype) != stored)
 
 
-def main_dtype(tensors: Iterable[Saved]) -> DType | None:
+def find_main_dtype(tensors: Iterable[Saved]) -> DType | None:
     """Return the dtype of most floating-point numbers of 16 bits and more."""
     numels: Counter[DType] = Counter()
     for _, dtype, shape in tensors:
@@ -249,7 +249,7 @@ def main_dtype(tensors: Iterable[Saved]) -> DType | None:
     return numels.most_common(1)[0][0] if numels else None
 
 
-def tied_names(ready: PreparedSave) -> dict[str, str]:
+def find_tied_names(ready: PreparedSave) -> dict[str, str]:
     """Names that are not saved, with the name under which their tensor is."""
     found: dict[str, str] = {}
     if isinstance(ready.request.names, AdapterOnly):
@@ -261,7 +261,7 @@ def tied_names(ready: PreparedSave) -> dict[str, str]:
     return found
 
 
-def resolved_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if found is None and dtype is None:
         return None

@@ -24,7 +24,7 @@ from shardwise.files.urls import shown
 from shardwise.ranks.world import World
 from shardwise.saving import commit_plan
 from shardwise.saving.commit_plan import Renames
-from shardwise.saving.locked_folder import LockedFolder, Saving, locked_by_first_rank
+from shardwise.saving.locked_folder import LockedFolder, Saving, lock_on_first_rank
 
 
 def remove_pending(writer: StorageWriter, files: Collection[str]) -> None:
@@ -58,14 +58,14 @@ def clean_up(saving: Saving) -> None:
         writer.sync_names()  # renames of a killed save must last before the replaced files are removed
         remove_pending(writer, writer.list())
         for file in commit_plan.find_journals(writer.list()):
-            finish(root, file, saving.locked)
+            finish_renames(root, file, saving.locked)
         _remove_uncommitted(writer, folders)
     for entry in _entries(root):
         if entry.name.startswith(_WORK[0]) and entry.name.endswith(_WORK[1]):
             remove_folder(entry.path)
 
 
-def undo(locked: LockedFolder, also: Collection[str] = ()) -> None:
+def undo_renames(locked: LockedFolder, also: Collection[str] = ()) -> None:
     """Remove the files of this save unless it is committed. ``also`` are further folders that it wrote into."""
     root = locked.writer.root
     folders = distributed_folders(root)
@@ -81,16 +81,16 @@ def undo(locked: LockedFolder, also: Collection[str] = ()) -> None:
 
 
 @contextmanager
-def locked_and_clean(world: World, folder: str | os.PathLike[str], also: Collection[str] = ()) -> Iterator[Saving]:
+def lock_and_clean_up(world: World, folder: str | os.PathLike[str], also: Collection[str] = ()) -> Iterator[Saving]:
     """Lock a folder for a save on the first rank, and clean it up. If the block fails, undo the save.
 
     Collective: yes, at the beginning.
 
     Raises:
-        FormatError, StorageError: as of :func:`~shardwise.saving.locked_folder.locked_by_first_rank` and
+        FormatError, StorageError: as of :func:`~shardwise.saving.locked_folder.lock_on_first_rank` and
             :func:`clean_up`.
     """
-    with locked_by_first_rank(world, folder) as saving:
+    with lock_on_first_rank(world, folder) as saving:
         try:
             with world.broadcast("complete earlier renames"):
                 if world.rank == 0:
@@ -99,7 +99,7 @@ def locked_and_clean(world: World, folder: str | os.PathLike[str], also: Collect
         except BaseException:
             with contextlib.suppress(StorageError):
                 if saving.is_locked_here:
-                    undo(saving.locked, also)
+                    undo_renames(saving.locked, also)
             raise
 
 
@@ -124,7 +124,7 @@ def _remove_uncommitted(writer: FoldersWriter, folders: Collection[str], save_id
     """Remove the files that saves (by default all) have written and not committed, also in these folders."""
     remove_temporary(writer, writer.list(), save_id)
     for folder in folders:
-        for name in left_in(Path(writer.root, folder), save_id):
+        for name in find_uncommitted(Path(writer.root, folder), save_id):
             writer.remove(f"{folder}/{name}")
 
 
@@ -134,7 +134,7 @@ def remove_empty(root: str, folders: Collection[str]) -> None:
             os.rmdir(os.path.join(root, folder))
 
 
-def finish(root: str, file: str, locked: LockedFolder) -> None:
+def finish_renames(root: str, file: str, locked: LockedFolder) -> None:
     """Rename the listed files and remove older ones, while holding the lock.
 
     A save that has taken the folder over does the same at the same time, and may be done first. Then new files do
@@ -210,7 +210,7 @@ def journal_folder(path: Path) -> Path:
     return path.parent if not path.is_dir() or is_distributed_folder(path.name) else path
 
 
-def lists_in(folder: Path) -> list[Renames]:
+def read_rename_lists(folder: Path) -> list[Renames]:
     """Return the lists of renames that interrupted saves have left in a folder.
 
     Raises:
@@ -224,7 +224,7 @@ def lists_in(folder: Path) -> list[Renames]:
 
 
 @contextmanager
-def as_renamed(folder: Path) -> Iterator[Path]:
+def link_as_renamed(folder: Path) -> Iterator[Path]:
     """Yield a folder as it is after the renames that are listed in it. Nothing in it is changed.
 
     It is the folder itself if it has no list, otherwise a temporary folder of links. Links are broken once a save
@@ -238,13 +238,13 @@ def as_renamed(folder: Path) -> Iterator[Path]:
     """
     with ExitStack() as stack:
         place = folder
-        while pending := lists_in(folder):
+        while pending := read_rename_lists(folder):
             place = Path(stack.enter_context(TemporaryDirectory(prefix="shardwise-renamed-")))
             try:
                 gone = _link(folder.absolute(), pending, place)
             except OSError as error:
                 raise StorageError(f"{folder}: reading it failed, {error.strerror or error}") from error
-            if lists_in(folder) == pending:
+            if read_rename_lists(folder) == pending:
                 if gone:
                     raise FormatError(
                         f"{pending[0].file} in {folder}: lists {shown(gone[0])}, which is gone. "
@@ -295,7 +295,7 @@ def find_older(folder: Path, files: Collection[str]) -> list[str]:
         return [name for name in writer.list() if _DATA_FILE.fullmatch(name) and name not in files]
 
 
-def left_in(folder: Path, save_id: str | None = None) -> list[str]:
+def find_uncommitted(folder: Path, save_id: str | None = None) -> list[str]:
     """Return the data files of shardwise's saves (by default all) that ``.metadata`` does not list."""
     with open_writer(folder) as writer:
         names = writer.list()

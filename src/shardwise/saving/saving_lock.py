@@ -69,7 +69,7 @@ def take_lock(writer: StorageWriter, save_id: str) -> None:
     """
     _ACTIVE.add(save_id)
     try:
-        _create(writer, save_id)
+        _create_lock(writer, save_id)
         require_lock(writer, save_id)
     except BaseException:
         _ACTIVE.discard(save_id)
@@ -162,7 +162,7 @@ def _lock_content(save_id: str) -> bytes:
     return _LockRecord(ProcessId.here(), save_id, RENEWAL_S).to_bytes()
 
 
-def _create(writer: StorageWriter, save_id: str) -> None:
+def _create_lock(writer: StorageWriter, save_id: str) -> None:
     """Create the lock file, after a stale one has been removed."""
     _take_over(writer)
     content = _lock_content(save_id)
@@ -227,15 +227,15 @@ def _is_silent(writer: StorageWriter, record: _LockRecord) -> bool:
     """Return True if a lock of another machine is not renewed during some of its intervals, and wait for these."""
     if record.renewed_s <= 0 or record.process.is_visible:
         return False
-    first, deadline = _changed_at(writer), time.monotonic() + _MAX_MISSED * record.renewed_s
+    first, deadline = _read_mtime_ns(writer), time.monotonic() + _MAX_MISSED * record.renewed_s
     while first is not None and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        if _changed_at(writer) != first:
+        if _read_mtime_ns(writer) != first:
             return False
     return first is not None
 
 
-def _changed_at(writer: StorageWriter) -> int | None:
+def _read_mtime_ns(writer: StorageWriter) -> int | None:
     """Return the modification time of the lock file in ns, or None if there is no lock."""
     try:
         # Opened, and not only os.stat: a network file system revalidates its cached attributes at open.

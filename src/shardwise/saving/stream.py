@@ -21,7 +21,7 @@ from shardwise.models.four_bit.layers import SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.revert import Output
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
-from shardwise.saving.prepare import WrittenNames, collect_for_files, resolved_dtype, reverted
+from shardwise.saving.prepare import WrittenNames, collect_for_files, resolve_dtype, revert_moves
 from shardwise.transfer.memory import compute_device
 from shardwise.transfer.move import ShardExchange, box_view
 from shardwise.transfer.move_plan import Move, Round, full_on_ranks, plan_rounds
@@ -168,12 +168,12 @@ def _prepare_sender(
         with world.collective("select outputs"):
             outputs, adapted = _select_outputs(model, held, names, only)
         if adapted is not None:
-            sender = _merging(world, held, sender, adapted, options)
+            sender = _make_merging_sender(world, held, sender, adapted, options)
     world.require_equal(list(outputs), "the list of keys")
     return held, outputs, sender
 
 
-def _merging(
+def _make_merging_sender(
     world: World, held: Sequence[TensorRef], sender: ShardSender, adapted: selection.Adapted, options: StreamOptions
 ) -> MergingShardSender:
     """Return the sender of tensors with the adapter merged in. Every rank then holds the full adapter.
@@ -188,7 +188,7 @@ def _merging(
     matrices = dict(_gather_full(world, outputs, dtypes, sender, every_rank, held, None, options.bucket_bytes))
     base_held = {name: sender.held[fqn] for name, fqn in adapted.inside.items()}
     with world.collective("plan packed rows"):
-        packed = packed_rows(base_held)
+        packed = find_packed_rows(base_held)
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
     base_shares |= {name: tuple(map(logical_boxes, base_shares[name])) for name in packed}
     return MergingShardSender(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
@@ -221,14 +221,14 @@ def _select_outputs(
                 "only=MergedAdapter() or only=AdapterOnly(), or names='internal' for all tensors as the model "
                 "names them"
             )
-        return files.with_file_shapes(held, reverted(model, layout, names)), None
+        return files.with_file_shapes(held, revert_moves(model, layout, names)), None
     files.require_no_experts(held, _NOT_MERGED)
     adapted = selection.without_adapter(model, [name for item in held for name in item.names], only.adapter)
     layout = adapted.layout(files.dequantized_layout(layout, held))
-    return reverted(adapted.base, layout, names), adapted
+    return revert_moves(adapted.base, layout, names), adapted
 
 
-def packed_rows(held: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
+def find_packed_rows(held: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
     """Return weights in 4 bits by name, with their dequantization."""
     layers = {name: item.slots[0] for name, item in held.items() if is_in_four_bits(item.slots[0].module)}
     scales = {id(slot.module): held[name] for name, slot in layers.items() if slot.name == SCALES}
@@ -239,7 +239,7 @@ def packed_rows(held: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
     }
 
 
-def tensors_to_come(
+def describe_tensors(
     model: nn.Module, names: WrittenNames, only: selection.MergedAdapter | None, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of the tensors that :func:`walk_tensors` yields, by key and in its order.
@@ -310,5 +310,5 @@ def iter_hf_tensors(
 
     Every error is the same on every rank.
     """
-    dtype = resolved_dtype(dtype)
+    dtype = resolve_dtype(dtype)
     return walk_tensors(without_compile(model), to, names, only, dtype, on_differing_buffers, options)

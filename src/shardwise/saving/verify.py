@@ -56,7 +56,7 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
     start = time.perf_counter()
     opened = open_storage(directory)
     with opened.reader as reader:
-        adapter = _adapter_in(reader) if opened.file is None else None
+        adapter = _find_adapter(reader) if opened.file is None else None
         training = None if adapter is None else find_training_file(reader, adapter)
         config = read_object(reader, _CONFIG_FILE) if adapter is None else {}
         named = opened.file or adapter or config.get("transformers_weights")
@@ -119,7 +119,7 @@ def _find_coverage(directory: str | os.PathLike[str], config: Mapping[str, objec
     return _Coverage("", type(built.model).__name__, tuple(map(shown, plan.unexpected_keys)))
 
 
-def _adapter_in(reader: StorageReader) -> str | None:
+def _find_adapter(reader: StorageReader) -> str | None:
     """Return the file of an adapter in a folder without weights of a model."""
     names = [name for name in reader.list() if "/" not in name]
     weights = {name for name in names if name.endswith(".safetensors") or name.startswith("pytorch_model")}
@@ -155,7 +155,7 @@ def _compare_files(
     saves: list[RecordedSave] = []
     broken: list[str] = []
     for file in map(fingerprints.fingerprint_file, stems):
-        recorded = _recorded(reader, file)
+        recorded = _read_records(reader, file)
         saves += recorded or ()
         if recorded is None:
             broken.append(f"{file}: the record of fingerprints")
@@ -170,7 +170,7 @@ def _compare_files(
     changed = [
         name if name in present else f"{name} (it is gone)"
         for name in sorted(beside)
-        if name not in present or _digest(reader, name) not in {save.beside.get(name) for save in saves}
+        if name not in present or _compute_digest(reader, name) not in {save.beside.get(name) for save in saves}
     ]
     return replace(found, damaged_files=(*broken, *found.damaged_files), changed=tuple(changed))
 
@@ -191,8 +191,8 @@ class _FilesAsRead:
         for entry in index.entries.values():
             ends[entry.file] = min(ends[entry.file], entry.start)
         headers = {file: fingerprints.digest(reader.read(file, 0, end)) for file, end in ends.items()}
-        config = _digest(reader, ADAPTER_CONFIG) if ADAPTER_CONFIG in reader.list() else "gone"
-        return cls(dict(index.files), _fingerprints(reader, index), headers, config)
+        config = _compute_digest(reader, ADAPTER_CONFIG) if ADAPTER_CONFIG in reader.list() else "gone"
+        return cls(dict(index.files), _compute_fingerprints(reader, index), headers, config)
 
     def compare(self, save: RecordedSave) -> ComparedFiles:
         keys = {*self.tensors, *(save.tensors if self.files == dict(save.files) else ())}
@@ -245,7 +245,7 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
         )
 
 
-def _recorded(reader: StorageReader, file: str) -> list[RecordedSave] | None:
+def _read_records(reader: StorageReader, file: str) -> list[RecordedSave] | None:
     """Return the records of saves in this file, or None if it is damaged."""
     if file not in reader.list():
         return []
@@ -255,14 +255,14 @@ def _recorded(reader: StorageReader, file: str) -> list[RecordedSave] | None:
     return fingerprints.parsed(reader.read(file, 0, nbytes))
 
 
-def _digest(reader: StorageReader, file: str) -> str:
+def _compute_digest(reader: StorageReader, file: str) -> str:
     found, nbytes = hashlib.sha256(), reader.size(file)
     for start in range(0, nbytes, _VERIFIED_BYTES):
         found.update(reader.read(file, start, min(start + _VERIFIED_BYTES, nbytes)))
     return found.hexdigest()
 
 
-def _fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, int]:
+def _compute_fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, int]:
     found = dict.fromkeys(index.entries, 0)
     lock = threading.Lock()
     blocks = [

@@ -20,7 +20,7 @@ from shardwise.files.storage import StorageReader, StorageWriter
 from shardwise.fsdp.named_tensors import raw_bytes, strided_view
 from shardwise.fsdp.torch_private import synchronize_streams, to_torch
 from shardwise.ranks.world import World
-from shardwise.saving.plan import assign_owners, moves_to_owners
+from shardwise.saving.plan import assign_owners, plan_moves_to_owners
 from shardwise.transfer.fingerprints import MODULUS, fingerprint
 from shardwise.transfer.memory import WorkerPool, in_background
 from shardwise.transfer.move import ShardExchange
@@ -34,7 +34,7 @@ _READ_BACK_BYTES = 4 << 20
 
 
 @dataclass
-class Emitter:
+class ShardWriter:
     """Writer of this rank's tensors, with fingerprints by key (see [Note: Fingerprints]).
 
     ``tensors`` are this rank's own, by the numbers that segments have. ``written_bytes`` counts by file.
@@ -195,7 +195,7 @@ def write_by_owners(
     Every error is the same on every rank.
     """
     owners = assign_owners(files, world.size)
-    streams = moves_to_owners(files, owners, expressions, world.size)
+    streams = plan_moves_to_owners(files, owners, expressions, world.size)
     buffer_bytes = budget_bytes // _BUFFERS
     with world.collective("plan the rounds"):
         rounds = plan_rounds(streams, sender.shares, buffer_bytes)
